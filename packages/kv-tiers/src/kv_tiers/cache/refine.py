@@ -3,7 +3,7 @@
 A tier with `approximate: true` brings first parts of chunks, as many as a request should wait for. What is missing is
 read later, on a thread of the lane that has nothing else to do (`Lane.when_idle`), into a second slot. When the bytes
 there are whole and verified, the two slots change places: later loads read the exact bytes. All else that is known of
-the chunk (its order, its tenant, who holds, pins or was promised it) stays with its slot. Whoever reads the chunk at
+the chunk (its order, its tenant, who holds, pins or was promised it) stays with its slot. A reader of the chunk at
 that moment goes on reading the old bytes, which keep the second slot until the last of these has ended.
 
 Only what a tier brought is refined. What an engine computed behind an approximation stays what it is, so the cache
@@ -11,7 +11,7 @@ keeps to itself as before (docs/adr/0023).
 
 Nothing waits for a refinement, and nothing is queued for one: the pool's own approximations are the list of what may be
 refined, and the lane takes the next when it is free. A chunk is tried once. If it cannot be had (the tier fails, has it
-no more, or has it damaged), it stays an approximation until it leaves the pool. First parts that were read are kept,
+no more, or has it damaged), it stays an approximation until it leaves the pool. First parts that were read are cached,
 as far as there is room, so that a tier that reads on from somewhere (`ReadsRests`) reads only the others.
 """
 
@@ -35,7 +35,7 @@ from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read, ReadsRests
 
 KEPT_BYTES: Final = 64 << 20
-"""First parts of chunks that are kept in memory besides the pool, so that they need not be read again."""
+"""First parts of chunks that are cached in memory besides the pool, so that they need not be read again."""
 _LOOKED_AT: Final = 256
 """Chunks that are passed over in the search for one to refine, which is done under the lock."""
 _STILL_READ: Final = 2
@@ -49,7 +49,7 @@ class Approximation:
 
     tier: the number of the tier that brought it.
     parts: how many first parts it was decoded from.
-    first_bytes: these, if they are kept.
+    first_bytes: these, if they are cached.
     """
 
     key: ChunkKey
@@ -65,7 +65,7 @@ class _UnderWay:
     slot: of the chunk.
     lent: the second slot.
     began_s: since when, with all interruptions.
-    is_paused: it was interrupted, and goes on when the lane asks.
+    is_paused: it was interrupted, and goes on at the lane's next idle turn.
     """
 
     of: Approximation
@@ -77,7 +77,7 @@ class _UnderWay:
 
 
 class Refinements:
-    """Of one cache, whose host tier tells it what becomes of slots. Methods are called under the host's lock, unless
+    """Of one cache, whose host tier notifies it of changes of slots. Methods are called under the host's lock, unless
     they say otherwise."""
 
     def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], *, clock: Clock) -> None:
@@ -118,7 +118,7 @@ class Refinements:
     def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], share: int | None) -> None:
         """These have become resident.
 
-        share: how much of each was asked for. If all of it was, there is no more to be had.
+        share: how much of each was requested. If all of it was, there is no more to be had.
         """
         for slot, arrival in zip(slots, arrivals, strict=True):
             if arrival.parts and self._index.key_at(slot) == arrival.key:
@@ -158,7 +158,7 @@ class Refinements:
             wanted.clear()
 
     def _adopt(self) -> None:
-        """What an earlier process left is asked for from the first tier that has parts: which one had it is not known.
+        """What an earlier process left is requested from the first tier that has parts: which one had it is not known.
         Without the lock, before others know the cache.
         """
         tier = next((number for number, lane in enumerate(self._lanes) if len(lane.shares) > 1), None)
@@ -252,7 +252,7 @@ class Refinements:
         self._host.give_back(under_way.lent)
 
     def _keep(self, one: Approximation, first_bytes: FirstBytes | None) -> None:
-        """From now on these are kept of it, and nothing else."""
+        """From now on these are cached of it, and nothing else."""
         for kept, sign in ((one.first_bytes, -1), (first_bytes, 1)):
             if kept is not None:
                 self._kept_bytes += sign * len(kept.payload)

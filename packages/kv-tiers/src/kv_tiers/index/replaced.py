@@ -2,7 +2,7 @@
 
 A chunk's slot keeps its number, so leases to read, which name bytes, and all others, which name a chunk, would be
 counted on the same slot. When its bytes are exchanged for those of a second slot (`Residency.exchange`), the leases to
-read move to that slot, which has the old bytes from then. Whoever has such a lease knows only the slot it leased and
+read move to that slot, which has the old bytes from then. The holder of such a lease knows only the slot it leased and
 what `number` was then; from both follows where its bytes are (`bytes_at`).
 """
 

@@ -14,7 +14,7 @@ _TIMES: Final = 9
 
 
 class RestTurn:
-    """In place of a job: `Lane.when_idle` is to be asked for one."""
+    """In place of a job: `Lane.when_idle` is to be called for one."""
 
 
 class RestTurns:
