@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, Answer, Engine, started
+from kv_testing.peers import PATIENT
 from kv_testing.two_hosts import ADDRESSES, TwoHosts, available
 from kv_testing.wait import until
 from kv_tiers.server import wire
@@ -30,7 +31,6 @@ PREFILL = {
 }
 """What vLLM's proxies send, word for word."""
 CHUNK_BYTES = 1 << 19  # more than one of the tiny model's
-BUSY = {"connect_timeout_s": 10.0, "answer_timeout_s": 10.0}
 
 
 def with_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def pair(request: pytest.FixtureRequest, tiny_llama: str, tmp_path_factory: pyte
             first = second = launch({**config, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "1" / "s")
             ending.callback(first.stop)
         if request.param == "two hosts":
-            tiers = [{"type": "peers", "hosts": [first.peers], **BUSY}]
+            tiers = [{"type": "peers", "hosts": [first.peers], **PATIENT}]
             second = launch({**config, "tiers": tiers}, socket=home / "2" / "s")
             ending.callback(second.stop)
         # At a peer's the decode engine loads in the step that computes the last token.
@@ -119,7 +119,7 @@ def in_two_namespaces(ending: ExitStack, config: dict[str, Any], home: Path) -> 
     """The second one fetches what is handed over at the first while it is computed."""
     hosts = TwoHosts()
     ending.callback(hosts.close)
-    tiers = [{"type": "peers", "hosts": [f"{ADDRESSES[0]}:9500"], "unprotected": True, "follow": True, **BUSY}]
+    tiers = [{"type": "peers", "hosts": [f"{ADDRESSES[0]}:9500"], "unprotected": True, "follow": True, **PATIENT}]
     servers = []
     for host, more in enumerate([{}, {"tiers": tiers}]):
         (home / str(host)).mkdir(mode=0o700)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
+from kv_testing.peers import PATIENT
 from kv_testing.servers import Proxy
 from kv_testing.two_hosts import Disturbance, TwoHosts, available
 from kv_testing.wait import until
@@ -36,8 +37,7 @@ class Hosts:
         if disk:
             tiers.append({"type": "disk", "directory": str(home / "kv"), "capacity_bytes": "64MiB"})
         if peer:
-            late = {"connect_timeout_s": 10.0, "answer_timeout_s": 10.0}  # as a busy machine may be
-            tiers.append({"type": "peers", "hosts": [peer], "unprotected": True, **late})
+            tiers.append({"type": "peers", "hosts": [peer], "unprotected": True, **PATIENT})
         config = {"host": {"capacity_bytes": capacity_bytes}, "tiers": tiers, "cold": {"wait_s": 20.0}}
         if self.apart is None:
             server = launch({**config, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")

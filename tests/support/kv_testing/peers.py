@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Final
 
 import pytest
 from kv_core.errors import InputError
@@ -19,6 +20,9 @@ from kv_tiers.tiers.peers_wire import Held, Holds, PeerStream, Request, unpack_k
 
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import joined
+
+PATIENT: Final = {"connect_timeout_s": 10.0, "answer_timeout_s": 10.0}
+"""Settings of a peers tier on a busy machine, where an answer may take longer than the default of half a second."""
 
 
 def own_nobody(patch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from kv_testing.cache_servers import (
     store,
 )
 from kv_testing.http import Served
-from kv_testing.peers import FakePeer, is_whole, listening, reads_of, served_by
+from kv_testing.peers import PATIENT, FakePeer, is_whole, listening, reads_of, served_by
 from kv_testing.redis_servers import AskedServer, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
@@ -56,7 +56,7 @@ def valkey() -> AskedServer:
 
 def listed(ending: ExitStack, url: str, slots: int = 64, **options: object) -> tuple[ThreadedServer, RemoteCache]:
     """A server on a thread that lists what it holds, and a client that stores there."""
-    server = listening(slots, tiers=[{"type": "peers", "directory": {"url": url, **QUICK, **options}}])
+    server = listening(slots, tiers=[{"type": "peers", "directory": {"url": url, **QUICK, **options}, **PATIENT}])
     ending.callback(server.close)
     cache = server.join("f")
     ending.callback(cache.close)
@@ -65,7 +65,7 @@ def listed(ending: ExitStack, url: str, slots: int = 64, **options: object) -> t
 
 def reader(ending: ExitStack, url: str, **options: object) -> PeersTier:
     """A tier that lists nothing."""
-    tier = make_peers_tier({"directory": {"url": url, **QUICK, **options}, "connect_timeout_s": 0.5}, CONTEXT)
+    tier = make_peers_tier({"directory": {"url": url, **QUICK, **options}, **PATIENT}, CONTEXT)
     assert isinstance(tier, PeersTier)
     ending.callback(tier.close)
     tier.holds(key_chain(1, branch="nobody's"))
@@ -111,7 +111,7 @@ def test_what_was_there_before_is_found_and_what_leaves_is_not(ending: ExitStack
 def test_chunks_on_a_disk_are_listed_as_well(ending: ExitStack, valkey: AskedServer, home: Path) -> None:
     """A chunk that leaves the pool for the disk is still there, and is so after a restart with an empty pool."""
     (disk,) = settings_for(home, disk=True)["tiers"]  # type: ignore[misc]
-    options = {"tiers": [disk, {"type": "peers", "directory": {"url": valkey.url, **QUICK}}]}
+    options = {"tiers": [disk, {"type": "peers", "directory": {"url": valkey.url, **QUICK}, **PATIENT}]}
     server = listening(4, **options)
     cache = server.join("f")
     prompts = [key_chain(4, branch=str(number)) for number in range(3)]
@@ -143,7 +143,8 @@ def test_a_server_that_is_killed_is_forgotten_within_its_lease_and_found_again(
         directory = {"url": valkey.url, **QUICK}
         peers = {"listen": f"127.0.0.1:{port}"}
         return launch(
-            {**config, "tiers": [{"type": "peers", "directory": directory}], "peers": peers}, socket=home / "s"
+            {**config, "tiers": [{"type": "peers", "directory": directory, **PATIENT}], "peers": peers},
+            socket=home / "s",
         )
 
     server = serve()
@@ -169,7 +170,7 @@ def test_a_server_started_anew_at_the_same_address_replaces_the_one_before(
     """Its chunks went with it, and nobody waits for a lease to end to know that."""
     port, tier, keys = free_port(), reader(ending, valkey.url, lease_s=3600), key_chain(6)
     directory = {"url": valkey.url, **QUICK, "lease_s": 3600}
-    config = {**settings_for(home), "tiers": [{"type": "peers", "directory": directory}]}
+    config = {**settings_for(home), "tiers": [{"type": "peers", "directory": directory, **PATIENT}]}
     config["peers"] = {"listen": f"127.0.0.1:{port}"}
     server = launch(config, socket=home / "s")
     ending.callback(server.stop)
@@ -331,7 +332,7 @@ def test_two_servers_serve_each_other_and_nothing_travels_on(ending: ExitStack, 
     assert read(second, keys)
     until(lambda: served_by(one).sent == 6)
     assert served_by(one).asked == 0
-    two_alone = make_peers_tier({"hosts": [str(two.server.peers_address)]}, CONTEXT)
+    two_alone = make_peers_tier({"hosts": [str(two.server.peers_address)], **PATIENT}, CONTEXT)
     ending.callback(two_alone.close)
     others = key_chain(4, branch="others")
     store(first, others)
@@ -480,7 +481,7 @@ def test_a_directory_that_cannot_be_honoured_ends_a_servers_start(options: dict[
 def test_the_state_of_the_directory_is_shown_to_operators(ending: ExitStack, valkey: AskedServer) -> None:
     """In the report, metrics, `kv top` and `kv explain`: hosts, chunks, and when Valkey is away, that it is."""
     _, first = listed(ending, valkey.url)
-    served = Served(tiers=[{"type": "peers", "directory": {"url": valkey.url, **QUICK}}])
+    served = Served(tiers=[{"type": "peers", "directory": {"url": valkey.url, **QUICK}, **PATIENT}])
     ending.callback(served.close)
     second = served.join("f")
     ending.callback(second.close)

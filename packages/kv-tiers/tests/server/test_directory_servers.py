@@ -9,7 +9,7 @@ from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, store
 from kv_testing.certificates import Authority
-from kv_testing.peers import listening
+from kv_testing.peers import PATIENT, listening
 from kv_testing.redis_servers import RUNNING, TlsFront, certificate, cluster, running, sentinel
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
@@ -24,7 +24,7 @@ QUICK = {"interval_s": 0.02, "lease_s": 1.0, "timeout_s": 0.5}
 
 def listed(ending: ExitStack, **options: object) -> tuple[ThreadedServer, RemoteCache]:
     """A server that lists what it holds, and a client that stores there."""
-    server = listening(64, tiers=[{"type": "peers", "directory": {**QUICK, **options}}])
+    server = listening(64, tiers=[{"type": "peers", "directory": {**QUICK, **options}, **PATIENT}])
     ending.callback(server.close)
     cache = join_at(server.path)
     ending.callback(cache.close)
@@ -33,7 +33,7 @@ def listed(ending: ExitStack, **options: object) -> tuple[ThreadedServer, Remote
 
 def reader(ending: ExitStack, **options: object) -> PeersTier:
     """A tier that lists nothing."""
-    tier = make_peers_tier({"directory": {**QUICK, **options}, "connect_timeout_s": 0.5}, CONTEXT)
+    tier = make_peers_tier({"directory": {**QUICK, **options}, **PATIENT}, CONTEXT)
     assert isinstance(tier, PeersTier)
     ending.callback(tier.close)
     tier.holds(key_chain(1, branch="nobody's"))

@@ -24,7 +24,7 @@ from kv_testing.cache_servers import (
 )
 from kv_testing.disk_box import flip
 from kv_testing.http import Served
-from kv_testing.peers import FakePeer, listening
+from kv_testing.peers import PATIENT, FakePeer, listening
 from kv_testing.redis_servers import end_all, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
@@ -43,8 +43,7 @@ PROMPTS = [key_chain(4, branch=str(number)) for number in range(6)]
 
 
 def peers_at(*addresses: str, **options: object) -> list[dict[str, object]]:
-    waits = {"connect_timeout_s": 2.0, "answer_timeout_s": 2.0, "resolve_s": 0.2}
-    return [{"type": "peers", "hosts": list(addresses), **waits, **options}]
+    return [{"type": "peers", "hosts": list(addresses), **PATIENT, "resolve_s": 0.2, **options}]
 
 
 def serve(
@@ -307,7 +306,7 @@ def test_a_host_that_is_killed_while_it_is_drained_leaves_whole_chunks_and_no_le
 def test_with_a_directory_hosts_are_known_from_it_and_what_it_lists_is_elsewhere(ending: ExitStack) -> None:
     ending.callback(end_all)
     directory = {"url": running("drained").url, "interval_s": 0.02, "lease_s": 5.0}
-    servers = [listening(64, tiers=[{"type": "peers", "directory": directory}]) for _ in range(2)]
+    servers = [listening(64, tiers=[{"type": "peers", "directory": directory, **PATIENT}]) for _ in range(2)]
     caches = []
     for server in servers:
         ending.callback(server.close)

@@ -16,7 +16,7 @@ from kv_core.outcome import Absent, Loaded
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
 from kv_testing.certificates import Authority
-from kv_testing.peers import address_of, is_whole, listening, reads_of, served_by
+from kv_testing.peers import PATIENT, address_of, is_whole, listening, reads_of, served_by
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
@@ -60,7 +60,7 @@ def filled(ending: ExitStack, **options: object) -> ThreadedServer:
 
 
 def tier_at(ending: ExitStack, port: str, **options: object) -> PeersTier:
-    tier = make_peers_tier({"hosts": [f"localhost:{port}"], **options}, CONTEXT)
+    tier = make_peers_tier({"hosts": [f"localhost:{port}"], **PATIENT, **options}, CONTEXT)
     assert isinstance(tier, PeersTier)
     ending.callback(tier.close)
     return tier

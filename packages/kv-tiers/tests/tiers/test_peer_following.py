@@ -13,7 +13,7 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at
-from kv_testing.peers import FakePeer, address_of, listening, own_nobody
+from kv_testing.peers import PATIENT, FakePeer, address_of, listening, own_nobody
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
@@ -52,7 +52,7 @@ def writer(ending: ExitStack, peer: ThreadedServer) -> RemoteCache:
 
 def reader(ending: ExitStack, host: str, *, follow: bool = True, slots: int = 16, **options: object) -> LocalCache:
     """The cache of the host that decodes."""
-    tier = {"type": "peers", "hosts": [host], "follow": follow, "answer_timeout_s": 10.0, "connect_timeout_s": 5.0}
+    tier = {"type": "peers", "hosts": [host], "follow": follow, **PATIENT}
     cache = build_local_cache(
         HostConfig(capacity_bytes=slots * SLOT_BYTES),
         group_bytes=(CHUNK_BYTES,),

@@ -15,7 +15,7 @@ from kv_core.keys import ChunkKey, tenant_tag
 from kv_core.outcome import Absent, Damaged, Loaded, Refused
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, kill_server, store
-from kv_testing.peers import FakePeer, address_of, is_whole, listening, own_nobody, reads_of, served_by
+from kv_testing.peers import PATIENT, FakePeer, address_of, is_whole, listening, own_nobody, reads_of, served_by
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
@@ -46,7 +46,7 @@ def peer(ending: ExitStack) -> ThreadedServer:
 
 
 def tier_of(ending: ExitStack, *hosts: str, **options: object) -> PeersTier:
-    tier = make_peers_tier({"hosts": list(hosts), **options}, CONTEXT)
+    tier = make_peers_tier({"hosts": list(hosts), **PATIENT, **options}, CONTEXT)
     assert isinstance(tier, PeersTier)
     ending.callback(tier.close)
     return tier
@@ -62,7 +62,7 @@ class TestPeers(ReadOnlyTierContract):
     def make(self, context: TierContext, chunks: int) -> Tier:
         self.server = listening(-(-chunks * context.slot_bytes // SLOT_BYTES))
         self.cache = self.server.join(context.fingerprint, group_bytes=(context.chunk_bytes,))
-        return make_peers_tier({"hosts": [address_of(self.server)]}, context)
+        return make_peers_tier({"hosts": [address_of(self.server)], **PATIENT}, context)
 
     def put(self, keys: Sequence[ChunkKey]) -> None:
         lease = self.cache.begin_store(keys, "w")
@@ -89,7 +89,7 @@ def lanes_cache(ending: ExitStack, *hosts: str, **options: object) -> LocalCache
         HostConfig(capacity_bytes=16 * SLOT_BYTES),
         group_bytes=(CHUNK_BYTES,),
         fingerprint="f",
-        tiers=[{"type": "peers", "hosts": list(hosts), **options}],
+        tiers=[{"type": "peers", "hosts": list(hosts), **PATIENT, **options}],
         cold=ColdConfig(wait_s=20.0),
     )
     ending.callback(cache.close)
@@ -160,7 +160,7 @@ def test_an_encoded_payload_travels_encoded_and_is_decoded_by_the_reader(ending:
         cache.commit(lease)
         wait_until_stored(peer, key)
     context = TierContext(nbytes, nbytes, "f")
-    lane, write = build_lane({"type": "peers", "hosts": [address_of(peer)]}, context, where="here")
+    lane, write = build_lane({"type": "peers", "hosts": [address_of(peer)], **PATIENT}, context, where="here")
     ending.callback(lane.close)
     assert write == "never"
     pages = aligned_pages(nbytes)
@@ -181,7 +181,7 @@ def test_another_models_and_another_tenants_chunks_do_not_match(ending: ExitStac
     assert tier_of(ending, address_of(peer)).holds(keys) == [True] * 3
     assert tier_of(ending, address_of(peer)).holds(key_chain(3, salt="two")) == [False] * 3
     assert tier_of(ending, address_of(peer)).holds(key_chain(3)) == [False] * 3
-    strange = make_peers_tier({"hosts": [address_of(peer)]}, TierContext(CHUNK_BYTES, SLOT_BYTES, "a third"))
+    strange = make_peers_tier({"hosts": [address_of(peer)], **PATIENT}, TierContext(CHUNK_BYTES, SLOT_BYTES, "a third"))
     ending.callback(strange.close)
     assert strange.holds(keys) == [False] * 3
     assert strange.load(reads_of(CONTEXT, keys)) == [Absent()] * 3
@@ -209,7 +209,7 @@ def test_two_that_ask_each_other_make_no_loop(ending: ExitStack) -> None:
     servers = [
         listening(
             peers={"listen": f"127.0.0.1:{mine}"},
-            tiers=[{"type": "peers", "hosts": [f"127.0.0.1:{theirs}"]}],
+            tiers=[{"type": "peers", "hosts": [f"127.0.0.1:{theirs}"], **PATIENT}],
             cold=ColdConfig(wait_s=20.0),
         )
         for mine, theirs in (ports, ports[::-1])
@@ -362,7 +362,7 @@ def test_a_peer_that_is_killed_while_it_sends_costs_what_had_not_come(
     cache.commit(lease)
     line = Proxy(int(server.peers.rpartition(":")[2]))
     ending.callback(line.close)
-    tier = make_peers_tier({"hosts": [f"127.0.0.1:{line.port}"]}, context)
+    tier = make_peers_tier({"hosts": [f"127.0.0.1:{line.port}"], **PATIENT}, context)
     ending.callback(tier.close)
     assert tier.holds(keys) == [True] * 16
     passed = [0]
@@ -396,7 +396,7 @@ def test_a_peer_that_never_answers_holds_up_no_other(ending: ExitStack, peer: Th
     mute = f"127.0.0.1:{silent.getsockname()[1]}"
     keys = key_chain(3)
     put(peer, keys)
-    tier = tier_of(ending, mute, address_of(peer), connect_timeout_s=0.2, answer_timeout_s=0.2)
+    tier = tier_of(ending, mute, address_of(peer), connect_timeout_s=1.0)
     assert tier.holds(keys) == [True] * 3
     reads = reads_of(CONTEXT, keys)
     assert tier.load(reads) == [Loaded(CHUNK_BYTES)] * 3
