@@ -1,4 +1,4 @@
-"""Where KV chunks live: a host pool, its index, leases and eviction. Keeps; decides nothing and copies nothing."""
+"""Stores KV chunks: a host pool, its index, leases and eviction. It decides nothing and copies nothing."""
 
 from typing import TYPE_CHECKING
 

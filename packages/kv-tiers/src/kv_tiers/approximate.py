@@ -1,11 +1,12 @@
-"""Caches that may hold approximations, and how they are kept apart from exact caches.
+"""Caches that may hold approximations, and how they are separated from exact caches.
 
 A tier with `approximate: true` returns what the first parts of exact chunks decode to, and whatever an engine computes
-from such a chunk is no longer exact either. So such a cache is separate as a whole: its fingerprint differs wherever
-caches are found by it (a named pool, a server), and none of it is ever written where exact chunks are (docs/adr/0023).
+from such a chunk is no longer exact either. Such a cache is therefore entirely separate: its fingerprint differs
+wherever caches are found by it (a named pool, a server), and none of its chunks are ever written where exact chunks are
+(docs/adr/0023).
 
 A tier that drops parts when it is full has only such chunks. It is written to, and is found by the cache's own
-fingerprint: no exact cache ever reads there (docs/adr/0043).
+fingerprint, so no exact cache ever reads from it (docs/adr/0043).
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ def fingerprint_of_tier(tier: Mapping[str, object], fingerprint: str) -> str:
 def check_parts(tiers: Sequence[Mapping[str, object]]) -> None:
     """
     Raises:
-        ConfigError: a tier is to drop parts, and nobody could read what is left, or nothing could be stored there.
+        ConfigError: a tier is set to drop parts, but the rest of a chunk could not be read, or nothing is stored there.
     """
     for number, tier in enumerate(tiers):
         if not drops_parts(tier):

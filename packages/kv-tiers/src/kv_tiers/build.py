@@ -44,13 +44,14 @@ def build_local_cache(
     tenants: Sequence[Tenant] = (),
     events: Source | None = None,
 ) -> LocalCache:
-    """A cache of chunks of `group_bytes` each, by `ChunkKey.group`, whose bytes mean what `fingerprint` says: of all
-    groups together.
+    """A cache for chunks of one format.
 
-    tiers: what is below the host pool, hottest first: of each its `type`, what `LaneConfig` says, and its own options.
-    events: where it tells what happens (`kv_tiers.events`).
-    shared: its pool has a descriptor that other processes can map it by (`HostPool.shared`), and no name.
-    tenants: those of them that have a quota get so much of the pool for themselves.
+    group_bytes: size of a chunk of each group, by `ChunkKey.group`.
+    fingerprint: identifies the format of the chunks' bytes, of all groups together.
+    tiers: the tiers below the host pool, hottest first: for each its `type`, the options of `LaneConfig`, and its own.
+    events: where the cache publishes events (`kv_tiers.events`).
+    shared: the pool has a descriptor by which other processes can map it (`HostPool.shared`), and no name.
+    tenants: those with a quota have that much of the pool to themselves.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
@@ -71,11 +72,11 @@ def build_local_cache(
     if config.name:
         pool = HostPool.named(config.name, chunk_bytes, slots, group_bytes=group_bytes, fingerprint=fingerprint)
     elif shared:
-        # Unique for all time, as who meets it across a server's restart must not take the one for the other.
+        # Globally unique: a client that stays across a server's restart must not mistake the new pool for the old one.
         name = f"shared-{os.getpid()}-{secrets.token_hex(8)}"
         pool = HostPool.shared(name, chunk_bytes, slots, group_bytes=group_bytes)
     else:
-        # The name is only what extents say; this process has no other pool of this number.
+        # The name appears only in extents; this process has no other pool with this number.
         name = f"host-{os.getpid()}-{next(_NUMBERS)}"
         pool = HostPool.anonymous(name, chunk_bytes, slots, group_bytes=group_bytes)
     lanes: list[tuple[Lane, WriteMode]] = []
@@ -129,7 +130,7 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
 
 
 def build_lane(options: Mapping[str, object], context: TierContext, *, where: str) -> tuple[Lane, WriteMode]:
-    """One tier behind its lane, and how chunks get there. where: what the user calls this place, for errors.
+    """One tier behind its lane, and when chunks are written to it. where: the user's name for this place, for errors.
 
     Raises:
         ConfigError: the options cannot be honoured.
@@ -149,7 +150,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
         find_codec=lambda name: codec_factory(name)({}, context),
         approximate=lane_config.approximate,
         drops_parts=drops_parts(options),
-        only_hides=lane_config.write == "never" and not isinstance(tier, ReadOnly),  # which hides by itself
+        only_hides=lane_config.write == "never" and not isinstance(tier, ReadOnly),  # which hides chunks itself
         threads=lane_config.threads,
     )
     if isinstance(tier, ReadOnly):
@@ -192,5 +193,5 @@ def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, 
 def _check_names(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         raise ConfigError(f"two tiers are called {names[-1]!r}; give each a name, such as name: {names[-1]}-2")
-    if TIER in names:  # in metrics, events and what `kv explain` says
+    if TIER in names:  # the pool's name in metrics, events and the output of `kv explain`
         raise ConfigError(f"a tier is called {TIER!r}, as the pool is; give it another name")

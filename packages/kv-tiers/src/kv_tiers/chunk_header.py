@@ -43,7 +43,7 @@ _U64: Final = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a chunk's header says.
+    """The contents of a chunk's header.
 
     key: the chunk's key.
     parent: the key of the chunk before it in the prompt; None for a prompt's first.
@@ -70,7 +70,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class WholeOnly:
-    """A payload without checksums of its pieces: load all of it to know whether it is right."""
+    """A payload without checksums of its pieces: it can only be verified as a whole."""
 
 
 def format_id(fingerprint: str) -> bytes:
@@ -97,7 +97,7 @@ def pack_header(
 ) -> bytes:
     """The header of a chunk whose payload is its own bytes. It reads all of them: call it without a lock.
 
-    checksum: of the bytes, where it is known; they are not looked at then, and there are no checksums of pieces.
+    checksum: of the bytes, if known; they are then not read, and there are no checksums of pieces.
 
     Raises:
         MisuseError: as `make_header`.
@@ -124,7 +124,7 @@ def checksums_of(payload: memoryview, decoded_bytes: int) -> tuple[bytes, tuple[
 
 
 def make_header(header: Header) -> bytes:
-    """The bytes that say so.
+    """Encode a header.
 
     Raises:
         MisuseError: a key of more than `MAX_KEY_BYTES`, or the name of a codec of more than `MAX_CODEC_BYTES`.
@@ -155,7 +155,7 @@ def make_header(header: Header) -> bytes:
 
 
 def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
-    """Parse and verify a header. The payload is not looked at."""
+    """Parse and verify a header. The payload is not examined."""
     if len(data) != HEADER_BYTES:
         return Damaged(f"a header of {len(data)} bytes instead of {HEADER_BYTES}")
     if bytes(data[: len(MAGIC)]) != MAGIC:
@@ -206,7 +206,7 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
 
 
 def names_in(data: bytes, at: int = 0) -> tuple[bytes, bytes | None]:
-    """The key and the parent in the header at `at`, as bytes for `ChunkKey`. Only of one that something vouches for."""
+    """The key and the parent in the header at `at`, as bytes for `ChunkKey`. The header must be known to be valid."""
     key_bytes, parent_bytes = _NAMES.unpack_from(data, at + _NAMES_BYTES_AT)
     key_at, parent_at = at + _KEY_AT, at + _KEY_AT + MAX_KEY_BYTES
     parent = data[parent_at : parent_at + parent_bytes] if parent_bytes else None
@@ -214,12 +214,12 @@ def names_in(data: bytes, at: int = 0) -> tuple[bytes, bytes | None]:
 
 
 def stored_bytes_in(header: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """The size of the payload that the header at `at` names; of one that nothing vouches for, check it before use."""
+    """The size of the payload in the header at `at`. If the header may be damaged, check the size before use."""
     return int(_U64.unpack_from(header, at + STORED_BYTES_AT)[0])
 
 
 def decoded_bytes_in(header: bytes | bytearray | memoryview) -> int:
-    """The size of the chunk that the header names; of one that nothing vouches for, check it before use."""
+    """The size of the chunk in the header. If the header may be damaged, check the size before use."""
     return int(_U64.unpack_from(header, DECODED_BYTES_AT)[0])
 
 
@@ -232,9 +232,9 @@ def verify(
     decoded_bytes: int,
     checksum: bytes = b"",
 ) -> Header | Damaged:
-    """The header if `payload` is, byte for byte, what was stored under `key` in this format: encoded still, if it was.
+    """The header if `payload` is, byte for byte, what was stored under `key` in this format: still encoded, if it was.
 
-    As slow as `pack_header`. decoded_bytes: size of a chunk. checksum: of the payload, where it has been taken.
+    As slow as `pack_header`. decoded_bytes: size of a chunk. checksum: of the payload, if already computed.
     """
     read = _read_for(header, key, format_id, decoded_bytes)
     if isinstance(read, Damaged):
@@ -268,7 +268,7 @@ def verify_prefix(
 def check(
     header: bytes | bytearray | memoryview, chunk: memoryview, *, key: ChunkKey, format_id: bytes
 ) -> Damaged | None:
-    """None if `chunk` is what was stored under `key` in this format, as it is. As slow as `pack_header`."""
+    """None if `chunk` is what was stored under `key` in this format, unencoded. As slow as `pack_header`."""
     read = verify(header, chunk, key=key, format_id=format_id, decoded_bytes=chunk.nbytes)
     if isinstance(read, Damaged):
         return read

@@ -4,7 +4,7 @@ import time
 
 
 class MonotonicClock:
-    """Seconds of this machine's uptime, more or less: never set back, never adjusted."""
+    """Roughly the seconds since this machine started: never set back, never adjusted."""
 
     def now_s(self) -> float:
         return time.monotonic()

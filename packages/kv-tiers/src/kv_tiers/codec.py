@@ -1,8 +1,8 @@
 """The contract of a codec, which makes a chunk smaller on its way to a tier and restores it on its way back.
 
 A codec is called concurrently by a lane's threads, with memory that the lane owns. It allocates nothing as large as a
-chunk, and keeps nothing. What it decodes has passed its checksum but may have been written by another version, or by
-somebody with write access to the tier: it must never write beyond `out` or trust a size in its input.
+chunk, and retains nothing. Its input for decoding has passed its checksum but may have been written by another version,
+or by anyone with write access to the tier: it must never write beyond `out` or trust a size in its input.
 
 Chunks name their codec in their headers (docs/formats/chunk.md). So a tier may hold chunks of several codecs, and a
 lane reads every chunk whose codec is installed, whichever codec it writes. docs/extend/codec.md shows how to add one.
@@ -22,22 +22,22 @@ class Codec(Protocol):
     """Safe to call from several threads at once."""
 
     name: str
-    """Its entry point, and its name in every header: at most 16 ASCII letters. What it decodes never changes its
-    meaning; another encoding needs another name."""
+    """Its entry point, and its name in every header: at most 16 ASCII letters. The meaning of an encoding never
+    changes; another encoding needs another name."""
 
     is_lossless: bool
     """Decoding returns exactly the encoded bytes, which the lane verifies. Otherwise only sizes and the payload's
     checksum are verified, and the codec is used only where the settings ask for it."""
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
-        """Write the encoded chunk to the start of `out`; its size in bytes. None: `out` is too small for it, so that it
-        is not worth while; the chunk is then stored as it is."""
+        """Write the encoded chunk to the start of `out`; returns its size in bytes. None: it does not fit into `out`,
+        so encoding saves nothing, and the chunk is stored unencoded."""
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        """Write the chunk to `out`, all of it, whatever the options with which it was encoded.
+        """Write the whole chunk to `out`, whatever options it was encoded with.
 
         Raises:
-            CodecError: this is no encoded chunk of `len(out)` bytes.
+            CodecError: this is not an encoded chunk of `len(out)` bytes.
         """
 
 
@@ -67,19 +67,19 @@ class EncodesFirst(Protocol):
     more care."""
 
     def encode_first(self, chunk: memoryview, out: memoryview) -> int | None:
-        """Like `encode`, of a chunk that may be its prompt's first: no chunk before it is known."""
+        """Like `encode`, for a chunk that may be its prompt's first: no chunk before it is known."""
 
 
 @runtime_checkable
 class CodesShares(Protocol):
     """Optional capability of a `Codec`: chunks of each group of layers, and each shard of them, have a codec of their
-    own. The lane asks for it with every chunk, and calls neither `encode` nor `decode` of this one."""
+    own. The lane looks it up for every chunk, and calls neither `encode` nor `decode` of this one."""
 
     def of_share(self, group: int, shard: int) -> Codec | None:
-        """What encodes and decodes chunks whose keys say this. None: they are stored as they are."""
+        """The codec for chunks with this group and shard in their keys. None: they are stored unencoded."""
 
 
 CodecFactory = Callable[[Mapping[str, object], TierContext], Codec]
-"""What an entry point of the group `kv_tiers.codecs` names. Arguments: the options that the user wrote (without `type`;
-empty if it only decodes), and the context of the chunks. It raises `ConfigError` for invalid options, and if a library
-that it needs is missing."""
+"""The object of an entry point in the group `kv_tiers.codecs`. Arguments: the options that the user wrote (without
+`type`; empty if it only decodes), and the context of the chunks. It raises `ConfigError` for invalid options, and if a
+library that it needs is missing."""

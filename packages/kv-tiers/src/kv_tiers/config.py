@@ -18,7 +18,7 @@ Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 MAX_SECONDS: Final = 1_000_000
-"""Beyond some 24 days the system's calls that wait refuse a time, and infinity is no number in JSON."""
+"""System calls that wait reject timeouts beyond some 24 days, and JSON has no infinity."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 SomeSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -57,7 +57,7 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     salt: str | None = None
     """The salt of its requests. Better in a file."""
     salt_file: str | None = None
-    """A file with the salt, readable by its owner only. A newline at its end does not count."""
+    """A file with the salt, readable by its owner only. A newline at its end is ignored."""
     tag: str | None = None
     """Instead of the salt: 14 hex digits of its hash. Zeros: requests without a salt."""
 
@@ -71,13 +71,13 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: str = ""
     """Its name in logs and metrics; its type, if empty."""
     write: Literal["through", "back", "never"] = "through"
-    """When chunks are stored there: as soon as possible, when the pool is about to evict them, or never. What this
-    cache does not store it does not remove either: with `never`, clearing hides the tier until the next start."""
+    """When chunks are stored there: as soon as possible, when the pool is about to evict them, or never. With `never`
+    this cache does not remove chunks there either: clearing hides the tier until the next start."""
     threads: Threads = 2
     """Concurrent calls to it, 256 at most."""
     codec: str | dict[str, object] = ""
-    """Compression of chunks on their way there: the name of a codec, or its `type` and options. Empty: none. Chunks
-    that are already there are read whatever their codec."""
+    """Compression of chunks stored there: the name of a codec, or its `type` and options. Empty: none. Chunks that are
+    already there are read whatever their codec."""
     approximate: bool = False
     """Read only the first parts of chunks that the codec `progressive` stored, at least a quarter, which decodes to an
     approximation: tokens may differ. `write` must be never in every tier of such a cache that does not drop parts
@@ -103,7 +103,7 @@ class HandoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Disaggregated prefill (docs/disaggregated.md)."""
 
     hold_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 30.0
-    """How long chunks computed for another engine are held in the pool, unless they are read before. 0: they may be
+    """How long chunks computed for another engine are held in the pool, unless they are read earlier. 0: they may be
     evicted like any others. All holds together take at most half of the pool."""
     wait_s: Seconds = 1.0
     """How long a request waits for chunks that the other engine is still storing, but never longer than computing them
@@ -167,8 +167,8 @@ class PeerSecurity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Authentication between servers of several hosts. The same files for those that listen and those that connect."""
 
     tls_ca_file: str = ""
-    """The authorities of all peers: a peer without a certificate of theirs is neither served nor trusted. The three
-    files go together; without them nothing is encrypted."""
+    """The certificate authorities of all peers: a peer without a certificate from them is neither served nor trusted.
+    The three files go together; without them nothing is encrypted."""
     tls_cert_file: str = ""
     tls_key_file: str = ""
     token_file: str = ""
@@ -187,7 +187,7 @@ class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only
     timeout_s: SomeSeconds = 10.0
     """How long a peer may take to read a chunk, plus a second for each megabyte of it. A slower one is disconnected."""
     take_offers: bool = True
-    """Whether to fetch what a peer offers before it leaves (`kv drain`), in half of the pool at most."""
+    """Whether to fetch chunks that a peer offers before it leaves (`kv drain`), into at most half of the pool."""
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

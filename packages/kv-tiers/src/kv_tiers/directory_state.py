@@ -9,14 +9,14 @@ class DirectoryState:
 
     why: it cannot be reached, or refuses what is written; empty: all is well.
     lag_s: since it was last read up to its end.
-    hosts, exact: others that are known, and those of them whose names are known exactly.
+    hosts, exact: other hosts that are known, and those among them whose names are known exactly.
     left_out: hosts for whose names there is no room.
     names: (name, host) pairs in memory.
     used_bytes: memory that they take.
-    listed: chunks that this server is known to hold; None: it is not listed.
-    entries, gaps: of others, applied and found to be missing.
-    repairs, failed_repairs: of a host's names, which `shards_fetched` and `repair_bytes` took.
-    not_here: chunks that a host did not have though its names said so.
+    listed: chunks of this server in the directory; None: it is not listed.
+    entries, gaps: other hosts' entries that were applied, and those found to be missing.
+    repairs, failed_repairs: repairs of a host's names; `shards_fetched` and `repair_bytes` are what they took.
+    not_here: chunks that a host did not have although its names listed them.
     """
 
     why: str
@@ -36,7 +36,7 @@ class DirectoryState:
     not_here: int
 
     def spelled(self) -> str:
-        """In a line, for people."""
+        """In one line, for people."""
         away = f"fails ({self.why}), and what is known stays: " if self.why else ""
         listed = "this server is not listed" if self.listed is None else f"{self.listed:,} chunks of this server listed"
         return (

@@ -6,16 +6,16 @@ from typing import Literal
 
 @dataclass(slots=True)
 class DrainState:
-    """A drain of one cache, at this moment. Counts are of chunks, every group and shard by itself.
+    """The current state of one cache's drain. Counts are of chunks, counting every group and shard separately.
 
-    phase: `drained`: nothing is left to offer. `stopped`: before that, as `why` says.
-    why: it stopped, or left something.
-    chunks: what the pool held, and of what the host's own tiers hold besides, those whose turn has come.
-    elsewhere: of these, on another host without our doing.
+    phase: `drained`: nothing is left to offer. `stopped`: it ended before that, for the reason in `why`.
+    why: the reason why it stopped, or left chunks behind.
+    chunks: those that the pool held, and those held only by the host's own tiers whose turn has come.
+    elsewhere: of these, already on another host.
     moved, moved_bytes: fetched by another host since.
-    refused: no host took it, or none that took it had it in time.
-    gone: not here any more, so that it could not be offered.
-    left: not offered or not fetched when it stopped. While it goes on: still to do.
+    refused: no host took them, or none that took them had them in time.
+    gone: no longer here, so they could not be offered.
+    left: not offered or not fetched when it stopped. While it runs: still to do.
     """
 
     phase: Literal["draining", "drained", "stopped"]
@@ -29,7 +29,7 @@ class DrainState:
     left: int = 0
 
     def spelled(self) -> str:
-        """In a line, for people."""
+        """In one line, for people."""
         parts = [
             f"{self.moved:,} chunks ({self.moved_bytes:,} bytes) moved",
             f"{self.elsewhere:,} on other hosts already",

@@ -1,4 +1,4 @@
-"""A host and a port as a setting has them."""
+"""A host and a port, as written in a setting."""
 
 import ipaddress
 from typing import Final
@@ -10,7 +10,7 @@ LOOPBACK_NAME: Final = "localhost"
 
 
 class HostPort(msgspec.Struct, frozen=True):
-    """host: a name or an address, without brackets. port 0: one that is free."""
+    """host: a name or an address, without brackets. port 0: any free port."""
 
     host: str
     port: int
@@ -37,10 +37,10 @@ class HostPort(msgspec.Struct, frozen=True):
 
 
 def read_host_port(text: str, where: str) -> HostPort:
-    """where: what the user calls this, for the error.
+    """where: the user's name for this setting, for the error.
 
     Raises:
-        ConfigError: no host and port.
+        ConfigError: the text is not a host and a port.
     """
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host

@@ -34,7 +34,7 @@ class Keys(Message):
     def unpack(self) -> list[ChunkKey]:
         """
         Raises:
-            InputError: no keys of this release.
+            InputError: these are not keys of this release.
         """
         nbytes, joined = self.key_bytes, self.joined
         if not joined:
@@ -49,7 +49,7 @@ class Keys(Message):
 def pack_keys(keys: Sequence[ChunkKey]) -> Keys:
     """
     Raises:
-        MisuseError: not all of one length. The keys of one prompt are, as one scheme made them.
+        MisuseError: the keys differ in length. Those of one prompt do not, because one scheme made them.
     """
     if not keys:
         return Keys()
@@ -63,7 +63,7 @@ def check_header(header: bytes | bytearray | memoryview, *, version: int, max_by
     """The length of the message behind a frame's header.
 
     Raises:
-        InputError: another version of the protocol, or longer than is allowed.
+        InputError: another version of the protocol, or a message longer than `max_bytes`.
     """
     nbytes, its_version = HEADER.unpack_from(header)
     if its_version != version:

@@ -27,16 +27,16 @@ _RENAMED: Final = {
     "path": "directory",
     "socket": "server.socket",
 }
-"""What settings and options were called when engines and server had names of their own."""
+"""Earlier names of settings and options, from when engines and server used different ones."""
 _BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]*)")
 BYTES_PATTERN: Final = rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,9}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
-"""Of text that `byte_count` takes, for schemas; it refuses a part of a byte besides."""
+"""Matches text that `byte_count` accepts, for schemas; `byte_count` also refuses fractions of a byte."""
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 def read_options(settings: type[Settings], options: Mapping[str, object], where: str) -> Settings:
-    """The settings that `options` say. where: what the user calls this place, for the errors.
+    """The settings in `options`. where: the user's name for this place, for errors.
 
     Raises:
         ConfigError: an unknown option, naming the nearest known one; a value of the wrong type or out of range.
@@ -71,7 +71,7 @@ def byte_count(value: int | str, where: str) -> int:
     """A number of bytes from a whole number or text: "4096", "4MiB", "1.5 GiB", "2GB" (units of 1000).
 
     Raises:
-        ConfigError: anything else, or a part of a byte.
+        ConfigError: anything else, or a fraction of a byte.
     """
     if isinstance(value, int):
         return value
@@ -86,7 +86,7 @@ def byte_count(value: int | str, where: str) -> int:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The half of an error message that helps: its new name, what was probably meant, or all there is."""
+    """The helpful half of an error message: the new name, the one probably meant, or all that exist."""
     known = sorted(known)
     section, dot, last = name.rpartition(".")
     new = f"{section}{dot}{_RENAMED.get(last, '')}"

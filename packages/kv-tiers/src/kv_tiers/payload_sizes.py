@@ -34,7 +34,7 @@ class PayloadSizes:
 
     def of(self, key: ChunkKey) -> int:
         """Bytes of this chunk."""
-        return self.of_group(key[24] << 8 | key[25])  # the property would cost as much as all else
+        return self.of_group(key[24] << 8 | key[25])  # the property would cost as much as the rest
 
     def of_group(self, group: int) -> int:
         """Bytes of one of its chunks."""
@@ -45,5 +45,5 @@ class PayloadSizes:
         return len(keys) * self.largest if self.are_equal else sum(map(self.of, keys))
 
     def spelled(self) -> str:
-        """For digests and names: of equal groups the one size, so that a plain model's does not tell how many."""
+        """For digests and names: one size if all groups are equal, so that it does not depend on their number."""
         return str(self.largest) if self.are_equal else " ".join(map(str, self.group_bytes))

@@ -4,7 +4,7 @@ Engines and `kv-server` share one structure, so one file can serve both: each us
 validates the others. The file is YAML, TOML or JSON by its extension. An engine's settings come from three sources, of
 which the first that has a value wins: its own extra config (vLLM's `kv_connector_extra_config`, SGLang's
 `--hicache-storage-backend-extra-config`), a file (the setting `config_file`, or `KV_CONFIG_FILE`), and environment
-variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY_BYTES`, …). They are read once, at the edge; everything below is given
+variables (`KV_CHUNK_TOKENS`, `KV_HOST_CAPACITY_BYTES`, …). They are read once, at the edge; everything below receives
 values.
 """
 
@@ -52,33 +52,32 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Everything that can be set."""
 
     chunk_tokens: Count = 256
-    """Tokens a chunk: the unit that is named, kept and evicted. A multiple of the engine's block size; where
-    nobody sets it, one block of 64 tokens or more, else the smallest from 256 on (`kv_tiers.attach.chunk_size`)."""
+    """Tokens per chunk, the unit that is named, stored and evicted. A multiple of the engine's block size; if unset,
+    one block of 64 tokens or more, else the smallest multiple from 256 on (`kv_tiers.attach.chunk_size`)."""
     algorithm: Literal["sha256", "xxh3_128", "blake2b"] = "sha256"
     """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`."""
     secret_file: str = ""
     """For blake2b: the file with the secret, 16 to 64 bytes, readable by its owner alone."""
     format: FormatSetting = "auto"
-    """canonical: shared between engines. blocks: this engine's blocks as they are. auto: canonical where proved. int8,
-    fp8: one byte an element and a scale for each head of each token. They are lossy: what is loaded differs from what
-    was stored, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
+    """canonical: shared between engines. blocks: this engine's blocks as they are. auto: canonical where proven. int8,
+    fp8: one byte per element and a scale for each head of each token. They are lossy: loaded values differ from stored
+    ones, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
     judge: JudgeConfig = JudgeConfig()
     save_decode: bool = False
     """Also store chunks of generated tokens."""
     use: Literal["auto", "always", "never"] = "auto"
-    """When what is held is used. auto: where loading it, with the wait for slower tiers, is estimated to be quicker
-    than computing it (docs/cost.md). always: whatever is held is loaded, and waited for up to `cold.wait_s`. never:
-    nothing is loaded. A request may say otherwise (docs/requests.md)."""
+    """When held chunks are used. auto: if loading them, with the wait for slower tiers, is estimated to be quicker than
+    computing them (docs/cost.md). always: all held chunks are loaded, after a wait of up to `cold.wait_s`. never:
+    nothing is loaded. A request may override it (docs/requests.md)."""
     load: LoadMode = "async"
     """When chunks are copied to the engine's blocks. async: between its steps, and the request waits. layerwise: in the
-    step that computes the rest of the request, each layer while those before it are computed. auto: layerwise where the
-    copy is estimated to be hidden so, or no other request would wait for it. vLLM only, with one worker (in its
-    scheduler's process) and one kind of layers; elsewhere async, whatever is said here
-    (docs/contracts/vllm.md#layerwise-loads)."""
+    step that computes the rest of the request, each layer while those before it are computed. auto: layerwise if it is
+    estimated to hide the copy, or if no other request would wait for it. vLLM only, with one worker (in its scheduler's
+    process) and one kind of layers; elsewhere always async (docs/contracts/vllm.md#layerwise-loads)."""
     store: StoreMode = "async"
-    """When chunks are copied from the engine's blocks. async: behind the step that completes them. layerwise: in this
+    """When chunks are copied from the engine's blocks. async: after the step that completes them. layerwise: in this
     step, each layer while those after it are computed, so that they can be found sooner. vLLM only; chunks in int8 and
-    fp8 are stored behind the step, whatever is said here (docs/contracts/vllm.md#layerwise-stores)."""
+    fp8 are always stored after the step (docs/contracts/vllm.md#layerwise-stores)."""
     min_load_tokens: Tokens = 0
     """A smaller hit is computed instead of loaded. vLLM only, like the two below; SGLang has its own
     `prefetch_threshold`. A request may override it (docs/requests.md)."""
@@ -87,9 +86,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_store_tokens: Tokens = 0
     """Tokens of a request beyond this number are not stored; 0: no limit."""
     stores_in_flight_bytes: Bytes = 2 << 30
-    """How much each worker may have on its way from its device to the pool while the engine goes on with the next
-    steps. What is beyond is not stored. 0: a step ends when all it stores is in the pool. vLLM only; a CPU copies at
-    once, whatever is said here."""
+    """How much each worker may have in flight from its device to the pool while the engine continues with the next
+    steps. Chunks beyond that are not stored. 0: a step ends when all that it stores is in the pool. vLLM only; a CPU
+    always copies at once."""
     host: HostConfig = HostConfig()
     tiers: list[dict[str, Any]] = []
     """The tiers below the host pool, hottest first: for each its type (disk, redis, valkey, s3, mooncake, shared_fs,
@@ -142,7 +141,7 @@ class Layer:
     """Settings from one place.
 
     origin: the place, as errors and `kv config` call it.
-    tree: the settings by name, as a mapping in a mapping or with a dot.
+    tree: the settings by name, nested or with a dot.
     """
 
     origin: str
@@ -172,8 +171,7 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
 
 
 def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settings, list[Setting]]:
-    """The settings by layers and then the environment, of which the first that has a value wins, and the source of
-    each.
+    """The settings from the layers and then the environment, and the source of each. The first that has a value wins.
 
     Raises:
         ConfigError: as for `load`.
@@ -202,10 +200,10 @@ def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settin
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings in a file, YAML, TOML or JSON by how its name ends; `-` is standard input, JSON or YAML.
+    """The settings in a file, YAML, TOML or JSON by its extension; `-` is standard input, JSON or YAML.
 
     Raises:
-        ConfigError: it cannot be read, or is not what its name says.
+        ConfigError: it cannot be read, or is not of the kind that its name indicates.
     """
     said = "standard input" if path == STANDARD_INPUT else f"the configuration file {path}"
     try:
@@ -221,7 +219,7 @@ def read_file(path: str) -> dict[str, Any]:
         tree = _parse(text, suffix)
     except RecursionError:
         raise ConfigError(f"{said} is nested too deeply for settings") from None
-    except ValueError as error:  # what each of the three raises is one
+    except ValueError as error:  # all three parsers raise this or a subclass
         raise ConfigError(f"{said} is not {_LANGUAGES[suffix]}: {error}") from None
     except KeyError:
         raise ConfigError(f"{said} is of no kind that is known; end its name in {', '.join(_LANGUAGES)}") from None
@@ -236,13 +234,13 @@ _LANGUAGES: Final = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": 
 
 
 def _parse(text: str, suffix: str) -> Any:
-    """A name that is there twice is an error in each language: one value would be ignored."""
+    """A repeated name is an error in every language: one of its values would be ignored."""
     match _LANGUAGES[suffix]:
         case "TOML":
             return tomllib.loads(text)
         case "JSON":
             return json.loads(text, object_pairs_hook=_without_repeats)
-    import yaml  # a server that is handed JSON is ready sooner without it
+    import yaml  # here, because a server that reads JSON starts sooner without it
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -282,7 +280,7 @@ def _flatten(tree: Mapping[str, Any], origin: str, known: set[str], prefix: str 
                 raise ConfigError(f"{path} is {value!r} in {origin}; it must hold settings, each with its name")
             yield from _flatten(value or {}, origin, known, f"{path}.")
         elif path in known:
-            if value is not None:  # as YAML has it where all that stood below is a comment now
+            if value is not None:  # YAML has None where everything below is commented out
                 yield path, value
         else:
             raise ConfigError(f"there is no setting {path!r}, as {origin} has it; {nearest(path, known | sections)}")
@@ -295,15 +293,15 @@ def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Itera
         if variable in variables:
             yield variables[variable], variable, text
         elif variable.startswith("KV_") and variable != "KV_CONFIG_FILE":
-            # The prefix is not ours alone (a Kubernetes service called kv sets KV_SERVICE_HOST), so only what looks
-            # like a slip of the pen is an error.
+            # The prefix is not ours alone (a Kubernetes service called kv sets KV_SERVICE_HOST), so only a likely typo
+            # is an error.
             close = difflib.get_close_matches(variable, sorted(variables), n=1, cutoff=0.82)
             if close:
                 raise ConfigError(f"the environment has {variable}, which is no setting; did you mean {close[0]}?")
 
 
 def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: bool = False) -> object:
-    """is_text: as an environment has it, which knows nothing else."""
+    """is_text: the value is text, as all values in the environment are."""
     try:
         _check_text(path, value, origin)
         value = counted(path, value, path)
@@ -324,7 +322,7 @@ def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: boo
 def _check_text(path: str, value: object, origin: str) -> None:
     """
     Raises:
-        ConfigError: text in it is none that files and hosts can be called.
+        ConfigError: text in it cannot be the name of a file or a host.
     """
     if isinstance(value, str):
         try:
@@ -335,7 +333,7 @@ def _check_text(path: str, value: object, origin: str) -> None:
             raise ConfigError(f"{path} in {origin} has a character that no name can have, such as \\0; leave it out")
     elif isinstance(value, Mapping):
         for name, part in value.items():
-            if name != "salt":  # which may be any text
+            if name != "salt":  # a salt may be any text
                 _check_text(path, part, origin)
     elif isinstance(value, list):
         for part in value:

@@ -1,7 +1,7 @@
 """Tenants as written in the settings: a name, the salt or tag that identifies their requests, and a quota.
 
-A salt may be a secret. It is read, turned into its tag and not kept: below this module tenants are known by their tags
-only, and no message contains a salt.
+A salt may be a secret. It is read, turned into its tag and not retained: below this module tenants are known only by
+their tags, and no message contains a salt.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from kv_tiers.pool.private_files import read_secret
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """One that is known by name. tag: as `ChunkKey.tenant`. quota_bytes: None if it shares what the quotas leave."""
+    """A tenant with a name. tag: as `ChunkKey.tenant`. quota_bytes: None if it shares what the quotas leave."""
 
     name: str
     tag: bytes
@@ -46,7 +46,7 @@ def read_tenants(listed: object, *, capacity_bytes: int) -> list[Tenant]:
 
 
 def quotas_of(tenants: Iterable[Tenant]) -> dict[bytes, int]:
-    """Bytes by tag, of those that have a quota."""
+    """Quotas in bytes by tag, of the tenants that have one."""
     return {tenant.tag: tenant.quota_bytes for tenant in tenants if tenant.quota_bytes is not None}
 
 

@@ -59,7 +59,7 @@ class Write:
 
 
 def encoded_bytes(write: Write) -> int:
-    """Size of the chunk whose encoding this is, and which may be cut; 0 if it is stored as it is."""
+    """Size of the chunk if the payload is its encoding, which may be cut; 0 if the chunk is stored unencoded."""
     decoded_bytes = decoded_bytes_in(write.header)
     return decoded_bytes if write.stored_bytes < decoded_bytes else 0
 
@@ -121,7 +121,7 @@ WhenFull = Literal["drop_chunks", "drop_parts"]
 """The option `when_full` of a tier that evicts: whether it drops the last parts of chunks before it evicts any.
 
 What is left of a chunk is loaded as its first bytes: fewer than its header says, and as many as a reader of first parts
-may ask for (`chunk_header.prefix_bytes`). Only the tiers of a cache that may hold approximations may drop parts
+may request (`chunk_header.prefix_bytes`). Only the tiers of a cache that may hold approximations may drop parts
 (`kv_tiers.approximate`)."""
 
 
@@ -156,7 +156,7 @@ ANY_CHUNKS: Final = TierContext(1, 4096, "")
 
 
 class RemovalRefusedError(TierDown):
-    """The medium works, but does not let us remove what is there: we may only read, or read and add."""
+    """The medium works, but does not permit removals: we may only read, or read and add."""
 
 
 class Tier(Protocol):
@@ -186,17 +186,15 @@ class Tier(Protocol):
         """
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks. No `holds` or `load` that begins after this returns finds them. Like all that removes, it may
-        raise `RemovalRefusedError`.
+        """Remove chunks. No `holds` or `load` that begins after this returns finds them. Like every call that removes,
+        it may raise `RemovalRefusedError`.
         """
 
     def clear(self) -> None:
         """Remove everything in this namespace."""
 
     def probe(self) -> None:
-        """Touch the medium: return if it works, raise `TierDown` if not. Called from time to time while the tier is
-        down.
-        """
+        """Touch the medium: return if it works, raise `TierDown` if not. Called periodically while the tier is down."""
 
     def usage(self) -> TierUsage:
         """Current usage. Must be cheap and answer from memory."""
@@ -217,8 +215,8 @@ class ClearsTenants(Protocol):
 class ReadOnly(Protocol):
     """Optional property of a `Tier` that others fill and we only read.
 
-    Nothing is stored in it, whatever `write` says. What is discarded or cleared is no longer found by us, but stays
-    where it is.
+    Nothing is stored in it, whatever `write` says. Chunks that are discarded or cleared are no longer found by us, but
+    stay where they are.
     """
 
     is_read_only: Literal[True]
@@ -238,25 +236,26 @@ class ReadsPrefixes(Protocol):
 
 @runtime_checkable
 class ReadsRests(Protocol):
-    """Optional capability of a `Tier` that `ReadsPrefixes`: reading on where an earlier read ended."""
+    """Optional capability of a `Tier` that `ReadsPrefixes`: resuming where an earlier read ended."""
 
     def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        """Like `load_prefixes`, but of each payload only what is behind its first `from_bytes` bytes, and no header.
+        """Like `load_prefixes`, but reads only the part of each payload behind its first `from_bytes` bytes, and no
+        header.
 
-        What was read earlier stays as it is in `pages`, and `Loaded` counts it too. It may be of another payload that
-        was stored under the key since: whoever puts the two together has to verify the whole.
+        The bytes read earlier stay unchanged in `pages`, and `Loaded` counts them too. The rest may be of another
+        payload, stored under the key since, so the caller has to verify the whole.
         """
 
 
 @runtime_checkable
 class NamesChunks(Protocol):
-    """Optional capability of a `Tier`: naming chunks that it holds, so that it can be measured before a request asks
-    for one.
+    """Optional capability of a `Tier`: naming chunks that it holds, so that it can be measured before a request needs
+    one.
     """
 
     def some_keys(self, count: int) -> list[ChunkKey]:
-        """Of the chunks held, up to this many, wherever they are. It takes a few messages to the medium at most, so of
-        a large one it may find none. Called when a cache starts, on a thread that nobody waits for.
+        """Up to this many of the chunks held, in any order. It sends a few messages to the medium at most, so it may
+        find none on a large one. Called when a cache starts, on a background thread.
 
         Raises:
             TierDown: the medium cannot be reached, or does not list what it holds.
@@ -265,10 +264,10 @@ class NamesChunks(Protocol):
 
 @runtime_checkable
 class TracksKeys(Protocol):
-    """Optional capability of a `Tier` whose `holds` is local: other hosts can be told what is in it."""
+    """Optional capability of a `Tier` whose `holds` is local: reporting its contents, to announce them elsewhere."""
 
     def track(self, journal: Journal) -> None:
-        """From now on note there every key that can be found from then, or no more."""
+        """From now on record there every key that becomes findable, or stops being so."""
 
     def all_keys(self) -> list[ChunkKey]:
         """The keys of all chunks that are here or arriving."""
@@ -280,32 +279,32 @@ RankedChunk = tuple[ChunkKey, ChunkKey | None]
 
 @runtime_checkable
 class RanksChunks(Protocol):
-    """Optional capability of a `Tier` whose `holds` is local: saying what it would keep longest, so that a host that
-    leaves passes it on (docs/peers.md)."""
+    """Optional capability of a `Tier` whose `holds` is local: ranking its chunks by how long it would retain them, so
+    that a host that leaves can pass them on (docs/peers.md)."""
 
     def most_worth_first(self) -> list[RankedChunk]:
         """All chunks that are here, those that would be evicted last first, heads of prompts before their tails. It may
-        take a second a million chunks; other calls are answered meanwhile."""
+        take a second per million chunks; other calls are answered meanwhile."""
 
 
 OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]
-"""Called with a chain of keys, the place in it from which on chunks are handed over, and for how many seconds they are
-kept there. It returns at once."""
+"""Called with a chain of keys, the index of the first one that is handed over, and the number of seconds for which the
+other host holds them. It returns at once."""
 
 
 @runtime_checkable
 class HandsOver(Protocol):
-    """What a `Tier` may do besides: tell of chunks that engines elsewhere hand over (docs/disaggregated.md)."""
+    """Optional capability of a `Tier`: announcing chunks that engines elsewhere hand over (docs/disaggregated.md)."""
 
     def follow(self, on_handed_over: OnHandedOver) -> None:
-        """Call this, on a thread of the tier's, for what is handed over from now on, until `close`. Once."""
+        """Call `on_handed_over`, on one of the tier's threads, for each hand-over until `close`. Called once."""
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """What is kept elsewhere of these is needed no longer. It returns at once."""
+        """Other hosts need no longer hold these chunks. It returns at once."""
 
 
 class Fate(IntEnum):
-    """What became of an offered chunk so far."""
+    """The present state of an offered chunk."""
 
     NOT_TAKEN = 0
     COMING = 1
@@ -326,11 +325,11 @@ class Taker(Protocol):
     name: str
 
     def offer(self, chain: Sequence[ChunkKey], first: int) -> Taken:
-        """Have it fetch the chunks of this chain from this place on, unless it has them; at most `MAX_OFFERED`. It
-        returns at once; to offer the same again tells how far it is.
+        """Have the other host fetch the chunks of this chain from index `first` on, unless it has them; at most
+        `MAX_OFFERED`. It returns at once; offering the same chunks again reports the progress.
 
         Raises:
-            OSError, InputError: it does not answer, or not as a peer does.
+            OSError, InputError: the host does not answer, or its answer is not that of a peer.
         """
 
 
@@ -339,15 +338,15 @@ MAX_OFFERED: Final = 1 << 8
 
 @runtime_checkable
 class PassesOn(Protocol):
-    """Optional capability of a `Tier` of other hosts: to offer them what this one holds before it leaves."""
+    """Optional capability of a `Tier` of other hosts: offering them this host's chunks before it leaves."""
 
     name: str
 
     def takers(self) -> Sequence[Taker]:
-        """The hosts that are up. It may wait."""
+        """The hosts that are up. It may block."""
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """As of `Tier`."""
+        """As in `Tier`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,8 +422,8 @@ OptionsCheck = Callable[[Mapping[str, object]], object]
 """Raises `ConfigError` for invalid options. It touches no medium: it creates no directory and opens no connection."""
 
 TierFactory = Callable[[Mapping[str, object], TierContext], Tier]
-"""What an entry point of the group `kv_tiers.tiers` names. Arguments: the options that the user wrote (without `type`),
-and the context of the chunks. It raises `ConfigError` for invalid options, naming the nearest valid one."""
+"""The object of an entry point in the group `kv_tiers.tiers`. Arguments: the options that the user wrote (without
+`type`), and the context of the chunks. It raises `ConfigError` for invalid options, naming the nearest valid one."""
 
 
 @dataclass(frozen=True, slots=True)
