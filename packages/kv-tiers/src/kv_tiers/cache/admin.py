@@ -49,7 +49,7 @@ class Administration:
     def __init__(
         self, cache: CacheService, host: HostTier, index: Residency, shares: Shares, lower: LowerTiers, *, holds: Holds
     ) -> None:
-        """cache: whose the others are, for what an engine could do as well."""
+        """cache: the cache that the other arguments belong to, for operations that an engine could do as well."""
         self._cache = cache
         self._host = host
         self._index = index
@@ -58,14 +58,14 @@ class Administration:
         self._promotions = lower.promotions
         self._holds = holds
         self._pins: dict[str, list[int]] = {}
-        self._quota_lock = threading.Lock()  # of one change of a quota after another; taken before the other lock
+        self._quota_lock = threading.Lock()  # serialises changes of quotas; taken before the host's lock
 
     def pin(self, keys: Sequence[ChunkKey], name: str, *, shape: ChunkShape = PLAIN) -> int:
-        """Keep what the longest hit among `keys` needs, as far as the pool has it, until `unpin`; how many chunks that
-        hit is.
+        """Pin what the longest hit among `keys` in the pool needs, until `unpin`; returns the length of that hit in
+        chunks.
 
-        The name's pin before is replaced. Pins have no end by time, so all together may have half the pool at most, or
-        half of a tenant's quota: a hit that needs more is pinned as far as a shorter one goes.
+        An earlier pin of this name is replaced. Pins do not expire, so all together may take at most half the pool, or
+        half of a tenant's quota: of a hit that needs more, a shorter one is pinned.
 
         keys: whole chunks, chunk-major.
         """
@@ -79,7 +79,7 @@ class Administration:
                 pinned = sum(len(others) for others in self._pins.values() if share_at(others[0]) is share)
                 room, stride = max(0, share.slots // 2 - pinned), shape.keys_per_chunk
                 while (beyond := needed_count(shape, hit.chunks) - room) > 0:
-                    chunks = max(0, hit.chunks - -(-beyond // stride))  # a chunk less needs so many keys less at most
+                    chunks = max(0, hit.chunks - -(-beyond // stride))  # one chunk less saves at most `stride` keys
                     hit = find_hit(self._index, list(keys[: chunks * stride]), shape)
             slots = list(hit.slots)
             self._index.lease(slots)
@@ -97,7 +97,7 @@ class Administration:
             return slots is not None
 
     def pins(self) -> dict[str, int]:
-        """How many chunks each name keeps."""
+        """How many chunks each name pins."""
         with self._host.lock:
             return {name: len(slots) for name, slots in self._pins.items()}
 
@@ -116,15 +116,15 @@ class Administration:
                 self._host.unlease(gone)
 
     def unpin_all(self) -> None:
-        """The cache is being closed: the slots are given back with all others. Under the lock."""
+        """The cache is being closed: the slots are freed with all others. Under the lock."""
         self._pins.clear()
 
     def warm_up(
         self, keys: Sequence[ChunkKey], name: str, *, timeout_s: float = 60.0, shape: ChunkShape = PLAIN
     ) -> int:
-        """Bring a prefix up from the lower tiers, pin it, and say how many chunks of it are pinned.
+        """Promote a prefix from the lower tiers and pin it; returns how many chunks of it are pinned.
 
-        It waits, so it is for operators and tools, never for an engine's thread.
+        It blocks, so it is for operators and tools, never for an engine's thread.
         """
         holder = f"warm-up/{name}"
         until = time.monotonic() + timeout_s
@@ -134,7 +134,7 @@ class Administration:
                 plan = self._cache.lookup(keys, holder, shape=shape, wait_for_promotion=True)
                 if plan.ended is Ended.PENDING:
                     time.sleep(0.002)
-                elif plan.chunks > best:  # a holder's patience is bounded, ours by `timeout_s`: once more from there
+                elif plan.chunks > best:  # each wait is bounded, ours only by `timeout_s`: wait again from there
                     best = plan.chunks
                     self._promotions.forget_wait(holder)
                 else:
@@ -173,9 +173,9 @@ class Administration:
         return places
 
     def clear_tenant(self, tenant: bytes) -> int:
-        """Forget every chunk with this tag, on all tiers; how many the pool held. What is being written too.
+        """Forget every chunk with this tag, on all tiers, also those being written; returns how many the pool held.
 
-        A tier that cannot tell tenants apart is cleared whole.
+        A tier that cannot tell tenants apart is cleared as a whole.
         """
         with self._host.lock:
             self._host.check_open()
@@ -203,12 +203,12 @@ class Administration:
         ]
 
     def set_quota(self, tenant: bytes, quota_bytes: int | None) -> None:
-        """Reserve a part of the pool for the tenant with this tag: nobody else's chunks go there, and the tenant's go
-        nowhere else. Rounded to whole chunks. None: the tenant uses the common share.
+        """Reserve a part of the pool for the tenant with this tag: no other tenant's chunks go there, and this tenant's
+        go nowhere else. Rounded to whole chunks. None: the tenant uses the common share.
 
-        What no longer fits is evicted at once, except chunks that are being read or written; they leave when that ends.
-        For a tenant with many chunks this takes seconds; it proceeds a few chunks at a time, so that other calls come
-        in between.
+        Chunks that no longer fit are evicted at once, except those being read or written, which are evicted when that
+        ends. For a tenant with many chunks this takes seconds; it proceeds a few chunks at a time, so that other calls
+        can run in between.
 
         Raises:
             ConfigError: negative, less than one chunk (0 means no room at all), or more than the other quotas leave.
@@ -238,7 +238,7 @@ def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
     """How many slots a quota is.
 
     Raises:
-        ConfigError: no quota for chunks of this size.
+        ConfigError: the quota is negative, or less than one chunk of this size.
     """
     slots, rest = divmod(quota_bytes, slot_bytes)
     if slots < 0 or (rest and not slots):
@@ -250,5 +250,5 @@ def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
 
 
 def _let_others_in() -> None:
-    """To the lock that was just released: who waits for it would not wake before we have it again."""
+    """Let waiting threads take the lock just released: without a pause they would not wake before we have it again."""
     time.sleep(0.0001)

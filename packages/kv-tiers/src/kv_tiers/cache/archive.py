@@ -3,10 +3,10 @@
     magic "kvprefix" | version u16 | header size u16 | zero u32 | bytes of all chunks u64 | chunks u64 | format id 16
     | xxh3_64 of the above
 
-and then, for each group and shard what a hit needs of it in the prompt's order, each chunk's header
-(docs/formats/chunk.md) and its bytes. Where a header names no parent the next group or shard begins. Little-endian.
-A file is believed as little as a tier is: its size must be what its header says before anything is read, and every
-chunk is checked before it can be found.
+and then, for each group and shard, the chunks that a hit needs of it in the prompt's order: each chunk's header
+(docs/formats/chunk.md) and its bytes. A header without a parent begins the next group or shard. Little-endian.
+A file is trusted no more than a tier: its size must be what its header says before anything is read, and every chunk is
+verified before it can be found.
 """
 
 import itertools
@@ -36,12 +36,12 @@ _HEADER: Final = struct.Struct("<8sHHIQQ16s")
 _HEADER_BYTES: Final = _HEADER.size + SEAL_BYTES
 _BATCH_CHUNKS: Final = 8
 _numbers: Final = itertools.count(1)
-"""Of exports and imports: two of one file are two holders, each of which ends its own leases only."""
+"""Numbers exports and imports: two of the same file are two holders, each of which ends only its own leases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """chunks: how many of the file, from its first, are held now. stopped: why no more; empty if all are."""
+    """chunks: how many of the file's first chunks are held now. stopped: why not more; empty if all are."""
 
     chunks: int
     stopped: str
@@ -50,10 +50,10 @@ class Imported:
 def export_prefix(
     cache: LocalCache, keys: Sequence[ChunkKey], path: Path, *, fingerprint: str, shape: ChunkShape = PLAIN
 ) -> int:
-    """Write what the longest hit among `keys` needs to `path`, as far as the pool has it; how many chunks that hit is.
+    """Write what the longest hit among `keys` in the pool needs to `path`; returns the length of that hit in chunks.
 
-    What lies below the pool is brought up first by `Administration.warm_up`. The file is complete or not there, which
-    it is not where that would be none; mode 0600.
+    Chunks of lower tiers are promoted first by `Administration.warm_up`. The file is complete or does not exist; for no
+    chunks none is written. Its mode is 0600.
 
     keys: whole chunks, chunk-major.
     fingerprint: of the cache's chunk format.
@@ -71,7 +71,7 @@ def export_prefix(
             for column in columns_of(group, shape):
                 its_keys = [keys[chunk * shape.keys_per_chunk + column] for chunk in needed]
                 parents.update(zip(its_keys, [None, *its_keys], strict=False))
-        # However long the file takes: after a lease that expired we would write, and vouch for, what came later.
+        # Lasting, however long the file takes: once a lease has expired, we would write, and vouch for, later content.
         lease = cache.load(list(parents), holder, lasting=True)
         if not isinstance(lease, ReadLease):
             return 0
@@ -100,7 +100,7 @@ def export_prefix(
 
 
 def import_prefix(cache: LocalCache, path: Path, *, fingerprint: str) -> Imported:
-    """Take what `export_prefix` wrote, as far as it is whole and there is room.
+    """Read a file of `export_prefix` into the pool, as far as it is intact and there is room.
 
     Raises:
         InputError: no such file, another version, or chunks of another format than this cache's.
@@ -138,7 +138,7 @@ def _read_header(file: BinaryIO, path: Path, form: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A chunk of the file. header: as it is there. at: where its bytes begin."""
+    """A chunk of the file. header: as in the file. at: where its bytes begin."""
 
     key: ChunkKey
     header: bytes
@@ -147,9 +147,9 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Import:
-    """One file on its way in.
+    """The import of one file.
 
-    chain: what is held of the group and shard that is being read.
+    chain: the held keys of the group and shard that is being read.
     done: chunks of the file that are held.
     at: where the next one begins.
     """
@@ -172,7 +172,7 @@ class _Import:
         return Imported(self.done, "")
 
     def _next_few(self, at_most: int) -> tuple[list[_Waiting], str]:
-        """The next chunks of one group and shard, as far as they continue it; and why not, if something is wrong."""
+        """The next chunks of one group and shard, as far as they continue it; and what is wrong, if anything."""
         found: list[_Waiting] = []
         while len(found) < at_most:
             number = self.done + len(found)
@@ -196,7 +196,7 @@ class _Import:
         return found, ""
 
     def _take(self, waiting: Sequence[_Waiting]) -> str:
-        """Read these chunks into the pool, and count those that are held then. Why not all are, or ""."""
+        """Read these chunks into the pool, and count those that are then held. Returns why not all are, or ""."""
         chain = [*self.chain, *(one.key for one in waiting)]
         lease = self.cache.begin_store(chain, self.holder)
         number_of = {one.key: number for number, one in enumerate(waiting)}
@@ -204,10 +204,10 @@ class _Import:
             one = waiting[number_of[key]]
             self.file.seek(one.at)
             with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
-                self.file.readinto(chunk)  # type: ignore[attr-defined]  # what `open` gives has it
+                self.file.readinto(chunk)  # type: ignore[attr-defined]  # files from `open` have it
                 damage = chunk_header.check(one.header, chunk, key=key, format_id=self.form)
             if damage is not None:
-                # A lease is committed whole or not at all, so the few before this chunk are given up with it.
+                # A lease is committed as a whole or not at all, so the few chunks before this one are given up too.
                 self.cache.release(lease)
                 return f"chunk {self.done + number_of[key]} is damaged: {damage.reason}"
         self.cache.commit(lease)

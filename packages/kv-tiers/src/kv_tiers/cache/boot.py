@@ -1,10 +1,10 @@
-"""The boot measurement: how quickly a tier delivers what it holds, before any request waits for it.
+"""The boot measurement: how quickly a tier delivers its chunks, before any request waits for them.
 
-Without it, a tier that others have filled is taken to be quick until a few requests have waited for it
+Without it, a tier that others have filled is assumed to be quick until a few requests have waited for it
 (`kv_tiers.cache.worth`). A thread reads a few chunks of each tier that can name some, through the tier's lane, into
-memory of its own, and throws them away: the lane learns from these loads as from all others. Nothing is written. The
-start does not wait for it. After a second no further load is begun, so a slow tier is read from once, which is enough
-to know that it is slow; and none is begun once requests use the lane.
+memory of its own, and discards them: the lane learns from these loads as from all others. Nothing is written. The
+start does not wait for it. After a second no further load is started, so a slow tier is read from once, which is enough
+to know that it is slow; and none is started once requests use the lane.
 """
 
 import mmap
@@ -25,17 +25,17 @@ from kv_tiers.tier import NamesChunks, Read
 _log = limited_logger(__name__)
 
 LIMIT_S: Final = 1.0
-"""For one tier: no load is begun after this time."""
+"""For one tier: no load is started after this time."""
 _LOOK_S: Final = 0.05
 _END_S: Final = 1.0
 _AT_MOST_BYTES: Final = 16 << 20
 _LOADS: Final = (1, 2, 1, 4)
-"""Chunks of each load: of several sizes, as a load's fixed part shows in the difference. A single chunk may be larger
-than `_AT_MOST_BYTES`."""
+"""Chunks of each load. The sizes differ, because the difference reveals a load's fixed cost. A single chunk may be
+larger than `_AT_MOST_BYTES`."""
 
 
 class BootMeasurement:
-    """One cache's. It begins when it is made."""
+    """The measurement of one cache's tiers. Creating it starts it."""
 
     def __init__(self, lanes: Sequence[Lane], sizes: PayloadSizes, slot_bytes: int, clock: Clock) -> None:
         self._lanes = [lane for lane in lanes if isinstance(lane.tier, NamesChunks) and lane.load_cost() is None]
@@ -45,11 +45,11 @@ class BootMeasurement:
         self._thread.start()
 
     def stop(self) -> None:
-        """No load is begun from now on. One that is under way is its lane's, and ends with it."""
+        """No load is started from now on. One in flight belongs to its lane, and ends with it."""
         self._is_over.set()
 
     def join(self) -> None:
-        """After `stop`: wait until its thread has seen that, but not for a tier that hangs."""
+        """After `stop`: wait until the thread has noticed, but not for a tier that hangs."""
         self._thread.join(_END_S)
 
     def _run(self) -> None:
@@ -58,7 +58,7 @@ class BootMeasurement:
                 self._measure(lane)
             except TierDown as error:
                 _log.info("tier %s is not measured: %s", lane.name, error)
-            except Exception:  # noqa: BLE001  # a tier is somebody else's code, and nothing depends on this
+            except Exception:  # noqa: BLE001  # a tier may be third-party code, and nothing depends on this
                 _log.exception("tier %s could not be measured", lane.name)
 
     def _measure(self, lane: Lane) -> None:

@@ -1,4 +1,4 @@
-"""Keys of prompts as the chains that their chunks form."""
+"""Divides keys into the chains that they form in their prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -8,10 +8,10 @@ from kv_core.keys import ChunkKey
 def chains(
     keys: Sequence[ChunkKey], parents: Mapping[ChunkKey, ChunkKey], most: int
 ) -> Iterator[tuple[list[ChunkKey], int]]:
-    """These keys in pieces of chains: each is a prompt's keys up to its last one of these, and the place from which on
-    they are these; at most so many of them.
+    """Each piece is a prompt's keys up to the last one that is among `keys`, and the index from which on all are. Of
+    these, a piece has at most `most`.
 
-    parents: of each key the one before it in its prompt, as far as is known.
+    parents: for each key the one before it in its prompt, as far as is known.
     """
     left = dict.fromkeys(keys)
     followed = {parent for key in keys if (parent := parents.get(key)) is not None and parent in left}
@@ -35,5 +35,5 @@ def chains(
         chain = [*reversed(above), *reversed(piece)]
         for first in range(len(above), len(chain), most):
             yield chain[: first + most], first
-    for key in left:  # of a circle, which hints may make
+    for key in left:  # those in a cycle, which wrong hints may form
         yield [key], 0

@@ -1,9 +1,9 @@
-"""A host that is to leave offers its peers what is worth moving, and they fetch it.
+"""Draining: before a host leaves, it offers its peers the chunks worth moving, and they fetch them.
 
-From its beginning the cache takes no new chunks. What the pool holds is offered, most worth first, and then what only
-the host's own tiers hold, unless another host has it already; a peer that takes an offer reads the chunks as it reads
-any hit, so nothing is sent from here that was not asked for, and nothing is leased but what is being read. The same
-offer again tells how far it is. A peer that dies, or fetches nothing for a while, loses its offers to the others.
+Once a drain has begun, the cache takes no new chunks. It offers the pool's chunks, those most worth keeping first, and
+then those that only the host's own tiers hold, unless another host has them already. A peer that takes an offer reads
+the chunks like any hit, so nothing is sent unrequested, and only chunks being read are leased. Repeating an offer
+reports its progress. A peer that dies, or fetches nothing for a while, loses its offers to the others.
 """
 
 import threading
@@ -28,24 +28,25 @@ from kv_tiers.tier import Fate, RankedChunk, RanksChunks, Taker
 _log = limited_logger(__name__)
 
 _WINDOW: Final = 512
-"""Chunks that are looked for elsewhere together, before they are offered."""
+"""Chunks that are looked up on other hosts in one batch, before they are offered."""
 _PIECE: Final = 32
-"""Chunks of an offer."""
+"""Chunks per offer."""
 _IN_FLIGHT: Final = 64
 """Chunks that one peer fetches at a time."""
 _ASK_S: Final = 0.02
 _STALL_S: Final = 30.0
-"""A peer that has fetched nothing for so long, of all that it was offered and has room for, is not waited for."""
+"""A peer that has fetched nothing for this long, although it took an offer or has room, is not waited for."""
 _FULL_S: Final = 2.0
-"""When no peer takes anything for so long, none will."""
+"""When no peer has taken anything for this long, none will."""
 _END_S: Final = 10.0
 MAX_CHAIN: Final = 1 << 13
-"""Keys of one offer. Of longer prompts the chunks are offered without those before them."""
+"""Keys per offer. The chunks of longer prompts are offered without those before them."""
 
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """Chunks of one chain, from `first` on. left: those of which nothing is known yet. offered_s: when it was, last."""
+    """Chunks of one chain, from `first` on. left: those whose fate is not known yet. offered_s: when first offered to
+    the current peer."""
 
     chain: list[ChunkKey]
     first: int
@@ -55,12 +56,12 @@ class _Offer:
 
 
 class Drain:
-    """Of one cache. Safe to call from any thread; the work is on a thread of its own."""
+    """The drain of one cache. Safe to call from any thread; the work runs on a thread of its own."""
 
     def __init__(
         self, host: HostTier, index: Residency, lower: LowerTiers, *, on_change: Callable[[bool], object]
     ) -> None:
-        """on_change: called with whether this host is to leave."""
+        """on_change: called with whether this host is about to leave."""
         self._host = host
         self._index = index
         self._lower = lower
@@ -71,8 +72,8 @@ class Drain:
         self._thread: threading.Thread | None = None
 
     def begin(self, timeout_s: float, max_bytes: int | None = None) -> None:
-        """Take no new chunks, and offer what is here, for so long, and so many bytes, at most. A drain that goes on is
-        begun anew. It returns at once."""
+        """Take no new chunks, and offer those that are here, for at most this time and this many bytes. A drain in
+        progress is restarted. Returns at once."""
         with self._lock:
             self._stop.set()
             if not self._lower.passes_on():
@@ -87,26 +88,26 @@ class Drain:
             self._thread.start()
 
     def end(self) -> None:
-        """Offer nothing any more, and take new chunks again. It returns at once."""
+        """Stop offering, and take new chunks again. Returns at once."""
         with self._lock:
             self._stop.set()
             self._state = None
             self._on_change(False)
 
     def close(self) -> None:
-        """Offer nothing any more. It waits for the answer of a peer, for a bounded time."""
+        """Stop offering. It waits for a peer's answer, for a bounded time."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_END_S)
 
     def state(self) -> DrainState | None:
-        """A snapshot; None: this host is not to leave."""
+        """A snapshot; None: this host is not being drained."""
         with self._lock:
             return None if self._state is None else replace(self._state)
 
 
 class _Work:
-    """What the thread does."""
+    """The work of the drain's thread."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class _Work:
         self._todo: deque[_Offer] = deque()
         self._taken: dict[str, list[_Offer]] = {}
         self._failed: dict[str, str] = {}
-        self._moved_s: dict[str, float] = {}  # by peer, when something came there last
+        self._moved_s: dict[str, float] = {}  # by peer, when it last fetched something
         self._progress_s = 0.0
 
     def run(self, timeout_s: float) -> None:
@@ -156,7 +157,7 @@ class _Work:
                     self._stop.wait(_ASK_S)
         except MisuseError:
             why = "the cache is closed"
-        except Exception as error:  # noqa: BLE001  # it is said, and costs misses elsewhere
+        except Exception as error:  # noqa: BLE001  # it is reported, and costs misses elsewhere
             _log.exception("a drain met a bug")
             why = f"a bug, which is in the log: {error}"
         self._state.why = why or ("" if not self._state.refused else self._reasons("no peer took some of it"))
@@ -164,7 +165,7 @@ class _Work:
         _log.info("drain: %s", self._state)
 
     def _over(self, until_s: float) -> str:
-        """Why it ends now; empty: it goes on."""
+        """Why it ends now; empty: it continues."""
         now_s = time.monotonic()
         if self._stop.is_set():
             return "it was ended"
@@ -177,7 +178,7 @@ class _Work:
         return ""
 
     def _settled(self) -> int:
-        """Chunks that need no host any more. Refusals are none: they come without end where a tier holds much."""
+        """Chunks that no longer need another host. Refusals do not count: with a large tier there is no end of them."""
         return self._state.elsewhere + self._state.moved + self._state.gone
 
     def _reasons(self, what: str) -> str:
@@ -192,7 +193,7 @@ class _Work:
         return [(key, key_at.get(parents.get(slot, -1))) for slot, key in key_at.items()]
 
     def _rank(self, chunks: Iterable[RankedChunk]) -> None:
-        """Have these to offer, but for those that were ranked before."""
+        """Queue these for offering, except those ranked before."""
         for key, parent in chunks:
             if key not in self._ranked:
                 self._ranked.add(key)
@@ -204,7 +205,7 @@ class _Work:
         self._progress_s = time.monotonic()
 
     def _fill(self) -> bool:
-        """Have something to offer, if some of the next chunks are on no other host. False: there are no next ones."""
+        """Queue offers of those of the next chunks that are on no other host. False: there are no more chunks."""
         if self._todo:
             return True
         if not self._order:
@@ -231,7 +232,7 @@ class _Work:
         return offers
 
     def _here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those that are here still."""
+        """Those that are still here."""
         below = self._lower.held_here(keys)
         with self._host.lock:
             self._host.check_open()
@@ -249,10 +250,10 @@ class _Work:
         return found
 
     def _round(self) -> None:
-        """Ask every peer how far it is, and offer it more."""
+        """Query every peer's progress, and offer it more."""
         takers = {taker.name: taker for tier in self._tiers for taker in tier.takers()}
         for name in self._taken.keys() - takers.keys():
-            for offer in self._taken.pop(name):  # it is down: somebody else may want them
+            for offer in self._taken.pop(name):  # it is down: another peer may take them
                 self._give_up(offer, name)
         for taker in takers.values():
             taken = self._taken.setdefault(taker.name, [])
@@ -260,11 +261,11 @@ class _Work:
                 if not self._offer(taker, offer, again=True):
                     taken.remove(offer)
         turns = list(takers.values())
-        while turns and self._todo and not self._stop.is_set():  # one after the other, so that all have something to do
+        while turns and self._todo and not self._stop.is_set():  # in turn, so that every peer has work
             turns = [taker for taker in turns if self._offer_next(taker, set(takers))]
 
     def _offer_next(self, taker: Taker, takers: set[str]) -> bool:
-        """Offer a peer one more piece, if it has its hands free and there is one that it has not refused."""
+        """Offer a peer one more piece, if it has capacity and there is one that it has not refused."""
         taken, room = self._taken[taker.name], self._room()
         if room == 0 or sum(len(one.left) for one in taken) >= _IN_FLIGHT:
             return False
@@ -293,7 +294,7 @@ class _Work:
         return max(0, self._bytes_left - on_their_way) // sizes.largest
 
     def _offer(self, taker: Taker, offer: _Offer, *, again: bool) -> bool:
-        """Offer, or ask how far it is. Whether the peer is fetching some of it."""
+        """Make an offer, or query its progress. Returns whether the peer is fetching some of it."""
         if again:
             gone = offer.left - set(self._here(list(offer.left)))
             offer.left -= gone
@@ -322,7 +323,7 @@ class _Work:
         is_coming = any(fates[key] is Fate.COMING for key in offer.left)
         last_s = max(offer.offered_s, self._moved_s.get(taker.name, 0.0))
         if (is_coming or answer.room) and now_s - last_s <= _STALL_S:
-            return True  # over a slow line one chunk comes after the other
+            return True  # over a slow link chunks arrive one at a time
         self._failed[taker.name] = (
             "it fetched nothing of what it took"
             if is_coming
@@ -334,7 +335,7 @@ class _Work:
         return False
 
     def _give_up(self, offer: _Offer, name: str) -> None:
-        """What is left of it is for the others."""
+        """Leave the rest of this offer to the other peers."""
         left = [key for key in offer.chain if key in offer.left]
         self._todo.extendleft(reversed(self._offers_of(left, offer.refused_by | {name})))
 
@@ -348,7 +349,7 @@ class _Work:
 
 
 def _split(offer: _Offer, at: int) -> tuple[_Offer, _Offer]:
-    """What is before this place of its chain, and the rest."""
+    """The part before this index of its chain, and the rest."""
     before, after = set(offer.chain[offer.first : at]), set(offer.chain[at:])
     return (
         _Offer(offer.chain[:at], offer.first, offer.left & before, offer.refused_by),

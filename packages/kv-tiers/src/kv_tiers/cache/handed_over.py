@@ -17,7 +17,7 @@ from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
 
 _MAX_KEYS: Final = 1 << 16
-"""Limit of keys in all announcements together: some megabytes."""
+"""Limit of keys in all announcements together: a few megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class HandedOver:
     number: of the announcement, from 1.
     chain: the prompt's keys of one group and shard, up to the last of these chunks.
     first: the position of the first one in the chain. Not all from there on need be held.
-    until_s: how long they are held, by the cache's clock.
+    until_s: until when they are held, by the cache's clock.
     """
 
     number: int

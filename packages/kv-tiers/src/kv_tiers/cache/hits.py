@@ -22,7 +22,7 @@ class Hit:
 
     chunks, prefix_chunks, lacking, ended: as in `LookupPlan`.
     keys, slots: what the hit needs: groups that need the whole prefix first, in the prompt's order, then the others,
-        group by group. There may be more keys than slots, because eviction policies are given those too.
+        group by group. There may be more keys than slots, because eviction policies receive those too.
     """
 
     chunks: int
@@ -43,7 +43,7 @@ def find_hit(index: Residency, keys: list[ChunkKey], shape: ChunkShape) -> Hit:
         return Hit(chunks, chunks, -1, _ended(chunks, requested, partial), keys, slots[:-partial] if partial else slots)
 
     columns = [number for group in shape.whole_groups for number in columns_of(group, shape)]
-    if requested and columns and index.find(keys[columns[0]]) is None:  # nearly all prompts that nobody has stored
+    if requested and columns and index.find(keys[columns[0]]) is None:  # nearly all prompts that were never stored
         return Hit(0, 0, -1, Ended.ABSENT, [], [])
     prefix, partial = requested, 0
     whole: list[ChunkKey] = []
@@ -74,7 +74,7 @@ def last_boundary(shape: ChunkShape, prefix: int, is_there: Callable[[int], bool
     """The longest boundary of at most `prefix` chunks at which every group but those of the whole prefix has what it
     needs, and the first group that lacks something at `prefix`, -1 if none does.
 
-    is_there: of a place in the chunk-major list of keys.
+    is_there: whether the key at an index of the chunk-major list is there.
     """
     stride, shards = shape.keys_per_chunk, shape.shards
     others = shape.other_groups
@@ -112,7 +112,7 @@ def slowest_tiers(
 ) -> tuple[str, ...]:
     """For each chunk of the hit the slowest tier that one of its keys comes from.
 
-    sources: of each slot. order: how slow a tier is. fastest: of chunks of which nothing is needed.
+    sources: the tier of each slot. order: how slow a tier is. fastest: the tier of chunks of which nothing is needed.
     """
     if shape.is_plain and shape.keys_per_chunk == 1:
         return tuple(sources)

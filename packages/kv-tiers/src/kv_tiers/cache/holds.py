@@ -26,7 +26,7 @@ class Holds:
         self._index = index
         self._shares = shares
         self._until_s: dict[int, float] = {}  # by slot, each leased once
-        self._deadlines: list[tuple[float, int]] = []  # a heap, with some that were renewed or have ended
+        self._deadlines: list[tuple[float, int]] = []  # a heap, which includes some that were renewed or have ended
         self._read: dict[int, tuple[ChunkKey | None, float]] = {}  # by slot: the chunk that was read, and its deadline
 
     @property
@@ -80,7 +80,7 @@ class Holds:
         self._let_go([slot for slot in self._until_s if self._index.was_forgotten(slot)])
 
     def clear(self) -> None:
-        """The cache is being closed: the slots are given back with all others."""
+        """The cache is being closed: the slots are freed with all others."""
         self._until_s.clear()
         self._deadlines.clear()
         self._read.clear()

@@ -1,6 +1,6 @@
 """The host tier: a pool, its index, and the directory of a named pool, as one unit.
 
-It moves chunks through their states and knows nothing of holders. `lock` is the cache's one lock: every method is
+It moves chunks through their states; holders are not its concern. `lock` is the cache's only lock: every method is
 called under it unless it says otherwise, and nothing under it waits or reads a chunk's bytes.
 """
 
@@ -33,7 +33,8 @@ TIER = "host"
 AT_ONCE: Final = 256
 """Chunks that a new quota moves or evicts before it yields the lock: well under a millisecond's work."""
 _EVICTS_FROM: Final = 8
-"""Slots of a share in which one chunk is evicted so that others can be refined. In a smaller one that is too much."""
+"""From this many slots on, a share evicts one chunk so that others can be refined. For a smaller share that is too
+much."""
 
 
 @dataclass(slots=True)
@@ -57,8 +58,7 @@ class CacheTotals:
 class Held(NamedTuple):
     """What lookups can find.
 
-    chunks: each counted once, however many groups and shards are held of it: as many as there are of the group that has
-        most.
+    chunks: each counted once, however many of its groups and shards are held: the count of the group that has most.
     payload_bytes: of all groups and shards.
     by_group: chunks of each group of layers.
     """
@@ -79,7 +79,7 @@ class Doubtful(NamedTuple):
     """Adopted chunks that are leased until they have been verified.
 
     doubts: by slot.
-    since: as of `Residency.lease_bytes`.
+    since: as returned by `Residency.lease_bytes`.
     """
 
     doubts: dict[int, _Doubt]
@@ -90,13 +90,13 @@ class Doubtful(NamedTuple):
 
 
 class SlotWatcher(Protocol):
-    """Who is told what becomes of slots. Under the lock."""
+    """Is notified of changes to slots. Called under the lock."""
 
     def left(self, slots: Collection[int]) -> None:
         """The chunks in these were evicted or forgotten."""
 
     def unleased(self, slots: Sequence[int], freed: Sequence[int]) -> None:
-        """A lease has ended on each of these; others may be left. freed: those of them that are free now."""
+        """A lease on each of these has ended; others may remain. freed: those that are free now."""
 
 
 class HostTier:
@@ -106,7 +106,7 @@ class HostTier:
         self, pool: HostPool, index: Residency, shares: Shares, totals: CacheTotals, events: Source = UNWATCHED
     ) -> None:
         """index, shares: of the pool's slots. Their other users change only leases and orders in them.
-        totals: where what happens here is counted."""
+        totals: the counters that this tier increments."""
         self.pool = pool
         self.events = events
         self.lock = threading.Lock()
@@ -116,11 +116,11 @@ class HostTier:
         of_all = shares.common.policy
         self._policy_name = policy_name(of_all.policy if isinstance(of_all, CoveragePolicy) else of_all)
         self._evicted: list[ChunkKey] = []  # not published yet
-        self._doubtful: dict[int, _Doubt] = {}  # slots adopted and not looked at yet
+        self._doubtful: dict[int, _Doubt] = {}  # adopted slots that are not verified yet
         self._closed = False
         self.watcher: SlotWatcher | None = None
         self.adopted_parts: dict[int, int] = {}
-        """By slot, of how many first parts an adopted chunk was decoded, if it is an approximation."""
+        """By slot, the number of first parts from which an adopted chunk was decoded, if it is an approximation."""
         self._adopt()
 
     def check_open(self) -> None:
@@ -158,8 +158,8 @@ class HostTier:
             raise MisuseError(f"a named pool's keys have at most {MAX_KEY_BYTES} bytes")
 
     def touch(self, chain: Sequence[ChunkKey]) -> list[int]:
-        """Tell the policy that more of this chain is being stored, and which of it is resident; returns the slots of
-        that.
+        """Inform the policy that more of this chain is being stored and which of its chunks are resident; returns their
+        slots.
         """
         slots = self._index.leading(chain)
         keys = chain
@@ -173,8 +173,8 @@ class HostTier:
         """Reserve slots for chunks whose bytes are still to come, evicting where necessary, up to the first that finds
         no room.
 
-        The room is that of its tenant's share: other tenants' chunks are not evicted, and their free slots are not
-        used.
+        Each chunk has the room of its tenant's share: other tenants' chunks are not evicted, and their free slots are
+        not used.
 
         keys: as for `Residency.reserve`.
         skipped: as for `Residency.victim`.
@@ -202,7 +202,7 @@ class HostTier:
                 self._index.has_moved(slot)
 
     def trim(self, at_most: int) -> bool:
-        """Evict what shares have beyond their size, unless it is leased, but at most the given number from each. False:
+        """Evict the unleased chunks that shares have beyond their size, at most the given number from each. False:
         there was nothing to evict.
         """
         has_evicted = False
@@ -238,7 +238,7 @@ class HostTier:
         return [key for key, slot in zip(keys, slots, strict=True) if self._index.find(key) == slot]
 
     def checksums(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[bytes]:
-        """The checksums that `commit` wants: of each chunk if the pool is named. Called without the lock, because it
+        """The checksums that `commit` requires: of each chunk if the pool is named. Called without the lock, because it
         reads all the bytes.
         """
         if self.pool.directory is None:
@@ -252,13 +252,13 @@ class HostTier:
         self._totals.chunks_aborted += len(slots)
 
     def evict(self, slot: int) -> None:
-        """Evict the chunk in an unleased slot, and keep the slot for the caller. Call `publish_evicted` after the last
-        of a call.
+        """Evict the chunk in an unleased slot, whose slot the caller then owns. After the last eviction, call
+        `publish_evicted`.
         """
         self._have_evicted({slot: self._index.empty(slot)})
 
     def publish_evicted(self, cause: events.EvictedFor, holder: Holder = "") -> None:
-        """Why room was needed, and for whom, of all that was evicted since the last call."""
+        """Publish all evictions since the last call, with why and for which holder room was needed."""
         if self._evicted:
             keys, self._evicted = self._evicted, []
             self.events.publish(events.Evicted(TIER, keys, cause, holder, self._policy_name))
@@ -270,7 +270,7 @@ class HostTier:
         return forgotten
 
     def unlease(self, slots: Sequence[int], *, of_bytes: bool = False) -> None:
-        """of_bytes: the leases were to read, and these are where their bytes are (`Residency.bytes_at`)."""
+        """of_bytes: the leases were for reading, and these slots have the bytes they read (`Residency.bytes_at`)."""
         freed = (self._index.unlease_bytes if of_bytes else self._index.unlease)(slots)
         self.free(freed)
         if self.watcher is not None:
@@ -283,8 +283,8 @@ class HostTier:
             self.pool.free(slot)
 
     def lend(self, slot: int) -> int | None:
-        """A second slot in the share of the chunk in this one, for better bytes of it. None: there is no room, or the
-        chunk is the next to leave. Call `publish_evicted` then.
+        """A second slot for better bytes of the chunk in this one, in its share. None: there is no room, or the chunk
+        is the next to be evicted. Call `publish_evicted` afterwards.
         """
         key = self._index.key_at(slot)
         assert key is not None
@@ -306,15 +306,15 @@ class HostTier:
         self.free([lent])
 
     def is_approximate(self, slot: int, parts: int) -> None:
-        """The chunk in this slot was decoded from so many first parts: also for the next process."""
+        """Record for the next process that the chunk in this slot was decoded from this many first parts."""
         if self.pool.directory is not None:
             self.pool.directory.is_approximate(self.pool.place(slot), parts)
 
     def exchange(self, slot: int, lent: int, checksum: bytes, parts: int) -> None:
-        """The chunk in this slot has the bytes of the lent one from now, which is free as soon as nobody reads the old
-        ones.
+        """From now on the chunk in this slot has the bytes of the lent one, which becomes free once no lease reads the
+        old bytes.
 
-        checksum: of these bytes. parts: as above; 0: they are exact.
+        checksum: of the new bytes. parts: as above; 0: they are exact.
         """
         if self.pool.directory is not None:
             self.pool.directory.move(self.pool.place(slot), self.pool.place(lent), checksum, parts)
@@ -331,9 +331,9 @@ class HostTier:
         return Doubtful(doubts, self._index.lease_bytes(list(doubts)))
 
     def verify(self, doubtful: Doubtful) -> None:
-        """Believe or discard each. Without the lock: it reads the bytes, and takes the lock itself.
+        """Accept or discard each. Without the lock: it reads the bytes, and takes the lock itself.
 
-        What was refined meanwhile is no longer doubtful, so it does not matter which bytes were read of it.
+        A chunk that was refined meanwhile is no longer doubtful, so it does not matter which of its bytes were read.
         """
         doubts = doubtful.doubts
         wrong = [slot for slot, doubt in doubts.items() if self._checksum(slot, doubt.nbytes) != doubt.checksum]
@@ -364,7 +364,7 @@ class HostTier:
 
     def _slots_for(self, tenant: bytes, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
         share = self._shares.of(tenant)
-        if share.slots_used > share.slots:  # a quota was lowered, and what was leased then is not any more
+        if share.slots_used > share.slots:  # a quota was lowered, and leases of that time have ended
             self.free(self._make_room(share, min(AT_ONCE, share.slots_used - share.slots), protected, skipped))
         room = max(0, share.slots - share.slots_used)
         slots = list(islice(iter(self.pool.allocate, None), min(room, wanted)))
@@ -373,7 +373,7 @@ class HostTier:
         return slots
 
     def _make_room(self, share: Share, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
-        """Empty up to this many slots of this share and keep them for the caller, who then calls `publish_evicted`."""
+        """Empty up to this many slots of this share for the caller, which then calls `publish_evicted`."""
         evicted = self._index.evict(wanted, protected, skipped, share.policy)
         self._have_evicted(evicted)
         return list(evicted)
@@ -416,14 +416,14 @@ class HostTier:
                 directory.write(self.pool.place(slot), key, parents[key], checksum)
 
     def _adopt(self) -> None:
-        """Take over what an earlier process left in a named pool."""
+        """Take over the chunks that an earlier process left in a named pool."""
         directory = self.pool.directory
         if directory is None:
             return
         adopted: dict[ChunkKey, int] = {}
         for record in least_worth_first(directory.records()):
             if record.key in adopted:
-                # No process of ours writes two. Whichever is right, the checksum would tell too late.
+                # Our processes never write two records of a key. Checksums would show too late which one is right.
                 directory.wipe(record.slot)
                 continue
             adopted[record.key] = record.slot

@@ -3,8 +3,8 @@
 Bookkeeping only: no lock, no clock and no pool. The caller holds a lock around every call, passes the time, counts the
 leases on the slots themselves, and frees the slots of leases that end.
 
-All promises and reads live equally long from when they were granted or renewed, so they expire in the order of
-granting, and checking for expired ones is free while there are none. Writes do not expire, nor do lasting reads.
+All promises and reads last equally long from when they were granted or renewed, so they expire in that order, and
+checking for expired ones is free while there are none. Writes do not expire, nor do lasting reads.
 """
 
 import math
@@ -21,14 +21,14 @@ from kv_core.service import Holder
 class Read:
     """A promise or a read lease.
 
-    number: no other lease's, read or write.
-    holder: whose it is.
-    slots: what may be read, each leased once for it.
-    kind: a promise is replaced by the holder's next; a load stands beside it.
-    began_s: since when.
+    number: unique among all leases, read or write.
+    holder: its holder.
+    slots: the slots that may be read, each leased once for it.
+    kind: a promise is replaced by the holder's next one; loads are independent of it.
+    began_s: when it began.
     deadline_s: when it expires; infinite for a lasting one.
     nbytes: of the chunks of a load.
-    since: of a load, as of `Residency.lease_bytes`.
+    since: of a load, as returned by `Residency.lease_bytes`.
     """
 
     number: int
@@ -45,13 +45,13 @@ class Read:
 class Write:
     """Slots in which chunks are being written.
 
-    number: no other lease's, read or write.
-    holder: whose it is.
+    number: unique among all leases, read or write.
+    holder: its holder.
     keys: the chunks.
     slots: where each of them goes.
-    chain: all keys of the prompt up to there, of every group that is written.
-    began_s: since when.
-    hold_s: for how long the chunks are kept for another engine (`kv_tiers.cache.holds`).
+    chain: all keys of the prompt up to these chunks, of every group that is written.
+    began_s: when it began.
+    hold_s: for how long the chunks are held for another engine (`kv_tiers.cache.holds`).
     lower: the numbers of the lower tiers that they may go to; None: all.
     """
 
@@ -67,7 +67,7 @@ class Write:
 
 @dataclass(slots=True)
 class _Holding:
-    """The numbers of all that one holder has."""
+    """The numbers of all leases of one holder."""
 
     promise: int | None = None
     reads: set[int] = field(default_factory=set)
@@ -75,7 +75,7 @@ class _Holding:
 
 
 class Leases:
-    """The books of one cache. What a method returns is struck off, and its slots are the caller's to give back."""
+    """The lease table of one cache. Leases that a method ends are removed and returned; the caller frees the slots."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -99,7 +99,7 @@ class Leases:
         return set(self._holdings)
 
     def promise(self, holder: Holder, slots: list[int], now_s: float) -> Read | None:
-        """Promise these slots instead of what was promised before, which is returned. No slots: no promise."""
+        """Replace the holder's promise with these slots; returns the previous promise. No slots: no promise."""
         holding = self._holdings.get(holder)
         before = None if holding is None or holding.promise is None else self._reads.pop(holding.promise)
         if slots:
@@ -114,7 +114,7 @@ class Leases:
         return None if holding is None or holding.promise is None else self._reads[holding.promise]
 
     def renew(self, promise: Read, now_s: float) -> None:
-        """Start its time anew."""
+        """Restart its time."""
         promise.deadline_s = now_s + self.lease_s
         self._reads.move_to_end(promise.number)
 
@@ -132,7 +132,7 @@ class Leases:
         return write
 
     def is_writing(self, write: Write) -> bool:
-        """It is open still."""
+        """It is still open."""
         return write.number in self._writes
 
     def close_read(self, number: int) -> Read | None:
@@ -156,7 +156,7 @@ class Leases:
         return write
 
     def end(self, holder: Holder) -> tuple[list[Read], list[Write]]:
-        """All that the holder has."""
+        """End and return all leases of the holder."""
         holding = self._holdings.pop(holder, None)
         if holding is None:
             return [], []
@@ -177,7 +177,7 @@ class Leases:
         return expired
 
     def clear(self) -> list[Write]:
-        """Everything ends; the writes among it."""
+        """End everything; returns the writes."""
         writes = list(self._writes.values())
         self._reads.clear()
         self._lasting.clear()

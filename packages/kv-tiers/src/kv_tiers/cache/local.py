@@ -68,14 +68,14 @@ class LocalCache:
         share_policy: Callable[[int], EvictionPolicy] | None = None,
         bounded: BoundedGroups | None = None,
     ) -> None:
-        """lanes: the tiers below the pool, hottest first, and how chunks get there. The cache closes them.
-        events: where it tells what happens; the bus stays the caller's to close.
+        """lanes: the tiers below the pool, hottest first, and when chunks are written there. The cache closes them.
+        events: where the cache publishes events; the caller closes the bus.
         quotas: bytes that tenants have for themselves, by their tag; see `Administration.set_quota`.
         share_policy: makes the policy of such a tenant's share, given its size in chunks.
-        bounded: told which groups lookups do not need whole prefixes of; the tiers below read there.
+        bounded: where lookups note the groups that do not need the whole prefix; the lower tiers read it.
 
         Raises:
-            ConfigError: the quotas are more than the pool, or leases last no time.
+            ConfigError: the quotas exceed the pool, or `lease_s` is not positive.
         """
         check_lease(lease_s)
         self.pool = pool
@@ -102,16 +102,16 @@ class LocalCache:
         self._leases = Leases(lease_s)
         self.holds = Holds(self._host, self._index, shares)
         self.handed_over = HandOverFeed(self._clock)
-        """What engines of this cache hand over, for servers of other hosts."""
+        """The chunks that engines of this cache hand over, for servers of other hosts."""
         for lane, _ in lanes:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
         self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
         self.offers = Offers(self._host, self._index, self.lower)
-        """What other hosts offer before they leave."""
+        """Takes what other hosts offer before they leave."""
         self.drain = Drain(self._host, self._index, self.lower, on_change=self._leave)
-        """For when this host is to leave."""
+        """Passes this host's chunks on before it leaves."""
         self._is_leaving = False
         self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self.lower.follow(self._bring)
@@ -149,12 +149,12 @@ class LocalCache:
             self._host.verify(doubtful)
         skipped: Skipped | None = None
         if may_wait:
-            # What is promised already stays put meanwhile, so what comes up joins it.
+            # The chunks promised so far stay leased meanwhile, so chunks that are promoted extend the hit.
             is_pending = self._promotions.is_pending(keys, shape, hit.chunks, holder, now_s, costs=costs, lower=lower)
             with self._lock:
                 skipped = self._promotions.skipped(holder)
                 if is_pending:
-                    plan = replace(plan, ended=Ended.PENDING)  # the same question comes again, and counts then
+                    plan = replace(plan, ended=Ended.PENDING)  # the lookup is repeated, and counted then
                 else:
                     self._count_lookup(requested, plan.chunks)
         if plan.choice is not None and skipped is not None:
@@ -170,13 +170,13 @@ class LocalCache:
         return tuple(self._order)
 
     def shape_of(self, space_id: bytes) -> ChunkShape | None:
-        """What a hit needs in this key space, as lookups have stated. None: there was no lookup yet, or it needs the
+        """What a hit needs in this key space, as stated by lookups. None: there was no lookup yet, or a hit needs the
         whole prefix.
         """
         return self._bounded.shape_of(space_id)
 
     def costs_of(self, space_id: bytes) -> tuple[Costs, ChunkShape] | None:
-        """The costs and shape that an engine stated last in a lookup in this key space. None: there was none."""
+        """The costs and shape of the last lookup in this key space that stated costs. None: there was none."""
         return self._costs.get(space_id)
 
     def renew(self, holder: Holder) -> bool:
@@ -242,7 +242,7 @@ class LocalCache:
     def commit(self, lease: WriteLease) -> None:
         with self._lock:
             self._host.check_open()
-            # Out of the books first: from here a release, or its holder's end, comes too late to abort it.
+            # Close the lease first: from here on, a release or the end of its holder can no longer abort it.
             write = self._leases.close_write(lease.id)
             if write is None:
                 raise MisuseError(
@@ -251,7 +251,7 @@ class LocalCache:
         checksums = self._host.checksums(write.keys, write.slots)
         with self._lock:
             found = self._host.commit(write.keys, write.slots, write.chain, checksums)
-            # The head of the chain is older than what was added just now, and must not leave before it.
+            # The head of the chain is older than the chunks just added, and must not be evicted before them.
             self._host.touch(write.chain)
             self._spills.committed(write.keys, write.slots, write.chain, lower=write.lower)
             if write.hold_s:
@@ -286,7 +286,7 @@ class LocalCache:
             self._host.check_open()
             self._host.forget(keys)
             self.admin.unpin_forgotten()
-            # Under the lock, so that a chunk committed again after this is stored below after it was discarded there.
+            # Under the lock, so that a chunk that is committed again reaches the lower tiers only after this discard.
             self.lower.discard(keys)
             if self.events.on:
                 self.events.publish(events.Forgotten(keys))
@@ -330,7 +330,7 @@ class LocalCache:
         self.lower.taken(keys)
 
     def clear(self) -> None:
-        """Forget every chunk that is held, as `forget` does. What is being written now will not be found either."""
+        """Forget every chunk that is held, as `forget` does. Chunks being written now will not be found either."""
         with self._lock:
             self._host.check_open()
             self._host.forget(self._index.forgettable())
@@ -364,9 +364,10 @@ class LocalCache:
             )
 
     def close(self) -> None:
-        """End every lease, spill what waits, and unmap the pool. Takes at most some seconds (`ColdConfig.drain_s`).
+        """End every lease, finish pending spills, and unmap the pool. Takes a few seconds at most
+        (`ColdConfig.drain_s`).
 
-        A named pool's chunks are there for the next process.
+        A named pool's chunks remain for the next process.
 
         Raises:
             BufferError: the pool's memory is still in use; the cache is closed but the pool is not: close again later.
@@ -382,7 +383,7 @@ class LocalCache:
             raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not come back from a call")
         self.pool.close()
 
-    # What follows is called under the lock, but where it says otherwise.
+    # The methods below are called under the lock unless they say otherwise.
 
     def _begin(self, now_s: float) -> None:
         self._host.check_open()
@@ -398,13 +399,13 @@ class LocalCache:
             self._totals.leases_expired += 1
 
     def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float) -> None:
-        """Keep these chunks of a chain for another engine, and tell other hosts of those that are new."""
+        """Hold these chunks of a chain for another engine, and announce the new ones to other hosts."""
         if new := set(self.holds.hold(slots, now_s + hold_s, now_s)):
             places = [at for at, key in enumerate(chain) if self._index.find(key) in new]
             self.handed_over.announce(chain[: places[-1] + 1], places[0], now_s + hold_s)
 
     def _bring(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
-        """Fetch what another host hands over, and keep it as long as it would be kept there. Takes the lock itself."""
+        """Fetch chunks that another host hands over, and hold them as long as that host does. Takes the lock itself."""
         until_s = self._clock.now_s() + hold_s
 
         def hold(slots: Sequence[int]) -> None:
@@ -432,7 +433,7 @@ class LocalCache:
                 if len(self._costs) > _MAX_KEY_SPACES:
                     del self._costs[next(iter(self._costs))]
         if slots:
-            # The new lease before the old one ends, so that what is in both is never without.
+            # The new lease begins before the old one ends, so that chunks in both are leased throughout.
             self._index.lease(slots)
             self._index.touch(hit.keys, slots)
         before = self._leases.promise(holder, slots, now_s)
@@ -474,10 +475,10 @@ class LocalCache:
             self.events.publish(events.Aborted(write.holder, write.number, write.keys))
 
     def _give_up_from(self, write: Write, first: int) -> int:
-        """Abort what a new write lease has from its chunk `first` on; how many those are. Takes the lock itself."""
+        """Abort a new write lease's chunks from `first` on; returns how many there are. Takes the lock itself."""
         with self._lock:
             keys, slots = write.keys[first:], write.slots[first:]
-            if self._leases.is_writing(write):  # else its holder has ended meanwhile, and everything is aborted already
+            if self._leases.is_writing(write):  # else its holder ended meanwhile, and everything is aborted already
                 self._host.abort(keys, slots)
                 self._totals.chunks_refused += len(slots)
             write.keys, write.slots = write.keys[:first], write.slots[:first]

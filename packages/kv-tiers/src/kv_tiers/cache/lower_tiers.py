@@ -31,15 +31,15 @@ _log = limited_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """One tier at this moment.
+    """The current state of one tier.
 
     name: as configured.
-    health: of its lane, and why.
-    usage: what the tier says of itself.
-    lane: what its lane counted.
-    spill: what was counted of the way down to it.
-    load_cost: seconds a load, and seconds a byte, as measured; None: not known yet.
-    directory: what it knows of other hosts; None: it has none.
+    health, why: of its lane.
+    usage: as reported by the tier.
+    lane: the counters of its lane.
+    spill: the counters of spilling to it.
+    load_cost: seconds per load, and seconds per byte, as measured; None: not known yet.
+    directory: the state of its directory of other hosts; None: it has none.
     refined: how often a chunk in the pool that came from it got better bytes from it.
     """
 
@@ -97,12 +97,12 @@ class LowerTiers:
         return None if names is None else frozenset(n for n, lane in enumerate(self._lanes) if lane.name in names)
 
     def measure(self) -> None:
-        """Begin the boot measurement, which ends with the lanes at the latest."""
+        """Begin the boot measurement, which ends before the lanes are closed."""
         pool = self._host.pool
         self._boot = BootMeasurement(self._lanes, pool.sizes, pool.slot_bytes, self._clock)
 
     def any_of(self, numbers: frozenset[int] | None) -> bool:
-        """Whether there is any tier, of those with these numbers (None: of all)."""
+        """Whether there is any tier among those with these numbers (None: among all)."""
         return bool(self._lanes if numbers is None else numbers)
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
@@ -134,11 +134,11 @@ class LowerTiers:
         return held
 
     def remote_tiers_skipped(self) -> list[str]:
-        """The tiers of which `holding` says nothing."""
+        """The tiers that `holding` skips."""
         return [lane.name for lane in self._lanes if not lane.holds_is_local]
 
     def worth(self, parts: Sequence[tuple[str, int, int, int]], shape: ChunkShape, have: int, costs: Costs) -> Worth:
-        """What a lookup that finds `have` chunks in the pool and these parts below would wait for now.
+        """What a lookup that finds `have` chunks in the pool and these parts in lower tiers would wait for now.
 
         parts: for each, the tier's name, the first chunk, the one after the last, and the number of bytes.
         """
@@ -149,10 +149,10 @@ class LowerTiers:
         return worth_waiting(self._lanes, known, {}, shape=shape, have=have, best=best, costs=costs, max_wait_s=wait_s)
 
     def files(self) -> dict[str, SupportsFileExtents]:
-        """The tiers that are up and let others carry bytes between their files and elsewhere, by name, hottest first.
+        """The tiers that are up and let others move bytes between their files and elsewhere, by name, hottest first.
 
-        They are called past their lanes, so from a thread that may wait. End their leases and commit their reservations
-        before the cache is closed.
+        Calls to them bypass their lanes, so make them on a thread that may block. End their leases and commit their
+        reservations before the cache is closed.
         """
         return {
             lane.name: lane.tier
@@ -161,13 +161,13 @@ class LowerTiers:
         }
 
     def follow(self, on_handed_over: Callable[[int, Sequence[ChunkKey], int, float], None]) -> None:
-        """Have tiers say what engines elsewhere hand over: the tier's number, and as of `OnHandedOver`."""
+        """Have tiers report what engines elsewhere hand over: with the tier's number, then as in `OnHandedOver`."""
         for number, lane in enumerate(self._lanes):
             if isinstance(lane.tier, HandsOver):
                 lane.tier.follow(partial(on_handed_over, number))
 
     def publish(self, track: Callable[[], Contents], address: HostPort) -> None:
-        """Have tiers tell other hosts what this server holds, if they are to. track: makes it known from then on.
+        """Have those tiers that are configured to announce what this server holds do so. track: tracks it from then on.
         address: where peers read from this server."""
         for lane in self._lanes:
             if isinstance(lane.tier, ListsHolders) and lane.tier.lists_holders:
@@ -178,11 +178,11 @@ class LowerTiers:
         return next((number for number, lane in enumerate(self._lanes) if isinstance(lane.tier, PassesOn)), None)
 
     def passes_on(self) -> list[PassesOn]:
-        """The tiers of other hosts. They are called past their lanes, so from a thread that may wait."""
+        """The tiers of other hosts. Calls to them bypass their lanes, so make them on a thread that may block."""
         return [lane.tier for lane in self._lanes if isinstance(lane.tier, PassesOn)]
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """What is kept elsewhere of these is needed no longer. Without the lock."""
+        """Other hosts need no longer hold these chunks. Without the lock."""
         for lane in self._lanes:
             if isinstance(lane.tier, HandsOver):
                 lane.tier.taken(keys)
@@ -202,7 +202,7 @@ class LowerTiers:
         return states
 
     def drain(self, timeout_s: float) -> None:
-        """Spill everything that waits, as far as the time allows."""
+        """Spill everything that is pending, as far as time allows."""
         self.spills.drain(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
@@ -217,7 +217,7 @@ class LowerTiers:
         if left:
             text = "closing: %d chunks are not stored below after %.1f s; a longer cold.drain_s has more of them stored"
             _log.warning(text, left, timeout_s)
-        closed = [lane.close(timeout_s) for lane in self._lanes]  # every one, also after one that does not
+        closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, even after one that does not close
         if self._boot is not None:
             self._boot.join()
         return all(closed)

@@ -1,8 +1,8 @@
-"""What a host that is to leave offers: its peers fetch it, as far as there is room for it.
+"""Offers from hosts that are about to leave: this host fetches the offered chunks, as far as it has room.
 
 An offer is a list of keys. This side looks for them where every lookup does, in the tier of its peers, and reads,
-verifies and commits them as every promotion. What came from offers and was not used yet is half of a share at most, so
-that a host that leaves cannot push out everything that is used here.
+verifies and commits them like every promotion. Offered chunks that were not used yet take at most half of a share, so a
+departing host cannot cause everything that is in use here to be evicted.
 """
 
 from collections import Counter, OrderedDict
@@ -18,23 +18,23 @@ from kv_tiers.index.residency import Residency
 from kv_tiers.tier import Fate, Taken
 
 _AT_ONCE: Final = 256
-"""Chunks of earlier offers that one offer looks at again."""
+"""Chunks of earlier offers that are re-examined with each offer."""
 
 
 class Offers:
-    """Of one cache. Safe to call from any thread."""
+    """The offers made to one cache. Safe to call from any thread."""
 
     def __init__(self, host: HostTier, index: Residency, lower: LowerTiers) -> None:
         self._host = host
         self._index = index
         self._lower = lower
-        self._unused: OrderedDict[ChunkKey, Share] = OrderedDict()  # coming or here, and not used since
+        self._unused: OrderedDict[ChunkKey, Share] = OrderedDict()  # arriving or here, and not used yet
         self._of: Counter[Share] = Counter()
         self.is_refused = False
-        """This host is to leave as well."""
+        """This host is about to leave as well."""
 
     def take(self, chain: Sequence[ChunkKey], first: int) -> Taken:
-        """Fetch the chunks of this chain from this place on, unless they are here. To ask again tells how far it is.
+        """Fetch the chunks of this chain from `first` on, unless they are here. Repeating the call reports progress.
 
         chain: one group's and shard's keys of a prompt, from its first chunk on.
         """
@@ -59,7 +59,7 @@ class Offers:
                 if not self._index.is_held(key):
                     self._drop(key)
             left = 0 if tier is None else max(0, share.slots // 2 - self._of[share])
-            begun = set(lacking)  # which may have come already, but not by the time of the question
+            begun = set(lacking)  # these may have arrived already, but were not here when offered
             fates = [self._fate(key, is_here, key in begun) for key, is_here in zip(wanted, here, strict=True)]
             return Taken(fates, left)
 
@@ -69,7 +69,7 @@ class Offers:
         return Fate.COMING if self._index.is_held(key) else Fate.NOT_TAKEN
 
     def _look_again(self) -> None:
-        """Forget some that have left, or were used: these are this host's own from now on."""
+        """Forget some that have left, or were used: the latter count as this host's own from now on."""
         for key in [key for key, _ in zip(self._unused, range(_AT_ONCE), strict=False)]:
             slot = self._index.find(key)
             is_used = slot is not None and self._lower.promotions.sources([slot]) == [TIER]

@@ -33,8 +33,8 @@ _STAGED: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk's payload, in the pool the chunk's bytes, below as they are stored; and its header, given the payload's
-    checksum (`kv_core.checksum`), which need not be known before."""
+    """A chunk's payload (from the pool the chunk's bytes, from a lower tier as stored there), and its header, given the
+    payload's checksum (`kv_core.checksum`), which need not be known earlier."""
 
     payload: memoryview
     header: Callable[[bytes], bytes | bytearray]
@@ -51,10 +51,10 @@ class PeerReads:
         self._lanes = lanes
         self._format_id = format_id
         self.contents: Contents | None = None
-        """What is here, as the directory knows it; None: it is in none."""
+        """What the directory lists for this cache; None: it is in no directory."""
         self._staging: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         for _ in range(_STAGED):
-            self._staging.put(None)  # memory is taken when it is needed
+            self._staging.put(None)  # memory is allocated when it is needed
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these `read` would find."""
@@ -70,7 +70,7 @@ class PeerReads:
         return held
 
     def track(self) -> Contents:
-        """Keep `contents` from now on."""
+        """Maintain `contents` from now on."""
         if self.contents is None:
             sources = [Source(journal := Journal(), self._all_keys)]
             with self._host.lock:
@@ -94,9 +94,10 @@ class PeerReads:
 
     @contextmanager
     def read(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:
-        """The chunk, for as long as the context lasts. None: it is not here, or a lower tier did not bring it in time.
+        """The chunk, for as long as the context lasts. None: it is not here, or a lower tier did not deliver it in
+        time.
 
-        The header names no parent: who asks for chunks knows their order.
+        The header names no parent: the peer that requests chunks knows their order.
         """
         with self._host.lock:
             self._host.check_open()
@@ -147,5 +148,5 @@ class PeerReads:
             header = read.header
             yield StoredChunk(pages[: outcome.nbytes], lambda _: header) if isinstance(outcome, Loaded) else None
         finally:
-            # What a tier has not given back may be written at any time: others get other memory.
+            # Memory that a tier has not returned may be written at any time, so others get new memory.
             self._staging.put(None if is_lent else pages)

@@ -1,12 +1,12 @@
-"""What the tiers below the pool hold of the keys that a lookup waits for, and how long each tier is waited for.
+"""Which of the keys that a lookup waits for the lower tiers hold, and how long each tier is waited for.
 
 Tiers are queried hottest first, each for the keys that the tiers above it lack. A tier that answers from memory is
 queried in place, a remote one on another thread: until it answers, its keys count as absent.
 
 Each tier has a time limit of its own. A wait that ends before everything has arrived halves it, and an arrival in time
-doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing, and what it brings late
-still serves later requests. A remote tier that answers slowly and hardly ever has anything is still queried, but its
-answer is not waited for until it has had something again.
+doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing, and what it delivers late
+still serves later requests. A remote tier that answers slowly and hardly ever has a key is still queried, but its
+answer is not waited for until it has had one again.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class _RecentAnswers:
     """Moving averages over a remote tier's last answers.
 
     hit_rate: the share of answers that found any key, from 0 to 1.
-    seconds: from question to answer.
+    seconds: from query to answer.
     """
 
     hit_rate: float = 1.0

@@ -1,4 +1,4 @@
-"""When to probe a tier that nobody waits for: soon at first, then ever less often while it stays slow."""
+"""When to probe a tier that no request waits for: soon at first, then ever less often while it stays slow."""
 
 from typing import Final
 
@@ -15,14 +15,14 @@ class Probes:
         self._due_s = 0.0
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to try it now. If so, the next time is not before this one has ended."""
+        """Whether to probe it now. If so, the next probe is not due before this one has ended."""
         if now_s < self._due_s:
             return False
         self._due_s = now_s + _MAX_S
         return True
 
     def ended(self, now_s: float, *, was_right: bool) -> None:
-        """was_right: it was about as slow as it was taken to be; else it is worth another look at once."""
+        """was_right: the tier was about as slow as estimated; else it is worth another probe at once."""
         if was_right:
             self._due_s = now_s + self._after_s
             self._after_s = min(2 * self._after_s, _MAX_S)

@@ -7,14 +7,14 @@ there is room for, so two promotions never wait for each other. The lookup answe
 the engine gets what has arrived. What arrives later is there for the next request.
 
 Waiting has to pay. With an engine's costs (`kv_core.cost`), a lookup waits only for a boundary that arrives sooner than
-it is computed, as far as the tier's lane has measured, and gives up when that is late. What does not pay is not loaded
-at all, because the engine stores what it computes. Two exceptions: a few chunks are loaded now and then to measure
-whether the tier is still as slow, and for an engine that stores nothing the chunks are loaded for the next request if
-the tier is idle.
+it is computed, as far as the tier's lane has measured, and gives up when that is late. Chunks whose load does not pay
+are not loaded at all, because the engine stores what it computes. Two exceptions: a few chunks are loaded now and then
+to measure whether the tier is still as slow, and for an engine that stores nothing the chunks are loaded for the next
+request if the tier is idle.
 
-A chunk that a tier fails to deliver is requested from the tiers below it. Where none has it, the boundaries that need
-it are out of reach, and the wait goes on for the next shorter one while there is time. Chunks of the whole prefix
-behind a missing one are worthless and are given up.
+A chunk that a tier fails to deliver is requested from the tiers below it. If none has it, the boundaries that need it
+are out of reach, and the wait continues for the next shorter one while there is time. Chunks of the whole prefix behind
+a missing one are worthless and are given up.
 """
 
 from collections import OrderedDict
@@ -115,10 +115,10 @@ class Promotions:
         costs: Costs | None = None,
         lower: frozenset[int] | None = None,
     ) -> bool:
-        """Whether waiting will make the hit longer than `have` chunks, and pays. Starts the loads that it takes.
+        """Whether waiting will make the hit longer than `have` chunks, and pays. Starts the loads that this needs.
 
         lower: the numbers of the tiers that may be read; None: all.
-        keys: whole chunks, chunk-major. Called without the lock, again and again while the answer is True.
+        keys: whole chunks, chunk-major. Called without the lock, repeatedly while the answer is True.
         """
         with self._host.lock:
             wait = self._wait_of(holder, now_s)
@@ -146,7 +146,7 @@ class Promotions:
             return not view.all_answered
         jobs = self._jobs(view, shape, best)
         if not view.all_answered:
-            # Chunks of the whole prefix are needed whatever else is said; of windows and states only the last.
+            # Chunks of the whole prefix are needed whatever the others answer; of windows and states only the last.
             jobs = [job for job in jobs if job.is_whole]
         limit_s, share = self._wait_s, None
         if costs is not None and costs.compute is not None:
@@ -179,10 +179,10 @@ class Promotions:
         *,
         only: Container[ChunkKey] | None = None,
     ) -> None:
-        """Load what the pool lacks of a chain from this place on, before a lookup asks for it.
+        """Load those chunks of a chain from index `first` on that the pool lacks, before a lookup needs them.
 
-        on_arrived: as of `Promotion`.
-        only: of these keys; None: all.
+        on_arrived: as in `Promotion`.
+        only: load only these keys; None: all.
         """
         began_s, batch, chain = self._clock.now_s(), self._batch_chunks(self._lanes[tier]), list(chain)
         jobs: list[Job] = []
@@ -204,9 +204,9 @@ class Promotions:
         return None if wait is None else wait.skipped
 
     def promised(self, holder: Holder, slots: Sequence[int], *, may_wait: bool) -> None:
-        """The holder has a lease on these now. Under the lock.
+        """The holder now has a lease on these slots. Under the lock.
 
-        may_wait: the holder goes on waiting, so what else arrived for it stays leased.
+        may_wait: the holder continues to wait, so other chunks that arrived for it stay leased.
         """
         if (wait := self._waits.get(holder)) is not None and wait.slots:
             has = set(slots) if may_wait else set(wait.slots)
@@ -215,7 +215,7 @@ class Promotions:
             self._host.unlease(given)
 
     def end(self, holder: Holder) -> None:
-        """End the holder's wait. Loads that are under way finish all the same. Under the lock."""
+        """End the holder's wait. Loads in flight finish regardless. Under the lock."""
         if (wait := self._waits.pop(holder, None)) is not None:
             self._end_wait(wait)
 
@@ -242,7 +242,7 @@ class Promotions:
         return [name if key == key_at(slot) else TIER for slot, (key, name) in zip(slots, known, strict=True)]
 
     def used(self, slots: Sequence[int]) -> None:
-        """The first use of these: from now on their source is the host tier. Under the lock."""
+        """Note the first use of these slots: from now on their source is the host tier. Under the lock."""
         if self._source:
             for slot in slots:
                 self._source.pop(slot, None)
@@ -269,8 +269,8 @@ class Promotions:
         return View(keys, in_pool, writing)
 
     def _best_boundary(self, view: View, shape: ChunkShape, wait: Wait, now_s: float) -> int:
-        """The longest that the pool and the tiers can serve, as far as these have answered. Groups that need the whole
-        prefix are queried first: what they have bounds what is worth querying of the others."""
+        """The longest boundary that the pool and the tiers can serve, as far as these have answered. Groups that need
+        the whole prefix are queried first: their chunks limit what is worth querying for the others."""
         stride = shape.keys_per_chunk
         requested = len(view.keys) // stride
         if columns := [column for group in shape.whole_groups for column in columns_of(group, shape)]:
@@ -283,7 +283,7 @@ class Promotions:
             prefix -= 1
         others = shape.other_groups
         best = prefix
-        for is_all in (False, True):  # what the longest boundary needs, and only then what shorter ones do
+        for is_all in (False, True):  # first what the longest boundary needs, then what shorter ones need
             if best == prefix and is_all:
                 break
             places = [
@@ -352,7 +352,7 @@ class Promotions:
         )
 
     def _load_unawaited(self, promotion: Promotion, jobs: Sequence[Job], costs: Costs, now_s: float) -> None:
-        """Load what is worth loading of a boundary that no request waits for: the two exceptions in the module's
+        """Load what is worth loading for a boundary that no request waits for: the two exceptions in the module's
         docstring.
         """
         wanted = []
@@ -369,14 +369,14 @@ class Promotions:
             self._start(promotion, wanted)
 
     def _arriving_of(self, view: View, shape: ChunkShape, chunks: int) -> list[ChunkKey]:
-        """What a boundary needs that is already being loaded."""
+        """The keys that a boundary needs and that are already being loaded."""
         if not self._arriving:
             return []
         keys = (view.keys[place] for place in shape.needed_places(chunks))
         return [key for key in keys if key in self._arriving]
 
     def _start(self, promotion: Promotion, wanted: Sequence[Job]) -> bool:
-        """Reserve slots and submit the loads. False: nothing is under way, so there is nothing to wait for."""
+        """Reserve slots and submit the loads. False: nothing is in flight, so there is nothing to wait for."""
         jobs: list[Job] = []
         with self._host.lock:
             skipped: set[int] = set()
@@ -400,7 +400,7 @@ class Promotions:
             self.counts.requested += sum(len(job.keys) for job in jobs)
             self._host.publish_evicted("promotion", promotion.holder)
             if not jobs:
-                return bool(self._arriving)  # loads for others are under way; when they end there will be room
+                return bool(self._arriving)  # loads for others are in flight; when they end there will be room
         short = self._host.pool.back([slot for job in jobs for slot in job.slots])
         submitted = False
         for job in jobs:
@@ -453,7 +453,7 @@ class Promotions:
         came: Sequence[bool],
         wait: Wait | None,
     ) -> None:
-        """Under the lock. came: which of the job's chunks are of use."""
+        """Under the lock. came: for each of the job's chunks, whether it can be used."""
         pairs = list(zip(job.keys, job.slots, strict=True))
         given_up = [pair for pair, is_here in zip(pairs, came, strict=True) if not is_here]
         pairs = [pair for pair, is_here in zip(pairs, came, strict=True) if is_here]

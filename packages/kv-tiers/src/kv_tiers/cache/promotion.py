@@ -1,4 +1,4 @@
-"""Records of promotions: where a prompt's chunks are, what is being loaded into the pool, and who waits for it."""
+"""Records of promotions: where a prompt's chunks are, which are being loaded, and which holders wait for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ class Promotion:
 
     holder: whose lookup started them.
     broken_at: the first chunk that a group of the whole prefix did not get: everything from there on is worthless.
-    share: how much of each chunk is read (`Lane.shares`); None: as little as may be.
-    on_arrived: called under the lock with the slots of what has come.
-    lower: the numbers of the tiers that it may be written to; None: all.
+    share: how much of each chunk is read (`Lane.shares`); None: as little as allowed.
+    on_arrived: called under the lock with the slots of chunks that have arrived.
+    lower: the numbers of the tiers that the chunks may be written to; None: all.
     """
 
     holder: Holder
@@ -64,10 +64,10 @@ class Job:
 class View:
     """Where the chunks of a prompt are.
 
-    keys: the prompt's, chunk-major.
+    keys: the prompt's keys, chunk-major.
     in_pool: for each key, whether the pool has it or is loading it.
     writing: keys that engines are storing now, or that come from a tier that may not be read for this request. They
-        count as absent: they are there for the next request.
+        count as absent: they are for the next request.
     in_tiers: for the remaining keys, the index of the tier that has it.
     all_answered: every tier that was queried has answered.
     """
@@ -90,7 +90,7 @@ class Wait:
     until_s: when the wait times out.
     over: the wait has ended.
     slots: of chunks that arrived for this holder, leased until they are promised to it or the wait ends.
-    needed: the keys that the present target boundary needs from the tiers.
+    needed: the keys that the current target boundary needs from the tiers.
     tiers: the indices of the tiers that load something for this holder.
     skipped: what it does not wait for.
     awaited: what it waits for; becomes `skipped` when the wait times out.

@@ -3,16 +3,16 @@
 A tier with `approximate: true` brings first parts of chunks, as many as a request should wait for. What is missing is
 read later, on a thread of the lane that has nothing else to do (`Lane.when_idle`), into a second slot. When the bytes
 there are whole and verified, the two slots change places: later loads read the exact bytes. All else that is known of
-the chunk (its order, its tenant, who holds, pins or was promised it) stays with its slot. A reader of the chunk at
-that moment goes on reading the old bytes, which keep the second slot until the last of these has ended.
+the chunk (its order, its tenant, its holds, pins and promises) stays with its slot. A reader of the chunk at that
+moment continues with the old bytes, which keep the second slot until the last such read has ended.
 
-Only what a tier brought is refined. What an engine computed behind an approximation stays what it is, so the cache
-keeps to itself as before (docs/adr/0023).
+Only chunks from a tier are refined. What an engine computed behind an approximation stays as it is, so the cache
+remains separate (docs/adr/0023).
 
 Nothing waits for a refinement, and nothing is queued for one: the pool's own approximations are the list of what may be
-refined, and the lane takes the next when it is free. A chunk is tried once. If it cannot be had (the tier fails, has it
-no more, or has it damaged), it stays an approximation until it leaves the pool. First parts that were read are cached,
-as far as there is room, so that a tier that reads on from somewhere (`ReadsRests`) reads only the others.
+refined, and the lane takes the next when it is free. A chunk is tried once. If its rest cannot be read (the tier fails,
+no longer has it, or has it damaged), it stays an approximation until it leaves the pool. First parts that were read are
+cached, as far as there is room, so that a tier that can resume a read (`ReadsRests`) reads only the others.
 """
 
 from collections import OrderedDict
@@ -35,17 +35,17 @@ from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read, ReadsRests
 
 KEPT_BYTES: Final = 64 << 20
-"""First parts of chunks that are cached in memory besides the pool, so that they need not be read again."""
+"""Limit of first parts of chunks that are cached in memory outside the pool, so that they need not be read again."""
 _LOOKED_AT: Final = 256
-"""Chunks that are passed over in the search for one to refine, which is done under the lock."""
+"""Chunks examined at most in the search for one to refine, which is done under the lock."""
 _STILL_READ: Final = 2
-"""Old bytes that readers keep in second slots. While there are so many, no other chunk that is being read is refined;
-and none at all while there are more, as when a reader came during the last refinement."""
+"""Second slots with old bytes that are still being read. While there are this many, no chunk that is being read is
+refined; while there are more, because a reader came during the last refinement, none is."""
 
 
 @dataclass(eq=False, slots=True)
 class Approximation:
-    """A chunk in the pool that is not exact. The object stands for this stay of the chunk in the pool, and no other.
+    """A chunk in the pool that is not exact. The object stands for this residence of the chunk in the pool only.
 
     tier: the number of the tier that brought it.
     parts: how many first parts it was decoded from.
@@ -64,8 +64,8 @@ class _UnderWay:
 
     slot: of the chunk.
     lent: the second slot.
-    began_s: since when, with all interruptions.
-    is_paused: it was interrupted, and goes on at the lane's next idle turn.
+    began_s: when it began, before any interruptions.
+    is_paused: it was interrupted, and resumes at the lane's next idle turn.
     """
 
     of: Approximation
@@ -77,8 +77,8 @@ class _UnderWay:
 
 
 class Refinements:
-    """Of one cache, whose host tier notifies it of changes of slots. Methods are called under the host's lock, unless
-    they say otherwise."""
+    """The refinements of one cache, whose host tier reports changes of slots. Methods are called under the host's lock
+    unless they say otherwise."""
 
     def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], *, clock: Clock) -> None:
         self._host = host
@@ -106,11 +106,11 @@ class Refinements:
 
     @property
     def is_at_rest(self) -> bool:
-        """Nothing is being refined, and nothing waits for it."""
+        """Nothing is being refined or waiting to be."""
         return not any(self._under_way) and not any(self._wanted)
 
     def keeps(self, tier: int, nbytes: int) -> bool:
-        """Whether first parts of chunks of this size are worth keeping, and there is room for them."""
+        """Whether first parts of so many bytes of chunks are worth caching, and there is room for them."""
         lane = self._lanes[tier]
         is_of_use = len(lane.shares) > 1 and isinstance(lane.tier, ReadsRests)
         return is_of_use and self._kept_bytes + nbytes // lane.shares[-1] <= KEPT_BYTES
@@ -118,7 +118,7 @@ class Refinements:
     def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], share: int | None) -> None:
         """These have become resident.
 
-        share: how much of each was requested. If all of it was, there is no more to be had.
+        share: how much of each was requested. If all of it was, there is no more to read.
         """
         for slot, arrival in zip(slots, arrivals, strict=True):
             if arrival.parts and self._index.key_at(slot) == arrival.key:
@@ -130,7 +130,7 @@ class Refinements:
         self._tell([tier])
 
     def left(self, slots: Collection[int]) -> None:
-        """As of `SlotWatcher`."""
+        """See `SlotWatcher`."""
         if not self._at:
             return
         for slot in slots:
@@ -143,13 +143,13 @@ class Refinements:
                     self._drop(one.tier, under_way)
 
     def unleased(self, slots: Sequence[int], freed: Sequence[int]) -> None:
-        """As of `SlotWatcher`."""
+        """See `SlotWatcher`."""
         if self._passed_over and (freed or not self._passed_over.isdisjoint(slots)):
             self._passed_over.clear()
             self._tell(range(len(self._lanes)))
 
     def stop(self) -> None:
-        """Refine nothing more. What is being read is given up when its lane looks next."""
+        """Stop refining. A read in progress is given up at its lane's next check."""
         self._stopped = True
         for tier, under_way in enumerate(self._under_way):
             if under_way is not None and under_way.is_paused:
@@ -158,8 +158,8 @@ class Refinements:
             wanted.clear()
 
     def _adopt(self) -> None:
-        """What an earlier process left is requested from the first tier that has parts: which one had it is not known.
-        Without the lock, before others know the cache.
+        """Request the rest of adopted approximations from the first tier that has parts, as their own tier is not
+        known. Without the lock, before the cache is in use.
         """
         tier = next((number for number, lane in enumerate(self._lanes) if len(lane.shares) > 1), None)
         for slot, parts in self._host.adopted_parts.items():
@@ -193,8 +193,8 @@ class Refinements:
         return begun.rest
 
     def _begin(self, tier: int) -> _UnderWay | None:
-        """Begin with the first chunk that waits, that nobody reads (of the others only few at a time, as each may keep
-        its second slot for long), and for which there is a second slot.
+        """Begin with the first waiting chunk that is not being read and for which there is a second slot. Of chunks
+        being read only a few are taken at a time, because each may keep its second slot for long.
         """
         wanted = self._wanted[tier]
         for slot, one in list(islice(wanted.items(), _LOOKED_AT)):
@@ -236,7 +236,7 @@ class Refinements:
                 self._exchange(under_way, arrival)
 
     def _exchange(self, read: _UnderWay, arrival: Arrival) -> None:
-        """Have the chunk be what has been read into the lent slot."""
+        """Replace the chunk's bytes with those read into the lent slot."""
         one = read.of
         self._host.exchange(read.slot, read.lent, arrival.checksum, arrival.parts)
         one.parts = arrival.parts
@@ -252,7 +252,7 @@ class Refinements:
         self._host.give_back(under_way.lent)
 
     def _keep(self, one: Approximation, first_bytes: FirstBytes | None) -> None:
-        """From now on these are cached of it, and nothing else."""
+        """Cache these for the chunk, in place of any others."""
         for kept, sign in ((one.first_bytes, -1), (first_bytes, 1)):
             if kept is not None:
                 self._kept_bytes += sign * len(kept.payload)

@@ -2,11 +2,11 @@
 
 `through`: as soon as the tier's lane has room, oldest first. `back`: when the chunk is among the coldest and few slots
 are free (and at shutdown); it is evicted once it is stored. When stores arrive faster than this, chunks are evicted at
-once without waiting. A chunk is not leased until it is handed to a lane, so a backlog blocks nobody: chunks that are
-evicted from the backlog are lost to the lower tier, and counted. While being stored a chunk is leased, so that it is
-found in the host tier until it can be found below. At most a part of each tenant's share is leased in this way, so the
-engine's own stores always find room. Shares take turns, so that one that has used up its part, or stores much, does not
-block the others.
+once without waiting. A chunk is not leased until it is submitted to a lane, so a backlog blocks nothing: chunks that
+are evicted from the backlog are lost to the lower tier, and counted. While being stored a chunk is leased, so that it
+is found in the host tier until it can be found in the lower one. At most a part of each tenant's share is leased in
+this way, so the engine's own stores always find room. Shares take turns, so that one that has used up its part, or
+stores much, does not block the others.
 """
 
 import time
@@ -32,7 +32,7 @@ WriteMode = Literal["through", "back", "never"]
 class SpillCounts:
     """Counts of spilling to one tier, in chunks. The last three only grow.
 
-    waiting: not handed to the lane yet, at the time of the snapshot.
+    waiting: not submitted to the lane yet, at the time of the snapshot.
     under_way: being stored now.
     stored: stored by the tier.
     refused: refused by the tier.
@@ -58,9 +58,9 @@ class _LowerTier:
 
     lane: of the tier.
     mode: when chunks go there.
-    queues: what waits, of each share by slot, oldest first.
+    queues: the waiting chunks, for each share by slot, oldest first.
     share_of: the share of each slot in `queues`.
-    turns: the shares that have something waiting and may have more leased; the first is next.
+    turns: the shares that have waiting chunks and may lease more; the first is next.
     counts: of this tier.
     """
 
@@ -81,7 +81,7 @@ class _LowerTier:
         self.turns[share] = None
 
     def remove(self, slot: int) -> bool:
-        """False: nothing waits there."""
+        """False: no chunk waits there."""
         share = self.share_of.pop(slot, None)
         if share is None:
             return False
@@ -101,7 +101,7 @@ class _Batch:
     chunks: list[_Waiting]
     then_evict: bool
     began_s: float = field(default_factory=time.monotonic)
-    since: int = 0  # as of `Residency.lease_bytes`
+    since: int = 0  # as returned by `Residency.lease_bytes`
 
 
 class Spills:
@@ -116,8 +116,8 @@ class Spills:
         part: float,
         batch_chunks: int,
     ) -> None:
-        """part: of each share, how much may be leased for spilling at a time; where chunks are written back, also how
-        much is kept free for what comes next."""
+        """part: the fraction of each share that may be leased for spilling at a time; where chunks are written back,
+        also the fraction that is kept free for new chunks."""
         self._host = host
         self._index = index
         self._tiers = [_LowerTier(lane, mode) for lane, mode in lanes]
@@ -127,7 +127,7 @@ class Spills:
         self._stopped = False
         self._emptying: Counter[Share] = Counter()
         self._writes_back = any(mode == "back" for _, mode in lanes)
-        # By slot, the chunk that is there and the tiers that its requests have kept it from.
+        # By slot, the chunk that is there and the tiers that its requests exclude.
         self._withheld: dict[int, tuple[ChunkKey, frozenset[int]]] = {}
 
     def committed(
@@ -150,8 +150,8 @@ class Spills:
         here = [(key, slot) for key, slot in zip(keys, slots, strict=True) if self._index.key_at(slot) == key]
         for key, slot in here:  # the others were forgotten while they were written
             for tier in self._tiers:
-                # Of a chunk that has left the slot since; it may be the same one, forgotten and stored again by a
-                # request with other tiers.
+                # The entry is of a chunk that has left the slot since; it may be the same chunk, forgotten and stored
+                # again by a request with other tiers.
                 tier.counts.lost += tier.remove(slot)
             self._withheld.pop(slot, None)
             if lower is not None and not lacking <= lower:
@@ -165,7 +165,7 @@ class Spills:
         self._pump(share)
 
     def allow(self, slots: Sequence[int], chain: Sequence[ChunkKey], lower: frozenset[int] | None) -> None:
-        """These resident chunks are also another request's, which may write them to these tiers (None: to all)."""
+        """These resident chunks also belong to another request, which may write them to these tiers (None: to all)."""
         if not self._withheld:
             return
         parents = _parents(chain)
@@ -184,7 +184,7 @@ class Spills:
             self._pump(self._host.share_of(chain[0].tenant))
 
     def _pump(self, share: Share) -> None:
-        """Hand over what the lanes have room for, now that there is something new of this share."""
+        """Submit as many chunks as the lanes have room for, now that this share has new ones."""
         for tier in self._tiers:
             if tier.mode == "through":
                 while self._hand_over(tier):
@@ -194,7 +194,7 @@ class Spills:
             self._host.publish_evicted("watermark")
 
     def _make_room(self, share: Share) -> None:
-        """Keep slots free for what comes next: of the coldest chunks store those that must be, and evict them then."""
+        """Keep slots free for new chunks: evict the coldest ones, after storing those that a lower tier lacks."""
         while share.slots - share.slots_used + self._emptying[share] < self._part_of(share):
             slot = self._index.victim((), set(), share.policy)
             if slot is None:
@@ -215,7 +215,7 @@ class Spills:
                 tier.remove(slot)
 
     def drain(self, timeout_s: float) -> None:
-        """Store everything that waits, those that are written back too, as far as time allows. Without the lock."""
+        """Store all waiting chunks, also those to be written back, as far as time allows. Without the lock."""
         until = time.monotonic() + timeout_s
         for tier in self._tiers:
             while tier.lane.health()[0].serves:
@@ -228,10 +228,10 @@ class Spills:
                     break
                 if tier.lane.drain(left) and done:
                     break
-                time.sleep(min(left, 0.002))  # what waits has no room, for another tier's sake
+                time.sleep(min(left, 0.002))  # the share's part is leased for stores to another tier
 
     def stop(self) -> int:
-        """Hand nothing over any more. How many chunks the tiers did not have by then, taken together."""
+        """Submit nothing more. Returns how many chunks were not stored by then, summed over the tiers."""
         self._stopped = True
         key_at = self._index.key_at
         left = 0
@@ -249,13 +249,13 @@ class Spills:
         return [replace(tier.counts, waiting=len(tier.share_of)) for tier in self._tiers]
 
     def _hand_over(self, tier: _LowerTier) -> bool:
-        """The next few of one prompt. False: there is no room, or nothing to hand over."""
+        """Submit the next few chunks of one prompt. False: there is no room, or nothing to submit."""
         room = min(self._batch_chunks, tier.lane.room_for_stores()) if tier.turns else 0
         while room > 0 and tier.turns:
             share = next(iter(tier.turns))
             its_room = min(room, self._part_of(share) - self._leased[share])
             if its_room <= 0:
-                del tier.turns[share]  # until some of what is leased has been stored
+                del tier.turns[share]  # until some of its leased chunks have been stored
                 continue
             batch = self._next_of(tier, share, its_room)
             if share in tier.turns:
@@ -343,7 +343,7 @@ class Spills:
                 tier.turns[batch.share] = None
 
     def _requeue(self, batch: _Batch) -> None:
-        """It waits again, where it was."""
+        """Put the chunks back at the head of the queue."""
         for slot, chunk in zip(reversed(batch.slots), reversed(batch.chunks), strict=True):
             if self._index.key_at(slot) == chunk.key and not self._stopped:
                 batch.tier.add(slot, chunk, batch.share)

@@ -10,13 +10,13 @@ from kv_core.coverage import ChunkShape
 from kv_tiers.lanes.lane import Lane
 
 _EXACTNESS_WORTH = 0.02
-"""Of what computing takes: how much later the first token may come for more of each chunk to be read, where
-approximations may be. Less than that is a tie, which goes to the more exact one."""
+"""A fraction of the time to compute: how much later the first token may come so that more of each chunk is read, where
+approximations are allowed. A smaller difference is a tie, which goes to the more exact plan."""
 _LATE = 1.5
 _GRACE_S = 0.01
 _PATIENCE = 0.25
-"""Of what computing takes: how much longer than expected to wait in any case. A load that is a little late still comes
-far sooner than computing, where that takes many times as long."""
+"""A fraction of the time to compute: how much longer than expected to wait in any case. Where computing takes many
+times as long as the load, a load that is a little late still arrives far sooner."""
 _PROBE_S = 0.25
 
 
@@ -55,12 +55,12 @@ class Worth:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What can be done if a given share of each chunk is read.
+    """The best choice if a given share of each chunk is read.
 
     chosen: what is worth waiting for; None: nothing.
     won_s: seconds saved until the first token, compared with computing.
     waiting: seconds by tier for all that `best` needs.
-    all_s: of the slowest of them.
+    all_s: the seconds of the slowest of them.
     is_known: all of these tiers have been measured.
     """
 
@@ -83,13 +83,13 @@ def worth_waiting(
     costs: Costs,
     max_wait_s: float,
 ) -> Worth:
-    """Which boundary up to `best` pays, where `have` chunks are there already, and how much of each chunk to read for
-    it: what brings the first token soonest. `costs.compute` is known.
+    """Which boundary up to `best` pays, given that `have` chunks are there already, and how much of each chunk to read
+    for it: the combination that brings the first token soonest. `costs.compute` is known.
 
-    parts: the loads that `best` needs. arriving: by tier, how long those loads take that are under way already.
+    parts: the loads that `best` needs. arriving: by tier, how long the loads take that are already in flight.
 
     If all groups need the whole prefix, a shorter boundary may do: any at which a part ends. Else it is all or nothing.
-    An unmeasured tier is assumed to be quick: that is how it is first measured, by as little as may be read.
+    An unmeasured tier is assumed to be quick, so that it is measured, by reading as little as allowed.
     """
     ordered = sorted(parts, key=lambda part: part.end)
     later_starts = [*accumulate((part.start for part in reversed(ordered)), min, initial=best)][-2::-1]
@@ -133,9 +133,9 @@ def worth_waiting(
         return Worth(have, 0.0, skipped(have, best, least.all_s), None)
     limit_s = costs.compute_s(have * shape.chunk_tokens, chosen.chunks * shape.chunk_tokens) or 0.0
     if chosen.seconds:
-        # Late by half means that the tier has become slower than measured: stop waiting and compute. Not sooner, though
-        # computing would be done by now: most loads that are a little late arrive in the next moment, and giving up
-        # costs the whole computation besides.
+        # Late by half means that the tier has become slower than measured: stop waiting and compute. Not sooner, even
+        # if computing would be done by now: most loads that are a little late arrive a moment later, and giving up
+        # costs the whole computation on top.
         late_s = max(_LATE * chosen.seconds + _GRACE_S, chosen.seconds + _PATIENCE * limit_s)
         limit_s = min(_LATE * limit_s, late_s)
     return Worth(
