@@ -3,7 +3,7 @@
 Chunks requested once and chunks requested repeatedly are in two lists, and the keys of recently evicted chunks tell
 which list was too short. There are two differences from the paper: a victim is chosen before it is known which chunk
 replaces it, so the paper's exception for a key in the second ghost list does not apply; and a chunk that others follow
-waits for them to leave.
+is not evicted before them.
 """
 
 from collections import OrderedDict
@@ -101,7 +101,7 @@ class ArcPolicy:
             self._oldest_first[self._list_of[slot]][slot] = None
 
     def _list_for(self, key: ChunkKey) -> int:
-        """The list for an arrival; adapts the lengths of the lists if it has been here before."""
+        """The list for an arrival; adapts the lengths of the lists if the chunk has been here before."""
         once, again = self._ghosts
         if key in once:
             self._once_target = min(self._capacity, self._once_target + max(1.0, len(again) / len(once)))

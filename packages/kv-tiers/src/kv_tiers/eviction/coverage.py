@@ -1,10 +1,10 @@
 """Eviction of groups that do not need the whole prefix: windows and states, next to any policy.
 
-A hit uses the last chunks of a window and one state, not the ones that it has passed, so the order of last use ranks
-them: what is far behind every requested boundary ages and leaves. A policy that learns from returning prompts would be
-misled by them, because most of a window does not return with its prompt. They are therefore kept out of the policy, in
-an order of their own. The oldest of that order is compared with the policy's victim, and the one that was used longer
-ago leaves.
+A hit uses the last chunks of a window and one state, not earlier ones, so the order of last use ranks them: chunks far
+behind every requested boundary age and are evicted. A policy that learns from returning prompts would be misled by
+them, because most of a window does not return with its prompt. They are therefore kept out of the policy, in an order
+of their own. The oldest of that order is compared with the policy's victim, and the one that was used longer ago is
+evicted.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ _MOST_GROUPS = 1 << 12
 
 
 class BoundedGroups:
-    """The groups, of all key spaces, that lookups have said do not need the whole prefix. `note` them under a lock."""
+    """The groups, of all key spaces, that do not need the whole prefix, as reported by lookups. Call `note` under a
+    lock."""
 
     def __init__(self) -> None:
         self._known: set[bytes] = set()
@@ -48,7 +49,7 @@ class BoundedGroups:
         return _group_of(key) in self._known
 
     def beside(self, key: ChunkKey) -> list[ChunkKey]:
-        """What bounded groups may have of the same chunk, which no hit can use without the chunk that `key` names."""
+        """The keys of the same chunk in bounded groups, which no hit can use without the chunk that `key` names."""
         shape = self._shapes.get(key.space_id)
         if shape is None or self.has(key):
             return []
@@ -78,7 +79,7 @@ class CoveragePolicy:
         recent, keys, slots = self._parted(keys, slots)
         if slots:
             self.policy.added(keys, slots)
-        # The other way round than a prefix: of a window the last chunks are worth most.
+        # In the reverse order of a prefix: of a window the last chunks are worth most.
         self._recent.added((), recent[::-1])
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -115,9 +116,7 @@ class CoveragePolicy:
         return oldest if self._used_at(oldest) <= self._used_at(chosen) else chosen
 
     def demote(self, slots: Sequence[int]) -> None:
-        """Make these chunks of bounded groups the next to leave, because the chunk of the prefix that they need is
-        gone.
-        """
+        """Make these chunks of bounded groups the next victims, because the chunk that they need is gone."""
         for slot in slots:
             if slot in self._is_recent:
                 self._recent.demote(slot)
@@ -147,7 +146,7 @@ class CoveragePolicy:
             last_use += [0] * (more + len(last_use) // 8)
         for slot in slots:
             last_use[slot] = now
-        # Of a lookup the bounded groups come last.
+        # In a lookup, bounded groups come last.
         first = len(slots)
         while first and slots[first - 1] in is_recent:
             first -= 1

@@ -10,8 +10,8 @@ from kv_tiers.eviction.one_order import OneOrder
 class FifoPolicy(OneOrder):
     """Offer the chunk that arrived first. O(1) a chunk.
 
-    A chunk counts as arriving with the youngest of its descendants, or else the head of a prompt that is stored in
-    pieces would leave before its tail.
+    A chunk counts as arriving with the youngest of its descendants, because otherwise the head of a prompt that is
+    stored in pieces would be evicted before its tail.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class FifoPolicy(OneOrder):
                 self._oldest_first.move_to_end(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
-        # Their place is the oldest: each was the first to go when it was excluded.
+        # They are the oldest: each was the next victim when it was excluded.
         for slot in slots:
             self._excluded.remove(slot)
             self._oldest_first[slot] = None

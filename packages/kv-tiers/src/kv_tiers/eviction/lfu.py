@@ -12,16 +12,16 @@ from kv_core.keys import ChunkKey
 class LfuPolicy:
     """Offer the chunk that was requested least often since it arrived; among equals, the least recently used.
 
-    O(1) per chunk; a victim takes the logarithm of the number of different counts. Counts never decay, so what was
-    popular stays. A prefix is requested at least as often as what follows it, and among equals its tail is older: tails
-    leave first.
+    O(1) per chunk; a victim takes the logarithm of the number of different counts. Counts never decay, so chunks that
+    were once popular stay. A prefix is requested at least as often as what follows it, and among equals its tail is
+    older: tails are evicted first.
     """
 
     def __init__(self) -> None:
         self._uses_of: dict[int, int] = {}
         self._by_uses: dict[int, OrderedDict[int, None]] = {}
         self._excluded: set[int] = set()
-        self._counts: list[int] = []  # a heap of the keys of _by_uses, and some that were
+        self._counts: list[int] = []  # a heap of the keys of _by_uses, and some former ones
         self._in_heap: set[int] = set()
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:

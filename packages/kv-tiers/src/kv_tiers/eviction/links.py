@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 
 class Links:
-    """Constant time a chunk. A chunk whose parent is unknown, or has left, follows none."""
+    """Constant time per chunk. A chunk whose parent is unknown, or has left, follows none."""
 
     def __init__(self) -> None:
-        self._number: dict[int, int] = {}  # by slot; another for every chunk that comes to be in it
+        self._number: dict[int, int] = {}  # by slot; a new one for every chunk that enters it
         self._parent: dict[int, tuple[int, int]] = {}  # slot → its parent's slot and number
         self._followers: dict[int, int] = {}
         self._last_number = 0
@@ -35,7 +35,7 @@ class Links:
         return slot in self._followers
 
     def removed(self, slot: int) -> int | None:
-        """The chunk has left, or takes no part for now. The parent that was waiting for that, and waits no more."""
+        """The chunk has left or is excluded. Returns its parent if that was waiting only for this chunk."""
         self.waiting.discard(slot)
         has_parent = self._has_parent(slot)
         del self._number[slot]

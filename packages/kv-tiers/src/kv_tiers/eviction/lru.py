@@ -8,7 +8,7 @@ from kv_tiers.eviction.one_order import OneOrder
 
 
 class LruPolicy(OneOrder):
-    """Offer the chunk whose last use is oldest. O(1) a chunk; one long scan flushes it."""
+    """Offer the chunk whose last use is oldest. O(1) per chunk; one long scan flushes it."""
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for slot in reversed(slots):

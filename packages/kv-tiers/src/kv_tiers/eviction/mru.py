@@ -11,7 +11,7 @@ from kv_tiers.eviction.links import Links
 
 
 class MruPolicy:
-    """Offer the chunk whose last use is youngest, of those that no resident chunk follows. O(1) a chunk."""
+    """Offer the most recently used chunk of those that no resident chunk follows. O(1) per chunk."""
 
     def __init__(self) -> None:
         self._youngest_last: OrderedDict[int, None] = OrderedDict()
@@ -25,7 +25,7 @@ class MruPolicy:
             self._youngest_last[slot] = None
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        # Head first, unlike elsewhere: here the youngest leaves, and that must be the tail.
+        # Head first, unlike in other policies: here the youngest is evicted, and that must be the tail.
         for slot in slots:
             if slot not in self._excluded:
                 self._links.waiting.discard(slot)
@@ -40,7 +40,7 @@ class MruPolicy:
         if slot in self._excluded:
             self._excluded.remove(slot)
             return
-        self._youngest_last.pop(slot, None)  # those that wait are in no order
+        self._youngest_last.pop(slot, None)  # waiting ones are in no order
         self._leave(slot)
 
     def victim(self) -> int | None:

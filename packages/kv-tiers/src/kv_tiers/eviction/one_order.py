@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 
 class OneOrder:
-    """Offers the oldest. Which chunks are, and where reinserted ones go, is the policy's to say."""
+    """Offers the oldest chunk. The policy decides which that is, and where reinserted ones go."""
 
     def __init__(self) -> None:
         self._oldest_first: OrderedDict[int, None] = OrderedDict()

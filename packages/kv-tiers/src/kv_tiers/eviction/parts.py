@@ -1,9 +1,8 @@
-"""Eviction in steps: chunks that can lose their last parts become smaller before any chunk leaves.
+"""Eviction in steps: chunks that can lose their last parts become smaller before any chunk is evicted.
 
-Each step has its own order. Chunks that are whole are ranked by the tier's policy; those that became smaller by their
-last use, because a policy that learns from whole prompts would be misled by what is left of them. Victims come from the
-first order that has any, so every chunk takes the first step before any takes the second, and leaves only after the
-last.
+Each step has its own order. Whole chunks are ranked by the tier's policy; smaller ones by their last use, because a
+policy that learns from whole prompts would be misled by what is left of them. Victims come from the first order that
+has any, so every chunk takes the first step before any takes the second, and is evicted only after the last.
 """
 
 from collections.abc import Sequence
@@ -63,7 +62,7 @@ class PartsPolicy:
     def _by_step(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[int, Sequence[ChunkKey], Sequence[int]]]:
-        """Steps, and their chunks. keys: of the slots, and perhaps further ones of the prompt; or none."""
+        """Steps, and their chunks. keys: of the slots, perhaps followed by further ones of the prompt; or none."""
         if self._step_of.keys().isdisjoint(slots):
             return [(0, keys, slots)] if slots else []
         found: list[tuple[int, Sequence[ChunkKey], Sequence[int]]] = []

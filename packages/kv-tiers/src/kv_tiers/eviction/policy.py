@@ -1,9 +1,9 @@
 """The contract of an eviction policy: rank the chunks of one tier by how soon they should be evicted.
 
-A policy knows nothing of bytes, tiers or leases, takes no lock (its caller does) and is told of every arrival, use and
-departure. A chunk is named by its key, which stays the same if the chunk leaves and returns, and by its slot, a small
-number that belongs to the chunk while it is resident. Slots of chunks stored together are adjacent, so with a million
-chunks an order kept by slot is several times cheaper to update than one kept by key.
+Bytes, tiers and leases are not its concern. It takes no lock (its caller does) and is notified of every arrival, use
+and departure. A chunk is named by its key, which stays the same if the chunk leaves and returns, and by its slot, a
+small number that belongs to the chunk while it is resident. Slots of chunks stored together are adjacent, so with a
+million chunks an order kept by slot is several times cheaper to update than one kept by key.
 
 Sequences of keys and slots are parallel and in the order of the prompt: chunk n is worthless without 0…n-1.
 """
@@ -15,7 +15,7 @@ from kv_core.keys import ChunkKey
 
 
 class EvictionPolicy(Protocol):
-    """Constant time a chunk in every call."""
+    """Constant time per chunk in every call."""
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """These chunks have become resident."""
@@ -28,28 +28,26 @@ class EvictionPolicy(Protocol):
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """A request stores more of its prompt; these chunks of it are resident, including those just `added`.
 
-        Its head must not leave before what was added. This is not a sign of reuse: a prompt that is stored in many
-        pieces causes many calls. Excluded chunks may be among them.
+        Its head must not be evicted before the chunks just added. This is not a sign of reuse: a prompt that is stored
+        in many pieces causes many calls. Excluded chunks may be among them.
         """
 
     def removed(self, slot: int) -> None:
         """The chunk has left, by eviction or otherwise. It may have been excluded."""
 
     def victim(self) -> int | None:
-        """The slot to empty first; the same again until it is removed or excluded. None: nothing can be offered."""
+        """The slot to empty first; the same one until it is removed or excluded. None: nothing can be offered."""
 
     def exclude(self, slot: int) -> None:
-        """The chunk offered last is leased: offer it no more until it is reinserted.
+        """The chunk offered last is leased: do not offer it again until it is reinserted.
 
-        So leased chunks cost nothing until one is offered, and are offered once, however many there are.
+        So a leased chunk costs nothing until it is offered, and is offered only once.
         """
 
     def reinsert(self, slots: Sequence[int]) -> None:
-        """Previously excluded chunks may be offered again. They are in the prompt's order, and were in use until just
-        now.
-        """
+        """Excluded chunks may be offered again. They are in the prompt's order, and were in use until just now."""
 
 
 def policy_name(policy: EvictionPolicy) -> str:
-    """Its name for people: its class's name in lower case, without `Policy`."""
+    """Its display name: its class's name in lower case, without `Policy`."""
     return type(policy).__name__.removesuffix("Policy").lower()

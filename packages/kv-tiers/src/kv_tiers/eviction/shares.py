@@ -1,7 +1,7 @@
-"""Shares: the part of a pool that each tenant has, and what leaves when that part is full.
+"""Shares: the part of a pool that each tenant has, and which chunk is evicted when that part is full.
 
 A tenant with a quota has a share of its own, as large as the quota, with a policy of its own. All others have the
-common share, which is what the quotas leave. Shares lend nothing: a full share makes room in itself, however much is
+common share, which is what the quotas leave. Shares lend nothing: a full share evicts its own chunks, however much is
 free elsewhere, so no chunk is ever evicted for a chunk of another share, and no tenant affects another's order.
 
 Slots count towards their tenant from when they are taken until they are free again, including those whose chunk is no
@@ -20,7 +20,7 @@ from kv_tiers.eviction.policy import EvictionPolicy
 
 @dataclass(eq=False, slots=True)
 class Share:
-    """One tenant's, or the common one. slots_used may be above slots for a while after a quota was lowered."""
+    """One tenant's share, or the common one. slots_used may exceed slots for a while after a quota was lowered."""
 
     policy: EvictionPolicy
     slots: int
@@ -42,8 +42,8 @@ class _Move:
     """The move of a tenant's slots from the share in which they were taken to its present one, a few at a time.
 
     account: of the slots that have not moved.
-    owed: slots that the new share still lacks. It grows as they arrive, so that the old one never has less than the
-        others use of it.
+    owed: slots that the new share still lacks. The new share grows as they arrive, so that the old one is never smaller
+        than what the others use of it.
     """
 
     account: _Account
@@ -90,7 +90,7 @@ class Shares:
         return account.share
 
     def took(self, slots: Sequence[int], tenant: bytes) -> None:
-        """The slots are this tenant's from now, and not another's any more."""
+        """From now on the slots belong to this tenant, and to no other."""
         account = self._accounts.get(tenant) or _Account(tenant, self.of(tenant))
         for slot in slots:
             before = self._account_at[slot]
@@ -154,15 +154,15 @@ class Shares:
             self.note_over()
 
     def to_move(self) -> list[int]:
-        """The slots of the tenant that is on the move. Without the lock: it looks at every slot of the pool, and what
-        the tenant takes meanwhile is in its new share already."""
+        """The slots of the tenant that is being moved. Called without the lock, because it examines every slot of the
+        pool; slots that the tenant takes meanwhile are already in its new share."""
         account = None if self._moving is None else self._moving.account
         if account is None or not account.slots_used:
             return []
         return [slot for slot, one in enumerate(self._account_at) if one is account]
 
     def move(self, slot: int, key: ChunkKey | None) -> bool:
-        """One of `to_move`. key: of the chunk there, if it can be found. False: the slot is another's by now."""
+        """Move one of `to_move`. key: of the chunk there, if it can be found. False: the slot has changed hands."""
         move = self._moving
         assert move is not None
         account = self._account_at[slot]
@@ -177,7 +177,7 @@ class Shares:
         return True
 
     def end_move(self) -> None:
-        """All that was to be moved is."""
+        """Everything in `to_move` has been moved."""
         if self._moving is not None:
             self._hand_over(self._moving.owed)
             self._moving = None
@@ -197,7 +197,7 @@ class Shares:
         move.new.slots += given
 
     def note_over(self) -> None:
-        """See which shares have too much. For after what is done seldom: it looks at all of them."""
+        """Find the shares that exceed their size. For use after rare operations, because it examines all shares."""
         self.over.update(share for share in (self.common, *self._own.values()) if share.slots_used > share.slots)
 
     # As an `EvictionPolicy`.
@@ -218,7 +218,7 @@ class Shares:
         self.at(slot).policy.removed(slot)
 
     def victim(self) -> int | None:
-        """A victim of any share. To make room for a chunk, ask its share's policy instead."""
+        """A victim of any share. To make room for a chunk, use its share's policy instead."""
         offers = (share.policy.victim() for share in (self.common, *self._own.values()))
         return next((slot for slot in offers if slot is not None), None)
 
@@ -238,8 +238,8 @@ class Shares:
     def _of_prompt(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
-        """Like `_parted`. Policies do not see a prompt that has moved in part, because none knows it from its first
-        chunk.
+        """Like `_parted`. Policies do not see a prompt that has been moved in part, because none has it from its first
+        chunk on.
         """
         parts = self._parted(keys, slots)
         return parts if len(parts) == 1 or self._moving is None else []
@@ -247,7 +247,7 @@ class Shares:
     def _parted(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
-        """By share. A prompt is one tenant's and so of one share; what is no prompt may be of several."""
+        """By share. A prompt belongs to one tenant and so to one share; other lists may span several."""
         if not self._own and self._moving is None:
             return [(self.common, keys, slots)]
         shares = {account.share for account in set(map(self._account_at.__getitem__, slots)) if account is not None}

@@ -33,7 +33,7 @@ class _Session:
 
 
 class PrefixPolicy:
-    """Amortised constant time a chunk, and for a victim the number of queues, some dozens.
+    """Amortised constant time per chunk; a victim takes time for each queue, of which there are a few dozen.
 
     Memory: a segment for each run of chunks, and at most as many ghosts and samples as chunks.
     """
@@ -67,7 +67,7 @@ class PrefixPolicy:
         deepest = self._tree.deepest(slots)
         if deepest.is_last:
             deepest = self._tree.join_parent(deepest)
-        # A prompt that leaves the deepest segment before its middle is another session's: that one has not come back.
+        # A prompt that leaves the deepest segment before its middle is another session's, so this one has not returned.
         reached_middle = 2 * (len(slots) - deepest.start) >= len(deepest.slots)
         for segment in deepest.path():
             if segment is not deepest or reached_middle:
@@ -76,8 +76,7 @@ class PrefixPolicy:
                 self._watch(segment)
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """Find the place of the chunks added last: the segment below which they belong, or of which they are the
-        continuation.
+        """Find the place of the chunks added last: the segment below which they belong, or which they continue.
 
         The last of them becomes a segment of its own: if it is a partial chunk, it is never requested again.
         """
@@ -85,7 +84,7 @@ class PrefixPolicy:
         if newest is None or not newest.slots:
             return
         places = [place for place, slot in enumerate(slots) if slot in newest.slots]
-        if len(places) < len(newest.slots):  # it is another prompt's; what was added came alone, as by an adoption
+        if len(places) < len(newest.slots):  # another prompt's; the chunks were added alone, as by an adoption
             return
         self._offer = None
         first = places[0]
@@ -111,7 +110,7 @@ class PrefixPolicy:
         self._tree.attach(tail, above)
         self._watch(tail)
         self._describe_session(tail, session.turns, max(0, len(body) + 1 - session.known))
-        if slots[-1] != last:  # what was added fills a gap that a forgotten chunk had left
+        if slots[-1] != last:  # the chunks added fill a gap that a forgotten chunk had left
             self._tree.relink(slots)
 
     def removed(self, slot: int) -> None:
@@ -157,7 +156,7 @@ class PrefixPolicy:
             segment.last_use = self._tree.now
             self._queues.add(segment)
 
-    # What the tree tells its owner.
+    # Notifications from the tree.
 
     def on_split(self, upper: Segment, lower: Segment) -> None:
         self._watch(lower)
@@ -184,7 +183,7 @@ class PrefixPolicy:
         """Add the new chunks to the segment that they continue; returns that segment."""
         session.turns = max(session.turns, parent.turns + (not parent.is_last))
         if parent.is_last:
-            session.known -= parent.grown_by  # what earlier pieces of this request added is new as well
+            session.known -= parent.grown_by  # chunks that earlier pieces of this request added are new as well
             segment = self._tree.join_parent(parent)
         else:
             session.known += parent.end - newest.start  # the tail that was evicted
@@ -198,7 +197,7 @@ class PrefixPolicy:
     def _branch_off(
         self, newest: Segment, body: Sequence[int], parent: Segment | None, session: _Session
     ) -> Segment | None:
-        """Hang the new chunks below `parent`; the segment that their last one follows."""
+        """Attach the new chunks below `parent`; returns the segment that their last one follows."""
         if self._returned_ghosts:
             newest.uses, newest.gap = self._returned_ghosts[-1].uses, self._returned_ghosts[-1].gap
         if parent is not None and parent.branches < MAX_OWN_BRANCHES:
@@ -213,7 +212,7 @@ class PrefixPolicy:
     # What is learnt.
 
     def _watch(self, segment: Segment) -> None:
-        """Wait for its next return from now, by what it is like now."""
+        """From now on observe its next return, with its present traits."""
         self._unwatch(segment)
         segment.sample = self._returns.watch(*self._classify(segment), self._tree.now)
         self._queues.add(segment)
@@ -236,7 +235,7 @@ class PrefixPolicy:
         return role, factors
 
     def _describe_session(self, tail: Segment, turns: int, grown_by: int) -> None:
-        """Note what the session is like at all segments of the request, up to the first that it shares with many."""
+        """Record the session's traits in all segments of the request, up to the first that many sessions share."""
         for segment in tail.path():
             if segment.is_shared:
                 return

@@ -31,7 +31,7 @@ class SegmentQueues:
             segment.queue = None
 
     def left(self, segment: Segment) -> None:
-        """Its last chunk has left. A parent that has no other children may be chosen again."""
+        """Its last chunk has left. A parent without other children may be chosen again."""
         self.remove(segment)
         parent = segment.parent
         if parent is not None:

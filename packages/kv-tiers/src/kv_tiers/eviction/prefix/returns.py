@@ -1,13 +1,13 @@
 """The probability that something is used again, learnt online by role, age and traits, without prior knowledge.
 
-Each sample is observed from a use to the next, or until it is too old to be informative. For each role and interval of
-age we count how many of those that reached the interval returned within it: a life table, in which censored samples do
-no harm (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958). A role with few samples falls back on the table of all roles,
-and an age that nothing has reached yet on the age before it.
+Each sample is observed from one use to the next, or until it is too old to be informative. For each role and interval
+of age we count how many of those that reached the interval returned within it: a life table, in which censored samples
+do no harm (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958). A role with few samples falls back on the table of all
+roles, and an age that no sample has reached yet on the age before it.
 
 A trait (a prompt of so many chunks, a turn that added so many) raises or lowers the probability at every age by one
 factor, and the factors of all traits multiply (Cox, "Regression models and life-tables", J. R. Stat. Soc. B 34, 1972).
-So a trait is learnt from all samples that have it, where a table for each combination would have only a few. The factor
+So a trait is learnt from all samples that have it; a table for each combination would have only a few. The factor
 is the number of returns observed over the number expected without it, both counted as ages pass; the table in turn
 weights a sample by its factors (Breslow's estimate, in the discussion of Cox's paper).
 
@@ -33,7 +33,7 @@ _PRIOR_SAMPLES: Final = 16.0
 _PRIOR_RETURNS: Final = 8.0
 """Returns, both observed and expected, with which a factor starts: about as many are needed to move it far from 1."""
 _NEVER: Final = 2e-4
-"""The prior probability: almost nothing returns."""
+"""The prior probability of a return: almost none."""
 _STEPS_PER_OCTAVE: Final = 2
 _MAX_STEPS: Final = 12
 _MOST: Final = 2.0 ** (_MAX_STEPS / _STEPS_PER_OCTAVE)
@@ -62,7 +62,7 @@ class Factor:
 
 
 class Sample:
-    """One use, until the next. role, factors: may be corrected while nothing is counted yet."""
+    """One use, until the next. role, factors: may be corrected as long as nothing has been counted."""
 
     __slots__ = ("born", "ended_in", "factors", "role")
 
@@ -74,7 +74,7 @@ class Sample:
 
 
 class Returns:
-    """Times and ages are in chunks stored. Amortised constant time a sample; at most as many samples as chunks."""
+    """Times and ages are in chunks stored. Amortised constant time per sample; at most as many samples as chunks."""
 
     def __init__(self, capacity_chunks: int) -> None:
         self._capacity = capacity_chunks
@@ -102,11 +102,11 @@ class Returns:
         return Kind(role, round(math.log2(_product(factors)) * _STEPS_PER_OCTAVE))
 
     def watch(self, role: int, factors: list[Factor], now: int) -> Sample:
-        """Something of this role and these traits was used just now."""
+        """Begin a sample: something of this role and these traits was used just now."""
         sample = Sample(role, factors, now)
         self._aging[0].append(sample)
         self._samples += 1
-        if self._samples > self._most_samples:  # the oldest is lost from sight, which the table can bear
+        if self._samples > self._most_samples:  # stop observing the oldest, which the table tolerates
             next(aging for aging in reversed(self._aging) if aging).popleft()
             self._samples -= 1
         return sample
@@ -120,7 +120,7 @@ class Returns:
         sample.ended_in = _LOST
 
     def advance(self, now: int) -> None:
-        """Count those that have reached the end of an interval. Not before: who returns early would count too soon."""
+        """Count samples that have reached the end of an interval. Not before: early returns would be counted first."""
         for interval, aging in enumerate(self._aging):
             born_before = now - self._ends[interval]
             while aging and aging[0].born < born_before:
@@ -144,7 +144,7 @@ class Returns:
         by_interval = self._worth.get(kind)
         if by_interval is None:
             times = 2.0 ** (kind.step / _STEPS_PER_OCTAVE)
-            # To come back more than once within an interval is to come back once.
+            # Several returns within an interval count as one.
             chances = [-math.expm1(-chance * times) for chance in self._role_chances(kind.role)]
             by_interval = self._worth[kind] = self._rate(chances)
         return by_interval[self._interval(age)]
@@ -155,7 +155,7 @@ class Returns:
         return min(_INTERVALS - 1, math.ceil(math.log2(age / self._capacity) * _PER_OCTAVE - 1e-9) + _AT_CAPACITY)
 
     def _count(self, sample: Sample, interval: int, returned: float) -> None:
-        # Who comes back does so halfway through the interval, on average, and was not there for the rest.
+        # A sample that returns does so halfway through the interval on average, and is not exposed for the rest.
         exposed = _product(sample.factors) * (1 - returned / 2)
         role = sample.role
         expected = exposed * (self._chances.get(role) or self._role_chances(role))[interval]
@@ -192,7 +192,7 @@ class Returns:
         return chances
 
     def _rate(self, chances: list[float]) -> list[float]:
-        """At each interval's beginning: the most returns per time, over all times to give up."""
+        """At each interval's beginning: the most returns per time, over all times at which to give up."""
         widths = [end - begin for begin, end in zip([0.0, *self._ends], self._ends, strict=False)]
         rates = []
         for first in range(_INTERVALS):

@@ -14,12 +14,12 @@ from kv_tiers.eviction.prefix.returns import Kind, Sample, Trait
 class Role(IntEnum):
     """How prompts use a segment. Each role has its own distribution of return ages."""
 
-    STALE = 0  # the rest of a prompt whose beginning has gone on differently since
-    LAST = 1  # the last chunk of a prompt; where that is partial, nobody asks for it again
+    STALE = 0  # the rest of a prompt whose beginning has since continued differently
+    LAST = 1  # the last chunk of a prompt; if partial, it is not requested again
     FIRST_TURN = 2
     RETURNED = 3
     SHARED = 4
-    UNPLACED = 5  # from an earlier process: its parent is known when it is first asked for
+    UNPLACED = 5  # from an earlier process: its parent is known once it is requested
 
 
 MAX_OWN_BRANCHES: Final = 3

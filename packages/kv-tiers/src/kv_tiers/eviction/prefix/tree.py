@@ -4,7 +4,7 @@ A new prompt adds a segment below the one that it shares (`attach`); where it di
 segment is split. A segment that no longer differs from its only child takes over the child's chunks (`join`). Chunks
 whose parents were unknown, as after a restart, get their place when they are requested (`relink`).
 
-The tree does not know why segments are split or what they are worth; its owner is told of splits and joins.
+Why segments are split and what they are worth is not the tree's concern; its owner is notified of splits and joins.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ class TreeOwner(Protocol):
         """`child` is about to lose its chunks to its parent."""
 
     def on_joined(self, parent: Segment) -> None:
-        """`parent` has the chunks of its only child now."""
+        """`parent` now has the chunks of its only child."""
 
 
 class PrefixTree:
-    """Amortised constant time a chunk: a call takes time for segments, of which a session has about one a turn."""
+    """Amortised constant time per chunk: a call takes time per segment, of which a session has about one per turn."""
 
     def __init__(self, owner: TreeOwner) -> None:
         self._owner = owner
@@ -41,7 +41,7 @@ class PrefixTree:
         return self._segment_of.pop(slot)
 
     def assign(self, slots: Iterable[int], segment: Segment) -> None:
-        """Append these slots to the segment. Whoever had them forgets them."""
+        """Append these slots to the segment, in place of the segments that they were in."""
         for slot in slots:
             self._segment_of[slot] = segment
             segment.slots[slot] = None
@@ -55,14 +55,14 @@ class PrefixTree:
     def deepest(self, slots: Sequence[int]) -> Segment:
         """The segment of the last of these slots, which hold a prompt from its first chunk on.
 
-        Everything up to there is linked afterwards.
+        All of them are linked afterwards.
         """
         deepest = self._segment_of[slots[-1]]
         *_, root = deepest.path()
         return deepest if root is self._segment_of[slots[0]] else self.relink(slots)
 
     def relink(self, slots: Sequence[int]) -> Segment:
-        """Link a prompt that came chunk by chunk, from an earlier process, or whose forgotten chunk came back."""
+        """Link a prompt that was added chunk by chunk, from an earlier process, or whose forgotten chunk returned."""
         above = self._segment_of[slots[0]]
         for place in range(1, len(slots)):
             segment = self._segment_of[slots[place]]
@@ -80,7 +80,7 @@ class PrefixTree:
         return above
 
     def split(self, segment: Segment, last_slot: int, place: int) -> Segment:
-        """Cut `segment` after `last_slot`, which is before `place` in the prompt. The upper part, which is new.
+        """Cut `segment` after `last_slot`, which is before `place` in the prompt. Returns the upper part, which is new.
 
         The upper part takes the history: the prompt that diverged here has used it. The lower part is stale.
         """
@@ -102,7 +102,7 @@ class PrefixTree:
         return upper
 
     def join_parent(self, segment: Segment) -> Segment:
-        """Join a segment to its parent where nothing tells the two apart; whichever has the chunks then."""
+        """Join a segment to its parent if nothing distinguishes the two; returns the one that has the chunks then."""
         parent = segment.parent
         if parent is None or segment.children or not parent.slots:
             return segment
