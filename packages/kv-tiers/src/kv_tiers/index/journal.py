@@ -1,7 +1,7 @@
-"""The keys of an index whose presence has changed, for one reader that asks the index itself what is true now.
+"""The keys of an index whose presence has changed, for one reader that then queries the index for the current state.
 
-It says neither what happened nor in which order, so it stays small, and a reader that asks later misses nothing. If
-more keys have changed than it keeps, the reader is told to look at all of them.
+It records neither what happened nor in which order, so it stays small, and a reader that queries later misses nothing.
+If more keys have changed than it can hold, the reader has to examine all of them.
 """
 
 import threading
@@ -14,7 +14,7 @@ MAX_KEYS: Final = 1 << 18
 
 
 class Journal:
-    """Thread-safe. Nothing here waits."""
+    """Thread-safe. Nothing here blocks."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
@@ -30,7 +30,7 @@ class Journal:
                     self._keys = None
 
     def take(self) -> set[ChunkKey] | None:
-        """What has changed since the last call. None: anything may have, as at the first call."""
+        """The keys that have changed since the last call. None: any may have, as at the first call."""
         with self._lock:
             keys, self._keys = self._keys, set()
             return keys

@@ -3,8 +3,8 @@
 Lookups find a chunk only while it is `RESIDENT`. `ORPHANED` and `LEAVING` are the states of a chunk that was forgotten
 while its slot was in use, by a writer or by readers: lookups no longer find it, and the slot becomes free when they are
 done. A slot that is `LENT` never holds a chunk that can be found: better bytes of a chunk that is resident elsewhere
-arrive in it, then the two slots change places. What it has then is given back, or is `REPLACED`: those who were reading
-the chunk read it there to the end.
+arrive in it, then the two slots change places. The slot is then given back, or is `REPLACED`: reads of the chunk that
+were in progress finish there.
 """
 
 from enum import IntEnum
@@ -44,17 +44,17 @@ _NEXT: Final = {
     (Life.ABSENT, Event.ADOPT): Life.RESIDENT,  # a named pool's directory says that the bytes are there already
     (Life.RESERVED, Event.COMMIT): Life.RESIDENT,  # only from here can a lookup find it
     (Life.RESERVED, Event.ABORT): Life.ABSENT,
-    (Life.RESERVED, Event.FORGET): Life.ORPHANED,  # what is being written was made before the forgetting
+    (Life.RESERVED, Event.FORGET): Life.ORPHANED,  # the bytes being written predate the forgetting
     (Life.ORPHANED, Event.COMMIT): Life.ABSENT,
     (Life.ORPHANED, Event.ABORT): Life.ABSENT,
     (Life.RESIDENT, Event.EVICT): Life.ABSENT,  # needs zero leases
     (Life.RESIDENT, Event.FORGET): Life.LEAVING,
     (Life.LEAVING, Event.GONE): Life.ABSENT,  # the last lease has ended
     (Life.ABSENT, Event.LEND): Life.LENT,
-    (Life.LENT, Event.RETURN): Life.ABSENT,  # with the worse bytes of the two, or with what did not become whole
+    (Life.LENT, Event.RETURN): Life.ABSENT,  # with the worse bytes of the two, or with incomplete ones
     (Life.LENT, Event.REPLACE): Life.REPLACED,  # with the worse bytes of the two, which are being read
-    (Life.REPLACED, Event.GONE): Life.ABSENT,  # nobody reads them any more
-    (Life.REPLACED, Event.FORGET): Life.LEAVING,  # their chunk was, so those who read them must not use them
+    (Life.REPLACED, Event.GONE): Life.ABSENT,  # they are no longer being read
+    (Life.REPLACED, Event.FORGET): Life.LEAVING,  # their chunk was, so reads of them are void
 }
 
 

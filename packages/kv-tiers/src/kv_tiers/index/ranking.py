@@ -6,14 +6,14 @@ from typing import Final
 from kv_tiers.index.residency import Residency
 
 _AT_ONCE: Final = 256
-"""Chunks that are ranked under the lock before others get it."""
+"""Chunks that are ranked each time the lock is taken."""
 
 
 def most_worth_first(index: Residency, lock: threading.Lock) -> list[int]:
     """The slots of all resident chunks, those that the policy would evict last first, and heads before their tails.
 
-    It takes the index's lock, for a few at a time. It asks the policy for one victim after the other: policies that
-    judge by age see all as used when it is over, so it is for a medium that is about to be given up.
+    It takes the index's lock, for a few chunks at a time. It requests one victim after another from the policy.
+    Policies that judge by age see all chunks as used afterwards, so it is for a medium that is about to be given up.
     """
     order: dict[int, None] = {}
     try:

@@ -1,9 +1,9 @@
-"""Bytes that were replaced by better ones while somebody read them.
+"""Bytes that were replaced by better ones while they were being read.
 
-A chunk's slot keeps its number, so leases to read, which name bytes, and all others, which name a chunk, would be
-counted on the same slot. When its bytes are exchanged for those of a second slot (`Residency.exchange`), the leases to
-read move to that slot, which has the old bytes from then. The holder of such a lease knows only the slot it leased and
-what `number` was then; from both follows where its bytes are (`bytes_at`).
+A chunk's slot keeps its number, so read leases, which name bytes, and all others, which name a chunk, would be counted
+on the same slot. When its bytes are exchanged for those of a second slot (`Residency.exchange`), the read leases move
+to that slot, which from then on has the old bytes. The holder of such a lease has only the slot that it leased and the
+value of `number` at that time; `bytes_at` finds its bytes from these two.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kv_core.keys import ChunkKey
 
 
 class Replaced:
-    """The books, of one index."""
+    """The replaced bytes of one index."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -31,13 +31,13 @@ class Replaced:
         return slot in self._chunks
 
     def add(self, slot: int, key: ChunkKey, to: int) -> None:
-        """The bytes of this chunk that are being read are in the slot `to` from now."""
+        """From now on the bytes of this chunk that are being read are in the slot `to`."""
         self.number += 1
         self._of.setdefault(slot, []).append((self.number, to))
         self._chunks[to] = slot, key
 
     def drop(self, at: int) -> None:
-        """Nobody reads the replaced bytes in this slot any more."""
+        """The replaced bytes in this slot are no longer being read."""
         slot, _ = self._chunks.pop(at)
         left = [one for one in self._of[slot] if one[1] != at]
         if left:
@@ -50,15 +50,15 @@ class Replaced:
         return [at for at, (_, its_key) in self._chunks.items() if its_key == key]
 
     def keys(self) -> list[ChunkKey]:
-        """The chunks of which there are any."""
+        """The chunks that have replaced bytes."""
         return [key for _, key in self._chunks.values()]
 
     def key_of(self, at: int) -> ChunkKey:
-        """The chunk that the replaced bytes in this slot are of."""
+        """The chunk to which the replaced bytes in this slot belong."""
         return self._chunks[at][1]
 
     def bytes_at(self, slots: Sequence[int], since: int) -> Sequence[int]:
-        """Where the bytes are now that were in each of these slots when they were leased to be read.
+        """Where the bytes that were in each of these slots when they were leased for reading are now.
 
         since: `number` at that time.
         """

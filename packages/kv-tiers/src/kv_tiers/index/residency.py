@@ -5,10 +5,10 @@ per chunk: slots of chunks stored together are adjacent, and with a million chun
 reason a lookup searches the index for the first key only and then follows its *run*: the slots that followed that slot
 last time, verified against the keys that they hold now. A run is only a hint; a stale one costs a little time.
 
-A lease keeps a chunk in its slot, and one to read also keeps its bytes as they are (`lease_bytes`). So a chunk that has
-only others may get better bytes at any time, and of one that is being read the old bytes stay until that ends.
+A lease keeps a chunk in its slot, and a read lease also keeps its bytes unchanged (`lease_bytes`). So a chunk that has
+no read lease may get better bytes at any time, and the old bytes of a chunk that is being read stay until that ends.
 
-Nothing here locks, waits or reads a chunk's bytes: the cache holds its one lock around every call.
+Nothing here locks, waits or reads a chunk's bytes: the cache holds its only lock around every call.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ from kv_tiers.index.life import Event, Life, advance
 from kv_tiers.index.replaced import Replaced
 
 _SHARE_AT: Final = slice(24, 28)
-"""Where a key names its group and shard."""
+"""The part of a key that names its group and shard."""
 _CHAIN_BYTES: Final = _SHARE_AT.stop
-"""What keys of one chain have in common, at their beginning."""
+"""The length of the beginning that all keys of one chain share."""
 _READ: Final = 1 << 32
-"""A lease to read is counted as this many more than one, so that one number tells how many there are of both kinds."""
+"""A read lease counts as this much more than 1, so that one number contains the counts of both kinds."""
 
 
 class Residency:
@@ -36,7 +36,7 @@ class Residency:
 
     def __init__(self, slots: int, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._slot_of: dict[ChunkKey, int] = {}  # RESIDENT only: what is in here can be found
+        self._slot_of: dict[ChunkKey, int] = {}  # RESIDENT only: the keys that can be found
         self._resident_of: Counter[bytes] = Counter()  # by group and shard, as keys have them
         self._writing: dict[ChunkKey, int] = {}  # RESERVED only
         self._life: list[Life] = []
@@ -48,11 +48,11 @@ class Residency:
         self._replaced = Replaced()
         self._excluded: set[int] = set()  # leased, skipped by an eviction, and so out of the policy's order
         self.journal: Journal | None = None
-        """Told of every chunk that can be found from now, or no more; if it is set."""
+        """If set, records every chunk that becomes findable or stops being so."""
         self.grow(slots)
 
     def grow(self, slots: int) -> None:
-        """Have at least this many slots: those of a large medium cost memory once they are used."""
+        """Have at least this many slots: those of a large medium then take memory only once they are used."""
         more = slots - len(self._life)
         if more > 0:
             self._life += [Life.ABSENT] * more
@@ -90,7 +90,7 @@ class Residency:
         return [*self._slot_of, *self._writing]
 
     def forgettable(self) -> list[ChunkKey]:
-        """All keys to which `forget` does something: those held, and those of replaced bytes that are being read, whose
+        """All keys on which `forget` has an effect: those held, and those of replaced bytes that are being read, whose
         chunks may have left since.
         """
         return list(dict.fromkeys([*self.held(), *self._replaced.keys()]))
@@ -118,7 +118,7 @@ class Residency:
                 del run[next(n for n, key in enumerate(wanted) if there[n] != key) :]
             found += run
         if pieces > 1:
-            # Remembered from the start and from where prompts part, so that two that take turns both stay quick.
+            # Remembered from the start and from where prompts part, so that two alternating prompts both stay quick.
             self._runs[found[0]] = found
             self._runs[found[branch]] = found[branch:]
         return found
@@ -151,33 +151,34 @@ class Residency:
             leases[slot] += 1
 
     def lease_bytes(self, slots: Sequence[int]) -> int:
-        """Lease these to read their bytes, or have them read; returns what ends it (`bytes_at`)."""
+        """Lease these to read their bytes, or have them read; returns the `since` of `bytes_at`, which ends the
+        lease."""
         leases = self._leases
         for slot in slots:
             leases[slot] += _READ + 1
         return self._replaced.number
 
     def bytes_at(self, slots: Sequence[int], since: int) -> Sequence[int]:
-        """Where the bytes are now that were leased in these slots to be read: there, unless they have been replaced.
-        Call `unlease_bytes` with these.
+        """Where the bytes that were leased in these slots are now: in the same slots, unless they have been replaced.
+        Call `unlease_bytes` with the result.
 
         since: what `lease_bytes` returned.
         """
         return self._replaced.bytes_at(slots, since)
 
     def still_of(self, slots: Sequence[int], bytes_at: Sequence[int]) -> list[int]:
-        """Those of the slots whose chunk is the one that was leased there to be read."""
+        """Those of the slots whose chunk is still the one that was leased there for reading."""
         if not self._replaced:
             return list(slots)
         pairs = zip(slots, bytes_at, strict=True)
         return [slot for slot, at in pairs if at == slot or self._key_at[slot] == self._replaced.key_of(at)]
 
     def unlease_bytes(self, bytes_at: Sequence[int]) -> list[int]:
-        """End one lease to read on each; returns the slots that become free by it."""
+        """End one read lease on each; returns the slots that become free thereby."""
         return self.unlease(bytes_at, _READ + 1)
 
     def unlease(self, slots: Sequence[int], weight: int = 1) -> list[int]:
-        """End one lease on each slot; returns the slots that become free by it."""
+        """End one lease on each slot; returns the slots that become free thereby."""
         leases = self._leases
         if not self._excluded and not self._leaving and not self._replaced:
             for slot in slots:
@@ -246,16 +247,16 @@ class Residency:
         self._move(slots, Event.ABORT)
 
     def lend(self, slot: int) -> None:
-        """A free slot is for better bytes of a resident chunk."""
+        """Use a free slot for better bytes of a resident chunk."""
         self._move([slot], Event.LEND)
 
     def give_back(self, slot: int) -> None:
-        """A lent slot is free afterwards."""
+        """Free a lent slot."""
         self._move([slot], Event.RETURN)
 
     def exchange(self, slot: int, lent: int) -> bool:
-        """A resident chunk has the better bytes of the lent slot from now, and that has the old ones, with all leases
-        to read them. True: there are none, so it is free.
+        """From now on a resident chunk has the better bytes of the lent slot, which gets the old ones with all read
+        leases on them. True: there are none, so the lent slot is free.
         """
         reads = self._leases[slot] // _READ
         if not reads:
@@ -304,7 +305,7 @@ class Residency:
 
         protected: slots that must not be chosen, in addition to leased ones.
         skipped: receives the protected slots that had to be excluded; `reinsert` them when the protection ends.
-        policy: the part of the policy that knows the eligible chunks (`Share`); None: all of it.
+        policy: the part of the policy that ranks the eligible chunks (`Share`); None: all of it.
         """
         policy = self._policy if policy is None else policy
         while (slot := policy.victim()) is not None:
@@ -326,7 +327,7 @@ class Residency:
         return self._hide(slot)
 
     def set_aside(self, at_most: int) -> list[int]:
-        """The next victims, in their order. They are not offered as such until they are used, or `take_back`."""
+        """The next victims, in order. They are not offered as victims again until they are used, or `take_back`."""
         slots: list[int] = []
         while len(slots) < at_most and (slot := self._policy.victim()) is not None:
             self._policy.exclude(slot)
@@ -335,15 +336,15 @@ class Residency:
         return slots
 
     def take_back(self, slots: Sequence[int]) -> None:
-        """Offer these again that `set_aside` gave, the last of them first."""
+        """Offer these slots from `set_aside` again, the last of them first."""
         back = [slot for slot in slots if slot in self._excluded and not self._leases[slot]]
         self._excluded.difference_update(back)
         if back:
             self._policy.reinsert(back)
 
     def parents(self) -> dict[int, int]:
-        """By slot, the one of the chunk before it in a prompt, as far as runs tell. May be called without the lock, and
-        what it says is a hint."""
+        """By slot, the slot of the chunk before it in a prompt, as far as runs show. May be called without the lock, so
+        the result is only a hint."""
         parents: dict[int, int] = {}
         for run in self._runs:
             for before, slot in pairwise(run or ()):
@@ -356,7 +357,7 @@ class Residency:
         return self._leases[slot] > 0
 
     def is_read(self, slot: int) -> bool:
-        """Whether the bytes that it has now are leased to be read."""
+        """Whether its present bytes are leased for reading."""
         return self._leases[slot] >= _READ
 
     @property
@@ -369,7 +370,7 @@ class Residency:
 
     def forget(self, key: ChunkKey) -> int | None:
         """Hide the chunk from lookups, and make all reads of it void. Returns its slot if it was resident; the slot may
-        be free already.
+        already be free.
         """
         for at in self._replaced.of(key) if self._replaced else ():
             if at not in self._leaving:
@@ -392,12 +393,12 @@ class Residency:
         return slot
 
     def was_forgotten(self, slot: int) -> bool:
-        """Whether the chunk was forgotten while it is still leased."""
+        """Whether the chunk was forgotten and is still leased."""
         return slot in self._leaving
 
     def any_forgotten(self, slots: Sequence[int]) -> bool:
-        """Whether `was_forgotten` holds for any of these slots, on all of which the caller has a lease. Of a lease to
-        read: of where the bytes are now.
+        """Whether `was_forgotten` holds for any of these slots, on all of which the caller has a lease. For a read
+        lease, pass the slots where the bytes are now.
         """
         return bool(self._leaving) and not self._leaving.isdisjoint(slots)
 
@@ -405,7 +406,7 @@ class Residency:
         return self._life[slot] is Life.ABSENT
 
     def tails_first(self, slots: Iterable[int]) -> list[int]:
-        """The same slots, tails before heads as far as runs tell. May be called without the lock."""
+        """The same slots, tails before heads as far as runs show. May be called without the lock."""
         among = dict.fromkeys(slots)
         runs = [self._runs[slot] or () for slot in among]
         heads_first = dict.fromkeys(slot for run in (*runs, among) for slot in run if slot in among)
