@@ -1,4 +1,4 @@
-"""What a lane counts."""
+"""The counters of a lane."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 class LaneCounts:
     """All but `queued` only grow.
 
-    queued: chunks to be loaded or stored, and questions, at the moment of the snapshot.
-    loaded, absent, damaged, read_failed: chunks that were to be loaded, by what became of them.
-    stored, refused: chunks that were to be stored, by what became of them.
-    approximate: of those loaded, the chunks of which a first part was read.
+    queued: chunks to be loaded or stored, and queries, at the moment of the snapshot.
+    loaded, absent, damaged, read_failed: chunks that were to be loaded, by outcome.
+    stored, refused: chunks that were to be stored, by outcome.
+    approximate: of those loaded, the chunks of which only first parts were read.
     discarded: chunks.
     downs: how often the tier failed after it had served.
-    seconds_loading, seconds_storing: in the tier's calls, those of all threads together.
+    seconds_loading, seconds_storing: time in the tier's calls, summed over all threads.
     """
 
     queued: int = 0

@@ -105,8 +105,8 @@ class HealthTracker:
 def release_frames(error: BaseException) -> None:
     """Clear the local variables of the frames that the exception passed through, and of the exceptions that caused it.
 
-    They refer to the memory that was lent to the tier. An exception that is part of a reference cycle (a frame in its
-    own traceback refers to it, as in a helper that raises its argument) would keep that memory lent until the garbage
+    They refer to the memory that the tier borrowed. An exception that is part of a reference cycle (a frame in its own
+    traceback refers to it, as in a helper that raises its argument) would keep that memory in use until the garbage
     collector runs, and a pool cannot be unmapped until then.
     """
     pending: list[BaseException | None] = [error]

@@ -1,10 +1,10 @@
-"""The jobs of a lane: their order, and which chunks are hidden meanwhile. A table and no more.
+"""The jobs of a lane: their order, and which chunks are hidden meanwhile. Bookkeeping only.
 
 Loads and presence checks go before discards, and discards before stores, because an engine waits for the first, and a
-chunk that was reported gone must not be found. What is discarded or cleared is hidden from the moment of the call until
-the tier has done it, and a store of it that is in progress ends as if it had never begun. Nothing is ever removed from
-a tier that others fill (`OnlyHidden`): what is discarded or cleared is hidden for good. A tier that does not let us
-remove is asked again from time to time, and until then what was to be removed is hidden.
+chunk that was reported gone must not be found. Discarded or cleared chunks are hidden from the moment of the call until
+the tier has removed them, and a store of one that is in progress ends as if it had never begun. Nothing is ever removed
+from a tier that others fill (`OnlyHidden`): discarded or cleared chunks are hidden for good. If a tier refuses
+removals, they are retried periodically, and the chunks stay hidden until then.
 
 Nothing here locks, waits, reads a clock or calls a tier: the lane (`kv_tiers.lanes.lane`) does, and holds its one lock
 around every call.
@@ -24,7 +24,7 @@ MAX_DISCARDS: Final = 100_000
 """If more keys than this wait to be discarded by a tier that does not answer, it is cleared instead once it answers."""
 
 REMOVE_AGAIN_S: Final = 60.0
-"""After how long a tier that did not let us remove chunks is asked again: somebody may have given us the right."""
+"""After how long removals that a tier refused are retried: we may have been granted the permission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class FirstBytes:
-    """What was read of a payload, verified, with its header."""
+    """First bytes of a payload, verified, with its header."""
 
     header: bytes
     payload: bytes
@@ -51,7 +51,7 @@ class Arrival:
 
     checksum: of its bytes if it was loaded (for `Read.as_stored`, the payload).
     parts: it was loaded, and decoded from this many first parts alone; 0: from all of it.
-    first_bytes: those parts as they were read, if they were to be kept.
+    first_bytes: those parts as they were read, if `Load.keeps`.
     """
 
     key: ChunkKey
@@ -68,7 +68,7 @@ class Arrival:
 @dataclass(slots=True)
 class Load:
     """share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
-    keeps: `Arrival.first_bytes` are wanted."""
+    keeps: return `Arrival.first_bytes`."""
 
     reads: list[Read]
     done: Callable[[list[Arrival]], None]
@@ -78,12 +78,12 @@ class Load:
 
 @dataclass(slots=True)
 class Rest:
-    """The whole of one payload is to be loaded, in steps, while the lane has nothing else to do.
+    """Load the whole of one payload, in steps, while the lane has nothing else to do.
 
-    bytes_read: so many of the payload's first bytes are in the pages of `read`, with its header.
-    first_bytes: what was read of it earlier, still to be put there.
-    done: gets the outcome. None: something else is to be done first; give it to the lane again later, to go on.
-    in_one: read it again from its beginning and in one call, as what was put together is wrong.
+    bytes_read: how many of the payload's first bytes are in the pages of `read`, with its header.
+    first_bytes: bytes that were read earlier and are still to be copied there.
+    done: receives the outcome. None: other work comes first; pass the rest to the lane again later to continue.
+    in_one: read the payload again from its beginning in one call, because the result of the steps was wrong.
     """
 
     read: Read
@@ -103,7 +103,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Store:
-    """dropped: what was discarded since it was submitted."""
+    """dropped: the keys discarded since it was submitted."""
 
     chunks: list[Outgoing]
     done: Callable[[list[StoreOutcome]], None]
@@ -126,7 +126,7 @@ class ClearTenant:
 
 
 class Probe:
-    """Whether a tier that failed is back."""
+    """Checks whether a tier that failed is back."""
 
 
 Submitted = Load | Ask | Store
@@ -135,9 +135,10 @@ Job = Submitted | Removal | Rest
 
 
 class OnlyHidden:
-    """What is no longer read from a tier that others fill and that we do not change, until this process ends.
+    """The chunks that are no longer read from a tier that others fill and that we do not change, until this process
+    ends.
 
-    The chunks that a tier had when it was cleared are not known, so after a clear nothing there is read. More than
+    Which chunks a tier had when it was cleared is not known, so after a clear nothing there is read. More than
     `MAX_DISCARDS` keys count as everything, too.
     """
 
@@ -173,26 +174,26 @@ class Jobs:
     def __init__(
         self, *, max_load_chunks: int, max_store_chunks: int, max_stores: int, only_hides: bool = False
     ) -> None:
-        """max_stores: how many may be under way at a time. only_hides: nothing is ever removed from the tier."""
+        """max_stores: how many may be in progress at a time. only_hides: nothing is ever removed from the tier."""
         self._hidden = OnlyHidden() if only_hides else None
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._max_stores = max_stores
         self.rest: Rest | None = None
-        """What is being read for nobody."""
+        """The rest that is being read, which no request is waiting for."""
         self._loads: deque[Load | Ask] = deque()
         self._stores: deque[Store] = deque()
-        self._load_chunks = self._store_chunks = 0  # waiting and under way
+        self._load_chunks = self._store_chunks = 0  # waiting and in progress
         self._storing: dict[int, Store] = {}
         self._discards: dict[ChunkKey, None] = {}
         self._discarding: set[ChunkKey] = set()
         self._clear_next = self._clearing = False
         self._tenants_to_clear: dict[bytes, None] = {}
         self._clearing_tenants: set[bytes] = set()
-        self._removals_from_s = 0.0  # not before then, as they were refused
+        self._removals_from_s = 0.0  # they were refused, and are retried then
 
     @property
     def queued(self) -> int:
-        """Chunks to be loaded or stored, and questions."""
+        """Chunks to be loaded or stored, and queries."""
         return self._load_chunks + self._store_chunks
 
     @property
@@ -205,15 +206,15 @@ class Jobs:
         return self._clearing or self._clear_next
 
     def has_submitted(self) -> bool:
-        """Something that was submitted waits."""
+        """Submitted jobs are waiting."""
         return bool(self._loads or self._stores)
 
     def has_any(self, now_s: float) -> bool:
-        """Something waits, and not only for the right to remove."""
+        """Jobs are waiting, other than refused removals that are not due yet."""
         return self.has_submitted() or (self._has_removals() and now_s >= self._removals_from_s)
 
     def submit(self, job: Submitted) -> bool:
-        """False: there is no room, or what it is about is being cleared."""
+        """False: there is no room, or its chunks are being cleared."""
         if self.is_clearing or self._is_of_cleared(job):
             return False
         match job:
@@ -230,7 +231,7 @@ class Jobs:
         return True
 
     def take_submitted(self) -> list[Submitted]:
-        """All that was submitted and has not begun: it will not be done."""
+        """Withdraw and return the submitted jobs that have not begun."""
         waiting: list[Submitted] = [*self._loads, *self._stores]
         self._load_chunks -= sum(map(_load_chunks, self._loads))
         self._store_chunks -= sum(len(job.chunks) for job in self._stores)
@@ -274,13 +275,13 @@ class Jobs:
         return key in self._discards or key in self._discarding or self._is_being_cleared(key)
 
     def next(self, now_s: float) -> Job | None:
-        """The job that may begin now, or None. It stays here until it has begun (`begin`), if it was not submitted."""
+        """The job that may begin now, or None. A removal stays queued until it has begun (`begin`)."""
         if self._loads:
             return self._loads.popleft()
         return (self._next_removal() if now_s >= self._removals_from_s else None) or self._next_store()
 
     def removals_due_in_s(self, now_s: float) -> float | None:
-        """Seconds until what was refused to be removed is asked for again; None if nothing is."""
+        """Seconds until refused removals are retried; None if there are none."""
         return self._removals_from_s - now_s if self._has_removals() and self._removals_from_s > now_s else None
 
     def _has_removals(self) -> bool:
@@ -343,12 +344,12 @@ class Jobs:
                 self._load_chunks -= _load_chunks(job)
 
     def refused_removal(self, job: Removal, now_s: float) -> None:
-        """The tier does not let us: it is asked again after `REMOVE_AGAIN_S`, with all that comes until then."""
+        """The tier refused this: it is retried after `REMOVE_AGAIN_S`, with all further removals until then."""
         self._removals_from_s = now_s + REMOVE_AGAIN_S
         self.requeue(job)
 
     def requeue(self, job: Job) -> None:
-        """The tier was down: what it was to forget is sent to it again when it is back."""
+        """The tier was down: removals are sent to it again when it is back."""
         match job:
             case Clear():
                 self._clear_next = True
@@ -363,7 +364,7 @@ class Jobs:
         return key.tenant in self._tenants_to_clear or key.tenant in self._clearing_tenants
 
     def _is_of_cleared(self, job: Submitted) -> bool:
-        """Whether it is about chunks of a tenant whose clearing has not ended."""
+        """Whether it concerns chunks of a tenant whose clearing has not ended."""
         if not self._tenants_to_clear and not self._clearing_tenants:
             return False
         if isinstance(job, Ask):

@@ -1,16 +1,16 @@
 """A lane: the bounded queue and the few threads in front of one tier. Nothing else calls a tier.
 
-Submitting never waits: a lane that is full or closed, or whose tier is down or stuck, refuses, and what it refuses
-costs a miss and nothing more. `kv_tiers.lanes.jobs` has the order of jobs, and what is hidden meanwhile.
+Submitting never waits: a lane that is full or closed, or whose tier is down or stuck, refuses, which costs a miss and
+nothing more. `kv_tiers.lanes.jobs` has the order of jobs, and which chunks are hidden meanwhile.
 
 Chunks get headers and are encoded on the way out; on the way back they are verified and decoded (`payloads`). A wrong
 one is discarded at once, so that the next lookup is a miss and not the same fault again. Events report what happens.
 
-A lane that has nothing to do asks whether the rest of some payload is wanted (`when_idle`), and leaves it as soon as
-there is something. One that always has something to do takes a step of it now and then (`RestTurns`).
+An idle lane checks whether the rest of some payload is wanted (`when_idle`), and interrupts reading it as soon as there
+is other work. A lane that is never idle reads a step of it now and then (`RestTurns`).
 
 A tier that raises is down: nothing is sent to it until a probe succeeds. Probes become ever rarer. A job that does not
-return within `stuck_s` has the same effect until it does; its memory stays lent, as its thread may still write there.
+return within `stuck_s` has the same effect until it does; its memory stays in use, as its thread may still write there.
 """
 
 import logging
@@ -43,7 +43,7 @@ _log = limited_logger(__name__)
 
 
 class Lane:
-    """One tier's. Safe to call from any thread. It owns the tier and closes it."""
+    """The lane of one tier. Safe to call from any thread. It owns the tier and closes it."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Lane:
         clock: Clock | None = None,
     ) -> None:
         """codec, find_codec: as for `Payloads`.
-        approximate: first parts alone may be read of chunks that have parts. Only for a tier that `ReadsPrefixes`.
+        approximate: of chunks that have parts, only first parts may be read. Only for a tier that `ReadsPrefixes`.
         drops_parts: as for `Payloads`.
-        only_hides: others fill this tier: what is discarded or cleared stays there, but is no longer found by us.
+        only_hides: others fill this tier: discarded or cleared chunks stay there, but are no longer found by us.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that need a fixed order.
         clock: for the back-off, and for calls that hang. Drains and closes use the system's clock."""
         self.tier = tier
@@ -75,12 +75,12 @@ class Lane:
         self.events = UNWATCHED
         """Where its health and damage are published; set by the cache above."""
         self.when_idle: Callable[[], Rest | None] = lambda: None
-        """Called without a lock, on a thread of the lane, after `has_rests` and while there was something last time."""
+        """Called without a lock, on a thread of the lane, after `has_rests` and while the last call returned a rest."""
         self._turns = RestTurns()
         self._noticed = Health.UP
         payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
         self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
-        """How much of a chunk may be read: one of so many equal shares of its size; 1 is all of it. All of it first."""
+        """How much of a chunk may be read: one of so many equal shares of its size; the first, 1, is all of it."""
         self._least_share = self.shares[-1]
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
@@ -117,7 +117,7 @@ class Lane:
         return [held and key not in hidden for key, held in zip(keys, self._holds(keys), strict=True)]
 
     def ask(self, keys: Sequence[ChunkKey], done: Callable[[list[bool]], None]) -> bool:
-        """Like `holds`, for any tier, in one round trip: `done` gets the answer on another thread. False: refused."""
+        """Like `holds`, for any tier, in one round trip: `done` is called on another thread. False: refused."""
         return self._submit(Ask(list(keys), done))
 
     def load(
@@ -128,20 +128,20 @@ class Lane:
         share: int | None = None,
         keeps: bool = False,
     ) -> bool:
-        """Load chunks. The memory of `reads` is lent until `done` is called, on another thread. False: refused.
+        """Load chunks. The memory of `reads` is in use until `done` is called, on another thread. False: refused.
 
-        share: of `shares`; None: the smallest part of each. keeps: as of `Load`.
+        share: of `shares`; None: the smallest part of each. keeps: as in `Load`.
         """
         return self._submit(Load(list(reads), done, self._share(share), keeps))
 
     def has_rests(self) -> None:
-        """There may be something to do now for a lane that has nothing else to do (`when_idle`)."""
+        """There may now be something to read when the lane is idle (`when_idle`)."""
         with self._changed:
             self._turns.wanted(self._clock.now_s())
             self._changed.notify()
 
     def store(self, chunks: Sequence[Outgoing], done: Callable[[list[StoreOutcome]], None]) -> bool:
-        """Store chunks of one prompt, in its order. Their memory is lent until `done` is called. False: refused."""
+        """Store chunks of one prompt, in its order. Their memory is in use until `done` is called. False: refused."""
         return self._submit(Store(list(chunks), done))
 
     def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
@@ -153,17 +153,17 @@ class Lane:
             return self._speed.seconds(nbytes, self._clock.now_s(), self._share(share), last_bytes)
 
     def load_cost(self, *, trust: bool = False) -> tuple[float, float] | None:
-        """Seconds a load, and seconds a byte, with nothing before it; None: not known yet. trust: few loads will do."""
+        """Seconds per load and per byte, with nothing queued before; None: not known yet. trust: few loads suffice."""
         with self._changed:
             return self._speed.coefficients(self._least_share, trust=trust)
 
     def batch_bytes(self, wanted: int) -> int:
-        """How many bytes of chunks one load should bring, where `wanted` are if they need not be decoded. Of several
-        smaller loads one is decoded while the next is read."""
+        """How many bytes of chunks one load should have: `wanted` if they need no decoding. With several smaller loads,
+        one is decoded while the next is read."""
         return self._moving.batch_bytes(wanted)
 
     def is_idle(self) -> bool:
-        """Nothing that somebody waits for is queued or running."""
+        """No load, store or query is queued, and nothing but a rest is running."""
         with self._changed:
             return not self._jobs.queued and not self._is_busy()
 
@@ -174,7 +174,7 @@ class Lane:
             self._changed.notify()
 
     def clear(self) -> None:
-        """Hide everything that is here now or on its way here."""
+        """Hide everything that is here now or being stored here."""
         if self._only_hides:
             _log.warning(
                 "tier %s is of others (write: never), so clearing leaves it as it is; this process does not read it "
@@ -186,7 +186,7 @@ class Lane:
             self._changed.notify()
 
     def clear_tenant(self, tenant: bytes) -> None:
-        """Like `clear`, for keys with this tag. A tier that cannot tell tenants apart is cleared whole."""
+        """Like `clear`, for keys with this tag. A tier that cannot tell tenants apart is cleared as a whole."""
         with self._changed:
             if self._only_hides or isinstance(self.tier, ClearsTenants):
                 self._jobs.clear_tenant(tenant)
@@ -200,7 +200,7 @@ class Lane:
             return self._jobs.room_for_stores if self._health().serves else 0
 
     def health(self) -> tuple[Health, str]:
-        """How the tier is doing, and why; of one that is up, why it was not the last time, if ever."""
+        """The tier's health, and why; for a tier that is up, the reason for its last failure, if any."""
         with self._changed:
             health = self._health()
             return health, self._tracker.full if health is Health.FULL else self._tracker.last_failure
@@ -214,7 +214,7 @@ class Lane:
         return self.tier.usage()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or running. False: there still was when the time was over."""
+        """Wait until nothing is queued or running. False: something still was when the time was up."""
         until = time.monotonic() + timeout_s
         with self._changed:
             while self._is_busy() or self._jobs.has_any(self._clock.now_s()):
@@ -225,8 +225,8 @@ class Lane:
         return True
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Refuse what is queued, wait for what is running, close the tier. False: a call to it never returned, so it
-        stays open and its memory stays lent.
+        """Refuse queued jobs, wait for running ones, and close the tier. False: a call to it never returned, so it
+        stays open and its memory stays in use.
         """
         with self._changed:
             self._tracker.is_closed = True
@@ -242,25 +242,25 @@ class Lane:
             return False
         try:
             self.tier.close()
-        except Exception as error:  # noqa: BLE001  # it is over either way, and its memory is lent no longer
+        except Exception as error:  # noqa: BLE001  # it is closed either way, and its memory no longer in use
             _log.warning("tier %s: closing it failed: %s: %s", self.name, type(error).__name__, error)
         return True
 
     def step(self) -> bool:
-        """Do one job in this thread. False: there is none to be done now."""
+        """Do one job in this thread. False: there is none to do now."""
         while True:
             with self._changed:
                 if (job := self._choose()) is None:
                     return False
                 self._begin(job)
             if self._run(job):
-                return True  # else it was a rest's turn and there is none; something else may be waiting
+                return True  # else it was a rest's turn and there was none; something else may be waiting
 
     # Under `_changed`.
 
     def _health(self) -> Health:
         now = self._tracker.now(self._running.values())
-        if now is not self._noticed:  # a call that hangs is noticed by the next question, as nothing else happens then
+        if now is not self._noticed:  # a call that hangs is noticed at the next query, as nothing else happens then
             if self.events.on:
                 why = self._tracker.why(now)
                 self.events.publish(events.TierHealth(self.name, self._noticed.name, now.name, why))
@@ -277,11 +277,11 @@ class Lane:
             return True
 
     def _is_busy(self) -> bool:
-        """With something that somebody waits for."""
+        """With something other than a rest."""
         return len(self._running) > (self._jobs.rest is not None)
 
     def _choose(self) -> Job | Probe | RestTurn | None:
-        """What to begin now; None: nothing."""
+        """The job to begin now, or None."""
         if self._may_rest(self._turns.may_ask):
             return RestTurn()
         if self._tracker.is_closed:
@@ -314,7 +314,7 @@ class Lane:
             self._jobs.end(job)
         self._changed.notify_all()
 
-    # Without it.
+    # Without `_changed`.
 
     def _work(self) -> None:
         while True:
@@ -326,10 +326,10 @@ class Lane:
                     self._changed.wait(due_in_s if self._tracker.retry_at_s is None else self._tracker.probe_due_in_s())
                 self._begin(job)
             self._run(job)
-            del job  # or its memory stays lent while this thread waits for the next
+            del job  # or its memory stays in use while this thread waits for the next
 
     def _take_rest(self) -> Rest | None:
-        """What `when_idle` gives, begun; None: nothing, or there is something else to do by now."""
+        """Begin the rest that `when_idle` returns; None: there is none, or there is other work by now."""
         rest = self.when_idle()
         with self._changed:
             self._turns.answered(was_there=rest is not None)
@@ -347,9 +347,9 @@ class Lane:
             return False
         try:
             answer = self._do(job)
-        except BaseException as error:  # noqa: BLE001  # bugs of a tier cost its chunks only; Rust's are no Exception
+        except BaseException as error:  # noqa: BLE001  # a bug in a tier costs only its chunks, a Rust panic too
             answer = self._failed(job, error)
-        if isinstance(job, Rest):  # whoever gives rests does so again when this has ended, and must know of it by then
+        if isinstance(job, Rest):  # before its end, when `when_idle` may be called again, which needs the outcome
             answer()
         with self._changed:
             self._end(job)
@@ -415,7 +415,7 @@ class Lane:
         return both
 
     def _faults(self, arrivals: Sequence[Arrival]) -> list[str]:
-        """Discard what is damaged. Why some could not be read."""
+        """Discard damaged chunks. Returns why some could not be read."""
         wrong, failures = self._moving.faults(arrivals)
         for key, reason in wrong.items():
             level = logging.DEBUG if self.events.is_logged else logging.WARNING
@@ -428,7 +428,7 @@ class Lane:
         return failures
 
     def _share(self, share: int | None) -> int:
-        """One that this lane may read: where `None` or less than that is wanted, as little as may be."""
+        """A share that this lane may read: the smallest part if `None` or a smaller one is requested."""
         return self._least_share if share is None else min(share, self._least_share)
 
     def _see_whether_full(self) -> None:
@@ -440,9 +440,9 @@ class Lane:
             self._health()
 
     def _go_down(self, why: str, down: Job | None = None) -> Callable[[], None]:
-        """Send the tier nothing for a while. Returns what to call then, without the lock: it refuses what waits.
+        """Send the tier nothing for a while. Returns a function to call without the lock: it refuses the waiting jobs.
 
-        down: the job that it did not do.
+        down: the job that the tier did not do.
         """
         with self._changed:
             is_first = self._tracker.failed(why)
@@ -468,7 +468,7 @@ class Lane:
             _log.warning("tier %s does not let us remove chunks: %s; they are hidden instead", self.name, why)
             return lambda: None
         if not isinstance(error, TierDown):
-            # As text: a traceback kept by a log handler would keep the memory that the call was lent.
+            # As text: a traceback retained by a log handler would keep the memory of the call in use.
             _log.error("tier %s raised what is no TierDown, a bug in it:\n%s", self.name, traceback.format_exc())
             why = f"{type(error).__name__}: {error}"
         release_frames(error)

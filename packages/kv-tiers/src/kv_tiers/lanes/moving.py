@@ -1,9 +1,9 @@
 """How a lane moves chunks to its tier and reads all of a payload, its first parts, or its rest, a step at a time.
 
-The rest of a payload is read while nobody waits for anything (`Rest`), so it is read in steps of at most `STEP_BYTES`
-if the tier can read on from somewhere: what is asked for meanwhile shares the medium with one step, and not with a
-chunk. What was put together from several reads is verified as a whole. It may be wrong although nothing is damaged,
-because the chunk was stored anew in between; so only a payload that was read in one call is ever damaged.
+The rest of a payload is read while no request is waiting (`Rest`), so it is read in steps of at most `STEP_BYTES` if
+the tier can resume a read: a load requested meanwhile shares the medium with one step, and not with a whole chunk. A
+payload that was read in several steps is verified as a whole. It may be wrong although nothing is damaged, because the
+chunk was stored again in between; so only a payload that was read in one call is ever reported as damaged.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ from kv_tiers.tier import Read, ReadsPrefixes, ReadsRests, Tier
 
 STEP_BYTES: Final = 1 << 20
 _DECODED_BYTES: Final = 4 << 20
-"""What one load of chunks that are decoded brings: some milliseconds of decoding, which is what is not hidden."""
+"""Size of one load of chunks that must be decoded: a few milliseconds of decoding, the part that is not hidden."""
 
 
 class Moving:
-    """For one lane, on its threads. decodes: some of what the tier has must be decoded."""
+    """Moves chunks for one lane, on its threads. decodes: some of the tier's chunks must be decoded."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Moving:
         self._clock = clock
 
     def batch_bytes(self, wanted: int) -> int:
-        """As of `Lane`."""
+        """As in `Lane`."""
         return min(wanted, _DECODED_BYTES) if self.decodes else wanted
 
     def load(self, job: Load) -> list[Arrival]:
         """The outcome of each read."""
         with self._changed:
-            # A load that follows from an answer of before these were discarded would bring them back.
+            # A load that is based on an answer from before the discard would bring these back.
             wanted = [read for read in job.reads if not self._jobs.is_hidden(read.key)]
 
         def was_read(outcomes: Sequence[LoadOutcome]) -> None:
@@ -75,14 +75,14 @@ class Moving:
         return arrivals
 
     def learn(self, job: Load, arrivals: Sequence[Arrival], now_s: float) -> None:
-        """How long it took, and how large what the tier keeps of it is. Under the lane's lock."""
+        """Learn how long the load took, and how large the stored payloads are. Under the lane's lock."""
         came = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
         stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if came else 0
         self.decodes = self.decodes or 0 < stored_bytes < sum(map(chunk_bytes, job.reads))
         self._speed.ended(id(job), now_s, brought=came, stored_bytes=stored_bytes)
 
     def rest(self, rest: Rest, must_stop: Callable[[], bool]) -> Arrival | None:
-        """The outcome. None: it had to stop before. must_stop: asked before every step, under the lock."""
+        """The outcome. None: it had to stop early. must_stop: called before every step, under the lock."""
         if (known := rest.first_bytes) is not None:
             rest.read.header[:], rest.first_bytes = known.header, None
             rest.bytes_read = len(known.payload)
@@ -136,7 +136,7 @@ class Moving:
         return arrivals
 
     def _step(self, rest: Rest) -> Arrival | None:
-        """Read a little more of it. None: there is more to come."""
+        """Read a little more of it. None: there is more to read."""
         read = rest.read
         if rest.in_one or not isinstance(self._tier, ReadsRests) or not isinstance(self._tier, ReadsPrefixes):
             return self._arrival(read, self._tier.load([read])[0])
@@ -164,6 +164,6 @@ class Moving:
 
 
 def _stored_bytes(read: Read) -> int:
-    """The payload's size, as far as its header can be believed; 0 if it cannot."""
+    """The payload's size if its header is valid, else 0."""
     header = chunk_header.read_header(read.header)
     return 0 if isinstance(header, Damaged) or header.decoded_bytes != chunk_bytes(read) else header.stored_bytes

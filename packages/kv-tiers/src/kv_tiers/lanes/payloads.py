@@ -1,4 +1,4 @@
-"""From chunks to what a tier stores of them, and back: header, codec, checksums.
+"""Converts chunks to what a tier stores of them, and back: header, codec, checksums.
 
 Without a codec a chunk's own bytes are its payload: they are read once, for the checksum, and not moved. Encoded chunks
 go through memory that belongs to the thread and is reused: room for one chunk, and during a store for every chunk of
@@ -28,11 +28,11 @@ _log = limited_logger(__name__)
 _PAGE_BYTES: Final = 4096
 
 FindCodec = Callable[[str], Codec]
-"""The codec of this name. Raises `ConfigError` where there is none here."""
+"""The codec of this name. Raises `ConfigError` if there is none here."""
 
 
 def no_codec(name: str) -> Codec:
-    """A `FindCodec` for a lane whose tier has only chunks that are stored as they are."""
+    """A `FindCodec` for a lane whose tier has only unencoded chunks."""
     raise ConfigError(f"there is no codec {name!r} here")
 
 
@@ -47,9 +47,9 @@ class Payloads:
         *,
         drops_parts: bool = False,
     ) -> None:
-        """codec: what encodes; None: chunks are stored as they are. find_codec: what decodes, asked once a name.
-        drops_parts: the tier may have only first parts of a chunk left, and these are wanted then. Elsewhere a payload
-            that is too short is damaged.
+        """codec: the encoder; None: chunks are stored unencoded. find_codec: finds decoders, called once per name.
+        drops_parts: the tier may have only first parts of a chunk left, which are then used. Otherwise a payload that
+            is too short is damaged.
         """
         self._drops_parts = drops_parts
         self._format_id = format_id
@@ -59,7 +59,7 @@ class Payloads:
         self._mine = threading.local()
 
     def writes(self, chunks: Sequence[Outgoing]) -> list[Write]:
-        """What the tier is to store. Encoded payloads are in this thread's memory until its next call."""
+        """The writes for the tier. Encoded payloads are in this thread's memory until its next call."""
         return [self._write(chunk, at) for at, chunk in enumerate(chunks)]
 
     def arrival(self, read: Read, loaded: Loaded, name: str) -> Arrival:
@@ -68,7 +68,7 @@ class Payloads:
         name: the tier's, for the log.
         """
         if self._drops_parts and loaded.nbytes < chunk_header.stored_bytes_in(read.header):
-            # A reader of payloads is not told how much there is of one.
+            # A reader of payloads is not informed that only a part is left.
             left = Arrival(read.key, Absent()) if read.as_stored else self.approximation(read, loaded)
             if left is not None:
                 return left
@@ -97,7 +97,7 @@ class Payloads:
         """The outcomes for chunks whose `first_parts` were read, by the id of the read. A read that is missing has no
         first part that can be used alone: read it whole.
 
-        keeps: as of `Load`.
+        keeps: as in `Load`.
         """
         arrivals = {
             id(read): self.approximation(read, outcome, keeps=keeps)
@@ -140,7 +140,7 @@ class Payloads:
         codec = None if self._codec is None else _of_share(self._codec, chunk.key)
         if codec is not None and chunk.nbytes > _PAGE_BYTES:
             out = self._buffer(at, len(chunk.pages))
-            # A page less at least, or nothing is won on any medium.
+            # At least a page less, or nothing is saved on any medium.
             encode = codec.encode_first if chunk.parent is None and isinstance(codec, EncodesFirst) else codec.encode
             stored_bytes = encode(bytes_, out[: chunk.nbytes - _PAGE_BYTES])
             if stored_bytes is not None:
@@ -174,7 +174,7 @@ class Payloads:
         return Arrival(read.key, Loaded(header.decoded_bytes), checksum)
 
     def _copied(self, payload: memoryview, read: Read) -> memoryview:
-        """In this thread's memory, so that the chunk can be decoded to where the payload was read."""
+        """A copy in this thread's memory, so that the chunk can be decoded to where the payload was read."""
         import numpy as np  # a server whose tiers encode nothing starts faster and smaller without it
 
         copied = self._buffer(0, len(read.pages))[: payload.nbytes]
@@ -202,7 +202,7 @@ class Payloads:
 
 
 def _of_share(codec: Codec, key: ChunkKey) -> Codec | None:
-    """What encodes and decodes this chunk; None: it is stored as it is."""
+    """The codec for this chunk; None: it is stored unencoded."""
     return codec.of_share(key.group, key.shard) if isinstance(codec, CodesShares) else codec
 
 

@@ -2,7 +2,7 @@
 
 A load has two phases. Reading ends when the tier's call returns; its time depends on the bytes of the load and on those
 that were submitted before and have not been read yet. So queueing, threads that share a medium, and media that serve
-many requests at once are all included in what is measured. Decoding depends on the chunks' own bytes and on how much of
+many requests at once are all included in the measurement. Decoding depends on the chunks' own bytes and on how much of
 each is read. Meanwhile other loads are read, so of many loads only the last one's decoding adds to the wait.
 
 The phases are measured separately because they scale differently: a quarter of a chunk crosses the link in a quarter of
@@ -20,12 +20,12 @@ from typing import Final
 from kv_core.estimate import Estimator
 
 _SOON_S: Final = 0.05
-"""Of a tier of which nothing is known a load that has not come for so long says something."""
+"""From this age on, a load that has not arrived gives an estimate for a tier that has not been measured."""
 _EVERY: Final = 4
-"""Loads that are submitted together are late together. So once something is known, of these each fourth and the last
-are samples: one busy moment must not look like a change."""
+"""Loads that are submitted together are late together. So once the tier has been measured, only every fourth of these
+and the last are samples: one busy moment must not look like a change."""
 _FADES: Final = 0.1
-"""How much one load moves what is known of the sizes of payloads."""
+"""The weight of one load in the estimated sizes of payloads."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _UnderWay:
     chunk_bytes: size of its chunks in the pool.
     share: as for `LoadSpeed.seconds`.
     link_bytes: bytes expected to be read; once read, the actual number.
-    upto_bytes: those plus what had been submitted before and was not read yet.
+    upto_bytes: those plus the bytes that had been submitted before and were not read yet.
     expected_s: the estimate for it.
     read_s: when it had been read; None: not yet, or not reported.
     """
@@ -56,9 +56,9 @@ class LoadSpeed:
     def __init__(self) -> None:
         self._reading = Estimator(2, memory=32, min_samples=3)
         self._decoding: dict[int, Estimator] = {}  # by share
-        self._of_chunk: dict[int, float] = {}  # by share: bytes read, of the chunks' own bytes
+        self._of_chunk: dict[int, float] = {}  # by share: bytes read per byte of the chunks
         self._under_way: dict[int, _UnderWay] = {}  # by number, oldest first
-        self._bytes = 0  # of those, what is still to be read
+        self._bytes = 0  # of those, bytes that are still to be read
         self._not_counted = 0  # loads since the last sample
 
     def seconds(self, nbytes: int, now_s: float, share: int = 1, last_bytes: int | None = None) -> float | None:
@@ -81,7 +81,7 @@ class LoadSpeed:
         return estimate
 
     def began(self, number: int, nbytes: int, now_s: float, share: int = 1) -> None:
-        """number: tells it from others under way. nbytes: of its chunks."""
+        """number: distinguishes it from other loads in flight. nbytes: size of its chunks."""
         link_bytes = max(1, self._link_bytes(nbytes, share))
         expected_s = self._reading.seconds((1.0, self._bytes + link_bytes))
         if expected_s is not None:
@@ -102,9 +102,9 @@ class LoadSpeed:
         load.read_s = now_s
 
     def ended(self, number: int, now_s: float, *, brought: bool, stored_bytes: int = 0) -> None:
-        """It is over.
+        """The load has ended.
 
-        brought: all of it is here. What failed or was refused says nothing.
+        brought: all of it is here. Loads that failed or were refused are ignored.
         stored_bytes: of the chunks' whole payloads; 0: not known.
         """
         if (load := self._under_way.pop(number, None)) is None:
@@ -127,8 +127,8 @@ class LoadSpeed:
             estimator.add((1.0, load.chunk_bytes), now_s - read_s)
 
     def coefficients(self, share: int = 1, *, trust: bool = False) -> tuple[float, float] | None:
-        """Seconds a load, and seconds a byte of chunks, with nothing before it; None: not known. What is decoded while
-        other loads are read is not in it. trust: from now on it is known, however few loads it is from."""
+        """Seconds per load, and per byte of chunks, with nothing queued before; None: not known. Decoding while other
+        loads are read is not included. trust: from now on accept the result, however few loads it is based on."""
         if trust:
             self._reading.trust()
         known = self._reading.coefficients
@@ -147,8 +147,8 @@ class LoadSpeed:
             self._of_chunk[share] = before + _FADES * (of_chunk - before)
 
     def _decoding_s(self, nbytes: int, share: int) -> float:
-        """Decoding time of one load. A share that has not been decoded yet is assumed to follow the square root of what
-        is read, which is about right for the codec `progressive`.
+        """Decoding time of one load. For a share that has not been decoded yet it is assumed to follow the square root
+        of the part read, which is about right for the codec `progressive`.
         """
         if share in self._decoding:
             return self._decoding[share].seconds((1.0, nbytes)) or 0.0

@@ -1,8 +1,8 @@
-"""When a lane reads the rest of a payload: while nothing else is to be done, and else a tenth of the time.
+"""When a lane reads the rest of a payload: while there is nothing else to do, and otherwise a tenth of the time.
 
-Rests are read for nobody (`Rest`), so what somebody waits for comes first. But a lane that is never idle, as a prompt
-always follows another, would leave its approximations as they are for good. So once `LEAST_S` have passed, and nine
-times as long as the last step took, one step comes before what is queued.
+No request waits for a rest (`Rest`), so other jobs come first. But a lane that is never idle, because one prompt
+follows another, would leave its approximations as they are for good. So once `LEAST_S` have passed, and nine times as
+long as the last step took, one step comes before the queued jobs.
 """
 
 import math
@@ -10,15 +10,15 @@ from typing import Final
 
 LEAST_S: Final = 0.1
 _TIMES: Final = 9
-"""So many times as long as its last step a rest waits for its next, if the lane is not idle."""
+"""If the lane is not idle, the wait for the next step is this many times as long as the last step took."""
 
 
 class RestTurn:
-    """In place of a job: `Lane.when_idle` is to be called for one."""
+    """In place of a job: call `Lane.when_idle` for one."""
 
 
 class RestTurns:
-    """Of one lane, under its lock. Times are of its clock."""
+    """The rest turns of one lane, under its lock. Times are by its clock."""
 
     def __init__(self) -> None:
         self._are_wanted = self._is_asking = self._is_reading = False
@@ -32,14 +32,14 @@ class RestTurns:
         self._are_wanted = True
 
     def may_ask(self, now_s: float, is_idle: bool) -> bool:
-        """Whether to ask for one now."""
+        """Whether to call `when_idle` now."""
         return self._are_wanted and not self._is_asking and not self._is_reading and (is_idle or now_s >= self._due_s)
 
     def asks(self) -> None:
         self._is_asking, self._are_wanted = True, False
 
     def answered(self, *, was_there: bool) -> None:
-        """Whether there was one. There may be more, then."""
+        """was_there: there was one, so there may be more."""
         self._is_asking, self._are_wanted = False, self._are_wanted or was_there
 
     def begins(self) -> None:
