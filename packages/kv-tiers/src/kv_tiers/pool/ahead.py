@@ -30,10 +30,10 @@ LEAST_AHEAD: Final = 64 << 20
 """The distance at the start, in bytes: a prompt of 1,500 tokens of a model of 135 million parameters takes 35 MB."""
 MOST_AHEAD: Final = 1 << 30
 SLICE_BYTES: Final = 512 << 10
-"""Bytes a call: a millisecond or so, for which `stop` waits, and any mapping or unmapping of memory in this process."""
+"""Bytes per call: about a millisecond, for which `stop` and any mapping or unmapping of memory in this process wait."""
 WORTH_BYTES: Final = 2 << 20
 _NICENESS: Final = 5
-"""No more: a thread that hardly ever runs would hold the lock of the process's mappings for long."""
+"""Not higher: a thread that hardly ever runs would hold the lock of the process's mappings for long."""
 _MADV_POPULATE_WRITE: Final = 23  # Python has no name for it
 
 
@@ -79,7 +79,7 @@ class PopulatedAhead:
             self._thread.start()
 
     def stop(self) -> None:
-        """No page is touched any more. It waits for a slice at most; calling it again does nothing."""
+        """Stop touching pages. It waits for one slice at most; calling it again does nothing."""
         self._is_over = True
         self._mapping = None
         thread, self._thread = self._thread, None
@@ -87,16 +87,16 @@ class PopulatedAhead:
             thread.join()
 
     def _populate(self, mapping: mmap.mmap) -> None:
-        """mapping: alive as long as this thread is, whatever becomes of the pool."""
+        """mapping: stays alive as long as this thread does, whatever happens to the pool."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux a thread's own
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + self._start
         madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap's own would hold the GIL meanwhile
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        # What is used already is there already, or will be before we are.
+        # Used slots are populated already, or will be before this thread reaches them.
         while not self._is_over and (at := max(self._populated, self._used // PAGE_BYTES * PAGE_BYTES)) < self._target:
             began_s = time.monotonic()
-            # Up to a multiple of the slice's size in memory, so that none crosses a huge page's end.
+            # Up to a multiple of the slice's size in memory, so that no slice crosses the end of a huge page.
             nbytes = min(SLICE_BYTES - (address + at) % SLICE_BYTES, self._bytes - at)
             if madvise(address + at, nbytes, _MADV_POPULATE_WRITE) == 0:
                 self._populated = at + nbytes

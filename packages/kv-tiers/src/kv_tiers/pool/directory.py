@@ -6,7 +6,7 @@ dies, a valid record refers to complete bytes. All writes are plain stores to sh
 in the order in which it made them.
 
     header  magic 8 | version u32 | zero u32 | largest chunk_bytes u64 | slot_bytes u64 | slots u64
-            | sha256(fingerprint, and where groups differ in size all sizes) 32 | xxh3_64 of the above
+            | sha256(fingerprint, and all sizes if groups differ in size) 32 | xxh3_64 of the above
     record  magic 4 | version u16 | key length u16 | parent's slot u32 (0xFFFFFFFF: none) | parts u32 | chunk_bytes u64
             | number u64 | xxh3_128 of the chunk 16 | key 72 | xxh3_64 of the above, seeded with the slot
 
@@ -43,8 +43,8 @@ class Record:
     """One slot's committed chunk.
 
     parent: the slot of the chunk before it in the prompt at that time, or `NO_PARENT`.
-    number: counts commits, so that what was committed later has the larger one.
-    parts: it was decoded from this many first parts of what a tier has; 0: it is what was stored.
+    number: counts commits, so a later commit has a larger one.
+    parts: the chunk was decoded from this many first parts of a tier's payload; 0: it is exact.
     """
 
     slot: int
@@ -71,14 +71,14 @@ def least_worth_first(records: Sequence[Record]) -> list[Record]:
 
 
 def slots_least_worth_first(number_of: Mapping[int, int], parent_of: Mapping[int, int]) -> list[int]:
-    """The same of chunks by slot: the number of each one's commit, and its parent's slot or one that is none."""
+    """The same for chunks by slot: the number of each one's commit, and its parent's slot, or one not in use."""
     last_commit = dict(number_of)
     newest_first = sorted(number_of, key=number_of.__getitem__, reverse=True)
     for slot in newest_first:
         parent = parent_of[slot]
         if parent in last_commit:
             last_commit[parent] = max(last_commit[parent], last_commit[slot])
-    return sorted(newest_first, key=last_commit.__getitem__)  # which keeps that order among equals
+    return sorted(newest_first, key=last_commit.__getitem__)  # stable: equals stay in that order
 
 
 class Directory:
@@ -98,7 +98,7 @@ class Directory:
         self._next_number = 0
 
     def is_ours(self) -> bool:
-        """The header is there and says the same geometry and fingerprint as we."""
+        """The header is there and has our geometry and fingerprint."""
         return self._mapping[: len(self._header)] == self._header
 
     def is_blank(self) -> bool:
@@ -115,21 +115,21 @@ class Directory:
         return read
 
     def write(self, slot: int, key: ChunkKey, parent: int, digest: bytes) -> None:
-        """Vouch for a chunk whose bytes are in its slot."""
+        """Record a chunk whose bytes are in its slot."""
         number, self._next_number = self._next_number, self._next_number + 1
         self._write(slot, Record(slot, key, parent, number, digest))
 
     def is_approximate(self, slot: int, parts: int) -> None:
-        """The chunk of this record was decoded from so many first parts."""
+        """Record that the chunk in this slot was decoded from this many first parts."""
         record = self._read(slot)
         if record is not None:
             self._write(slot, replace(record, parts=parts))
 
     def move(self, slot: int, to: int, digest: bytes, parts: int) -> None:
-        """The chunk of this record has other bytes now, in another slot. It stays worth what it was.
+        """The chunk of this record now has other bytes, in another slot. Its rank stays the same.
 
-        Killed at any moment, one record names it or none. Records of what follows it name the slot that it left, which
-        is a hint like every parent.
+        If the process is killed at any moment, one record names the chunk, or none. Records of chunks that follow it
+        name the slot that it left, which is a hint like every parent.
         """
         record = self._read(slot)
         self.wipe(slot)

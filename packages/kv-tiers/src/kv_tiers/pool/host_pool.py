@@ -44,7 +44,7 @@ class HostPool:
 
     chunk_bytes: of the largest chunk. sizes: of every group's.
 
-    Made by `anonymous`, `named` or `shared`. Use by one thread at a time, but for `view` and `extent`.
+    Created by `anonymous`, `named` or `shared`. For one thread at a time, except `view` and `extent`.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class HostPool:
     def anonymous(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
         """Memory of this process alone, in huge pages where the machine has them.
 
-        chunk_bytes: of the largest chunk. group_bytes: of each group's; none: all have that.
+        chunk_bytes: of the largest chunk. group_bytes: of each group's; none: all have that size.
 
         Raises:
-            ConfigError: there is not so much memory.
+            ConfigError: not enough memory.
         """
         nbytes = _check_size(name, chunk_bytes, slots)
         try:
@@ -121,7 +121,7 @@ class HostPool:
     def named(
         cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), fingerprint: str = ""
     ) -> "HostPool":
-        """A pool in a private file (mode 0600) in a directory of the user's own. One process at a time can open it.
+        """A pool in a private file (mode 0600) in a directory of this user. One process at a time can open it.
 
         chunk_bytes, group_bytes: as for `anonymous`.
         fingerprint: identifies the format of the chunks. If it, the chunks' sizes or the number of slots differ from
@@ -150,7 +150,7 @@ class HostPool:
             os.close(file)
             raise
         pool._start_directory(path, nbytes)
-        pool._ahead.reached(0)  # not before: a file of another geometry has been cut short and made longer again
+        pool._ahead.reached(0)  # not before: a file of another geometry was truncated and extended again
         return pool
 
     @classmethod
@@ -178,24 +178,24 @@ class HostPool:
                 f"the host pool {name!r} of {spelled(nbytes)} cannot be mapped: {error.strerror}; "
                 "write a smaller capacity"
             ) from None
-        # A memfd lies in no file system that somebody else could fill; memory set aside slot by slot would be zeroed on
-        # the thread that asks, which for a server is the only one.
+        # A memfd is in no file system that other users could fill. Memory allocated slot by slot would be zeroed on the
+        # calling thread, which in a server is the only one.
         pool._can_run_dry = not is_sealed
         return pool
 
     @staticmethod
     def unlink(name: str) -> None:
-        """Remove the named pool's file, if it is there. Who has it open keeps it until they close."""
+        """Remove the named pool's file, if it exists. A process that has it open keeps it until it closes it."""
         pool_path(name).unlink(missing_ok=True)
 
     @property
     def view(self) -> memoryview:
-        """The slots' bytes, writable; offsets of extents count from its start. Release what you make of it."""
+        """The slots' bytes, writable; offsets of extents count from its start. Release everything derived from it."""
         return self._view
 
     @property
     def descriptor(self) -> int:
-        """The file that the slots lie in, from its first byte; for a shared pool only. It stays the pool's own.
+        """The file that holds the slots, from its first byte; for a shared pool only. The pool still owns it.
 
         Raises:
             MisuseError: not a shared pool.
@@ -259,11 +259,11 @@ class HostPool:
         return short
 
     def place(self, slot: int) -> int:
-        """Where this slot is in `view`, counted in slots, and so which record of the directory is its own."""
+        """The position of this slot in `view`, counted in slots, which is also that of its record in the directory."""
         return self._places.at(slot)
 
     def swap(self, one: int, other: int) -> None:
-        """Have two slots change places: each has the other's bytes from now, which stay where they are in memory."""
+        """Have two slots change places: from now on each has the other's bytes, which stay where they are in memory."""
         self._places.swap(one, other)
 
     def extent(self, slot: int) -> HostExtent:
@@ -294,7 +294,7 @@ class HostPool:
             return
         self._ahead.stop()
         try:
-            # Both refuse while the memory is lent: the view if an array was made of it, the mapping if a slice was.
+            # Both refuse while the memory is in use: the view if an array was made of it, the mapping if a slice was.
             self._view.release()
             self._mapping.close()
         except BufferError:
@@ -318,7 +318,7 @@ class HostPool:
                 self.name,
                 path,
             )
-            # Of another geometry: any byte may lie where we would look for a record.
+            # With another geometry, any byte may lie where we would look for a record.
             os.ftruncate(self._file, 0)
             os.ftruncate(self._file, nbytes)
             os.posix_fallocate(self._file, 0, self._slots_from)
@@ -369,7 +369,7 @@ def _check_size(name: str, chunk_bytes: int, slots: int) -> int:
 
 
 def _open_unnamed(name: str) -> tuple[int, bool]:
-    """A file in memory without a name, and whether it can be sealed. Pythons built for old systems know no memfd."""
+    """A file in memory without a name, and whether it can be sealed. Pythons built for old systems lack memfd."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"kv-tiers-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
     with tempfile.NamedTemporaryFile(prefix="kv-tiers-", dir=_parent()) as named:  # unlinked with the block, mode 0600
@@ -377,7 +377,7 @@ def _open_unnamed(name: str) -> tuple[int, bool]:
 
 
 def _make_private(directory: Path) -> None:
-    """A directory that is ours and closed to others, made if it is not there."""
+    """A directory that is ours and closed to others, created if it does not exist."""
     try:
         own_directory(directory, "remove it, or write no name for the pool")
     except OSError as error:
@@ -385,7 +385,7 @@ def _make_private(directory: Path) -> None:
 
 
 def _open_private(path: Path) -> int:
-    """The file, made if it is not there, ours alone and locked."""
+    """The file, created if it does not exist, ours alone and locked."""
     while True:
         try:
             file = open_own_file(path, os.O_RDWR | os.O_CREAT, "remove it or choose another name")
@@ -407,7 +407,7 @@ def _open_private(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # unlinked between our open and our lock: what is there now is another file
+        os.close(file)  # unlinked between our open and our lock: the path now names another file
 
 
 def _is_still(path: Path, opened: os.stat_result) -> bool:

@@ -1,7 +1,7 @@
 """Where chunks are in a pool: slots of one size, in whole pages, with room for the largest chunk.
 
 A slot's number names a chunk while it is there. Slots lie in the order of their numbers until two change places, which
-is how better bytes of a chunk take the place of those that it has (`kv_tiers.cache.refine`).
+is how better bytes of a chunk replace its present ones (`kv_tiers.cache.refine`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,15 +22,15 @@ def slot_bytes_for(chunk_bytes: int) -> int:
 
 
 class Places:
-    """The extents of one pool. One object a slot for as long as chunks of one size come there, as making one costs more
-    than all else."""
+    """The extents of one pool. A slot's object is reused while its chunks have the same size, because creating one
+    costs more than everything else here."""
 
     def __init__(self, pool: str, sizes: PayloadSizes, slot_bytes: int, slots: int) -> None:
         self._pool = pool
         self._sizes = sizes
         self._slot_bytes = slot_bytes
         self._extents: list[HostExtent | None] = [None] * slots
-        self._moved: dict[int, int] = {}  # slots that are not where they were at first
+        self._moved: dict[int, int] = {}  # slots that are not where they were initially
 
     def at(self, slot: int) -> int:
         """The place of this slot, counted in slots."""

@@ -1,11 +1,10 @@
-"""The one rule for secrets and for our own files and directories: who may have access to them.
+"""The rules for secrets and for our own files and directories: who may have access to them.
 
-A **secret** is a regular file owned by this user or root, to which nobody else has any access. Links are followed,
-because Kubernetes mounts secrets through them, if they are owned by this user or root too. Nothing here blocks on a
-pipe.
+A **secret** is a regular file owned by this user or root, to which no other user has any access. Links are followed if
+they too are owned by this user or root, because Kubernetes mounts secrets through them. Nothing here blocks on a pipe.
 
 **Our own files and directories** are owned by this user and closed to all others (0600, 0700), regular, not links, and
-have no second name, so nobody else could have put anything there. What does not exist is created that way.
+have no second name, so no other user can have put anything there. Missing ones are created that way.
 """
 
 import errno
@@ -55,7 +54,7 @@ def read_secret(path: Path, what: str, *, empty_hint: str = "write the secret in
 
 
 def _check_link(path: Path, said: str) -> None:
-    """Whoever makes a link chooses which of our files is read, and sent."""
+    """The owner of a link chooses which of our files is read, and sent."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"{said} is a link of user {found.st_uid}, who could point it anywhere; name the file itself")
@@ -75,13 +74,13 @@ def _check_secret(found: os.stat_result, path: Path, said: str) -> None:
 
 
 def own_directory(path: Path, remedy: str, *, parents: bool = False) -> None:
-    """Make the directory if it is not there, and see that it is ours alone. remedy: what to do if it is not.
+    """Create the directory if it does not exist, and check that it is ours alone. remedy: what to do if it is not.
 
-    parents: make those above it too, closed to others whatever the umask is.
+    parents: create those above it too, closed to others whatever the umask is.
 
     Raises:
-        ConfigError: it is not.
-        OSError: it cannot be made.
+        ConfigError: it is not ours alone.
+        OSError: it cannot be created.
     """
     for missing in [above for above in reversed(path.parents) if parents and not above.exists()] + [path]:
         with suppress(FileExistsError):
@@ -105,12 +104,12 @@ def open_own_directory(path: Path, remedy: str) -> int:
 
 
 def open_own_file(path: Path, flags: int, remedy: str, *, directory: int | None = None) -> int:
-    """The file, open; made if it is not there and `flags` says so. Never waits.
+    """Open the file; create it if it does not exist and `flags` says so. Never blocks.
 
     directory: open, the one that `path` is in. remedy: what to do if the file is not ours alone.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not ours alone.
         OSError: it cannot be opened.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
