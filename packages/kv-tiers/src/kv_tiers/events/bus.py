@@ -31,7 +31,7 @@ INTERVAL_S: Final = 0.05
 
 
 class Source:
-    """One cache's end of a bus. Publish only where `on` is true, so that events without a subscriber are never made."""
+    """One cache's end of a bus. Publish only if `on` is true, so that events without a subscriber are never created."""
 
     __slots__ = (
         "_append",
@@ -79,9 +79,9 @@ class Source:
             self._dropped()
 
     def changes_since(self, upto: int) -> Changes:
-        """What entered and left the pool since then. The first call starts the record.
+        """The keys that entered and left the pool since then. The first call starts the record.
 
-        upto: as the last answer said; 0 at first.
+        upto: as in the last answer; 0 at first.
         """
         if self._changes is None:
             self._changes = ChangeLog()
@@ -106,21 +106,21 @@ class Subscriber(ABC):
     """Receives events. Called on the bus's thread only, until `close`."""
 
     wants_requests = True
-    """False: it does not need `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may not get them. These are
-    the majority of events, and keep every prompt's keys alive until they are delivered."""
+    """False: it does not need `LookedUp`, `LoadBegun`, `LoadEnded` and `HolderEnded`, and may not receive them. These
+    are the majority of events, and keep every prompt's keys alive until they are delivered."""
     writes_log = False
     """It logs what an operator should know: a tier that fails or recovers, and damage."""
 
     @abstractmethod
     def take(self, occurred: Occurred) -> None:
-        """Something happened."""
+        """Receive an event."""
 
     def flush(self) -> None:
-        """The queue is empty: write out what was gathered. Called often."""
+        """The queue is empty: write out what has been collected. Called often."""
         return
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """There will be no more events."""
         return
 
 
@@ -138,7 +138,7 @@ class EventBus:
         self._max_queued = max_queued
         self._interval_s = interval_s
         self._now_s: Callable[[], float] = time.monotonic if clock is None else clock.now_s
-        self._lock = threading.Lock()  # of everything below; publishing takes it only to count what it drops
+        self._lock = threading.Lock()  # of everything below; publishing takes it only to count dropped events
         self._sources: list[Source] = []
         self._subscribers: tuple[Subscriber, ...] = ()
         self._failed_before: set[int] = set()
@@ -159,7 +159,7 @@ class EventBus:
         return self._failures
 
     def source(self, name: str = "", group_bytes: Sequence[int] = (1,), chunk_tokens: int = 0) -> Source:
-        """The end for a new cache."""
+        """The source for a new cache."""
         source = Source(self, name, group_bytes, chunk_tokens)
         with self._lock:
             self._sources.append(source)
@@ -167,7 +167,7 @@ class EventBus:
         return source
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Deliver every event from now on to it. After `close` it gets none."""
+        """From now on deliver every event to it. After `close` it receives none."""
         with self._lock:
             if self._closed:
                 return
@@ -214,7 +214,7 @@ class EventBus:
             self._call(subscriber, subscriber.close)
 
     def _switch(self, source: Source) -> None:
-        """Switch it on where there are subscribers, else off."""
+        """Switch it on if there are subscribers, else off."""
         source._is_subscribed = bool(self._subscribers) and not self._closed
         source.on = source._is_subscribed or source._changes is not None
         source.on_requests = source._is_subscribed and any(
@@ -245,7 +245,7 @@ class EventBus:
                 for subscriber in subscribers:
                     try:
                         subscriber.take(occurred)
-                    except Exception:  # noqa: BLE001  # one subscriber's bug is not another's, nor the cache's
+                    except Exception:  # noqa: BLE001  # one subscriber's bug affects neither the others nor the cache
                         self._count_failure(subscriber)
             self._flush_all(subscribers)
             if is_last and not queue:

@@ -1,9 +1,9 @@
-"""The record of changes to a pool, in order, for readers that mirror its content, such as a router's tree by way of
+"""The record of changes to a pool, in order, for readers that mirror its content, such as a router's tree through
 vLLM.
 
 Unlike a subscriber, which is called a moment later on another thread, a reader polls and gets everything that has
-happened before the poll. The record is bounded in keys; a reader that falls behind is told that it missed something,
-and starts over. Nothing is recorded before the first poll.
+happened before the poll. The record is bounded in keys; a reader that falls behind is notified that changes are
+missing, and starts over. Nothing is recorded before the first poll.
 """
 
 import threading
@@ -23,7 +23,7 @@ POOL: Final = "host"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """entered: these keys can be found in the pool from now; else no more. No keys: everything has left."""
+    """entered: from now on these keys can be found in the pool; else no longer. No keys: everything has left."""
 
     entered: bool
     keys: Sequence[ChunkKey]
@@ -54,7 +54,7 @@ class ChangeLog:
         self._upto = 0
 
     def note(self, event: Event) -> None:
-        """Keep what this event says of the pool. Called under the cache's lock: nothing here waits."""
+        """Record the changes to the pool in this event. Called under the cache's lock: nothing here waits."""
         match event:
             case Committed(keys=keys) | Promoted(keys=keys) if keys:
                 self._keep(Change(True, keys))
@@ -66,7 +66,7 @@ class ChangeLog:
                 pass
 
     def since(self, upto: int) -> Changes:
-        """upto: as the last answer said; 0 at first."""
+        """upto: as in the last answer; 0 at first."""
         with self._lock:
             first = self._upto - len(self._kept)
             is_whole = first <= upto <= self._upto

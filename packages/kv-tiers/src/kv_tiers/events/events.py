@@ -15,7 +15,7 @@ from kv_core.keys import ChunkKey
 from kv_core.service import Holder
 
 EvictedFor = Literal["store", "promotion", "watermark", "quota", "refinement"]
-"""Why room was needed: for a store, for a promotion, for the free slots that `write: back` keeps, for a tenant's quota,
+"""Why room was needed: for a store, for a promotion, for the slots that `write: back` keeps free, for a tenant's quota,
 or for better bytes of a chunk that is an approximation."""
 
 LoadEnding = Literal["released", "forgotten", "ended"]
@@ -24,12 +24,12 @@ LoadEnding = Literal["released", "forgotten", "ended"]
 class LookedUp(msgspec.Struct, frozen=True):
     """A lookup was answered.
 
-    holder: who asked.
+    holder: the holder that made it.
     keys: all keys of the lookup, from the prompt's first, chunk-major.
     shape: which keys a chunk has, and what a hit needs of them.
     chunks_hit: how many leading chunks are a hit.
     tiers: the tier that each of those came from, as in `LookupPlan`.
-    ended: the name of an `Ended`; after `PENDING` the same holder asks again.
+    ended: the name of an `Ended`; after `PENDING` the same holder looks up again.
     choice: whether loading pays, with both estimates; None: the lookup came without costs.
     """
 
@@ -79,7 +79,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True):
-    """A lease reached its deadline without a sign of its holder.
+    """A lease reached its deadline without a call from its holder.
 
     chunks: number of chunks leased.
     kind: the promise of a lookup, or the lease of a load.
@@ -109,7 +109,7 @@ class StoreBegun(msgspec.Struct, frozen=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """Chunks can be found in the pool from now.
+    """From now on chunks can be found in the pool.
 
     seconds: since their slots were reserved.
     """
@@ -121,7 +121,7 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """Reserved slots were given back: these chunks will not come."""
+    """Reserved slots were freed: these chunks will not be committed."""
 
     holder: Holder
     lease: int
@@ -129,7 +129,7 @@ class Aborted(msgspec.Struct, frozen=True):
 
 
 class HolderEnded(msgspec.Struct, frozen=True):
-    """A holder gave back everything: its request is over."""
+    """All leases of a holder ended: its request is over."""
 
     holder: Holder
 
@@ -138,7 +138,7 @@ class Evicted(msgspec.Struct, frozen=True):
     """Chunks left a tier to make room.
 
     cause: what the room was for.
-    holder: whose chunks needed it, where that is known, else empty.
+    holder: whose chunks needed it, if known, else empty.
     policy: the name of the policy that chose them.
     """
 
@@ -188,12 +188,12 @@ class Promoted(msgspec.Struct, frozen=True):
 
 
 class Refined(msgspec.Struct, frozen=True):
-    """Chunks in the pool that were approximations have better bytes from now, as a rule the exact ones.
+    """From now on chunks in the pool that were approximations have better bytes, usually the exact ones.
 
-    tier: from where.
+    tier: where those came from.
     keys: of these chunks.
     nbytes: size of these chunks.
-    seconds: since the reading of what was missing began.
+    seconds: since the reading of the missing bytes began.
     """
 
     tier: str
@@ -207,7 +207,7 @@ class Spilled(msgspec.Struct, frozen=True):
 
     keys: of those that are stored there now.
     refused: how many are not.
-    retried: whether these wait and go down later.
+    retried: whether these are queued again and written later.
     nbytes: how many bytes are stored there now.
     seconds: from the submission to the acknowledgement.
     """
@@ -234,7 +234,7 @@ class TierHealth(msgspec.Struct, frozen=True):
 
 
 class BlocksAllocated(msgspec.Struct, frozen=True):
-    """An engine allocated blocks to a request. Reported by the engine; a cache knows nothing of blocks."""
+    """An engine allocated blocks to a request. Reported by the engine; a cache has no blocks."""
 
     holder: Holder
     blocks: int
