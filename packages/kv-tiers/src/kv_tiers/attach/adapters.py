@@ -30,20 +30,20 @@ from kv_tiers.attach.identity import content_of
 _log = limited_logger(__name__)
 
 _MAX_ADAPTERS: Final = 4096
-"""How many are known, those used last; more than an engine has in its memory. One that was used before all of these is
-not in the engine's memory either, so its files are read anew there as here."""
+"""How many are known, the most recently used ones; more than an engine has in its memory. An older one is not in the
+engine's memory either, so the engine reads its files again, and so do we."""
 
 
 @dataclass(slots=True)
 class _Adapter:
-    """One that was seen.
+    """An adapter that was seen.
 
     name, path: as the engine has them.
     seen_ns: when it was seen first, since the epoch.
-    content: what it is named by; None until it is known.
+    content: the identity of its content; None until it is known.
     states: of its files, when they were read.
-    is_void: it cannot be named.
-    is_queued: the thread is to look at it.
+    is_void: it cannot have an identity.
+    is_queued: it waits for the thread.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Adapters:
     def identity(self, number: int, name: str, path: str) -> str | None:
         """The adapter's name in keys; None: it is not known yet or cannot be, and the request must not be cached.
 
-        number: the engine's own of this adapter. Asking again has the files looked at again, in the background.
+        number: the engine's own number of this adapter. Each call has the files checked again, in the background.
         """
         adapter = self._known.get((number, name, path))
         if adapter is None:
@@ -91,12 +91,12 @@ class Adapters:
         self.identity(number, name, path)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until the thread has looked at all it was asked to."""
+        """Wait until the thread has processed everything that was queued."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._waiting, timeout_s)
 
     def close(self) -> None:
-        """End the thread. Nothing is known afterwards that was not before."""
+        """End the thread. No further adapter becomes known."""
         self._stopped.set()
         self._queue.put(None)
 
@@ -119,7 +119,7 @@ class Adapters:
                 pass
             except (OSError, FilesChangedError) as error:
                 self._void(adapter, str(error))
-            except Exception as error:  # noqa: BLE001  # a thread of ours: whatever it is, the adapter has no name
+            except Exception as error:  # noqa: BLE001  # our own thread: whatever the error, the adapter has no identity
                 self._void(adapter, f"{type(error).__name__}: {error}")
             finally:
                 adapter.is_queued = False

@@ -21,10 +21,10 @@ def fitted(
 ) -> Settings:
     """The settings with a `chunk_tokens` that is a whole number of the engine's blocks.
 
-    If it is not set, it becomes one block where blocks are long, so that we find all that the engine's own prefix cache
-    would: vLLM's have 128 tokens on a CPU, where computing 128 more takes longest, 64 with some kernels for latents,
-    and, in models with states, as many as a state is large, for example 528. Else it is the smallest whole number of
-    blocks that is no less than the default.
+    If it is not set, it becomes one block where blocks are long, so that we find everything that the engine's own
+    prefix cache would: vLLM's blocks have 128 tokens on a CPU, where computing 128 more takes longest, 64 with some
+    kernels for latents, and, in models with states, as many as match the size of a state, for example 528. Otherwise it
+    is the smallest whole number of blocks that is no less than the default.
 
     An engine keeps a prompt's last state at the end of a block. In a chunk of several blocks, most of these would not
     be at the end of a chunk and would be useless, so for such models short blocks make a chunk of 64 tokens.
@@ -34,7 +34,7 @@ def fitted(
     has_states: whether a group of layers keeps states.
 
     Raises:
-        ConfigError: it is set and is not a whole number of blocks; the text says what would be.
+        ConfigError: it is set and is not a whole number of blocks; the text suggests one that is.
     """
     together = lcm(*block_tokens)
     if any(each.path == "chunk_tokens" and each.origin != "default" for each in in_force):

@@ -1,7 +1,7 @@
 """Where an engine's cache runs: in its process, in a private server that ends with it, or in a server that it joins.
 
 The cache runs in process wherever a single process uses it, because that is fastest. Otherwise the first rank of each
-node starts a private server that ends with it, and all ranks there meet at a socket named after the engine. A server
+node starts a private server that ends with it, and all ranks there find it at a socket named after the engine. A server
 named in the settings is joined instead and shared with every engine that names it.
 """
 
@@ -36,7 +36,7 @@ _log = limited_logger(__name__)
 _WAIT_FOR_FIRST_S = 60.0
 """How long the other ranks wait for the private server that the first one starts."""
 _WAIT_FOR_SERVER_S = 30.0
-"""How long an engine that starts waits for the server that it was told to join, which may be starting, too."""
+"""How long a starting engine waits for the server that it is configured to join, which may be starting, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Replica:
     """One of an engine's data-parallel replicas on this host, which share a private server.
 
     of: the name of the engine that they are replicas of.
-    leads: whether it is this one that starts the server.
+    leads: whether this one starts the server.
     """
 
     of: str
@@ -62,7 +62,7 @@ class Replica:
 def socket_of(settings: Settings, engine_id: str, replica: Replica | None = None, node: int = 0) -> Path:
     """The path of the socket at which the engine's processes on a node find their server.
 
-    node: its number, in the name because two nodes may be on one host, and the engine's id is the same on all.
+    node: its number, part of the name because two nodes may be on one host, and the engine's id is the same on all.
     """
     if settings.server.socket:
         return Path(settings.server.socket)
@@ -71,12 +71,12 @@ def socket_of(settings: Settings, engine_id: str, replica: Replica | None = None
 
 
 def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
-    """The cache in this process, and the bus that tells what happens in it: close it after the cache.
+    """The cache in this process, and the bus that delivers its events: close it after the cache.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
     """
-    # `kv explain` asks a server: a history in this process could not be asked for, and would cost.
+    # `kv explain` queries a server: a history in this process could not be queried, but would have a cost.
     opened: list[LocalCache] = []
     bus, _ = build_bus(msgspec.structs.replace(settings.observe, history_keys=0), lambda: opened)
     try:
@@ -111,11 +111,11 @@ def open_remote(
     """The cache at the engine's server, and the server if it is a private one and this process starts it.
 
     is_first: this is the worker that starts it: the first rank of a node.
-    facts: what the engine's other processes should know of this one (`workers_of`).
-    replica: of an engine that has several: the leader's first rank starts the server that they share.
+    facts: about this process, for the engine's other processes (`workers_of`).
+    replica: for an engine that has several: the leader's first rank starts the server that they share.
     node: the one that this process is on.
-    detached: a private server is not in the engine's process tree, so that what ends that leaves it time to store below
-        what waits. It ends by itself when this process does.
+    detached: keep a private server out of the engine's process tree, so that whatever kills that tree leaves it time to
+        finish pending spills. It ends on its own when this process does.
 
     Raises:
         ConfigError: no server could be started or joined; the text says why.
@@ -150,7 +150,7 @@ def open_remote(
                 timeout_s=settings.server.answer_s,
             )
         except ConfigError as error:
-            # What a server refuses once it would refuse again.
+            # A server that has refused once would refuse again.
             if time.monotonic() > until or (joins and not isinstance(error, NoServerError)):
                 if server is not None:
                     server.stop()
@@ -164,10 +164,10 @@ def open_remote(
 
 
 def check_replicas(settings: Settings) -> None:
-    """For one of several data-parallel replicas of an engine.
+    """Check the settings for one of several data-parallel replicas of an engine.
 
     Raises:
-        ConfigError: each of them would open what only one process can have.
+        ConfigError: each of them would open something that only one process can own.
     """
     if settings.server.socket:
         return

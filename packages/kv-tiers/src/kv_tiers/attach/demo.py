@@ -75,12 +75,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """An engine's part of it.
+    """An engine's part of the demo.
 
     program: the module that runs this again, in a process of its own.
     engine: its name.
-    environ: what that process needs.
-    start: the engine.
+    environ: environment variables that that process needs.
+    start: starts the engine.
     write_tiny: writes a tiny model to a directory.
     """
 
@@ -130,7 +130,7 @@ def _show(demo: Demo, args: argparse.Namespace, scratch: Path) -> int:
     disk = {"type": "disk", "directory": str(scratch / "kv"), "capacity_bytes": _CAPACITY}
     cache = {"host": {"capacity_bytes": _CAPACITY, "name": pool}, "tiers": [disk], "cold": {"wait_s": 20.0}}
     if shutil.disk_usage(pool_path(pool).parent.parent).free < 2 * _CAPACITY:
-        del cache["host"]["name"]  # type: ignore[attr-defined]  # a container's shared memory: all is found on disk
+        del cache["host"]["name"]  # type: ignore[attr-defined]  # little shared memory, as in containers: all is found on disk
     own, other = [sys.executable, "-m", demo.program], ["env", *shlex.split(args.then)] if args.then else []
     if other:
         cache["chunk_tokens"] = CHUNK_TOKENS_OF_BOTH  # type: ignore[assignment]
@@ -166,7 +166,7 @@ class _Engine:
     given: Sequence[str]
 
     def run(self, phase: str, what: str, cache: Mapping[str, Any] | None) -> list[Row]:
-        """With a line that says how long it has been at it."""
+        """Shows a line with the time that it has taken so far."""
         command = [*self.program, "--run", phase, *self.given, "--cache", json.dumps(cache)]
         what = f"{self.name}: {what}"
         log = self.scratch / f"{phase}.log"
@@ -238,7 +238,7 @@ def _vocabulary(model: str) -> int:
 
 
 def _numbers(vocabulary: int) -> list[list[int]]:
-    """Two prompts of the same first 512 tokens, which then go their own ways."""
+    """Two prompts with the same first 512 tokens, which then differ."""
     shared = [3 + (7919 * i) % (vocabulary - 3) for i in range(SHARED_TOKENS)]
     return [
         shared + [3 + (104729 * (number + 1) + 31 * i) % (vocabulary - 3) for i in range(length - SHARED_TOKENS)]

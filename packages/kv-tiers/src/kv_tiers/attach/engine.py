@@ -3,7 +3,7 @@ vLLM's.
 
 The workers come first: only they see the engine's memory, and the keys depend on the layout that they prove. Then comes
 the scheduler. If both are in one process they share one `LocalCache`, found by the engine's id; otherwise each worker
-registers at its node's server, and the scheduler learns from its own node's what it needs.
+registers at its node's server, and the scheduler gets what it needs from its own node's server.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ _SEPARATOR = "; "
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What all processes of an engine must know about its chunks; workers register it at the engine's server.
+    """The facts about an engine's chunks that all its processes need; workers register them at the engine's server.
 
     chunk_tokens: tokens in a chunk.
     groups: groups of layers, in the order of the keys.
@@ -61,9 +61,9 @@ class EngineFacts:
     kv_dtype: dtype of the KV, as in the key space.
     kv_scales: a digest of the scales of a quantised cache, "" for none.
     formats: the kind of format of each group.
-    layouts: the name of the proved layout of each group.
+    layouts: the name of the proven layout of each group.
     stores_behind: whether stores continue after the calls that start them, so that their blocks have to be held.
-    shifted: as `ConnectShape` has it.
+    shifted: as in `ConnectShape`.
     has_drafts: layers of a draft model are in the chunks, too.
     """
 
@@ -109,7 +109,7 @@ class EngineFacts:
 
     @property
     def described(self) -> str:
-        """For a line of the log."""
+        """For a log line."""
         groups = [
             _described(group.coverage, layout, kind)
             for group, layout, kind in zip(self.groups, self.layouts, self.formats, strict=True)
@@ -118,7 +118,7 @@ class EngineFacts:
 
 
 def _group_of(spelled: str) -> GroupShape:
-    """The inverse of what `EngineFacts.to_text` says of a group."""
+    """Parse a group as written by `EngineFacts.to_text`."""
     coverage, block_tokens, table = spelled.split()
     return GroupShape(int(block_tokens), Coverage.parse(coverage), int(table))
 
@@ -139,8 +139,8 @@ class Engine(OffSwitch):
     facts: None until a half has been bound.
     server: the private server, in the process that started it.
     share: the shard of every chunk that this process's rank has; in the scheduler's process, the first rank's.
-    nodes: of an engine over several nodes, in the scheduler's process: the cache of all of them.
-    pools: in a worker's process, those that its copiers know.
+    nodes: for an engine over several nodes, in the scheduler's process: the cache of all of them.
+    pools: in a worker's process, those attached to its copiers.
     ready: in the process of a scheduler that promises layerwise loads to workers elsewhere, what they have ready.
     terms: a digest of what the processes of an engine must agree on: the chunks' tokens, groups, shards and format.
     """
@@ -174,16 +174,16 @@ class Engine(OffSwitch):
         self._handover = HandoverConfig()
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        """Stop loading and storing, because of a fault of ours. An engine that is not served at all only has `off`."""
+        """Stop loading and storing, because of a fault of ours. An engine that was refused only has `off`."""
         super().turn_off(why, error)
         self.faults.append(why)
         if self.worker is not None:
-            self.worker.close()  # first: it waits for copies of what the other half has leased
+            self.worker.close()  # first: it waits for copies of chunks that the other half has leased
         if self.scheduler is not None:
             self.scheduler.close(but_filling=self.worker is None)
 
     def refuse(self, why: str) -> None:
-        """Never begin: this engine's cache cannot be proved, or its model cannot be cached."""
+        """Never begin: the layout of this engine's cache cannot be proven, or its model cannot be cached."""
         self.off = why
         _log.error("the KV cache is off, nothing is loaded or stored: %s", why)
 
@@ -201,10 +201,11 @@ class Engine(OffSwitch):
         loads: bool = True,
         stores: bool = True,
     ) -> None:
-        """Open the cache of a worker whose engine's memory is proved. `off` says why not, if a server is not found.
+        """Open the cache of a worker, once the layout of its engine's memory is proven. If no server is found, `off`
+        has the reason.
 
         in_process: whether everything of this engine that uses the cache is in this process.
-        replica: of an engine that has several. They share a server.
+        replica: for an engine that has several, which share a server.
         loads, stores: what the engine's role lets us do.
 
         Raises:
@@ -229,7 +230,7 @@ class Engine(OffSwitch):
                 )
             except ConfigError as error:
                 if share.is_first_here:
-                    raise  # the user can mend it
+                    raise  # the user can fix it
                 return self.refuse(f"rank {share.rank} finds no cache server: {error}")
         self._describe(settings, facts, chunks, loads=loads, stores=stores)
         self._in_flight_bytes = settings.stores_in_flight_bytes
@@ -249,8 +250,8 @@ class Engine(OffSwitch):
         loads: bool = True,
         stores: bool = True,
     ) -> None:
-        """Meet the workers, which are in other processes, at the server of this node. `off` says why not, if none is
-        there. Those of other nodes compare `terms` with theirs before they follow a plan.
+        """Find the workers, which are in other processes, at the server of this node. If one is missing, `off` has the
+        reason. Those of other nodes compare `terms` with theirs before they follow a plan.
 
         share: the first rank's.
 
@@ -295,7 +296,8 @@ class Engine(OffSwitch):
     ) -> SchedulerHalf:
         """After `bind_worker` or, where the workers are elsewhere, `bind_scheduler`.
 
-        served: given `EngineFacts.kv_scales`, which model the engine serves. watch: sees when its weights change.
+        served: returns the model that the engine serves, given `EngineFacts.kv_scales`. watch: creates what observes
+            changes of its weights.
         """
         assert self.cache is not None and self._shape is not None and self.facts is not None
         space = LiveKeySpace(
@@ -328,7 +330,7 @@ class Engine(OffSwitch):
         return self.cache, self._shape
 
     def agree(self, terms: str) -> None:
-        """Compare the terms of a plan with this worker's. Where they differ it would take other bytes for the plan's,
+        """Compare the terms of a plan with this worker's. If they differ, it would mistake other bytes for the plan's,
         so the cache is turned off."""
         if terms != self.terms and not self.off:
             self.turn_off(
@@ -337,8 +339,8 @@ class Engine(OffSwitch):
             )
 
     def _stores_layers(self) -> bool:
-        """Whether a layer is stored as it is computed. Of groups that cannot be, states among them, all of a chunk is
-        gathered behind the step."""
+        """Whether layers are stored as they are computed. For groups that cannot be, such as states, whole chunks are
+        gathered after the step."""
         assert self.facts is not None
         if self._store == "async":
             return False
@@ -364,7 +366,7 @@ class Engine(OffSwitch):
         return LayerwiseRule(self._load == "layerwise", self.ready.have)
 
     def _why_not_layerwise(self) -> str:
-        """Why no load of this engine may run inside a step, as it could fail there; empty: loads may."""
+        """Why no load of this engine may run inside a step, where it could fail; empty: loads may."""
         assert self.facts is not None
         groups, (kind, *_) = self.facts.groups, self.facts.formats
         if len(groups) > 1 or groups[0].coverage.kind != "all":
@@ -398,7 +400,7 @@ class Engine(OffSwitch):
             _log.info("the KV cache: %d lookups found %d of %d chunks, and %d chunks entered the pool", *said)
 
     def release(self, role: str) -> bool:
-        """One half, WORKER or SCHEDULER, has shut down; with the last one the pool goes too. Whether it was that."""
+        """One half, WORKER or SCHEDULER, has shut down. The last one closes the cache too; returns whether it was."""
         self._roles.discard(role)
         if role == "WORKER" and self.worker is not None:
             self.worker.close()
@@ -413,7 +415,7 @@ class Engine(OffSwitch):
         if self.cache is not None:
             try:
                 self.cache.close()
-            except BufferError as error:  # who still looks at the pool keeps it mapped; the engine is going anyway
+            except BufferError as error:  # a view still in use keeps the pool mapped; the engine is ending anyway
                 _log.warning("the host pool stays mapped: %s", error)
         if self._bus is not None:
             self._bus.close()
@@ -430,7 +432,7 @@ class Engine(OffSwitch):
             MonotonicClock(), use=settings.use, prefill_tokens_per_second=settings.cost.prefill_tokens_per_second
         )
         self._shape = ConnectShape(
-            # The workers may have resolved a length that nobody set (`chunk_size.fitted`).
+            # The workers may have resolved a length that is not in the settings (`chunk_size.fitted`).
             scheme=msgspec.structs.replace(settings, chunk_tokens=facts.chunk_tokens).scheme(),
             space=None,
             groups=facts.groups,
@@ -454,7 +456,7 @@ class Engine(OffSwitch):
         )
 
     def _exchange_pool(self, pool: MappedPool) -> None:
-        """The server was started anew."""
+        """The server was restarted."""
         assert self.pools is not None
         self.pools.add(pool)
 

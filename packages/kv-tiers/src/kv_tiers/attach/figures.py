@@ -1,7 +1,7 @@
-"""What an engine's own metrics say of the cache: one set of names for all engines.
+"""An engine's own metrics of the cache: one set of names for all engines.
 
 An engine's package makes a metric of each name that it can count, `ENGINE:kv_tiers_NAME`, with the engine's labels.
-They cover that engine alone, wherever its cache is; `kv_tiers.watch.metrics` covers a cache, whoever uses it.
+They cover that engine alone, wherever its cache is; `kv_tiers.watch.metrics` covers a cache, whichever engines use it.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ ABOUT_TIER_TOKENS: Final = "Tokens that requests were given, by the slowest tier
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One of the names. kind: whether it only grows, or is as it is now."""
+    """One of the names. kind: whether it only grows, or is a current value."""
 
     kind: Literal["counter", "gauge"]
     about: str

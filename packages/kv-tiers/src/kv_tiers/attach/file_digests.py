@@ -22,8 +22,8 @@ _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckp
 _BESIDE: Final = re.compile(
     r".*quant.*\.json|.*\.index\.json|adapter_config\.json|params\.json|.*processor_config\.json|.*\.py"
 )
-"""Files that say how weights are read and what they are given: scales and methods of quantisation, the index of layers,
-an adapter's and Mistral's configurations, how images and sounds are prepared, the model's code."""
+"""Files that determine how weights are read and what their input is: scales and methods of quantisation, the index of
+layers, an adapter's and Mistral's configurations, how images and sounds are prepared, the model's code."""
 _SPLIT_GGUF: Final = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 _SEGMENT_BYTES: Final = 64 * 1024**2
 """Files are hashed in parts of this size, several at a time. The digest depends on it."""
@@ -34,16 +34,16 @@ _MAX_REMEMBERED: Final = 4096
 
 
 class FilesChangedError(Exception):
-    """A file changed while it was read, so what the engine has loaded of it is not known."""
+    """A file changed while it was read, so it is not known which content the engine has loaded."""
 
 
 class HashingStoppedError(Exception):
-    """The caller that wanted to know has gone."""
+    """The caller no longer needs the digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as its status has it. Equal states have equal content, as far as times tell.
+    """The status of a file. Equal states have equal content, as far as timestamps show.
 
     path: resolved.
     device, inode: of the file system.
@@ -62,7 +62,7 @@ class FileState:
     def of(cls, path: Path) -> "FileState":
         """
         Raises:
-            OSError: there is none that we may look at.
+            OSError: there is no file, or it is not accessible.
         """
         resolved = path.resolve()
         return cls._of(resolved, os.stat(resolved))
@@ -73,7 +73,7 @@ class FileState:
 
 
 def content_files(source: Path) -> list[tuple[str, Path]]:
-    """The files that decide what a model or an adapter computes, beside its configuration: (name, path), by name.
+    """The files that determine what a model or an adapter computes, besides its configuration: (name, path), by name.
 
     source: a directory, or one file of weights, whose split parts and quantisation count too. Empty without weights.
     """
@@ -90,7 +90,8 @@ def content_files(source: Path) -> list[tuple[str, Path]]:
 
 
 class DigestMemory:
-    """Digests of files by their state, in a file of this user's alone. Whatever is wrong with it, it is as if empty."""
+    """Digests of files by their state, in a private file of this user. If anything is wrong with it, it counts as
+    empty."""
 
     def __init__(self, path: Path | None, *, now_ns: Callable[[], int] = time.time_ns) -> None:
         """path: None to remember nothing."""
@@ -103,7 +104,7 @@ class DigestMemory:
         return {state: known[state] for state in states if state in known}
 
     def remember(self, digests: dict[FileState, str]) -> None:
-        """Keep those whose files have not changed just now. Not being able to costs another reading."""
+        """Store those whose files have not changed just now. A failure only costs another reading."""
         settled = self._now_ns() - _SETTLED_NS
         lasting = {state: digest for state, digest in digests.items() if max(state.mtime_ns, state.ctime_ns) < settled}
         if self._path is None or not lasting:
@@ -150,7 +151,7 @@ def content_digest(
     threads: int | None = None,
     stopped: threading.Event | None = None,
 ) -> str:
-    """32 hex digits over the names and all bytes of these files. It reads those that `memory` does not know.
+    """32 hex digits over the names and all bytes of these files. It reads those that are not in `memory`.
 
     Raises:
         OSError: a file cannot be read.
@@ -172,7 +173,7 @@ def content_digest(
 
 def _hash_all(states: Sequence[FileState], threads: int, stopped: threading.Event) -> dict[FileState, str]:
     segments = _Segments((state, offset) for state in states for offset in range(0, max(state.size, 1), _SEGMENT_BYTES))
-    # Daemons: an engine that ends in the middle of it does not wait for it.
+    # Daemons: an engine that ends meanwhile does not wait for them.
     others = [threading.Thread(target=_hash_some, args=(segments, stopped), daemon=True) for _ in range(threads - 1)]
     for thread in others:
         thread.start()
@@ -195,7 +196,7 @@ def _hash_some(segments: _Segments, stopped: threading.Event) -> None:
     while (task := segments.take()) is not None:
         try:
             segments.digests[task] = _hash_segment(*task, buffer, stopped)
-        except BaseException as error:  # noqa: BLE001  # it is raised where the answer is waited for
+        except BaseException as error:  # noqa: BLE001  # raised again in the thread that waits for the answer
             segments.error = error
 
 
@@ -218,7 +219,7 @@ def _hash_segment(state: FileState, offset: int, buffer: memoryview, stopped: th
 
 
 def _threads() -> int:
-    """Half of what this process may use: the engine is starting beside us."""
+    """Half of the CPUs that this process may use: the engine is starting at the same time."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 

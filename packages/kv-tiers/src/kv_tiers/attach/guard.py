@@ -47,7 +47,7 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
                 return fallback(self, *args, **kwargs)
             try:
                 return hook(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is ours, and the engine would die of it
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is our bug, and it would kill the engine
                 self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
                 return fallback(self, *args, **kwargs)
 
@@ -57,5 +57,5 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
 
 
 def always(value: object) -> Callable[..., Any]:
-    """For `guarded`: the same answer, whatever was asked."""
+    """For `guarded`: the same answer, whatever the arguments."""
     return lambda *_arguments, **_named: value

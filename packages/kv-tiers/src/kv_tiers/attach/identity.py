@@ -46,8 +46,8 @@ _ADAPTER: Final = "adapter_config.json"
 _TRANSIENT = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})(?=[/\\]|$)")
 _BY_LENGTH: Final = ("longrope", "long_factor", "dynamic")
-"""Words in configurations of rotations that follow the longest sequence the engine accepts. longrope had been called
-"su" before, and then its factors alone tell."""
+"""Words in configurations of rotations that depend on the longest sequence the engine accepts. longrope was formerly
+called "su"; then only its factors reveal it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class ServedModel:
     source: a directory, a file or a hub's name, as given.
     revision: the hub's, None for its default.
     computed_in: the dtype of the layers, as torch spells it.
-    dummy_seed: of weights that the engine makes up; None where it loads them.
+    dummy_seed: of weights that the engine generates; None if it loads them.
     overrides: the user's changes of the model's configuration, quantisation included; nothing else.
     max_tokens: the longest sequence that the engine accepts.
-    read_config: the configuration as the engine read it. It counts only where the model's own file is not found.
-    beside: other weights that decide the KV, as name and directory or hub's name: a draft's, and adapters' of which the
-        engine's own names of prefixes say no more.
+    read_config: the configuration as the engine read it. It counts only if the model's own file is not found.
+    beside: other weights that determine the KV, as name and directory or hub's name: a draft's, and those of adapters
+        that the engine's own prefix hashes identify only by name.
     """
 
     engine: str
@@ -93,7 +93,7 @@ class Weights:
 def key_space(
     model: ServedModel, weights: Weights, *, kv_dtype: str, format_fingerprint: str, world: int, chain: str
 ) -> KeySpace:
-    """The key space of an engine: all that must match for KV bytes to be interchangeable, beside the tokens."""
+    """The key space of an engine: all that must match for KV bytes to be interchangeable, besides the tokens."""
     described, architectures = _configuration(model)
     tags = [("computed-in", model.computed_in), ("config", _digest(described))]
     if weights.beside:
@@ -112,17 +112,17 @@ def key_space(
 
 
 class LiveWeights:
-    """Which weights a running engine has: known at once or after their files have been read, and other ones when they
-    are updated in place. Thread-safe; looking at `now` costs nothing."""
+    """The identity of a running engine's weights: known at once or after their files have been read, and a new one when
+    they are updated in place. Thread-safe; reading `now` costs nothing."""
 
     def __init__(
         self, model: ServedModel, *, engine: str = "", memory: DigestMemory | None = None, patience_s: float = 1.0
     ) -> None:
-        """Files that `memory` does not know are read by a thread.
+        """Files that are not in `memory` are read by a thread.
 
-        engine: what only this engine's processes have in common, if several of them must agree on its name.
+        engine: a text shared by this engine's processes only, if several of them must agree on the identity.
         memory: of digests of files; None for the user's own.
-        patience_s: how long to wait for the thread here: a small model is worth it.
+        patience_s: how long to wait for the thread here: it is enough for a small model.
         """
         self.model = model
         self._engine = engine or secrets.token_hex(8)
@@ -153,7 +153,7 @@ class LiveWeights:
         return self._changes
 
     def wait(self, timeout_s: float) -> bool:
-        """Until it is known."""
+        """Wait until it is known."""
         return self._settled.wait(timeout_s)
 
     def changed(self, why: str) -> None:
@@ -178,7 +178,7 @@ class LiveWeights:
             weights = identify(self.model, self._memory, stopped=self._stopped)
         except HashingStoppedError:
             return
-        except Exception as error:  # noqa: BLE001  # a thread of ours: what it cannot tell is unknown, and says so
+        except Exception as error:  # noqa: BLE001  # our own thread: the weights are then unknown, which is logged
             _log.warning("the files of %s cannot be read: %s", self.model.source, error)
             weights = None
         with self._lock:
@@ -204,7 +204,7 @@ class LiveWeights:
 
 
 class LiveKeySpace:
-    """The key space of a running engine. Thread-safe; looking at `now` costs next to nothing."""
+    """The key space of a running engine. Thread-safe; reading `now` costs next to nothing."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class LiveKeySpace:
         chain: str,
         tags: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        """tags: more of them, by name."""
+        """tags: further ones, by name."""
         self.weights = weights
         self._shape = {"kv_dtype": kv_dtype, "format_fingerprint": format_fingerprint, "world": world, "chain": chain}
         self._tags = tags
@@ -237,10 +237,10 @@ class LiveKeySpace:
 
 
 def identify(model: ServedModel, memory: DigestMemory, *, stopped: threading.Event | None = None) -> Weights | None:
-    """Which weights these are: a hub's name and commit, or all that the files hold. None: that cannot be known.
+    """The identity of these weights: a hub's name and commit, or a digest of all files. None: it cannot be determined.
 
-    The hub's name also where an engine was given the directory in which the hub's cache has it. Any other directory is
-    its content: where it lies and what it is called say nothing.
+    The hub's name is used even if an engine was given the directory in which the hub's cache has it. Any other
+    directory is identified by its content alone, not by its path or name.
 
     Raises:
         OSError: a file cannot be read.
@@ -279,7 +279,7 @@ def content_of(path: str, memory: DigestMemory, *, stopped: threading.Event | No
 
 
 def _named(model: ServedModel) -> tuple[str, str] | None:
-    """Name and revision of what needs no reading of files."""
+    """Name and revision, if no file has to be read for them."""
     if model.dummy_seed is not None:
         return model.source, f"dummy-{model.dummy_seed}"
     snapshot = _SNAPSHOT.search(model.source)
@@ -311,7 +311,7 @@ def _is_local(model: ServedModel) -> bool:
 
 
 def described(model: ServedModel) -> str:
-    """32 hex digits over what the bytes of KV follow from beside the weights; the same for every engine."""
+    """32 hex digits over what determines the bytes of KV besides the weights; the same for every engine."""
     return _digest(_configuration(model)[0])
 
 
@@ -326,14 +326,14 @@ def _configuration(model: ServedModel) -> tuple[dict[str, object], list[str]]:
     overrides = {key: value for key, value in model.overrides.items() if value not in (None, {}, "")}
     text = json.dumps([described, overrides], default=str)
     if any(word in text for word in _BY_LENGTH):
-        overrides["most_tokens"] = model.max_tokens  # so it is called in key spaces that exist
+        overrides["most_tokens"] = model.max_tokens  # its name in existing key spaces
     whole: dict[str, object] = {"config": described, "overrides": overrides, "own": raw is not None}
     known = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     return whole, list(architectures) if known and isinstance(architectures, list) else []
 
 
 def _own_config(model: ServedModel) -> dict[str, Any] | None:
-    """The model's `config.json` as it lies on this machine."""
+    """The model's `config.json` on this machine."""
     path = Path(model.source)
     file = path / "config.json" if path.is_dir() else _hub_file(model.source, model.revision)
     try:

@@ -1,8 +1,8 @@
 """Checks whether an engine's classes are those that an adapter was written for, since engines change them without
 notice.
 
-Differences in the names of methods, parameters and fields are found before the engine serves. What they mean is up to
-the tests of each version.
+Differences in the names of methods, parameters and fields are found before the engine serves. Differences in meaning
+are left to the tests of each version.
 """
 
 import inspect
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def call_differences(owner: type, calls: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """A text for each method of `owner` that is not there or begins with other parameters.
+    """A text for each method of `owner` that is missing or begins with other parameters.
 
-    calls: by the method's name the parameters as they are implemented, without `self`. More behind them is no matter.
+    calls: by the method's name the parameters as they are implemented, without `self`. Further ones may follow.
     """
     for name, wanted in calls.items():
         call = getattr(owner, name, None)
@@ -35,6 +35,6 @@ def field_differences(owner: Any, fields: Iterable[str]) -> Iterator[str]:
 
 
 def unknown_calls(owner: type, implemented: Iterable[str]) -> Iterator[str]:
-    """A text for what `owner` wants of every implementation and we have not."""
+    """A text for each method that `owner` requires of every implementation and that we lack."""
     for name in sorted(getattr(owner, "__abstractmethods__", frozenset()) - set(implemented)):
         yield f"{owner.__name__} also wants {name}"

@@ -1,7 +1,7 @@
 """Warns about engines of another kind that use the same cache but cannot share chunks with this one.
 
 vLLM and SGLang find each other's chunks if both store them in the canonical format, with the same chunk length and
-dtype. If one of them cannot, each finds its own only, and nothing looks wrong. So at start an engine registers the
+dtype. If one of them cannot, each finds only its own, and nothing looks wrong. So at start an engine registers the
 format that it stores, at the server that it joins or, for its tiers, in a small file of the same user, and compares it
 with those of other engines.
 """
@@ -37,9 +37,9 @@ class StoredFormat:
     """The format in which an engine stores chunks.
 
     engine: the engine's name, such as vllm.
-    model: what decides its KV beside the weights.
+    model: what determines its KV besides the weights.
     kind: the format's kind.
-    fingerprint: the format's fingerprint; engines find chunks of the same one only.
+    fingerprint: the format's fingerprint; engines find only chunks of the same one.
     """
 
     engine: str
@@ -52,7 +52,7 @@ class StoredFormat:
         return cls(model.engine, described(model), kind, fingerprint)
 
     def facts(self) -> dict[str, str]:
-        """For registration at a server, beside the engine's own facts."""
+        """For registration at a server, besides the engine's own facts."""
         return {"engine_kind": self.engine, "model": self.model, "format_kind": self.kind}
 
 
@@ -61,7 +61,7 @@ def warn_of_other_formats(
 ) -> None:
     """Register what this engine stores, and warn of engines of another kind that store this model in another format.
 
-    notes: the file of this user's; None for the usual one.
+    notes: this user's file; None for the default one.
     """
     try:
         for other, where in {**_at_server(settings), **_at_tiers(settings, own, notes, now_s())}.items():

@@ -1,7 +1,7 @@
-"""Answers for a node that the scheduler is not on: its first rank asks the node's server what the scheduler wants to
-know, once a step, behind the forward pass.
+"""Answers the scheduler's questions for a node that it is not on: the node's first rank queries the node's server, once
+per step, after the forward pass.
 
-A node whose cache is off or whose server is away holds nothing, and says so at once.
+A node whose cache is off or whose server cannot be reached holds nothing, and answers so at once.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,19 +21,19 @@ class NodeAgent:
     """For the first rank of a node. Not thread-safe: it belongs to the worker's thread."""
 
     def __init__(self, share: RankShare, served: Callable[[], Served | None]) -> None:
-        """served: the cache of this node's server, and what its chunks are; None: nothing is served."""
+        """served: the cache of this node's server, and the shape of its chunks; None: nothing is served."""
         self._node = share.node
         self._shards = share.shards_here
         self._served = served
         self._heard: list[ToNode] = []
-        self._pending: dict[Holder, Question] = {}  # lower tiers are bringing up more
+        self._pending: dict[Holder, Question] = {}  # more is being promoted from lower tiers
 
     def hear(self, messages: Iterable[ToNode]) -> None:
-        """What came with a step."""
+        """Receive the messages of a step."""
         self._heard += messages
 
     def take(self) -> tuple[FromNode, ...]:
-        """Do what was heard, in order, and return what there is to say."""
+        """Process the received messages, in order, and return the replies."""
         if not (self._heard or self._pending):
             return ()
         served = self._served()
@@ -42,7 +42,7 @@ class NodeAgent:
         cache, shape = served
         said: list[FromNode] = []
         again = list(self._pending.values())
-        # A message leaves only when it is done with: if one raises, what follows is refused.
+        # A message is removed only once it has been processed: if one raises, those that are left are refused.
         while self._heard:
             said += self._follow(cache, shape, self._heard[0])
             del self._heard[0]
@@ -52,7 +52,7 @@ class NodeAgent:
         return tuple(said)
 
     def refuse_all(self) -> tuple[FromNode, ...]:
-        """Nothing is held here: the answer to whatever is not answered yet."""
+        """Answer all open questions: nothing is held here."""
         questions = [*self._pending.values(), *(heard for heard in self._heard if isinstance(heard, Question))]
         self._pending.clear()
         self._heard.clear()

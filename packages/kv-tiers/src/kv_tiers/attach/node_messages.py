@@ -1,7 +1,7 @@
-"""What the scheduler of an engine over several nodes and its other nodes say to each other.
+"""The messages between the scheduler of an engine over several nodes and its other nodes.
 
-The engine carries it: to all workers with a step's plan, and back with the step's output. So it needs no address and no
-credentials, arrives in order, and comes from this engine's processes only.
+The engine carries them: to all workers with a step's plan, and back with the step's output. So they need no address and
+no credentials, arrive in order, and come from this engine's processes only.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kv_core.service import Holder
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Chunks from the first of a prompt, without their groups and shards.
+    """The leading chunks of a prompt, without their groups and shards.
 
     space_id, tenant: as in their keys.
     digest_bytes, digests: one digest for each chunk, joined.
@@ -42,10 +42,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Asks how much of a prompt a node's server holds. What it answers is leased to the holder there.
+    """Asks how much of a prompt a node's server holds. The chunks that it finds are leased to the holder there.
 
-    number: the answer's, too.
-    nodes: those that are asked.
+    number: the answer has the same.
+    nodes: those that must answer.
     waits, costs, tiers: as for `CacheService.lookup`.
     """
 
@@ -67,21 +67,21 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The holder needs its promise no more."""
+    """The holder no longer needs its promise."""
 
     holder: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """As `CacheService.taken`."""
+    """See `CacheService.taken`."""
 
     prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Everything is to be forgotten."""
+    """Forget everything."""
 
 
 ToNode = Question | Renew | End | Taken | Clear
@@ -89,9 +89,9 @@ ToNode = Question | Renew | End | Taken | Clear
 
 @dataclass(frozen=True, slots=True)
 class ToNodes:
-    """What the scheduler says in one step.
+    """The scheduler's messages in one step.
 
-    terms: `Engine.terms` of its node. The plan beside this is for workers with the same.
+    terms: `Engine.terms` of its node. The accompanying plan is for workers with the same terms.
     messages: in order.
     """
 

@@ -1,9 +1,9 @@
 """The cache of an engine over several nodes, as its scheduler sees it: a hit is what every node's server holds.
 
-Each node's workers use their own node's server, which has the shards of those ranks. A lookup asks the scheduler's own
-server first. The other nodes are asked about what it finds: the engine carries the question with the next step, and
-each node leases what it has (`node_agent`). Until all have answered, the plan is `PENDING`. A prompt of which this node
-has nothing is a miss that costs no question.
+Each node's workers use their own node's server, which has the shards of those ranks. A lookup queries the scheduler's
+own server first. The other nodes are then asked about the chunks that it finds: the engine carries the question with
+the next step, and each node leases what it has (`node_agent`). Until all have answered, the plan is `PENDING`. If this
+node has nothing of a prompt, it is a miss without any question.
 
 With windows and states, the longest hit of one node need not be a hit of another. Nodes that found more than the least
 are asked again about the least, until all agree; every such round ends at fewer chunks.
@@ -28,8 +28,8 @@ from kv_tiers.cache.hits import interleaved
 _log = limited_logger(__name__)
 
 PATIENCE_S: Final = 30.0
-"""A node that has not answered for so long is not waited for until it answers again. It answers in every step, so only
-a fault in the engine or in its agent leads there."""
+"""A node that has not answered for this long is not waited for until it answers again. Nodes answer in every step, so
+only a fault in the engine or in the node's agent can cause this."""
 RENEW_S: Final = 20.0
 """How often promises at other nodes are renewed: a lease lasts 300 s unless `host.lease_s` says otherwise."""
 
@@ -47,11 +47,11 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Query:
-    """What the nodes have said about one holder's lookup.
+    """The nodes' answers to one holder's lookup.
 
-    what: tells a lookup of other chunks from this one.
+    what: distinguishes this lookup from one of other chunks.
     sent_s: when the open questions were sent.
-    renewed_s: when the promises at other nodes were last known to begin.
+    renewed_s: when the promises at other nodes began or were renewed, at the earliest.
     own: what this node's server found. None: not looked up yet.
     prefix_chunks, lacking: as its first final plan has them.
     open: by node, the number of the question that it has not answered.
@@ -84,7 +84,7 @@ class NodesCache:
     """
 
     def __init__(self, own: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
-        """own: this node's. share: of this node's first rank. groups: the number of every chunk's groups."""
+        """own: this node's. share: of this node's first rank. groups: the number of groups of a chunk."""
         self._own = own
         self._others = tuple(node for node in range(share.nodes) if node != share.node)
         self._shards = len(shards := share.shards_here)
@@ -108,7 +108,7 @@ class NodesCache:
         return tuple(messages)
 
     def heard(self, messages: Iterable[FromNode]) -> None:
-        """What nodes have answered."""
+        """Receive the answers of nodes."""
         for message in messages:
             self._silent.discard(message.node)
             query = self._queries.get(message.holder)
@@ -220,7 +220,7 @@ class NodesCache:
         return self._own.counts()
 
     def _keys_here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those of this node's shards."""
+        """The keys of this node's shards."""
         return interleaved([list(keys[column :: self._keys_per_chunk]) for column in self._columns])
 
     def _look(self, wanted: _Wanted, chunks: int, *, waits: bool = False) -> LookupPlan:
@@ -245,7 +245,7 @@ class NodesCache:
         query.sent_s = self._clock.now_s()
 
     def _give_up_silent(self, query: _Query) -> None:
-        """Take it that nodes have nothing that do not answer."""
+        """Assume that nodes that do not answer have nothing."""
         if not query.open:
             return
         if self._clock.now_s() - query.sent_s >= PATIENCE_S:
@@ -290,7 +290,7 @@ class NodesCache:
         )
 
     def _slowest(self, plans: Sequence[LookupPlan], chunks: int) -> tuple[str, ...]:
-        """For each chunk the slowest tier that a node has it in."""
+        """For each chunk, the slowest of the tiers that the nodes have it in."""
         order = {tier: number for number, tier in enumerate(self.tiers)}
         columns = zip(*(plan.tiers[:chunks] for plan in plans), strict=False)
         return tuple(max(tiers, key=lambda tier: order.get(tier, len(order))) for tiers in columns)

@@ -1,9 +1,9 @@
-"""The pools that an engine's ranks can copy from, and what its scheduler knows of them.
+"""The pools that an engine's ranks can copy from, and what is ready in them, as reported to the scheduler.
 
-Nothing of a layerwise load may be missing in any rank. Ranks that are processes of their own map the pool of their
-server each for itself, meet a server that was restarted each at its own time, and make memory ready for a device of
-their own. So each says what it has ready, and the scheduler promises from what all of them have. Whatever a rank has
-called ready stays so until the scheduler is at a later pool, and it stays at one until every copy from there has ended.
+Nothing of a layerwise load may be missing in any rank. Ranks in separate processes each map the pool of their server,
+notice at different times that it was restarted, and make memory ready for their own device. So each reports what it has
+ready, and the scheduler promises only from what all of them have. What a rank has reported stays ready until the
+scheduler uses a later pool, and the scheduler uses a pool until every copy from it has ended.
 """
 
 import threading
@@ -22,12 +22,12 @@ from kv_tiers.server.mapped import MappedPool
 _log = limited_logger(__name__)
 
 _AHEAD_BYTES: Final = 64 << 20
-"""What is made ready beyond what was needed last. Pools are filled from their start."""
+"""How much is made ready beyond the last need. Pools are filled from their start."""
 _NOTHING: Final[Mapping[str, int]] = {}
 
 
 class EngineCopier(LayerwiseCopier, Protocol):
-    """A copier that can also let a pool go."""
+    """A copier that can also detach a pool."""
 
     def detach(self, pool: str) -> None: ...
 
@@ -41,14 +41,14 @@ class PoolPart:
 
 
 class RankPools:
-    """One rank's: the pool that its cache is at, and those before it that the scheduler may still promise from."""
+    """One rank's pools: the one that its cache uses, and earlier ones that the scheduler may still promise from."""
 
     def __init__(self, copiers: Sequence[EngineCopier], *, for_scheduler: bool) -> None:
         """for_scheduler: a scheduler in another process promises from them."""
         self._copiers = copiers
         self._for_scheduler = for_scheduler
         self._is_queued = any(copier.is_queued for copier in copiers)
-        self._pools: dict[str, HostPool | MappedPool] = {}  # in the order in which they were met
+        self._pools: dict[str, HostPool | MappedPool] = {}  # in the order in which they were added
         self._ready: dict[str, int] = {}
         self._refused: set[str] = set()
         self._thread: threading.Thread | None = None
@@ -59,7 +59,7 @@ class RankPools:
         return dict(self._ready) if self._for_scheduler else _NOTHING
 
     def add(self, pool: HostPool | MappedPool) -> None:
-        """The cache is at this one from now on."""
+        """From now on the cache uses this one."""
         for copier in self._copiers:
             copier.attach(pool.name, pool.view)
         self._pools[pool.name] = pool
@@ -68,16 +68,16 @@ class RankPools:
             self._let_go_before(pool.name)
 
     def follow(self, wanted: PoolPart) -> None:
-        """The scheduler is at this pool, and would promise from so much of it."""
+        """The scheduler uses this pool, and needs this much of it to be ready."""
         pool = self._pools.get(wanted.pool)
         if pool is None:
-            return  # our cache has not met it yet, or never will
+            return  # our cache does not use it yet, or never will
         self._let_go_before(wanted.pool)
         first, end = self._ready[pool.name], min(wanted.nbytes, len(pool.view))
         is_busy = self._thread is not None and self._thread.is_alive()
         if first < end and pool.name not in self._refused and not is_busy:
             try:
-                self._copiers[0].prepare([])  # what a copier has beside the pool belongs to this thread
+                self._copiers[0].prepare([])  # what a copier has besides the pool belongs to this thread
             except ConfigError as error:
                 self._refuse(pool.name, error)
                 return
@@ -88,7 +88,7 @@ class RankPools:
             self._thread.start()
 
     def close(self) -> None:
-        """Let all go."""
+        """Detach all pools."""
         for name in list(self._pools):
             self._let_go(name)
 
@@ -121,7 +121,7 @@ class RankPools:
 
 
 class RanksReady:
-    """The scheduler's: what its ranks have ready, as far as it has heard."""
+    """The scheduler's record of what its ranks have ready, as far as they have reported."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -129,11 +129,11 @@ class RanksReady:
         self._wanted = PoolPart("", 0)
 
     def heard(self, rank: int, ready: Mapping[str, int]) -> None:
-        """What this rank has ready now (`RankPools.ready`)."""
+        """Record what this rank has ready now (`RankPools.ready`)."""
         self._by_rank[rank] = ready
 
     def have(self, extents: Iterable[HostExtent]) -> bool:
-        """Whether all ranks can copy from these. If not, they are asked to make that possible."""
+        """Whether all ranks can copy from these. If not, `wanted` requests it of them."""
         needed: dict[str, int] = {}
         for extent in extents:
             needed[extent.pool] = max(needed.get(extent.pool, 0), extent.offset + extent.nbytes)

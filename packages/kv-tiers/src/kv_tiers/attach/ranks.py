@@ -15,8 +15,8 @@ class RankShare:
     shards: number of different shards.
     shard: the one that this rank has.
     stores: whether this rank is the one that stores it, among those of its node with the same shard.
-    nodes: the hosts that the ranks are on, each with as many: the first has the first ranks.
-    stages: of the pipeline that they are in.
+    nodes: the number of hosts, each with equally many ranks: the first has the first ranks.
+    stages: the number of pipeline stages.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class RankShare:
         return self.shards_at(self.node)
 
     def shards_at(self, node: int) -> tuple[int, ...]:
-        """The shards that the ranks of a node have, and so its server."""
+        """The shards that the ranks of a node have, and so does its server."""
         copies = self.ranks // self.shards
         first = node * self.ranks_here
         return tuple(range(first // copies, (first + self.ranks_here - 1) // copies + 1))

@@ -1,6 +1,6 @@
 """Per-request controls: our part of vLLM's `kv_transfer_params` and SGLang's `custom_params` (docs/requests.md).
 
-A request's values override the settings. What is not understood is ignored with a line in the log and never fails a
+A request's values override the settings. Unknown or invalid ones are ignored with a line in the log and never fail a
 request. Two options are restrictions, which a mistake must not undo: with invalid tags the request would share chunks
 that it was meant not to share, so it is served without the cache; with invalid tiers its chunks might be written where
 they must not be, so they stay in the pool.
@@ -32,7 +32,7 @@ _ROOTS: Final = ChainScheme()
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a request may say. None: as the settings have it."""
+    """All per-request options. None: as in the settings."""
 
     load: bool = True
     """False: nothing is loaded."""
@@ -51,7 +51,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_store_tokens: Tokens | None = None
     """Tokens beyond this number are not stored. 0: no limit."""
     tiers: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
-    """The tiers that are read and written for it, beside the pool."""
+    """The tiers that are read and written for it, besides the pool."""
     tags: Annotated[dict[TagName, TagValue], msgspec.Meta(max_length=16)] = {}
     """Only requests with the same tags share chunks."""
 
@@ -80,12 +80,12 @@ def chosen(
     where: str = "kv_transfer_params",
     unsupported: Collection[str] = (),
 ) -> Chosen:
-    """The settings with the request's own words over them. What is wrong with these is one line in the log.
+    """The settings, overridden by the request's own values. Mistakes in these are one line in the log.
 
-    params: what the request has for connectors, ours among others'; None where it has nothing.
+    params: the request's options for connectors, ours and others; None if it has none.
     tiers: the names of the cache's tiers.
     where: the request's field, for the log.
-    unsupported: options that this engine cannot follow.
+    unsupported: options that this engine does not support.
     """
     options, wrong = _read(params, tiers, unsupported) if params is not None else (_DEFAULTS, [])
     if wrong:
@@ -110,7 +110,7 @@ _SERVED: Final[Mapping[str, str]] = {
     "tags": "nothing of this request is loaded or stored",
     "tiers": "only the pool is read and written for this request",
 }
-"""What a wrong value of a restriction does."""
+"""The effect of an invalid value of a restriction."""
 
 
 def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) -> tuple[RequestOptions, list[str]]:
@@ -135,7 +135,7 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
         try:
             values[name] = msgspec.convert(value, _FIELDS[name])
             if name == "tags":
-                _ROOTS.root(tags=values[name])  # only to refuse text that is no Unicode
+                _ROOTS.root(tags=values[name])  # only to refuse text that is not Unicode
             elif name == "tiers" and values[name]:
                 unknown = [tier for tier in values[name] if tier not in tiers]
                 wrong += [

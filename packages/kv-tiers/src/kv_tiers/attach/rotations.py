@@ -1,9 +1,9 @@
-"""Compares how a calibration says a model rotates its keys with how the engine does.
+"""Compares how a model rotates its keys according to a calibration with how the engine does.
 
 `kv judge --calibrate` sees the keys that transformers computes. An engine may store the same keys with their elements
-in another order: vLLM permutes Llama 4's weights so that halves turn together instead of neighbours. It may also have
-been told other frequencies. Components that were learnt on other keys would make no larger errors but much larger
-payloads, and the verdict would not be of what is stored: so such an engine does not start.
+in another order: vLLM permutes Llama 4's weights so that halves turn together instead of neighbours. It may also be
+configured with other frequencies. Components that were learnt on other keys would make no larger errors but much larger
+payloads, and the verdict would not apply to what is stored. So such an engine does not start.
 """
 
 from collections.abc import Iterable
@@ -18,17 +18,17 @@ from kv_tiers.codecs.calibration import Calibration
 from kv_tiers.codecs.channel_order import ChannelOrder
 
 _TOLERANCE: Final = 0.01
-"""Of a frequency: engines keep cosines and sines in bfloat16, too."""
+"""Relative, of a frequency: some engines hold cosines and sines in bfloat16."""
 _SLOWEST: Final = 1e-7
-"""Radians a token that make no difference in any prompt."""
+"""Radians per token that make no difference in any prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineRotation:
-    """One of the rotary embeddings that an engine has made.
+    """One of the rotary embeddings that an engine has created.
 
     head_dim, rotated, neighbours: as in `ChannelOrder`.
-    frequencies: radians a token, [rotated / 2]; None: the engine does not say.
+    frequencies: radians per token, [rotated / 2]; None: the engine does not reveal them.
     """
 
     head_dim: int
@@ -45,11 +45,11 @@ def check_rotations(
     calibration: Calibration, made: Iterable[EngineRotation], *, stage: int = 0, stages: int = 1
 ) -> None:
     """
-    made: all of the engine's. There may be others, of a vision tower for example.
-    stage: of the pipeline, whose layers are looked at.
+    made: all of the engine's. Unrelated ones may be among them, of a vision tower for example.
+    stage: the pipeline stage whose layers are checked.
 
     Raises:
-        ConfigError: a layer's keys are rotated otherwise than by any of them.
+        ConfigError: a layer's keys are rotated by none of them.
     """
     shape = calibration.shape
     each = shape.layers // stages

@@ -9,7 +9,7 @@ from kv_tiers.attach.identity import LiveKeySpace
 class EngineWeights:
     """The weights of an engine, and of its adapters, in the process of its scheduler half.
 
-    Who sees that the engine's weights were updated in place calls `identity.changed`.
+    Code that notices an update of the engine's weights in place calls `identity.changed`.
     """
 
     def __init__(self, space: LiveKeySpace) -> None:
@@ -19,10 +19,10 @@ class EngineWeights:
         self._changes = 0
 
     def follow(self, scheduler: SchedulerHalf) -> bool:
-        """Tell the scheduler half what has become known or changed. Called before every use of it; costs two
-        comparisons.
+        """Inform the scheduler half of weights that have become known or changed. Called before every use of it; costs
+        two comparisons.
 
-        Returns whether anything did.
+        Returns whether any did.
         """
         changes, now = self.identity.changes, self.space.now
         if changes != self._changes:
