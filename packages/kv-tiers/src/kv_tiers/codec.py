@@ -63,8 +63,8 @@ class DecodesPrefixes(Protocol):
 
 @runtime_checkable
 class EncodesFirst(Protocol):
-    """Optional capability of a `Codec`: a prompt's first chunk, which begins with attention's sinks, is encoded with
-    more care."""
+    """Optional capability of a `Codec`: encoding a prompt's first chunk, which begins with the attention sinks, more
+    exactly."""
 
     def encode_first(self, chunk: memoryview, out: memoryview) -> int | None:
         """Like `encode`, for a chunk that may be its prompt's first: no chunk before it is known."""

@@ -13,20 +13,20 @@ from kv_tiers.codecs.kernels import SECTION_NUMBERS, Bytes
 from kv_tiers.codecs.zstd import Contexts, zstandard_for
 
 FRAME_SYMBOLS: Final = SECTION_NUMBERS
-"""The most that a frame holds."""
+"""The most symbols in a frame."""
 
 
 class ByteCoder:
     """Safe to call from several threads at once."""
 
     def __init__(self, codec: str) -> None:
-        """codec: who needs it, for the error.
+        """codec: the one that needs it, for the error.
 
         Raises:
             ConfigError: the package zstandard is not installed.
         """
         self._zstandard = zstandard_for(codec)
-        # A small table that seldom matches lets zstandard stride over what does not repeat.
+        # A small table that seldom matches lets zstandard move quickly over data that does not repeat.
         parameters = self._zstandard.ZstdCompressionParameters(
             strategy=self._zstandard.STRATEGY_FAST,
             window_log=17,

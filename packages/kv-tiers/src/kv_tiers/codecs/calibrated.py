@@ -1,4 +1,4 @@
-"""Caches whose tiers use the codec `kvtc`: which calibration, and how such caches are kept apart from all others.
+"""Caches whose tiers use the codec `kvtc`: which calibration, and how such caches are separated from all others.
 
 What an engine loads from such a tier is an approximation, and so is what it computes behind it. So the calibration's
 name is part of the fingerprint of the engine's chunks, as the kind of a format is: keys, headers, pools and namespaces
@@ -17,7 +17,7 @@ _NAME: Final = "kvtc"
 
 
 def calibration_of(tiers: Sequence[Mapping[str, object]]) -> Calibration | None:
-    """With which these tiers encode, if they use the codec.
+    """The calibration with which these tiers encode, if they use the codec.
 
     Raises:
         ConfigError: the file cannot be used, or two tiers name different ones.

@@ -1,8 +1,8 @@
-"""What the codec `kvtc` must know of a model: principal components of its keys and values, and how it rotates keys.
+"""What the codec `kvtc` needs from a model: principal components of its keys and values, and how it rotates keys.
 
 `kv judge --calibrate` writes it as a file, which settings name. docs/formats/kvtc.md specifies the bytes. Nothing in
 the file is executed, and every size is checked before anything is allocated. Its hash is its name: it is in every
-payload, and in the fingerprint of a cache whose tiers use it, so what differently calibrated caches store never meets.
+payload, and in the fingerprint of a cache whose tiers use it, so chunks of differently calibrated caches never mix.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from kv_tiers.codecs.rotation import Frequencies, Numbers
 _MAGIC: Final = b"kv-kvtc\n"
 VERSION: Final = 2
 VERSION_FOR_RANKS: Final = 3
-"""Of a file whose blocks are smaller than they would be, so that ranks have whole ones; it says how small."""
+"""Of a file whose blocks are smaller than usual, so that ranks have whole ones; the file contains their size."""
 VERSION_FOR_ORDER: Final = 4
-"""Of a file for a model that does not turn the halves of whole heads; it says what is turned, and how large blocks are.
-"""
+"""Of a file for a model that does not turn the halves of whole heads; the file contains what is turned, and the size of
+blocks."""
 _TURNING: Final = ("rotated", "neighbours")
 _HEAD: Final = struct.Struct("<8sII")
 _DIGEST_BYTES: Final = 32
@@ -37,20 +37,20 @@ PARTS: Final = 2
 """Keys, then values."""
 ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 BLOCK_CHANNELS: Final = 192
-"""Channels are transformed together up to so many: more would gain a few per cent, and time grows with them."""
+"""The most channels that are transformed together: more would gain a few per cent, and time grows with them."""
 _MOST_CHANNELS: Final = 256
-"""Up to so many where they are one head's, as its halves apart take 5 % more bytes at a third more divergence."""
+"""The most for channels of one head, because its halves apart take 5 % more bytes at a third more divergence."""
 MATRIX_BITS: Final = 14
-"""Of the forward matrices, below one."""
+"""Fractional bits of the forward matrices."""
 _LARGEST_ROW: Final = 1.125
-"""The norm of a forward matrix's row, at most: with it no sum of products is beyond 32 bits, as numbers are 7 × 2 ** 10
-at most: of 256 channels, 1.125 × 2 ** 14 × 16 × 7 × 2 ** 10."""
+"""The largest norm of a forward matrix's row. It keeps sums of products within 32 bits, because numbers are at most
+7 × 2 ** 10: with 256 channels they are at most 1.125 × 2 ** 14 × 16 × 7 × 2 ** 10."""
 _LIMITS: Final = {"layers": 1024, "heads": 1024, "head_dim": 1024, "max_tokens": 1 << 27, "tables": 1024}
 _MAX_DESCRIPTION_BYTES: Final = 1 << 16
 
 
 def block_channels(heads: int, head_dim: int) -> int:
-    """Of a plane with these heads, or of a rank's share of one: the most that are worth it."""
+    """The largest worthwhile block of a plane with these heads, or of a rank's share of one."""
     channels = heads * head_dim
     most = min(max(BLOCK_CHANNELS, head_dim), _MOST_CHANNELS, channels)
     return max(count for count in range(2, most + 1, 2) if channels % count == 0)
@@ -66,9 +66,9 @@ class Shape:
     max_tokens: the longest prompt.
     step: of a symbol, in standard deviations of all of a layer's keys, or values.
     tables: for each layer, which frequencies rotate its keys.
-    block_channels: how many adjacent channels of a plane are transformed together: an even part of them. 0: as many as
-        are worth it.
-    rotated, neighbours: as of `ChannelOrder`; 0: whole heads.
+    block_channels: how many adjacent channels of a plane are transformed together: an even divisor of their number. 0:
+        as many as are worthwhile.
+    rotated, neighbours: as in `ChannelOrder`; 0: whole heads.
     """
 
     model: str
@@ -91,7 +91,7 @@ class Shape:
 
     @property
     def order(self) -> ChannelOrder:
-        """Of the channels of a key's head."""
+        """The order of the channels of a key's head."""
         return ChannelOrder(self.head_dim, self.rotated, self.neighbours)
 
     @property
@@ -101,13 +101,13 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token of a chunk, in all layers."""
+        """Bytes of one token of a chunk, in all layers."""
         return PARTS * self.layers * self.heads * self.head_dim * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """shape: of what.
+    """shape: what it is for.
 
     frequencies: [tables, head_dim / 2].
     means: of keys at position 0 and of values, [blocks, channels].
@@ -151,7 +151,7 @@ class Calibration:
 
     @property
     def name(self) -> str:
-        """In fingerprints and in the judge's findings."""
+        """Its name in fingerprints and in the judge's findings."""
         return f"kvtc-{self.id.hex()}"
 
     def write(self, path: Path) -> None:
@@ -168,11 +168,11 @@ class Calibration:
         return self.means, self.forward, self.backward, self.scales, self.deviations, self.widths
 
     def part(self, layers: Sequence[int], heads: range) -> "Calibration":
-        """What this says of some layers, in this order, and some heads: a calibration like any other, with a name of
-        its own.
+        """The part for some layers, in this order, and some heads: a calibration like any other, with a name of its
+        own.
 
         Raises:
-            ConfigError: other heads' channels are transformed together with these.
+            ConfigError: channels of other heads are transformed together with these.
         """
         shape = self.shape
         if tuple(layers) == tuple(range(shape.layers)) and heads == range(shape.heads):
@@ -206,7 +206,7 @@ class Calibration:
 def read_calibration(path: str | Path) -> Calibration:
     """
     Raises:
-        ConfigError: there is no such file, or it is damaged or none of `kv judge`'s.
+        ConfigError: there is no such file, or it is damaged or not written by `kv judge`.
     """
     where = f"calibration {path}"
     try:
@@ -290,7 +290,7 @@ def _shape(text: bytes, where: str, version: int) -> Shape:
         if type(turned) is not int or not 0 < turned <= shape.head_dim or turned % 2 or type(neighbours) is not bool:
             raise ValueError("rotated")
         if for_order and (said["rotated"] == 0 or shape.order.is_usual):
-            raise ValueError("rotated")  # which a file of another version says
+            raise ValueError("rotated")  # such a file has another version
         block = shape.block_channels
         is_even_part = type(block) is int and 0 < block <= _MOST_CHANNELS and block % 2 == 0
         if not is_even_part or shape.heads * shape.head_dim % block:
@@ -298,7 +298,7 @@ def _shape(text: bytes, where: str, version: int) -> Shape:
         if for_order and said["block_channels"] == 0:
             raise ValueError("block_channels")
         if for_ranks and said["block_channels"] in (0, block_channels(shape.heads, shape.head_dim)):
-            raise ValueError("block_channels")  # which a file of the other version says
+            raise ValueError("block_channels")  # such a file has the other version
         if type(shape.step) is not float or not 0 < shape.step < 1000 or not isinstance(shape.model, str):
             raise ValueError("step")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

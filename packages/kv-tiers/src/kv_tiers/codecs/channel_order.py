@@ -1,9 +1,9 @@
-"""Which elements of a head are turned together, as an order of its channels in which they are where kernels want them.
+"""Which elements of a head are turned together, as an order of its channels that puts them where kernels expect them.
 
 Kernels turn element j with element j + head_dim / 2, as Llama does. Some models rotate only the first elements of a key
-(a *part*), and some turn neighbours. Channels of keys are put into another order for them: the first elements of the
-pairs that are turned, half of those that are not turned, the second elements, the other half. What is not turned has
-the frequency 0.
+(a *part*), and some turn neighbours. For these the channels of keys are reordered: the first elements of the pairs that
+are turned, half of the elements that are not turned, the second elements of the pairs, the other half. Elements that
+are not turned have the frequency 0.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ class ChannelOrder:
         return self.rotated == self.head_dim and not self.neighbours
 
     def ordered(self, stored: NDArray[Any], out: NDArray[Any]) -> None:
-        """From a model's order into that of kernels. Both [..., head_dim]."""
+        """From a model's order to that of kernels. Both [..., head_dim]."""
         for there, here in self._moves():
             out[..., there] = stored[..., here]
 
     def restored(self, ordered: NDArray[Any], out: NDArray[Any]) -> None:
-        """Back again."""
+        """The reverse."""
         for there, here in self._moves():
             out[..., here] = ordered[..., there]
 

@@ -88,7 +88,7 @@ class CompiledKernels:
     def __init__(self, library: Path) -> None:
         """
         Raises:
-            OSError: it cannot be loaded: it is not there, or for another processor.
+            OSError: it cannot be loaded: it does not exist, or is for another processor.
             MisuseError: it was compiled from another version of the source.
         """
         loaded = ctypes.CDLL(str(library))
@@ -175,8 +175,9 @@ class CompiledKernels:
             raise CodecError(DAMAGED)
 
     def call(self, name: str, *arguments: int | NDArray[Any] | tuple[int, int]) -> int:
-        """One function by its name in the source, without `kv_`: its number, if it takes one, and its arrays, or for
-        each its address and size in bytes. What it answers.
+        """Call a function by its name in the source, without `kv_`; returns its result.
+
+        arguments: its number, if it takes one, and its arrays, or the address and size in bytes of each.
 
         Raises:
             MisuseError: the arrays' sizes do not fit each other.
@@ -190,7 +191,7 @@ class CompiledKernels:
             else:
                 flags = one.flags
                 assert flags.c_contiguous
-                # What numpy has for it takes 1 µs, and a section's arrays are many: a tenth of its time.
+                # numpy's own way takes 1 µs, and a section has many arrays: that would be a tenth of its time.
                 address = ctypes.addressof(_AT.from_buffer(one.data)) if flags.writeable else one.ctypes.data
                 flat += address, one.nbytes
         answer: int = self._functions[name](*flat)

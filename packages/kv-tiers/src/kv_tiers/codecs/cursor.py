@@ -15,13 +15,13 @@ class Cursor:
 
     @property
     def rest(self) -> memoryview:
-        """What is left, which is not taken thereby."""
+        """What is left, without taking it."""
         return self._part[self._at :]
 
     def take(self, nbytes: int) -> memoryview:
         """
         Raises:
-            CodecError: there is not so much.
+            CodecError: there are fewer bytes left.
         """
         if nbytes > self.left:
             raise CodecError(f"a part ends {nbytes - self.left} bytes too early")

@@ -1,11 +1,12 @@
 """How an engine's chunks divide a model: which of its layers and heads the chunks of each group and shard have.
 
-A calibration is of the whole model. An engine with sliding windows beside full attention has a group of layers for each
-kind, one with several ranks a shard for each rank's heads, and for each pipeline stage's layers. Engines say it in
-numbers (`GroupLayers`); `divide` compares that with a calibration, or says why the codec cannot be used.
+A calibration is of the whole model. An engine with sliding windows besides full attention has a group of layers for
+each kind; one with several ranks has a shard for each rank's heads, and for each pipeline stage's layers. Engines
+report this as numbers (`GroupLayers`); `divide` compares them with a calibration, and raises if the codec cannot be
+used.
 
-A `Division` goes wherever the chunks' fingerprint goes, as a part of it: which layers a payload has is part of what its
-bytes mean. So private servers, other nodes and peers know it, and nothing is found that was divided otherwise.
+A `Division` is part of the chunks' fingerprint, because the layers in a payload are part of what its bytes mean. So
+private servers, other nodes and peers receive it too, and chunks that were divided differently are not found.
 """
 
 import re
@@ -32,8 +33,8 @@ class GroupLayers:
 
     name: for errors, such as "group 0 (window:512)".
     format: of its chunks.
-    layers: the numbers of its layers in the model, in the order of the chunk. They need not begin at 0, or be without
-        gaps: what counts is their order. () where the engine does not say: a model's only group has all in their order.
+    layers: the numbers of its layers in the model, in the order of the chunk. They may begin above 0 and have gaps:
+        only their order counts. (): the engine does not report them; a model's only group has all layers in order.
     is_state: its chunks are states, which no codec of keys and values can encode.
     """
 
@@ -47,10 +48,10 @@ class GroupLayers:
 class Division:
     """
     groups: by the keys' groups, which layers chunks of the first stage have, counted among all layers that have keys.
-        None: chunks of this group are stored as they are.
-    stages: of the pipeline: each has as many layers as the others, behind those of the stages before it.
-    shards: of each stage: each has as many neighbouring heads as the others. With more shards than heads several have
-        the same one.
+        None: chunks of this group are stored unencoded.
+    stages: the number of pipeline stages. All have equally many layers, each those after the stage before it.
+    shards: the number in each stage. All have equally many adjacent heads. With more shards than heads, several shards
+        have the same head.
     """
 
     groups: tuple[tuple[int, ...] | None, ...]
@@ -59,13 +60,13 @@ class Division:
 
     @property
     def text(self) -> str:
-        """In fingerprints. One word."""
+        """One word, for fingerprints."""
         return f"{_MARK}{self.stages}x{self.shards}:" + ";".join(map(_spelled, self.groups))
 
     def check(self, shape: Shape) -> None:
         """
         Raises:
-            ConfigError: a calibration of this shape is of a model that cannot be divided so.
+            ConfigError: the model of a calibration of this shape cannot be divided this way.
         """
         is_even = shape.heads % self.shards == 0 or self.shards % shape.heads == 0
         if shape.layers % self.stages or not is_even or self.shards > _MOST_SHARDS:
@@ -90,7 +91,7 @@ class Division:
         return [(group, shard) for group in coded for shard in range(self.stages * self.shards)]
 
     def part(self, calibration: Calibration, group: int, shard: int) -> Calibration:
-        """The calibration, checked before, of chunks of one of `shares`."""
+        """The part of a calibration, which was checked before, for chunks of one of `shares`."""
         layers = self.groups[group]
         assert layers is not None
         stage, of_stage = divmod(shard, self.shards)
@@ -99,15 +100,15 @@ class Division:
         return calibration.part([before + layer for layer in layers], range(first, first + self._heads(shape)))
 
     def _heads(self, shape: Shape) -> int:
-        """Of each shard."""
+        """The number in each shard."""
         return max(1, shape.heads // self.shards)
 
 
 def division_in(fingerprint: str) -> Division | None:
-    """The division that a fingerprint says, unchecked; None: it says none, and chunks have all layers and heads.
+    """The division in a fingerprint, unchecked; None: there is none, and chunks have all layers and heads.
 
     Raises:
-        ConfigError: it says one that is none.
+        ConfigError: it is malformed.
     """
     said = next((word for word in fingerprint.split() if word.startswith(_MARK)), None)
     if said is None:
@@ -123,8 +124,8 @@ def divide(
 ) -> Division | None:
     """How this engine divides the calibration's model; None: not at all, its chunks have all layers and heads.
 
-    groups: in the order of the keys, as any rank has them: they are the same for all ranks, but for the layers' numbers
-        where there are stages.
+    groups: in the order of the keys, from any rank: they are the same for all ranks, except for the layers' numbers if
+        there are stages.
     shards: of each chunk, of all stages together.
 
     Raises:

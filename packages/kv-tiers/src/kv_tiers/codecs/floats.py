@@ -3,7 +3,7 @@
 Keys and values have few distinct exponents, while their signs and mantissas are practically random. So the exponents
 are entropy coded (by zstandard's Huffman coder, with its search for repetitions practically off) and the rest is stored
 unchanged: bfloat16 shrinks by a third, float32 by a sixth. The type of the numbers is determined for each chunk from a
-sample: the codec need not be told, and a wrong guess costs space, never correctness. docs/formats/floats.md specifies
+sample: it need not be configured, and a wrong guess costs space, never correctness. docs/formats/floats.md specifies
 the bytes.
 
 Needs the package `zstandard` (the extra `kv-tiers[zstd]`).
@@ -25,17 +25,17 @@ from kv_tiers.tier import TierContext
 _HEAD: Final = struct.Struct("<B3x")
 _FRAME_BYTES: Final = struct.Struct("<I")
 _BLOCK_NUMBERS: Final = FRAME_SYMBOLS
-"""A part of the encoding: every block but the last has so many numbers, and a frame of its own."""
+"""Part of the encoding: every block but the last has this many numbers, and each has a frame of its own."""
 _SAMPLE: Final = (16, 256)
-"""From how many places, and how many numbers in a row from each."""
+"""From how many places, and how many consecutive numbers from each."""
 _WORTH_BITS: Final = 0.25
-"""By how much a number must get smaller, in bits, for its chunk to be tried at all."""
+"""By how much a number must get smaller, in bits, for encoding its chunk to be tried at all."""
 _WORDS: Final = {BFLOAT16: "<u2", FLOAT16: "<u2", FLOAT32: "<u4"}
-"""What numbers may be, by the name in a payload: a number as an unsigned integer."""
+"""The types that numbers may have, by their code in a payload: a number as an unsigned integer."""
 
 
 class FloatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Nothing can be chosen."""
+    """There are no options."""
 
 
 def make_floats_codec(options: Mapping[str, object], context: TierContext) -> Codec:
@@ -55,7 +55,7 @@ class FloatsCodec:
     is_lossless = True
 
     def __init__(self, kernels: Kernels | None = None) -> None:
-        """kernels: None for the fastest that are here; the bytes are the same from all. Raises `ConfigError`."""
+        """kernels: None for the fastest available; all produce the same bytes. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
         self.kernels = kernels or best_kernels()
 

@@ -27,13 +27,13 @@ SECTION_NUMBERS: Final = 1 << 17
 SCALED_NUMBERS: Final = 256
 """Numbers of a chunk of the codec `progressive` that share a step; a section is a whole number of these."""
 LEAST_EXPONENT: Final = 8
-"""Of a step. Numbers of exponent 0, which have no leading one, thereby lie far below every step."""
+"""Of a step, so that numbers of exponent 0, which have no leading one, lie far below every step."""
 MOST_EXPONENT: Final = 240
-"""Of a step. No approximation is thereby infinite."""
+"""Of a step, so that no approximation is infinite."""
 ESCAPED: Final = 255
-"""The symbol of a number of 1984 steps or more, which the first part holds as it is."""
+"""The symbol of a number of 1984 steps or more, which the first part holds unchanged."""
 ALL_MISSING: Final = 8
-"""Bits of a number whose leading one is in neither the first part nor the second: it is stored as it is."""
+"""Bits of a number whose leading one is in neither the first part nor the second: it is stored unchanged."""
 
 
 def packed_room(numbers: int) -> int:
@@ -50,9 +50,9 @@ class Kernels(Protocol):
     """`numpy` or `compiled`."""
 
     def split(self, kind: int, words: Words, coded: Bytes, rest: Bytes) -> None:
-        """Take numbers apart, as docs/formats/floats.md has it.
+        """Split numbers, as specified in docs/formats/floats.md.
 
-        kind: what they are, `BFLOAT16`, `FLOAT16` or `FLOAT32`; words: n, as unsigned integers; coded: n; rest: plane
+        kind: their type, `BFLOAT16`, `FLOAT16` or `FLOAT32`; words: n, as unsigned integers; coded: n; rest: plane
         after plane, n × (size of a number − 1).
         """
 
@@ -62,8 +62,8 @@ class Kernels(Protocol):
     def cut(
         self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
     ) -> tuple[int, int]:
-        """Cut bfloat16 numbers at a step, as docs/formats/progressive.md has it. How many are `ESCAPED`, and how many
-        are `ALL_MISSING`.
+        """Cut bfloat16 numbers at a step, as specified in docs/formats/progressive.md. Returns how many are `ESCAPED`,
+        and how many are `ALL_MISSING`.
 
         offset: how far the step lies above the mean exponent of its numbers, in 256ths of a bit.
         exponents: n / `SCALED_NUMBERS`, of the steps. symbols: n. nibbles: n / 2, those of the first half in the lower
@@ -81,12 +81,12 @@ class Kernels(Protocol):
         missing: Bytes,
         to_middle: bool,
     ) -> tuple[int, int, int]:
-        """The numbers, and how many bits each misses in symbols and nibbles. How many are `ESCAPED`, how many
-        `ALL_MISSING`, and how many bits the others miss together.
+        """Restore the numbers, and how many bits each misses in symbols and nibbles. Returns how many are `ESCAPED`,
+        how many are `ALL_MISSING`, and how many bits the others miss together.
 
         exponents: from `LEAST_EXPONENT` to `MOST_EXPONENT`.
-        nibbles: None where they are not known: each number is then taken to be in the middle of its step.
-        packed: the missing bits, and perhaps more behind them; what it lacks of them is 0.
+        nibbles: None if they are not known: each number is then assumed to be in the middle of its step.
+        packed: the missing bits, and perhaps more behind them; bits that it lacks are 0.
         to_middle: halfway to the next nibble, where there are no missing bits.
         """
 
@@ -100,30 +100,30 @@ class Kernels(Protocol):
         """The words whose mark is this one: their lower bytes and their upper ones. count: how many there are."""
 
     def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
-        """Set the words whose mark is this one. lower, upper: bytes of as many as there are."""
+        """Set the words whose mark is this one. lower, upper: the bytes of all of them."""
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
-        """How often each of 256 occurs."""
+        """How often each of the 256 symbols occurs."""
 
     def project(self, transform: "Transform", words: Words, turns: NDArray[np.float32], rows: Rows, exact: int) -> bool:
-        """Turn keys back, subtract means and divide into components' steps, as docs/formats/kvtc.md has it. Whether all
-        numbers are near enough to their means.
+        """Turn keys back, subtract means and divide into components' steps, as specified in docs/formats/kvtc.md.
+        Returns whether all numbers are near enough to their means.
 
         words: [planes × tokens × channels]. turns: cosines and sines of the chunk's positions, [tables, 2, head_dim /
-        2, tokens, to a whole tile of 64]. exact: first tokens whose steps are 0.
+        2, tokens, to a whole tile of 64]. exact: number of first tokens whose steps are 0.
         """
 
     def project_back(self, transform: "Transform", rows: Rows, turns: NDArray[np.float32], words: Words) -> None:
         """The reverse."""
 
     def encode_rows(self, rows: Rows, codes: "RowCodes", out: Bytes) -> int | None:
-        """Rows as prefix codes. How many bytes they take; None: there is no room for them."""
+        """Encode rows as prefix codes. Returns how many bytes they take; None: there is no room for them."""
 
     def decode_rows(self, payload: Bytes, codes: "RowCodes", rows: Rows) -> None:
         """The reverse.
 
         Raises:
-            CodecError: these are not the bytes of so many rows.
+            CodecError: these are not the bytes of this many rows.
         """
 
 

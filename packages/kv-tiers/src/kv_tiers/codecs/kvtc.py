@@ -2,12 +2,12 @@
 
 After "KV Cache Transform Coding" (arXiv 2511.01815). Each token's keys, turned back to position 0, and values are
 projected onto components that were learnt on other text, rounded to whole steps, and entropy coded. The first tokens of
-a prompt are stored as they are. docs/formats/kvtc.md specifies the bytes, docs/quality.md what it costs.
+a prompt are stored unchanged. docs/formats/kvtc.md specifies the bytes, docs/quality.md what it costs.
 
-Which position a chunk's keys are turned back from is found in the keys themselves (`_Finder`), and is in the payload:
-nobody has to know a chunk's place in its prompt, neither who stores it nor who loads it. The bases are nearly
-orthonormal, so a wrong position would not make the error larger, only the payload (docs/adr/0034). The inner loops are
-in `kernels`, and decode to the same bytes on every processor (docs/adr/0037).
+The position from which a chunk's keys are turned back is found in the keys themselves (`_Finder`), and is in the
+payload: neither storing nor loading a chunk requires its place in its prompt. The bases are nearly orthonormal, so a
+wrong position would not make the error larger, only the payload (docs/adr/0034). The inner loops are in `kernels`, and
+decode to the same bytes on every processor (docs/adr/0037).
 """
 
 import struct
@@ -41,21 +41,21 @@ MOST_TOKENS: Final = 1 << 17
 """Of a chunk."""
 _FINDING_LAYERS: Final = 4
 _FINDING_TOKENS: Final = 64
-"""By so many layers and tokens a chunk's position is found."""
+"""A chunk's position is found from this many layers and tokens."""
 
 
 class KvtcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What it was calibrated with."""
+    """The codec's calibration."""
 
     calibration: str = ""
     """The file that `kv judge --calibrate` wrote for this model."""
 
 
 def make_kvtc_codec(options: Mapping[str, object], context: TierContext | None) -> Codec:
-    """The factory of the codec `kvtc`. context: None for chunks of no cache.
+    """The factory of the codec `kvtc`. context: None for chunks outside a cache.
 
     Raises:
-        ConfigError: there is no calibration, the cache's fingerprint does not say so, or zstandard is not installed.
+        ConfigError: there is no calibration, the cache's fingerprint does not name it, or zstandard is not installed.
     """
     path = read_options(KvtcConfig, options, "codec kvtc").calibration
     if not path:
@@ -71,7 +71,7 @@ def make_kvtc_codec(options: Mapping[str, object], context: TierContext | None) 
 
 
 class DividedKvtc:
-    """For engines whose chunks have some of the model's layers or heads each: a codec for each group and shard."""
+    """For engines whose chunks each have some of the model's layers or heads: a codec for each group and shard."""
 
     name = "kvtc"
     is_lossless = False
@@ -79,11 +79,11 @@ class DividedKvtc:
     def __init__(self, calibration: Calibration, division: Division) -> None:
         """
         Raises:
-            ConfigError: the calibration is of a model that cannot be divided so.
+            ConfigError: the calibration's model cannot be divided this way.
         """
         division.check(calibration.shape)
         self.calibration = calibration
-        # All of them now, while nobody waits: together they are no larger than the calibration.
+        # All of them now, while no request is waiting: together they are no larger than the calibration.
         self._codecs: dict[tuple[int, int], KvtcCodec] = {}
         made: dict[bytes, KvtcCodec] = {}
         for group, shard in division.shares:
@@ -96,7 +96,7 @@ class DividedKvtc:
         return self._codecs.get((group, shard))
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
-        return None  # of whichever share it is, which it does not say
+        return None  # its share is not known
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         raise CodecError("whose share it is was not said")
@@ -109,7 +109,7 @@ class KvtcCodec:
     is_lossless = False
 
     def __init__(self, calibration: Calibration, kernels: Kernels | None = None) -> None:
-        """kernels: None for the fastest that are here; the bytes are the same from all."""
+        """kernels: None for the fastest available; all produce the same bytes."""
         self.calibration = calibration
         self.kernels = kernels or best_kernels()
         self._shape = calibration.shape
@@ -119,11 +119,11 @@ class KvtcCodec:
         self._mine = threading.local()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
-        with np.errstate(all="ignore"):  # of numbers that have no steps
+        with np.errstate(all="ignore"):  # from numbers that have no steps
             return self._encode(chunk, out, 0)
 
     def encode_first(self, chunk: memoryview, out: memoryview) -> int | None:
-        """Like `encode`, of a chunk that may be its prompt's first."""
+        """Like `encode`, for a chunk that may be its prompt's first."""
         with np.errstate(all="ignore"):
             return self._encode(chunk, out, SINKS)
 
@@ -145,7 +145,7 @@ class KvtcCodec:
         words, rows = self._words(out), self._rows(tokens)
         self.kernels.decode_rows(np.frombuffer(payload[coded_at:], np.uint8), self._codes, rows)
         ordered = words if self._shape.order.is_usual else np.empty_like(words)
-        with np.errstate(all="ignore"):  # of what no encoder makes
+        with np.errstate(all="ignore"):  # from payloads that no encoder produces
             self.kernels.project_back(self._transform, rows, self._turns(first, tokens), ordered)
         stored = self._stored(words)
         if ordered is not words:
@@ -179,7 +179,7 @@ class KvtcCodec:
         return np.frombuffer(chunk, f"<u{ITEMSIZES[self._shape.dtype]}")
 
     def _ordered(self, words: Words) -> Words:
-        """With the channels of keys in the order of kernels."""
+        """The words with the channels of keys in the order of kernels."""
         order, layers = self._shape.order, self._shape.layers
         if order.is_usual:
             return words
@@ -190,7 +190,7 @@ class KvtcCodec:
         return out
 
     def _restore(self, ordered: Words, out: Words) -> None:
-        """The reverse. Both as `_stored` has them."""
+        """The reverse. Both in the shape of `_stored`."""
         layers = self._shape.layers
         self._shape.order.restored(ordered[:layers], out[:layers])
         out[layers:] = ordered[layers:]
@@ -205,7 +205,7 @@ class KvtcCodec:
         return np.array([[part[:, 0].T for part in table] for table in tables], np.float32, order="C")
 
     def _rows(self, tokens: int) -> Rows:
-        """This thread's steps: fresh pages cost more than what is done in them."""
+        """This thread's steps, reused because fresh pages cost more than the work done in them."""
         rows: Rows | None = getattr(self._mine, "rows", None)
         if rows is None or rows.shape[1] != tokens:
             rows = self._mine.rows = np.empty((self._transform.places.size, tokens), np.int16)
@@ -215,9 +215,9 @@ class KvtcCodec:
 class _Finder:
     """Finds the position of a chunk's first token by its keys.
 
-    Keys at position 0 have a mean, which is large beside what tokens differ by. Keys of a chunk, turned back by their
-    place in the chunk, have that mean turned by the chunk's own position: of all positions at which a chunk can begin,
-    the one whose turn fits best is taken. On real keys of two models it was always the right one.
+    Keys at position 0 have a mean that is large compared with the differences between tokens. Keys of a chunk, turned
+    back by their place in the chunk, have that mean turned by the chunk's own position: of all positions at which a
+    chunk can begin, the one whose turn fits best is taken. On real keys of two models it was always the right one.
     """
 
     def __init__(self, calibration: Calibration) -> None:
@@ -247,7 +247,7 @@ class _Finder:
         return int(np.argmax(np.nan_to_num(scores, nan=-np.inf))) * tokens
 
     def _turns_of(self, table: int, tokens: int) -> tuple[Numbers, Numbers]:
-        """Of a chunk's places."""
+        """For the places in a chunk."""
         known, found = self._turns.get(table, (0, (_NO_NUMBERS, _NO_NUMBERS)))
         if known != tokens:
             found = turns(self._calibration.frequencies[table], 0, tokens)

@@ -1,4 +1,4 @@
-"""Learns a `Calibration` from a model's keys and values: `kv judge --calibrate` hands them over."""
+"""Learns a `Calibration` from a model's keys and values, which `kv judge --calibrate` supplies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +12,15 @@ from kv_tiers.codecs.calibration import MATRIX_BITS, Calibration, Shape, block_c
 from kv_tiers.codecs.rotation import Numbers, turn_back, turns
 
 SINKS: Final = 4
-"""The first tokens of a prompt, on which attention rests whatever they are. They are unlike all others, and are stored
-as they are; four are as good as sixteen."""
+"""How many first tokens of a prompt draw attention whatever they are. They are unlike all others, and are stored
+unchanged; four are as good as sixteen."""
 _LARGEST_BYTE: Final = 127
 _LEAST_DEVIATION: Final = 1e-6
-"""Of a layer's numbers; below, all of them are the mean."""
+"""Of a layer's numbers; with a smaller one, all of them count as the mean."""
 
 
 class Learning:
-    """Sums over contexts, from which components are computed. Of one thread."""
+    """Sums over contexts, from which components are computed. For one thread."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class Learning:
         neighbours: bool = False,
     ) -> None:
         """
-        frequencies: for each layer, those by which it rotates keys, in radians a token, [head_dim / 2], in
+        frequencies: for each layer, those by which it rotates keys, in radians per token, [head_dim / 2], in
             the order of `ChannelOrder`.
-        rotated, neighbours: as of `Shape`.
-        ranks: among how many a model's heads may be divided: no component is of two ranks' heads.
+        rotated, neighbours: as in `Shape`.
+        ranks: among how many a model's heads may be divided: no component spans the heads of two ranks.
 
         Raises:
-            ConfigError: heads cannot be divided so.
+            ConfigError: heads cannot be divided this way.
         """
         if ranks < 1 or (heads % ranks and ranks % heads):
             raise ConfigError(f"{ranks} ranks cannot have equal parts of {heads} heads")
@@ -68,7 +68,7 @@ class Learning:
         self._products = np.zeros((blocks, channels, channels), np.float64)
 
     def add(self, layers: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
-        """A context from its first token on. layers: keys, as they are stored, and values, [tokens, heads, head_dim].
+        """Add a context, from its first token on. layers: keys as stored, and values, [tokens, heads, head_dim].
 
         Raises:
             ConfigError: they are of another shape.
@@ -116,7 +116,7 @@ class Learning:
         widths: Numbers = (step * np.maximum(of_layers, _LEAST_DEVIATION)).astype(np.float32)
         scales = np.abs(bases).max(2, keepdims=True) / _LARGEST_BYTE
         backward = np.rint(bases / scales)
-        # The inverse of what decodes, so that rounding it to bytes makes no error but that of components' steps.
+        # The inverse of the decoding matrix, so that rounding that to bytes adds no error to that of components' steps.
         forward = np.linalg.inv(backward * scales) * (1 << MATRIX_BITS)
         return Calibration(
             replace(shape, step=float(step)),

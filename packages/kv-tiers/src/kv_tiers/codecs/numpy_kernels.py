@@ -1,4 +1,4 @@
-"""The kernels in numpy: their definition, and the implementation where nothing was compiled.
+"""The kernels in numpy: their definition, and the implementation if nothing was compiled.
 
 They use only integers and exact conversions, so the bytes are the same on every processor.
 """
@@ -91,7 +91,7 @@ class NumpyKernels:
             runs |= low[:, place] << filled
             filled += bits[:, place]
         runs <<= starts & np.uint64(7)
-        # Runs meet within a byte, and there have no bit in common: sums, exact in float64, put them together.
+        # Adjacent runs may share a byte, but no bit of it, so sums, exact in float64, combine them.
         first_bytes, of_runs = (starts >> np.uint64(3)).astype(np.intp), runs.astype("<u8").view(np.uint8)
         packed = np.zeros((sizes + 7) // 8 + _RUN)
         for place in range(_RUN):
@@ -127,7 +127,7 @@ def _pieces(numbers: int) -> list[slice]:
 
 
 def _planes(kind: int, rest: Bytes, numbers: int) -> list[Words]:
-    """The planes that are stored as they are, where they lie."""
+    """Views of the planes that are stored unchanged."""
     if kind in (BFLOAT16, FLOAT16):
         return [rest]
     return [rest[: 2 * numbers].view("<u2"), rest[2 * numbers :]]
@@ -148,7 +148,7 @@ def _runs(missing: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
 
 
 def _unpack(packed: Bytes, missing: Bytes, words: Words) -> int:
-    """Set missing bits in words that have zeros there. How many they are."""
+    """Set missing bits in words that have zeros there. Returns how many they are."""
     if not packed.size:
         return int((missing & 7).sum(dtype=np.int64))
     bits, starts, sizes = _runs(missing)
@@ -241,7 +241,7 @@ def _restore(
     sixteenths = (steps << 4 | nibbles).astype(np.float32)  # exact, and brings the leading one to its place
     if to_middle:
         sixteenths += np.float32(0.5)
-    np.maximum(sixteenths, np.float32(0.25), out=sixteenths)  # of nothing, whose bits are stored as they are
+    np.maximum(sixteenths, np.float32(0.25), out=sixteenths)  # of zero, whose bits are stored unchanged
     high = (sixteenths.view(np.uint32) >> 16).astype(np.uint16)
     np.clip(np.int16(ALL_MISSING + 126) - (high >> 7).view(np.int16), 0, ALL_MISSING, out=missing, casting="unsafe")
     high += moved_up << 7

@@ -1,4 +1,4 @@
-"""Rows of whole numbers into prefix codes and back, in numpy: what `rows.c` computes, where nothing was compiled.
+"""Converts rows of whole numbers to prefix codes and back, in numpy: does what `rows.c` does, if nothing was compiled.
 
 docs/formats/kvtc.md specifies the bytes.
 """
@@ -78,7 +78,7 @@ def _encoded_group(symbols: NDArray[np.uint16], codes: RowCodes, room: int) -> b
     lanes = [_stream(packed[at * of_lane : (at + 1) * of_lane], codes.words[code]) for at in range(LANES)]
     escaped = padded[packed == ESCAPED]
     head = _HEAD.pack(code, *map(len, lanes), len(escaped))
-    # As in C, which has to know that there is room before it writes a lane.
+    # As in C, which needs to be sure of room before it writes a lane.
     needed = len(head) + len(low)
     for at, lane in enumerate(lanes):
         some = min(of_lane, max(0, len(packed) - at * of_lane))
@@ -91,7 +91,7 @@ def _encoded_group(symbols: NDArray[np.uint16], codes: RowCodes, room: int) -> b
 
 
 def _sampled(count: int) -> NDArray[np.int64]:
-    """Which of so many numbers decide on the code, as in C: of each sixteen another one."""
+    """Which of this many numbers decide on the code, as in C: one of every sixteen, at a different place each time."""
     number = np.arange(-(-count // SAMPLED))
     places = number * SAMPLED + number * 5 % SAMPLED
     return places[places < count]
@@ -103,7 +103,7 @@ def _stream(packed: Bytes, words: NDArray[np.uint32]) -> bytes:
     starts = ends - (its >> 16)
     moved = (its & 0xFFFF) << (starts & 7)
     total = int(ends[-1]) if ends.size else 0
-    # Codes meet within a byte, and there have no bit in common: sums, exact in float64, put them together.
+    # Adjacent codes may share a byte, but no bit of it, so sums, exact in float64, combine them.
     put = np.zeros((total + 7) // 8 + 3)
     for place in range(3):
         put += np.bincount((starts >> 3) + place, moved >> 8 * place & 0xFF, len(put))
@@ -112,8 +112,8 @@ def _stream(packed: Bytes, words: NDArray[np.uint32]) -> bytes:
 
 @dataclass(slots=True)
 class _Group:
-    """start, numbers: where in the rows, and how many. count: of bytes. Where in the payload its low bits, lanes and
-    escaped symbols begin, and how large they are."""
+    """start, numbers: where in the rows it begins, and how many numbers it has. count: of bytes. The others: where in
+    the payload its low bits, lanes and escaped symbols begin, and how large they are."""
 
     start: int
     numbers: int

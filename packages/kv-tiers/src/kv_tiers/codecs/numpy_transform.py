@@ -1,8 +1,8 @@
-"""Keys and values into whole steps of their components and back, in numpy: what `transform.c` computes.
+"""Converts keys and values to whole steps of their components and back, in numpy: does what `transform.c` does.
 
-Products with matrices are of whole numbers, in float64 that holds their sums exactly in whatever order they are added
-up. Everything else is done to single numbers, one rounded operation after the other. So the bytes are the same from
-both implementations, and on every processor.
+Products with matrices are of whole numbers, in float64, which holds their sums exactly whatever the order of addition.
+Everything else is done to single numbers, one rounded operation after another. So the bytes are the same from both
+implementations, and on every processor.
 """
 
 from typing import Any, Final
@@ -95,7 +95,7 @@ def _tables(turns: Numbers, table: int, tokens: int) -> tuple[Numbers, Numbers]:
 
 
 def _precision(numbers: Numbers) -> NDArray[np.int64] | None:
-    """The bits below a step that each token's numbers are rounded to, [tokens, 1]; None: one is too far away."""
+    """The bits below a step that each token's numbers are rounded to, [tokens, 1]; None: one is too far off."""
     far = np.abs(numbers).max(1)
     far = np.where(np.isnan(far), np.float32(np.inf), far)
     tiles = np.maximum.reduceat(far, range(0, len(far), TILE))

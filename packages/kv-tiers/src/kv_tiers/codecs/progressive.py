@@ -2,11 +2,11 @@
 
 A number is split by a step, a power of two chosen for each block of 256 numbers: into the number of whole steps, the
 next four bits, and the remaining bits. The first part contains the whole steps and signs, entropy coded; steps are
-chosen so coarse that it ends within a quarter of the chunk's size. Each further part refines all numbers, and all parts
-together are exact. docs/formats/progressive.md specifies the bytes, docs/quality.md what the first part costs.
+chosen coarse enough for it to end within a quarter of the chunk's size. Each further part refines all numbers, and all
+parts together are exact. docs/formats/progressive.md specifies the bytes, docs/quality.md what the first part costs.
 
 The step of each block follows the mean of its exponents, so that a channel that is far larger than its neighbours does
-not spoil them, and the first tokens, whose values are small, keep their precision (see the judge's table).
+not degrade them, and the first tokens, whose values are small, keep their precision (see the judge's table).
 
 The inner loops are in `kernels`; this module lays out the parts, and validates what it reads.
 """
@@ -51,15 +51,15 @@ _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 _SECTION: Final = FRAME_SYMBOLS
 """Numbers that are coded together; the last section has what remains."""
 _SAMPLED: Final = 128
-"""How many blocks of 256 numbers the step is chosen by."""
+"""How many blocks of 256 numbers the step is chosen from."""
 _CODER_BITS: Final = 0.06
-"""What the coder spends on a symbol beyond its entropy: Huffman's whole bits."""
+"""Bits that the coder spends on a symbol beyond its entropy, because Huffman codes have whole bits."""
 _OFFSETS: Final = range(0, 4 * SCALED_NUMBERS, SCALED_NUMBERS // 8)
 """How far a step may lie above the mean exponent of its numbers, in 256ths of a bit."""
 
 
 class ProgressiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Nothing can be chosen."""
+    """There are no options."""
 
 
 def make_progressive_codec(options: Mapping[str, object], context: TierContext) -> Codec:
@@ -73,7 +73,7 @@ def make_progressive_codec(options: Mapping[str, object], context: TierContext) 
 
 
 class ProgressiveCodec:
-    """A chunk that is not bfloat16 comes back exactly too, if it gets smaller at all; only its approximation is
+    """A chunk that is not bfloat16 is restored exactly too, if it gets smaller at all; only its approximation is
     meaningless.
     """
 
@@ -81,7 +81,7 @@ class ProgressiveCodec:
     is_lossless = True
 
     def __init__(self, kernels: Kernels | None = None) -> None:
-        """kernels: None for the fastest that are here; the bytes are the same from all. Raises `ConfigError`."""
+        """kernels: None for the fastest available; all produce the same bytes. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
         self.kernels = kernels or best_kernels()
         self._mine = threading.local()
@@ -162,8 +162,8 @@ class ProgressiveCodec:
         return _FRAME_BYTES.pack(len(frame)), frame
 
     def _whole(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[bytes | Bytes, ...]:
-        """The numbers with this mark, of the given count, as they are, but for their upper bytes, of which there are
-        few different ones.
+        """The numbers with this mark, of the given count, unchanged, except that their upper bytes, which have few
+        different values, are coded.
         """
         if not count:
             return (_NO_FRAME,)
@@ -171,7 +171,7 @@ class ProgressiveCodec:
         return *self._framed(upper), lower
 
     def _decode_section(self, words: Words, first: Cursor, more: Sequence[Cursor], scratch: Bytes) -> None:
-        """Some numbers, from the parts that are there: the first, and those behind it."""
+        """Decode some numbers from the parts that are there: the first, and those behind it."""
         exponents = np.frombuffer(first.take(words.size // SCALED_NUMBERS), np.uint8)
         if exponents.size and not LEAST_EXPONENT <= exponents.min() <= exponents.max() <= MOST_EXPONENT:
             raise CodecError(f"steps of exponents {exponents.min()} to {exponents.max()}")
@@ -193,14 +193,14 @@ class ProgressiveCodec:
         return self._coder.decode(frame, symbols) if symbols else np.empty(0, np.uint8)
 
     def _place(self, cursor: Cursor, count: int, marks: Bytes, mark: int, words: Words) -> None:
-        """The numbers with this mark, of the given count, as the part stores them."""
+        """Set the numbers with this mark, of the given count, as the part stores them."""
         upper, lower = self._frame(cursor, count), np.frombuffer(cursor.take(count), np.uint8)
         if count:
             self.kernels.place(lower, upper, marks, mark, words)
 
     def _offsets_that_may_fit(self, words: Words, room: int) -> range:
-        """How far the steps may be above the mean exponents for the first part to fit into this many bytes, by a
-        sample: the likeliest offset, and coarser ones. Empty: the numbers cannot become so small.
+        """How far the steps may be above the mean exponents for the first part to fit into this many bytes, judged by a
+        sample: the likeliest offset, and coarser ones. Empty: the numbers cannot become that small.
         """
         blocks = words.reshape(-1, SCALED_NUMBERS)
         sample = np.ascontiguousarray(blocks[:: max(1, len(blocks) // _SAMPLED)]).reshape(-1)
@@ -220,10 +220,10 @@ class ProgressiveCodec:
 
 
 def _parts_in(prefix: memoryview, chunk_bytes: int) -> tuple[list[memoryview], bool]:
-    """The parts that a prefix holds whole, checked, and whether it goes on behind the last of all.
+    """The parts that are complete in a prefix, verified, and whether it continues behind the last part.
 
     Raises:
-        CodecError: the head or one of them is damaged, or not even the first is there.
+        CodecError: the head or one of them is damaged, or not even the first is complete.
     """
     fields = unseal(prefix[:HEAD_BYTES]) if len(prefix) >= HEAD_BYTES else None
     if fields is None:
@@ -247,7 +247,7 @@ def _parts_in(prefix: memoryview, chunk_bytes: int) -> tuple[list[memoryview], b
 
 
 class _Scratch:
-    """One thread's memory, which it keeps: fresh pages cost more than what is done in them.
+    """One thread's memory, reused because fresh pages cost more than the work done in them.
 
     symbols, missing: of a section. nibbles, packed: of a chunk, section after section.
     """

@@ -1,7 +1,7 @@
 """Rotary position embeddings of keys, taken back and applied again (Su et al., RoFormer, arXiv 2104.09864).
 
-A head's element j and element j + head_dim / 2 are a point in the plane, turned by position × frequency j, as Llama has
-them. Engines store keys turned; what is common to tokens shows only where they are turned back.
+A head's element j and element j + head_dim / 2 are a point in the plane, turned by position × frequency j, as in Llama.
+Engines store keys turned; what tokens have in common shows only once they are turned back.
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float32]
 Frequencies = NDArray[np.float64]
-"""[head_dim / 2], radians a token."""
+"""[head_dim / 2], radians per token."""
 _Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Cosines and sines."""
 _HALVED: Final = 6
@@ -21,7 +21,7 @@ _HALVED: Final = 6
 def turns(frequencies: Frequencies, first: int, tokens: int) -> tuple[Numbers, Numbers]:
     """Cosines and sines of this many positions from `first` on, each [tokens, 1, head_dim / 2].
 
-    By products alone, so they are the same on every machine; the C libraries' functions differ in the last place.
+    Computed by products alone, so they are the same on every machine; C libraries' functions differ in the last place.
     """
     doubled = _unit(frequencies)
     start = np.ones_like(frequencies), np.zeros_like(frequencies)
@@ -37,12 +37,12 @@ def turns(frequencies: Frequencies, first: int, tokens: int) -> tuple[Numbers, N
 
 
 def _product(one: _Points, other: _Points) -> _Points:
-    """Of points of the plane, as complex numbers."""
+    """The product of points of the plane, as complex numbers."""
     return one[0] * other[0] - one[1] * other[1], one[0] * other[1] + one[1] * other[0]
 
 
 def _unit(frequencies: Frequencies) -> _Points:
-    """The points at these angles: by the series of a part of each, doubled again and again."""
+    """The points at these angles: by the series of a fraction of each angle, doubled repeatedly."""
     small = frequencies / (1 << _HALVED)
     square = small * small
     cos = 1 - square / 2 * (1 - square / 12 * (1 - square / 30 * (1 - square / 56)))
@@ -53,7 +53,7 @@ def _unit(frequencies: Frequencies) -> _Points:
 
 
 def turn_back(numbers: Numbers, cos: Numbers, sin: Numbers) -> Numbers:
-    """Keys at position 0. numbers: [tokens, heads, head_dim], at the positions of `cos` and `sin`."""
+    """Turn keys back to position 0. numbers: [tokens, heads, head_dim], at the positions of `cos` and `sin`."""
     return _turned(numbers, cos, -sin)
 
 

@@ -1,8 +1,8 @@
 """The codes of the codec `kvtc`: a fixed family of prefix codes, one for each of many widths of a distribution.
 
-Components of keys and values, in whole steps, are distributed as a logistic distribution is, within 0.005 bits a number
-on two models. So a payload holds no tables: for each group of numbers it names the code that fits. Where numbers are
-small, two to five of them make a byte, so that prefix codes' whole bits cost little.
+Components of keys and values, in whole steps, follow a logistic distribution, to within 0.005 bits per number on two
+models. So a payload holds no tables: for each group of numbers it names the code that fits. Where numbers are small,
+two to five of them make a byte, so that prefix codes' whole bits cost little.
 
 All codes are made with integers alone, so they are the same on every machine; docs/formats/kvtc.md specifies them.
 """
@@ -22,14 +22,14 @@ LONGEST_BITS: Final = 12
 ESCAPED: Final = 255
 """The byte of numbers that have no code of their own."""
 LOW_BITS: Final = 4
-"""Of a number's symbol, stored as they are where numbers are largest."""
+"""Of a number's symbol, stored uncoded where numbers are largest."""
 _SINGLE: Final = 32
 COSTED_CLASSES: Final = _SINGLE + 4 * 11
-"""Symbols of a class cost about the same: each below 32, then those of each quarter of a power of two."""
+"""Symbols of a class cost about the same: each symbol below 32 is one, then each quarter of a power of two."""
 MOST_TOGETHER: Final = 8
 _PACKING: Final = 1 << 10
 SAMPLED: Final = 16
-"""One symbol of so many decides which code a group has."""
+"""One symbol of every this many decides which code a group has."""
 _COST_UNIT: Final = 64
 """Of a bit."""
 _ONE: Final = 1 << 48
@@ -39,7 +39,7 @@ _LEAST_SCALE, _SCALE_UNIT, _GROWTH = 200, 4096, (23, 20)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How numbers become bytes. base: a byte holds symbols below it. together: how many. low_bits: stored apart."""
+    """How numbers become bytes. base: a byte holds symbols below it. together: how many. low_bits: stored uncoded."""
 
     base: int
     together: int
@@ -48,22 +48,22 @@ class Kind:
 
 KINDS: Final = (Kind(3, 5), Kind(5, 3), Kind(15, 2), Kind(ESCAPED, 1), Kind(ESCAPED, 1, LOW_BITS))
 _CODES_OF_KINDS: Final = (9, 3, 10, 15, 13)
-"""How many widths each kind serves, from the least on: those for which its codes are the shortest."""
+"""How many widths each kind serves, from the smallest on: those for which its codes are the shortest."""
 
 
 @dataclass(frozen=True)
 class RowCodes:
     """kinds: base, together and low bits of each code, uint8 [codes, 3].
 
-    costs: what a symbol takes, in 64ths of a bit, uint32 [codes, `COSTED_CLASSES`].
+    costs: of a symbol, in 64ths of a bit, uint32 [codes, `COSTED_CLASSES`].
     words: for each byte its code, from bit 0 up, and from bit 16 on its length, uint32 [codes, 256].
     packing: for symbols side by side, each no more than the base, with the first one least significant, their byte, or
         `ESCAPED` if they have no code, uint8 [codes, 1024].
     coded: the same in one step, from bit 0 on the code's length, bit 7 if it is that of `ESCAPED`, and from bit 8 on
         the code, uint32 [codes, 1024].
     lookup: for each of the next 12 bits its code's length, and from bit 8 on the byte, uint16 [codes, 4096].
-    pairs: the same of the bytes that lie in these bits whole, one or two: from bit 0 on their codes' lengths together,
-        from bit 8 on how many they are, from bit 16 on the bytes, uint32 [codes, 4096].
+    pairs: the same for the bytes whose codes are complete in these bits, one or two: from bit 0 on the sum of their
+        codes' lengths, from bit 8 on how many they are, from bit 16 on the bytes, uint32 [codes, 4096].
     unpacking: the numbers of each byte, int16 [codes, 256, `MOST_TOGETHER`].
     """
 
@@ -79,7 +79,7 @@ class RowCodes:
 
 @cache
 def row_codes() -> RowCodes:
-    """All codes, made when they are first needed: some 0.1 s."""
+    """All codes, created when they are first needed, in some 0.1 s."""
     kinds = [kind for kind, count in zip(KINDS, _CODES_OF_KINDS, strict=True) for _ in range(count)]
     made = RowCodes(
         np.array([(kind.base, kind.together, kind.low_bits) for kind in kinds], np.uint8),
@@ -107,10 +107,10 @@ def row_codes() -> RowCodes:
 
 
 def _symbol_weights(scale: int, kind: Kind) -> list[int]:
-    """Shares of `_ONE` of the symbols below the kind's base, of a logistic distribution whose scale is so many parts of
-    a step. A symbol is 2n of n, or 2|n| - 1 of -|n|; of low bits, 16 of these.
+    """Shares of `_ONE` of the symbols below the kind's base, in a logistic distribution whose scale is this many parts
+    of a step. A symbol is 2n for n, or 2|n| - 1 for -|n|; with low bits, 16 of these.
     """
-    # Near e ** (-half a step / the scale), of whole numbers alone.
+    # Near e ** (-half a step / the scale), by whole numbers alone.
     ratio = _ONE * (64 * scale) ** 32 // (64 * scale + _SCALE_UNIT) ** 32
     squared = ratio * ratio // _ONE
     upper, shares, power = [], [], ratio
@@ -126,13 +126,13 @@ def _symbol_weights(scale: int, kind: Kind) -> list[int]:
 
 
 def _byte_weights(weights: list[int], kind: Kind) -> dict[int, int]:
-    """Of the bytes that have codes, and of `ESCAPED`."""
+    """The weights of the bytes that have codes, and of `ESCAPED`."""
     found = {}
     for symbols in product(range(kind.base), repeat=kind.together):
         weight = _ONE
         for symbol in symbols:
             weight = weight * weights[symbol] // _ONE
-        # A byte so rare is escaped; without that, rare ones' least codes would make those of all longer.
+        # A rarer byte is escaped: otherwise the minimal shares of rare bytes would make all codes longer.
         if weight << (LONGEST_BITS + 3 if kind.together > 1 else LONGEST_BITS + 1) >= _ONE:
             found[sum(symbol * kind.base**place for place, symbol in enumerate(symbols))] = weight
     found[ESCAPED] = max(1, _ONE - sum(found.values()))
@@ -140,7 +140,7 @@ def _byte_weights(weights: list[int], kind: Kind) -> dict[int, int]:
 
 
 def code_lengths(weights: dict[int, int]) -> dict[int, int]:
-    """Huffman's, none longer than `LONGEST_BITS`; a complete code."""
+    """Lengths of a Huffman code, none longer than `LONGEST_BITS`; the code is complete."""
     heap: list[tuple[int, int, tuple[int, ...]]] = [(weight, byte, (byte,)) for byte, weight in sorted(weights.items())]
     heapq.heapify(heap)
     lengths = dict.fromkeys(weights, 0)
@@ -191,7 +191,7 @@ def _pairs(lookup: NDArray[np.uint16]) -> NDArray[np.uint32]:
 
 
 def _costs(weights: list[int], kind: Kind, lengths: dict[int, int]) -> NDArray[np.uint32]:
-    """By the distribution; whoever encodes may choose as he likes, so a last place that differs does no harm."""
+    """By the distribution. An encoder may choose any code, so a difference in the last place does no harm."""
     escape = (lengths[ESCAPED] + 16 * kind.together + kind.low_bits) * _COST_UNIT
     costs = np.full(COSTED_CLASSES, escape, np.uint32)
     for number in range(COSTED_CLASSES):
@@ -204,7 +204,7 @@ def _costs(weights: list[int], kind: Kind, lengths: dict[int, int]) -> NDArray[n
 
 
 def class_of(symbols: NDArray[np.uint16]) -> NDArray[np.int64]:
-    """Of each symbol, as `costs` has them."""
+    """The class of each symbol, as in `RowCodes.costs`."""
     wide = symbols.astype(np.int64)
     powers = np.frexp(wide)[1] - 1
     return np.where(wide < _SINGLE, wide, _SINGLE + 4 * (powers - 5) + (wide >> np.maximum(powers - 2, 0) & 3))

@@ -1,4 +1,4 @@
-"""What the kernels of the codec `kvtc` need of a calibration, as arrays."""
+"""What the kernels of the codec `kvtc` need from a calibration, as arrays."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,20 +12,20 @@ from kv_tiers.codecs.rotation import Numbers
 DTYPES: Final = ("", "bfloat16", "float16", "float32")
 """By their number in the kernels' description of a shape."""
 TILE: Final = 64
-"""Tokens that are worked on at a time, and share the precision that their numbers are rounded to."""
+"""Tokens that are processed at a time, and share the precision that their numbers are rounded to."""
 FINEST, COARSEST = 4, -2
 """Numbers are rounded to 1 / 2 ** 4 of a step, or coarser, to 2 ** 2 steps, where one is far from its mean."""
 LARGEST: Final = 7 << 10
-"""Of a number so rounded. Sums of products are thereby below 2 ** 31, of 256 channels too."""
+"""Of a number so rounded. It keeps sums of products below 2 ** 31, even with 256 channels."""
 LARGEST_STEPS: Final = 32767
 assert MATRIX_BITS + COARSEST > 0
 
 
 @dataclass(frozen=True)
 class Transform:
-    """steps: in a unit, [blocks]. scales: of what `backward` makes, [planes, channels]. forward: [blocks, components,
-    channels], int16. backward: [blocks, channels, components], int16; small: the same as bytes, each row filled with
-    zeros to a multiple of four. places: of each component its row, [blocks, components], int32.
+    """steps: in a unit, [blocks]. scales: for the results of `backward`, [planes, channels]. forward: [blocks,
+    components, channels], int16. backward: [blocks, channels, components], int16; small: the same as bytes, each row
+    padded with zeros to a multiple of four. places: the row of each component, [blocks, components], int32.
     """
 
     shape: Shape

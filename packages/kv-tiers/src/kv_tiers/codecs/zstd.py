@@ -16,7 +16,7 @@ from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
 
 _MAX_WINDOW_BYTES: Final = 8 << 20
-"""What decoding one frame may take of memory beside the chunk, whatever the frame says. Our levels stay below."""
+"""Memory that decoding one frame may take besides the chunk, whatever the frame claims. Our levels stay below."""
 _MAX_LEVEL: Final = 19
 
 
@@ -37,7 +37,7 @@ def make_zstd_codec(options: Mapping[str, object], context: TierContext) -> Code
 
 
 class ZstdCodec:
-    """One frame a chunk, without a checksum of its own."""
+    """One frame per chunk, without a checksum of its own."""
 
     name = "zstd"
     is_lossless = True
@@ -62,7 +62,7 @@ class ZstdCodec:
         return at
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        # As a stream: the one-shot function allocates what the frame says.
+        # As a stream: the one-shot function allocates as much as the frame claims.
         source = self._mine.decompressor.stream_reader(payload)
         at = 0
         try:
@@ -76,10 +76,10 @@ class ZstdCodec:
 
 
 class Contexts(threading.local):
-    """zstandard's compressor and decompressor for each thread, as neither is of two threads at a time."""
+    """zstandard's compressor and decompressor for each thread, as neither may be used by two threads at a time."""
 
     def __init__(self, zstandard: Any, parameters: Any, max_window_size: int) -> None:
-        """As the library has them. A thread's contexts are created on first use."""
+        """Arguments as in the library. A thread's contexts are created on first use."""
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=max_window_size)
 
