@@ -1,4 +1,4 @@
-"""What a server reports of a directory."""
+"""The state of a directory, as a server reports it."""
 
 from dataclasses import dataclass
 

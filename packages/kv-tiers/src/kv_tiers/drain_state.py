@@ -1,4 +1,4 @@
-"""What a server reports of a drain."""
+"""The state of a drain, as a server reports it."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What the protocols between processes and between hosts have in common: frames, strict decoding, and keys in bulk.
+"""The common parts of the protocols between processes and between hosts: frames, strict decoding, and keys in bulk.
 
 A frame is a header of five bytes (length of the body as u32, little-endian; protocol version as u8) and one MessagePack
 array whose first element names the message. The header is the same in every version of every protocol, so that either

@@ -99,7 +99,7 @@ class Read:
 class TierUsage:
     """Current usage. None: the medium does not report it.
 
-    chunks: number of chunks stored, every group and shard counted by itself.
+    chunks: number of chunks stored, every group and shard counted separately.
     used_bytes: space that they take, as stored.
     capacity_bytes: space that they may take.
     full: why the medium refuses chunks (no space, read-only), as of the last store or probe; "" if it accepts them. A

@@ -174,7 +174,7 @@ class Engine(OffSwitch):
         self._handover = HandoverConfig()
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        """Stop loading and storing, because of a fault of ours. An engine that was refused only has `off`."""
+        """Stop loading and storing, because of a fault of ours. An engine that was refused has only `off` set."""
         super().turn_off(why, error)
         self.faults.append(why)
         if self.worker is not None:
@@ -296,8 +296,8 @@ class Engine(OffSwitch):
     ) -> SchedulerHalf:
         """After `bind_worker` or, where the workers are elsewhere, `bind_scheduler`.
 
-        served: returns the model that the engine serves, given `EngineFacts.kv_scales`. watch: creates what observes
-            changes of its weights.
+        served: returns the model that the engine serves, given `EngineFacts.kv_scales`. watch: creates the observer of
+            its weights.
         """
         assert self.cache is not None and self._shape is not None and self.facts is not None
         space = LiveKeySpace(

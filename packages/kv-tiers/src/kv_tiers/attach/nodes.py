@@ -96,7 +96,7 @@ class NodesCache:
         self._number = 0
         self._silent: set[int] = set()
 
-    # What the engine carries.
+    # Messages that the engine carries.
 
     @property
     def has_unsent(self) -> bool:

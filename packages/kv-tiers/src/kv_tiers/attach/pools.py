@@ -145,7 +145,7 @@ class RanksReady:
         )
 
     def wanted(self, pool: str) -> PoolPart:
-        """What the ranks are to make ready, for a scheduler whose cache is at this pool."""
+        """What the ranks must make ready, for a scheduler whose cache uses this pool."""
         if self._wanted.pool != pool:
             self._wanted = PoolPart(pool, _AHEAD_BYTES)
         return self._wanted

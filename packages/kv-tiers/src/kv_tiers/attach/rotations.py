@@ -49,7 +49,7 @@ def check_rotations(
     stage: the pipeline stage whose layers are checked.
 
     Raises:
-        ConfigError: a layer's keys are rotated by none of them.
+        ConfigError: a layer's keys are rotated in a way that none of them does.
     """
     shape = calibration.shape
     each = shape.layers // stages

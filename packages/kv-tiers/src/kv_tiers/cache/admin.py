@@ -65,7 +65,7 @@ class Administration:
         chunks.
 
         An earlier pin of this name is replaced. Pins do not expire, so all together may take at most half the pool, or
-        half of a tenant's quota: of a hit that needs more, a shorter one is pinned.
+        half of a tenant's quota: if the hit needs more, a shorter one is pinned.
 
         keys: whole chunks, chunk-major.
         """

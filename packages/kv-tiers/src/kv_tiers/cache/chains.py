@@ -8,8 +8,8 @@ from kv_core.keys import ChunkKey
 def chains(
     keys: Sequence[ChunkKey], parents: Mapping[ChunkKey, ChunkKey], most: int
 ) -> Iterator[tuple[list[ChunkKey], int]]:
-    """Each piece is a prompt's keys up to the last one that is among `keys`, and the index from which on all are. Of
-    these, a piece has at most `most`.
+    """Divide these keys into pieces of at most `most`. For each, the prompt's keys up to the piece's last one, and the
+    index of its first.
 
     parents: for each key the one before it in its prompt, as far as is known.
     """

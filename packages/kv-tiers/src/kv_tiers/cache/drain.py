@@ -178,7 +178,7 @@ class _Work:
         return ""
 
     def _settled(self) -> int:
-        """Chunks that no longer need another host. Refusals do not count: with a large tier there is no end of them."""
+        """Chunks that no longer need another host. Refusals do not count: a large tier has no end of them."""
         return self._state.elsewhere + self._state.moved + self._state.gone
 
     def _reasons(self, what: str) -> str:

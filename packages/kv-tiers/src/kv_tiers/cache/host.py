@@ -56,7 +56,7 @@ class CacheTotals:
 
 
 class Held(NamedTuple):
-    """What lookups can find.
+    """The chunks that lookups can find.
 
     chunks: each counted once, however many of its groups and shards are held: the count of the group that has most.
     payload_bytes: of all groups and shards.
@@ -144,7 +144,7 @@ class HostTier:
         return self._shares.of(tenant)
 
     def held(self) -> Held:
-        """What lookups can find, at this moment."""
+        """The chunks that lookups can find now."""
         by_group = self._index.by_group()
         return Held(max(by_group, default=0), self._index.payload_bytes(self.pool.sizes.of_group), by_group)
 
@@ -252,8 +252,8 @@ class HostTier:
         self._totals.chunks_aborted += len(slots)
 
     def evict(self, slot: int) -> None:
-        """Evict the chunk in an unleased slot, whose slot the caller then owns. After the last eviction, call
-        `publish_evicted`.
+        """Evict the chunk in an unleased slot, which the caller then owns. Call `publish_evicted` after the last
+        eviction.
         """
         self._have_evicted({slot: self._index.empty(slot)})
 

@@ -22,7 +22,7 @@ class Read:
     """A promise or a read lease.
 
     number: unique among all leases, read or write.
-    holder: its holder.
+    holder: the request or worker that has it.
     slots: the slots that may be read, each leased once for it.
     kind: a promise is replaced by the holder's next one; loads are independent of it.
     began_s: when it began.
@@ -46,7 +46,7 @@ class Write:
     """Slots in which chunks are being written.
 
     number: unique among all leases, read or write.
-    holder: its holder.
+    holder: the request or worker that has it.
     keys: the chunks.
     slots: where each of them goes.
     chain: all keys of the prompt up to these chunks, of every group that is written.

@@ -4,7 +4,7 @@ One lock guards the index, the policy and the leases; under it nothing waits and
 take longer: computing a chunk's checksum when it is committed to a named pool, and verifying it when an adopted chunk
 is first requested. Both run outside the lock, on slots that a lease keeps in place.
 
-Only what is in the pool is ever promised. Chunks of lower tiers are promoted first (`kv_tiers.cache.promote`), and
+Only chunks in the pool are ever promised. Chunks of lower tiers are promoted first (`kv_tiers.cache.promote`), and
 committed chunks are spilled automatically (`kv_tiers.cache.spill`). Leases are in `kv_tiers.cache.leases`, operators'
 verbs in `admin`.
 """
@@ -305,7 +305,7 @@ class LocalCache:
                 self.events.publish(events.HolderEnded(holder))
 
     def changes_since(self, upto: int) -> Changes:
-        """What entered and left the pool since `upto` (0 at first): see `kv_tiers.events.changes`.
+        """The keys that entered and left the pool since `upto` (0 at first): see `kv_tiers.events.changes`.
 
         Raises:
             MisuseError: the cache was created without events.

@@ -97,7 +97,7 @@ class LowerTiers:
         return None if names is None else frozenset(n for n, lane in enumerate(self._lanes) if lane.name in names)
 
     def measure(self) -> None:
-        """Begin the boot measurement, which ends before the lanes are closed."""
+        """Begin the boot measurement, which ends with the lanes if not earlier."""
         pool = self._host.pool
         self._boot = BootMeasurement(self._lanes, pool.sizes, pool.slot_bytes, self._clock)
 
@@ -167,8 +167,8 @@ class LowerTiers:
                 lane.tier.follow(partial(on_handed_over, number))
 
     def publish(self, track: Callable[[], Contents], address: HostPort) -> None:
-        """Have those tiers that are configured to announce what this server holds do so. track: tracks it from then on.
-        address: where peers read from this server."""
+        """Announce this server's chunks to other hosts, through tiers that are configured for it. track: tracks them
+        from then on. address: where peers read from this server."""
         for lane in self._lanes:
             if isinstance(lane.tier, ListsHolders) and lane.tier.lists_holders:
                 lane.tier.publish(track(), address)

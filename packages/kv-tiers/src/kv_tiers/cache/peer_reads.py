@@ -1,4 +1,4 @@
-"""What other hosts' servers may read of a cache: the pool, and tiers that answer from memory.
+"""Reads of a cache by other hosts' servers: of the pool, and of tiers that answer from memory.
 
 Remote tiers are excluded, so a lookup is never forwarded, and two servers that ask each other cannot form a loop. A
 peer's read does not count as a use of the chunk, because the copy is used on the other host. Nothing here changes the

@@ -47,7 +47,7 @@ class _RecentAnswers:
 
 @dataclass(slots=True)
 class Answers:
-    """What the tiers have answered to one holder.
+    """The tiers' answers to one holder.
 
     began_s: when its wait began.
     by_tier: for each remote tier, by its index, whether it holds a key; None until it has answered.

@@ -4,7 +4,7 @@ A lookup whose hit is shorter than its prompt queries the lower tiers (`kv_tiers
 longest boundary that the pool and the tiers can serve together, and only what that boundary needs is loaded: the last
 chunks of a window, the one state at the boundary. All slots of one promotion are reserved under one lock, as many as
 there is room for, so two promotions never wait for each other. The lookup answers "pending" for at most `wait_s`; then
-the engine gets what has arrived. What arrives later is there for the next request.
+the engine gets what has arrived. Chunks that arrive later are there for the next request.
 
 Waiting has to pay. With an engine's costs (`kv_core.cost`), a lookup waits only for a boundary that arrives sooner than
 it is computed, as far as the tier's lane has measured, and gives up when that is late. Chunks whose load does not pay

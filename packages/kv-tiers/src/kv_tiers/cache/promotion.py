@@ -67,7 +67,7 @@ class View:
     keys: the prompt's keys, chunk-major.
     in_pool: for each key, whether the pool has it or is loading it.
     writing: keys that engines are storing now, or that come from a tier that may not be read for this request. They
-        count as absent: they are for the next request.
+        count as absent: they are available to the next request.
     in_tiers: for the remaining keys, the index of the tier that has it.
     all_answered: every tier that was queried has answered.
     """

@@ -1,6 +1,6 @@
 """Refinement: approximations in the pool become exact while their tier has nothing else to do.
 
-A tier with `approximate: true` brings first parts of chunks, as many as a request should wait for. What is missing is
+A tier with `approximate: true` delivers first parts of chunks, as many as a request should wait for. The rest is
 read later, on a thread of the lane that has nothing else to do (`Lane.when_idle`), into a second slot. When the bytes
 there are whole and verified, the two slots change places: later loads read the exact bytes. All else that is known of
 the chunk (its order, its tenant, its holds, pins and promises) stays with its slot. A reader of the chunk at that
@@ -47,7 +47,7 @@ refined; while there are more, because a reader came during the last refinement,
 class Approximation:
     """A chunk in the pool that is not exact. The object stands for this residence of the chunk in the pool only.
 
-    tier: the number of the tier that brought it.
+    tier: the number of the tier that it came from.
     parts: how many first parts it was decoded from.
     first_bytes: these, if they are cached.
     """
@@ -110,7 +110,7 @@ class Refinements:
         return not any(self._under_way) and not any(self._wanted)
 
     def keeps(self, tier: int, nbytes: int) -> bool:
-        """Whether first parts of so many bytes of chunks are worth caching, and there is room for them."""
+        """Whether first parts of this many bytes of chunks are worth caching, and there is room for them."""
         lane = self._lanes[tier]
         is_of_use = len(lane.shares) > 1 and isinstance(lane.tier, ReadsRests)
         return is_of_use and self._kept_bytes + nbytes // lane.shares[-1] <= KEPT_BYTES

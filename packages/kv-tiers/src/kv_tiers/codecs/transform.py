@@ -16,7 +16,7 @@ TILE: Final = 64
 FINEST, COARSEST = 4, -2
 """Numbers are rounded to 1 / 2 ** 4 of a step, or coarser, to 2 ** 2 steps, where one is far from its mean."""
 LARGEST: Final = 7 << 10
-"""Of a number so rounded. It keeps sums of products below 2 ** 31, even with 256 channels."""
+"""Of a number rounded this way. It keeps sums of products below 2 ** 31, even with 256 channels."""
 LARGEST_STEPS: Final = 32767
 assert MATRIX_BITS + COARSEST > 0
 

@@ -92,7 +92,7 @@ class LeaseExpired(msgspec.Struct, frozen=True):
 
 
 class StoreBegun(msgspec.Struct, frozen=True):
-    """A prompt is to be stored.
+    """A store of a prompt was begun.
 
     chain: all its keys.
     reserved: those that got room.

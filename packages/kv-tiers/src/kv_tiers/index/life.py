@@ -54,7 +54,7 @@ _NEXT: Final = {
     (Life.LENT, Event.RETURN): Life.ABSENT,  # with the worse bytes of the two, or with incomplete ones
     (Life.LENT, Event.REPLACE): Life.REPLACED,  # with the worse bytes of the two, which are being read
     (Life.REPLACED, Event.GONE): Life.ABSENT,  # they are no longer being read
-    (Life.REPLACED, Event.FORGET): Life.LEAVING,  # their chunk was, so reads of them are void
+    (Life.REPLACED, Event.FORGET): Life.LEAVING,  # their chunk was forgotten, so reads of them are void
 }
 
 

@@ -174,11 +174,11 @@ class Residency:
         return [slot for slot, at in pairs if at == slot or self._key_at[slot] == self._replaced.key_of(at)]
 
     def unlease_bytes(self, bytes_at: Sequence[int]) -> list[int]:
-        """End one read lease on each; returns the slots that become free thereby."""
+        """End one read lease on each; returns the slots that this frees."""
         return self.unlease(bytes_at, _READ + 1)
 
     def unlease(self, slots: Sequence[int], weight: int = 1) -> list[int]:
-        """End one lease on each slot; returns the slots that become free thereby."""
+        """End one lease on each slot; returns the slots that this frees."""
         leases = self._leases
         if not self._excluded and not self._leaving and not self._replaced:
             for slot in slots:

@@ -80,7 +80,7 @@ class Lane:
         self._noticed = Health.UP
         payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
         self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
-        """How much of a chunk may be read: one of so many equal shares of its size; the first, 1, is all of it."""
+        """How much of a chunk may be read: one of this many equal shares of its size; 1, the first, is all."""
         self._least_share = self.shares[-1]
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
