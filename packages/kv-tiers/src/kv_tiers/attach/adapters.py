@@ -119,7 +119,7 @@ class Adapters:
                 pass
             except (OSError, FilesChangedError) as error:
                 self._void(adapter, str(error))
-            except Exception as error:  # noqa: BLE001  # our own thread: whatever the error, the adapter has no identity
+            except Exception as error:  # noqa: BLE001  # our thread: whatever the error, the adapter has no identity
                 self._void(adapter, f"{type(error).__name__}: {error}")
             finally:
                 adapter.is_queued = False

@@ -130,7 +130,7 @@ def _show(demo: Demo, args: argparse.Namespace, scratch: Path) -> int:
     disk = {"type": "disk", "directory": str(scratch / "kv"), "capacity_bytes": _CAPACITY}
     cache = {"host": {"capacity_bytes": _CAPACITY, "name": pool}, "tiers": [disk], "cold": {"wait_s": 20.0}}
     if shutil.disk_usage(pool_path(pool).parent.parent).free < 2 * _CAPACITY:
-        del cache["host"]["name"]  # type: ignore[attr-defined]  # little shared memory, as in containers: all is found on disk
+        del cache["host"]["name"]  # type: ignore[attr-defined]  # a small shared memory: all is found on disk
     own, other = [sys.executable, "-m", demo.program], ["env", *shlex.split(args.then)] if args.then else []
     if other:
         cache["chunk_tokens"] = CHUNK_TOKENS_OF_BOTH  # type: ignore[assignment]

@@ -52,8 +52,8 @@ def export_prefix(
 ) -> int:
     """Write what the longest hit among `keys` in the pool needs to `path`; returns the length of that hit in chunks.
 
-    Chunks of lower tiers are promoted first by `Administration.warm_up`. The file is complete or does not exist; without
-    chunks none is written. Its mode is 0600.
+    Chunks of lower tiers are promoted first by `Administration.warm_up`. The file is complete or does not exist; if
+    there are no chunks, none is written. Its mode is 0600.
 
     keys: whole chunks, chunk-major.
     fingerprint: of the cache's chunk format.
