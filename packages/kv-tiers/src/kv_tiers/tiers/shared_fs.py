@@ -307,7 +307,7 @@ class SharedFsTier:
         return Loaded(min(read.wanted_bytes, stored_bytes))
 
     def _renew(self, path: str, used_at_s: float) -> None:
-        """Reset the age of a file that is used. Not at every use, because each is a message to the file system's host."""
+        """Reset the age of a file in use. Not at every use, because each is a message to the file system's host."""
         # This host's clock is good enough: if it is wrong, a message is sent too early or too late.
         if self._config.ttl_s and time.time() - used_at_s > self._config.ttl_s / 2:
             try:
