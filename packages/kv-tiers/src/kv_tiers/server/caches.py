@@ -145,7 +145,7 @@ class Caches:
             cache.drain.end()
 
     def close(self) -> None:
-        """Finish waiting spills, then close. Takes at most some seconds per cache."""
+        """Complete pending spills, then close. Takes at most some seconds per cache."""
         for thread in (*self._opening.values(), *self._closing):
             thread.join()
         self.opened()
@@ -164,7 +164,7 @@ class Caches:
         del self._left_s[longest]
         self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
         self._closing = [thread for thread in self._closing if thread.is_alive()]
-        # Not on this thread: closing first finishes the spills to lower tiers.
+        # Not on this thread: closing first completes pending spills.
         thread = threading.Thread(target=self._close_one, args=(longest, cache), daemon=True)
         self._closing.append(thread)
         thread.start()
@@ -200,7 +200,7 @@ class Caches:
 
 
 def _close(cache: LocalCache) -> None:
-    """Finish waiting spills, and log what the cache achieved."""
+    """Complete pending spills, and log what the cache achieved."""
     counts = cache.counts()
     _log.info(
         "the KV cache ends: %d lookups found %d of %d chunks, and %d chunks entered the pool",

@@ -125,7 +125,7 @@ class Link:
         """The answer; None: the server is away.
 
         Raises:
-            MisuseError: the server says that the request breaks the service's contract.
+            MisuseError: the server reports that the request breaks the service's contract.
         """
         if not self.is_up():
             return None

@@ -51,7 +51,7 @@ class Orphan:
 
 @dataclass(slots=True)
 class _Process:
-    """A live process, kept once for all of its ended sessions, because each open descriptor is one less for clients.
+    """A live process, one for all of its ended sessions, because each open descriptor is one less for clients.
 
     pidfd: readable when it has ended.
     tokens: of its sessions that ended.

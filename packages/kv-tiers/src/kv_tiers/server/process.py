@@ -1,8 +1,7 @@
 """A private server, which ends when the process that started it ends, however that happens.
 
 It is normally a child process. A detached one is not a child and has its own session, for a parent that is ended by
-killing it with all of its descendants. It can then still finish waiting spills to the lower tiers, within
-`cold.drain_s`.
+killing it with all of its descendants. It can then still complete pending spills, within `cold.drain_s`.
 """
 
 import os
@@ -51,7 +50,7 @@ class ServerProcess:
         return self._lifeline >= 0 and not self._has_ended(0)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Have it finish waiting spills and end. It is killed if that takes too long.
+        """Have it complete pending spills and end. It is killed if that takes too long.
 
         timeout_s: None: `stop_s`.
         """

@@ -45,7 +45,7 @@ class TierReport:
     why: the reason if it is not `UP`.
     chunks, used_bytes, capacity_bytes: None if the tier does not report it. Every group and shard of a chunk is
         counted.
-    waiting, under_way: chunks on their way there now.
+    waiting, under_way: chunks still to be stored there, and chunks being stored now.
     loaded, stored, damaged, refused: chunks, by what became of them.
     lost: chunks that were evicted from the pool before they could be stored here.
     downs: how often it failed after it had served.

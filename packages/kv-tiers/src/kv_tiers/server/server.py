@@ -130,7 +130,7 @@ class CacheServer:
         self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
 
     def serve(self) -> None:
-        """Serve until `stop`; then accept no more connections, finish waiting spills, and close."""
+        """Serve until `stop`; then accept no more connections, complete pending spills, and close."""
         if self._peers is not None:
             self._peers.start()
         try:

@@ -1,11 +1,11 @@
 """What one client holds, so that all of it can be released when the client goes, however it goes.
 
-The cache knows holders by session number and name, and leases belong to the session that opened them, so no client can
-touch another's. When the connection closes, promises and read leases end at once; a client that is still reading learns
-from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader cannot
-discard what it has read: a killed client copies nothing any more, so its slots are free as soon as its process is gone.
-A client that only lost its connection may be in the middle of a copy, so these leases last until it reports otherwise
-or ends: see `kv_tiers.server.orphans`.
+The cache identifies holders by session number and name, and leases belong to the session that opened them, so no client
+can touch another's. When the connection closes, promises and read leases end at once; a client that is still reading
+learns from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader
+cannot discard what it has read: a killed client copies nothing any more, so its slots are free as soon as its process
+is gone. A client that only lost its connection may be in the middle of a copy, so these leases last until it reports
+otherwise or ends: see `kv_tiers.server.orphans`.
 
 Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
 lookups are refused, stores get no room and loads fail, which costs a miss.

@@ -32,7 +32,7 @@ VERSION: Final = 9
 MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
 MAX_ALLOCATED: Final = 1 << 12
-"""Requests whose blocks one message reports, or estimates whose outcomes it does."""
+"""Requests whose blocks, or estimates whose outcomes, one message reports."""
 MAX_TIERS: Final = 64
 """Names of tiers in one message."""
 MAX_REQUEST_BYTES: Final = 4 << 20

@@ -117,7 +117,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `disk`; `DiskConfig` says what may be in `options`.
+    """The factory of the tier type `disk`; `DiskConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured, or directories that cannot be used.

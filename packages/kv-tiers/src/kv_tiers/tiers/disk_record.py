@@ -2,7 +2,7 @@
 
     record  magic 8 | number u64 | entry u64 | the chunk's header 384 | units 24 × u32 | xxh3_64 of the above
 
-The magic says how much of the payload is there: all of it, its first half or its first quarter (`extents.CUTS`). A
+The magic shows how much of the payload is there: all of it, its first half or its first quarter (`extents.CUTS`). A
 release without cut chunks does not recognise such a record.
 """
 

@@ -83,7 +83,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_mooncake_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `mooncake`; `MooncakeConfig` says what may be in `options`.
+    """The factory of the tier type `mooncake`; `MooncakeConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured, or Mooncake is not installed.

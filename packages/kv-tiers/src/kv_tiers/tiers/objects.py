@@ -2,7 +2,7 @@
 
     <prefix>/<namespace>/<the key's path>       the header, then the payload
 
-An object is replaced as a whole or not at all, so no reader sees half of one, and its size gives its payload's. An
+An object is replaced as a whole or not at all, so no reader sees half of one, and its size determines its payload's. An
 object store is slow but highly parallel: each call's chunks are transferred concurrently, on threads of this tier,
 which wait in obstore without holding the interpreter's lock.
 """
@@ -97,7 +97,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_objects_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `s3`; `ObjectsConfig` says what may be in `options`.
+    """The factory of the tier type `s3`; `ObjectsConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured, or obstore is not installed.

@@ -57,7 +57,7 @@ class Peer:
         return str(HostPort(*self._address))
 
     def is_up(self) -> bool:
-        """Whether it may be contacted now. After a failure it may only after its back-off, which grows if it fails
+        """Whether it may be contacted now: after a failure only once its back-off is over, which grows if it fails
         again."""
         return not self.is_self and time.monotonic() >= self._retry_at_s
 

@@ -79,7 +79,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_peers_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `peers`; `PeersTierConfig` says what may be in `options`.
+    """The factory of the tier type `peers`; `PeersTierConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured.

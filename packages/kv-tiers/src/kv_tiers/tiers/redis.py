@@ -61,7 +61,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_redis_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier types `redis` and `valkey`; `RedisConfig` says what may be in `options`.
+    """The factory of the tier types `redis` and `valkey`; `RedisConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured.

@@ -103,7 +103,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_shared_fs_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `shared_fs`; `SharedFsConfig` says what may be in `options`.
+    """The factory of the tier type `shared_fs`; `SharedFsConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured, or a key that others can read.

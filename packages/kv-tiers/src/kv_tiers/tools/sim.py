@@ -92,7 +92,8 @@ def simulate(
 
 
 def optimum(prompts: Prompts, capacity_chunks: int, *, warm_up: float = WARM_UP) -> float:
-    """The hit ratio that no policy for one tier of this capacity can exceed: that of Belady's, which knows the future.
+    """The hit ratio that no policy for one tier of this capacity can exceed: that of Belady's algorithm, which knows
+    the future.
 
     Of the chunks that are resident or arriving, those whose next use is nearest stay (Belady, IBM Systems Journal 5:2,
     1966), and those that are never used again are not stored at all. A chunk is used whenever one that follows it is,

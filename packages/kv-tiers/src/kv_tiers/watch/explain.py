@@ -1,6 +1,6 @@
 """Explains a miss: for each chunk of a prompt, where it is now or what happened to it.
 
-The index knows what the pool holds, a local tier what it holds, and the history the rest, as far back as it goes.
+The index shows what the pool holds, a local tier what it holds, and the history the rest, as far back as it goes.
 Remote tiers are skipped. The history lags a moment behind, so a chunk that was evicted just now may have no reason yet.
 """
 

@@ -146,7 +146,7 @@ class Spans(Subscriber):
         span.set_attribute("kv.chunks.hit", lookup.chunks_hit)
 
     def _request(self, cache: str, holder: Holder, at_ns: int) -> Span:
-        """The holder's span, begun now if there is none."""
+        """The holder's span, started now if there is none."""
         span = self._requests.get((cache, holder))
         if span is None:
             attributes = {"kv.cache": cache, "kv.holder": holder}

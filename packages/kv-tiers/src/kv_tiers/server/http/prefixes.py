@@ -42,7 +42,7 @@ class Named(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 class Shaped(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """keys: of whole chunks, chunk by chunk: for each chunk those of every group, and for each group those of every
-    shard.
+        shard.
     coverages: by group, what a hit needs of a prefix; `kv explain` and docs/formats/wire.md show the notation. A model
         with only full attention needs none of these.
     chunk_tokens: tokens of a chunk.

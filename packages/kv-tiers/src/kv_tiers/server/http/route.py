@@ -30,7 +30,7 @@ class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class Routes(msgspec.Struct, frozen=True):
     """engines: the soonest first, and last those whose costs are not known. An engine that serves several models has an
-    entry for each.
+        entry for each.
     unknown: engines that are connected and have not looked up anything yet.
     """
 

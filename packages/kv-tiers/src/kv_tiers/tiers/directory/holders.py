@@ -6,7 +6,7 @@ found by name and place, and a lookup tries the first few places. Entries are fo
 of both, so that no outsider can make names collide. The slot of a removed entry can only be reused for the same name
 and place, until the table is rebuilt.
 
-Callers must serialize changes of the table. Lookups need no lock: one that runs during a change may see a holder too
+Callers must serialise changes of the table. Lookups need no lock: one that runs during a change may see a holder too
 many or too few, which costs a miss, but it always ends.
 """
 
