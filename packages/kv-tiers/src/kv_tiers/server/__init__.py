@@ -1,4 +1,4 @@
-"""The same cache in a process of its own: the server, and the client that engines use. No storage logic is here."""
+"""The same cache in a separate process: the server, and the client that engines use. No storage logic is here."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from kv_tiers.server.process import ServerProcess, launch
     from kv_tiers.server.remote_cache import RemoteCache
 else:
-    # A client loads neither the server's settings nor what it serves with. (No module here may have a name of these.)
+    # A client imports neither the server's settings nor its serving code. (No module here may have one of these names.)
     from kv_core.lazy import exports
 
     __getattr__ = exports(

@@ -1,8 +1,8 @@
 """Accepts connections from a listening socket, even when this process is out of file descriptors.
 
 A listener whose queue cannot be drained stays readable, so a loop that only retries would spin. One descriptor is
-therefore kept in reserve: it is closed, the new connection is accepted in its place, told why it is not served, and
-closed.
+therefore kept in reserve: it is closed, and the new connection is accepted in its place, sent the reason why it is not
+served, and closed.
 """
 
 import errno
@@ -21,7 +21,7 @@ _log = limited_logger(__name__)
 
 ACCEPTED_A_TURN: Final = 8
 REST_S: Final = 0.5
-"""How long to leave a listener alone whose queue cannot be taken from at all."""
+"""How long to ignore a listener from which nothing can be accepted at all."""
 _BACKLOG: Final = 64
 _SHORTAGES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -52,7 +52,7 @@ def listen_at(address: HostPort, where: str) -> socket.socket:
 
 
 class Acceptor:
-    """For one thread. `close` closes what it keeps open, and not the listener."""
+    """For one thread. `close` closes the descriptor in reserve, but not the listener."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Acceptor:
         greet: Callable[[socket.socket], None],
         turn_away: Callable[[socket.socket], None],
     ) -> None:
-        """listener: not blocking.
+        """listener: non-blocking.
 
-        greet: takes each connection over. turn_away: tells one, without waiting, that there are no descriptors for it;
-        it is closed here.
+        greet: takes over each connection. turn_away: sends the reason, without waiting, to one for which there are no
+            descriptors; it is closed here.
         """
         self._listener = listener
         self._greet = greet
@@ -72,7 +72,8 @@ class Acceptor:
         self._spare = _spare()
 
     def accept(self) -> float:
-        """Take those that wait, a turn's worth; how many seconds to leave the listener alone then: 0 or `REST_S`."""
+        """Accept waiting connections, a turn's worth. Returns for how many seconds to ignore the listener then: 0 or
+        `REST_S`."""
         for _ in range(ACCEPTED_A_TURN):
             try:
                 accepted, _ = self._listener.accept()
@@ -95,7 +96,7 @@ class Acceptor:
             self._spare = -1
 
     def _let_one_in(self) -> bool:
-        """For long enough to say why it is not served. False: it could not be taken at all."""
+        """Accept a connection for long enough to send why it is not served. False: it could not be accepted at all."""
         if self._spare < 0:
             self._spare = _spare()
             return self._spare >= 0
@@ -104,7 +105,7 @@ class Acceptor:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
             self._spare = _spare()
-            return True  # the next attempt finds nobody
+            return True  # the next attempt finds no connection
         except OSError:
             self._spare = _spare()
             return False
@@ -120,7 +121,7 @@ class Acceptor:
 
 
 def _spare() -> int:
-    """-1: not even that."""
+    """A descriptor in reserve; -1: not even that is available."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

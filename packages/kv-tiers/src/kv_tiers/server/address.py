@@ -20,7 +20,8 @@ from kv_core.errors import ConfigError
 from kv_tiers.pool.private_files import own_directory
 
 PRIVATE_PREFIX: Final = "engine-"
-"""How the names of engines' private servers begin in a user's own directory. What killed ones left is removed there."""
+"""The prefix of the names of engines' private servers in a user's own directory. Files left there by killed ones are
+removed."""
 _ATTEMPTS: Final = 5
 _RETRY_S: Final = 0.02
 
@@ -61,13 +62,13 @@ class Address:
         self.listener.close()
 
     def close(self) -> None:
-        """From here another server may have the place."""
+        """From now on another server may listen here."""
         self.listener.close()
         _release(self.path, self._lock)
 
 
 def remove_stale(path: Path) -> None:
-    """Remove the socket and the lock that a killed server left. One that lives keeps its own."""
+    """Remove the socket and the lock that a killed server left. Those of a live server stay."""
     with suppress(OSError, ConfigError):
         _check_replaceable(path)
         lock = _try_lock(path, os.O_RDWR)
@@ -84,7 +85,7 @@ def _own(path: Path) -> int:
     _check_replaceable(path)
     for attempt in range(_ATTEMPTS):
         if attempt:
-            time.sleep(_RETRY_S)  # a process that tidies up holds it for a moment
+            time.sleep(_RETRY_S)  # a process that cleans up holds it for a moment
         try:
             lock = _try_lock(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -95,11 +96,11 @@ def _own(path: Path) -> int:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Whether what is there is what a server leaves: a socket, and a lock with nothing in it. Both will be removed.
+    """Check that whatever exists was left by a server: a socket, and an empty lock file. Both will be removed.
 
     Raises:
         ConfigError: it is something else, such as a settings file that was given as the socket.
-        OSError: it cannot be looked at.
+        OSError: it cannot be inspected.
     """
     for file, type_ in ((path, stat.S_IFSOCK), (_lock_path(path), stat.S_IFREG)):
         with suppress(FileNotFoundError):

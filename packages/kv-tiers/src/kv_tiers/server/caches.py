@@ -2,9 +2,10 @@
 
 Opening takes as long as the lower tiers take, so it runs on a separate thread while other clients are served.
 
-A server outlives many engines. When it has as many formats as it may have, and another one comes, the cache that has
-been without a client for longest is closed, unless that is less than a lease's time: an engine may be starting again.
-Where other hosts read from this server none is, for they do so whether there is a client here or not.
+A server outlives many engines. When it has reached its limit of formats and another one is registered, the cache that
+has been without a client for longest is closed, unless that is less than a lease's time, because its engine may be
+restarting. If other hosts read from this server no cache is closed, because they read whether there is a client here or
+not.
 """
 
 import threading
@@ -30,7 +31,7 @@ from kv_tiers.tier import TierContext
 _log = limited_logger(__name__)
 
 Format = tuple[tuple[int, ...], str]
-"""Of each group of layers a chunk's size in bytes, and what the bytes mean."""
+"""The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Caches:
         wake: Callable[[], None],
         on_idle_closed: Callable[[str], None],
     ) -> None:
-        """bus: where the caches tell what happens. wake: called on another thread when `opened` has something new.
+        """bus: where the caches publish events. wake: called on another thread when `opened` has something new.
 
         on_idle_closed: called on another thread with the name of a cache that was closed to make room.
         """
@@ -101,7 +102,7 @@ class Caches:
     def open(self, wanted: Format, in_use: Container[LocalCache]) -> bool:
         """Begin to open a cache, unless that has begun already. False: the limit of formats is reached.
 
-        in_use: the caches that somebody uses, or may come back to.
+        in_use: the caches that a client uses, or may come back to.
         """
         if wanted in self._opening:
             return True
@@ -113,7 +114,7 @@ class Caches:
         return True
 
     def opened(self) -> list[Opened]:
-        """What has been opened, or failed to open, since the last call."""
+        """The caches that were opened, or failed to open, since the last call."""
         news = []
         while self._opened:
             opened = self._opened.popleft()
@@ -133,7 +134,7 @@ class Caches:
         return news
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
-        """Have every cache leave (`cache.drain`), those too that are opened from now on."""
+        """Drain every cache (`cache.drain`), including those that are opened from now on."""
         self._drained = timeout_s, max_bytes
         for cache in self._caches.values():
             cache.drain.begin(timeout_s, max_bytes)
@@ -144,7 +145,7 @@ class Caches:
             cache.drain.end()
 
     def close(self) -> None:
-        """Spill what waits, then close. Takes at most some seconds per cache."""
+        """Complete pending spills, then close. Takes at most some seconds per cache."""
         for thread in (*self._opening.values(), *self._closing):
             thread.join()
         self.opened()
@@ -163,7 +164,7 @@ class Caches:
         del self._left_s[longest]
         self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
         self._closing = [thread for thread in self._closing if thread.is_alive()]
-        # Not here: it stores below what is to be stored there.
+        # Not on this thread: closing first completes pending spills.
         thread = threading.Thread(target=self._close_one, args=(longest, cache), daemon=True)
         self._closing.append(thread)
         thread.start()
@@ -175,7 +176,7 @@ class Caches:
 
     def _open(self, wanted: Format) -> None:
         for thread in tuple(self._closing):
-            thread.join()  # its memory, and its files if it is the same format's
+            thread.join()  # to free its memory, and its files if it has the same format
         cache, failure = None, wire.Failed("refused", "")
         try:
             cache = build_local_cache(
@@ -191,7 +192,7 @@ class Caches:
             )
         except ConfigError as error:
             failure = wire.Failed("refused", str(error))
-        except Exception as error:  # noqa: BLE001  # whatever it is, somebody waits for an answer
+        except Exception as error:  # noqa: BLE001  # whatever it is, a client waits for an answer
             _log.exception("no cache of chunks of %s bytes could be made", wanted[0])
             failure = wire.Failed("fault", f"no cache could be made: {error}")
         self._opened.append(Opened(wanted, cache, failure))
@@ -199,7 +200,7 @@ class Caches:
 
 
 def _close(cache: LocalCache) -> None:
-    """Store below what waits, and say what it was good for."""
+    """Complete pending spills, and log what the cache achieved."""
     counts = cache.counts()
     _log.info(
         "the KV cache ends: %d lookups found %d of %d chunks, and %d chunks entered the pool",
@@ -208,4 +209,4 @@ def _close(cache: LocalCache) -> None:
     try:
         cache.close()
     except BufferError as error:
-        _log.warning("%s", error)  # it goes with the process
+        _log.warning("%s", error)  # the memory is freed when the process ends

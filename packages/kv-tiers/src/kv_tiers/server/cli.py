@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kv-server: {error}", file=sys.stderr)
         return 2
     for number in _ENDING:
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
             signal.signal(number, lambda *_: server.stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     if args.lifeline is not None:
@@ -102,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ready.append(f"peers={server.peers_address}")
     try:
         print(*ready, flush=True)
-    except OSError as error:  # nobody reads it any more; a lifeline ends us where that was our owner
+    except OSError as error:  # the reader has gone; if it was our owner, a lifeline ends us
         _log.warning("nobody reads the line that says this server is ready: %s", error.strerror)
-        sys.stdout = None  # or its end would be tried again at ours
+        sys.stdout = None  # or it would be flushed again when we end
     server.serve()
     if http is not None:
         http.stop()
@@ -168,14 +168,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _detach() -> None:
-    """Before there are threads. Whoever started us sees us end, and reads on from the output that we share."""
+    """Must run before there are threads. The process that started us sees us end, and continues to read the output that
+    the child shares."""
     if os.fork():
         os._exit(0)
     os.setsid()
 
 
 def _end_with(owner: int, server: CacheServer) -> None:
-    """Stop the server when this process ends. Its children may outlive it, and inherit the pipe."""
+    """Stop the server when this process ends. The lifeline does not suffice: the process's children may outlive it, and
+    inherit the pipe."""
     try:
         server.watch(os.pidfd_open(owner))
     except ProcessLookupError:

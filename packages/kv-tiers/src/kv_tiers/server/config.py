@@ -16,7 +16,7 @@ from kv_tiers.settings import Layer, Settings, resolve
 from kv_tiers.tenants import Tenant, read_tenants
 
 _MAX_PATH_BYTES: Final = 107
-"""What the kernel takes for a socket's path."""
+"""The longest path that the kernel accepts for a socket."""
 _HTTP_DESCRIPTORS: Final = 96
 _OTHER_DESCRIPTORS: Final = 128
 
@@ -56,8 +56,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def default_socket(name: str = "default") -> Path:
-    """The default path of a server's socket, by the server's name: in the user's runtime directory, or that for
-    temporary files, or /tmp where that one's path is too long for a socket, as those of batch systems may be."""
+    """The default path of a server's socket, by the server's name: in the user's runtime directory, or in the one for
+    temporary files, or in /tmp if that path is too long for a socket, as it may be on batch systems."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     parents = [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108  # the directory made in it is the user's alone
     if Path(runtime).is_dir():
@@ -67,7 +67,7 @@ def default_socket(name: str = "default") -> Path:
 
 
 def read_config(tree: Mapping[str, object]) -> ServerConfig:
-    """The settings that a mapping holds, in the shape that they have in a file. Raises as `server_config` does."""
+    """The settings in a mapping, in the shape that they have in a file. Raises like `server_config`."""
     return server_config(resolve([Layer("the server's settings", tree)], {})[0])
 
 
@@ -102,7 +102,7 @@ def server_config(settings: Settings) -> ServerConfig:
 def _check_address(config: ServerConfig) -> None:
     """
     Raises:
-        ConfigError: other hosts would be told to read from every address there is.
+        ConfigError: the directory would name the wildcard address as the one to read from.
     """
     if not config.peers.listen or not read_host_port(config.peers.listen, "peers: listen").is_unspecified:
         return

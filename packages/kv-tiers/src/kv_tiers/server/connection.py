@@ -22,16 +22,16 @@ PACKAGE: Final = version("kv-tiers")
 
 
 class NobodyListens(TierDown):
-    """There is no server at that socket: its process has ended, or it has stopped listening in order to."""
+    """There is no server at that socket: its process has ended, or it has stopped listening and is about to end."""
 
 
 class Connection:
     """Not safe to use from several threads at once."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
-        """Connect, which a socket of this machine does at once or not at all, and say hello.
+        """Connect, which a local socket does at once or not at all, and send a hello.
 
-        timeout_s: how long anything may take; 0 waits for nothing.
+        timeout_s: how long each operation may take; 0 does not wait.
 
         Raises:
             TierDown: no server answers there; `NobodyListens`: because there is none.
@@ -60,19 +60,19 @@ class Connection:
     def send(self, request: wire.Request) -> None:
         """
         Raises:
-            TierDown: the server did not take it in time.
+            TierDown: the server did not accept it in time.
         """
         try:
             self._socket.settimeout(self.timeout_s)
             self._socket.sendall(wire.frame(request))
         except OSError as error:
-            # It may have said why before it hung up.
+            # The server may have sent the reason before it closed the connection.
             said = self.receive(0)
             why = said.text if isinstance(said, wire.Failed) else error
             raise TierDown(f"the server takes no requests: {why}") from None
 
     def receive(self, timeout_s: float) -> wire.Answer | None:
-        """The next answer; None: it is not here in time. 0 does not wait.
+        """The next answer; None: it did not arrive in time. 0 does not wait.
 
         Raises:
             TierDown: there will be none.
@@ -82,7 +82,7 @@ class Connection:
             self._socket.settimeout(timeout_s)
             while (body := self._frames.next()) is None:
                 if timeout_s and time.monotonic() > until:
-                    return None  # not before looking at what has come: this thread may have been kept from it
+                    return None  # only after checking what has arrived: this thread may have been delayed
                 data = self._read()
                 if not data:
                     raise TierDown("the server has closed the connection")
@@ -96,7 +96,7 @@ class Connection:
     def ask(self, request: wire.Request) -> wire.Answer:
         """
         Raises:
-            TierDown: there was no answer in time; the connection is of no more use.
+            TierDown: there was no answer in time; the connection can no longer be used.
         """
         self.send(request)
         answer = self.receive(self.timeout_s)
@@ -105,7 +105,7 @@ class Connection:
         return answer
 
     def take_descriptor(self) -> int:
-        """The pool's, which came with `Pool`. The caller closes it.
+        """The pool's descriptor, which came with `Pool`. The caller closes it.
 
         Raises:
             TierDown: none came.
@@ -131,7 +131,7 @@ class Connection:
 
 
 class Opening:
-    """A connection being greeted and registered, which can be looked at without waiting for it."""
+    """A connection during its greeting and registration, which can be polled without waiting."""
 
     def __init__(self, path: Path, timeout_s: float, register: wire.Register) -> None:
         """

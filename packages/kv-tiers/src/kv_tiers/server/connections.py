@@ -1,8 +1,8 @@
-"""The server's connections: requests in, answers out, and no client at the expense of another.
+"""The server's connections: they read requests and send answers, and no client is served at the expense of another.
 
 A client's turn is limited to a few requests, so one that floods the server delays the others by no more than that, and
-one that does not read its answers is disconnected. Only processes of the same user are served; the kernel says who is
-at the other end.
+one that does not read its answers is disconnected. Only processes of the same user are served; the kernel reports which
+user is at the other end.
 """
 
 import os
@@ -30,24 +30,24 @@ MAX_QUEUED_FRAMES: Final = 64
 """Answers that a client has not read; one that follows the protocol has at most two."""
 FRAMES_A_TURN: Final = 16
 GREETING_S: Final = 5.0
-"""How long a client may take to say hello; and one that was refused, to read why."""
+"""How long a client may take to send its hello, and a refused one to read the reason."""
 UNREGISTERED_S: Final = 60.0
-"""How long a client that has registered no cache may ask for nothing."""
+"""How long a client that has registered no cache may send no request."""
 _READ_BYTES: Final = 1 << 18
 _PEER: Final = struct.Struct("3i")
 
 
 @dataclass(eq=False, slots=True)
 class ClientConnection:
-    """One client's, as the server has it.
+    """The connection of one client, on the server's side.
 
-    number: never another's.
-    socket: which does not block.
-    pid: of the client's process; 0 if that is not in sight.
-    pidfd: of the same, or -1; taken over by the callback for lost connections.
-    is_greeted: the client has said hello.
-    is_ending: it gets what is unsent and no more.
-    waiting: what it registered, while its cache is being opened and it is not heard.
+    number: never reused.
+    socket: non-blocking.
+    pid: of the client's process; 0 if it is not visible.
+    pidfd: of the same process, or -1; taken over by the callback for lost connections.
+    is_greeted: the client has sent its hello.
+    is_ending: it is sent what is unsent and nothing more.
+    waiting: what it registered, while its cache is being opened and its requests are not read.
     register, session: what it registered, and what it holds since.
     token: to resume the session.
     frames: what has arrived.
@@ -73,14 +73,14 @@ class ClientConnection:
 
     @property
     def due_s(self) -> float | None:
-        """When its patience with us is over; None: it has a cache, or waits for one."""
+        """When we stop waiting for it; None: it has a cache, or is waiting for one."""
         if self.is_ending or not self.is_greeted:
             return self.heard_s + GREETING_S
         return self.heard_s + UNREGISTERED_S if self.session is None and self.waiting is None else None
 
 
 class Connections:
-    """Used by the server's thread only, which calls what the selector says is registered."""
+    """Used only by the server's thread, which calls what is registered with the selector."""
 
     def __init__(
         self,
@@ -90,14 +90,15 @@ class Connections:
         answer: Callable[[ClientConnection, wire.Request], None],
         gone: Callable[[ClientConnection], None],
     ) -> None:
-        """answer: may raise `InputError` and `MisuseError`. gone: the connection is closed, whichever side did it."""
+        """answer: may raise `InputError` and `MisuseError`. gone: called when the connection is closed, whichever side
+        did it."""
         self._selector = selector
         self._max_connections = max_connections
         self._answer = answer
         self._gone = gone
         self._connections: dict[int, ClientConnection] = {}
-        self._eager: dict[int, ClientConnection] = {}  # more of their requests are here than their turn allowed
-        self._unsettled: dict[int, ClientConnection] = {}  # those that may have to be dropped for want of words
+        self._eager: dict[int, ClientConnection] = {}  # clients with more requests waiting than their turn allowed
+        self._unsettled: dict[int, ClientConnection] = {}  # clients that may have to be dropped for their silence
         self._last_number = 0
 
     def all(self) -> list[ClientConnection]:
@@ -113,7 +114,7 @@ class Connections:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def expire(self) -> None:
-        """End those that have had their time to say what they want."""
+        """Disconnect clients that have been silent for too long."""
         now_s = time.monotonic()
         for client in list(self._unsettled.values()):
             due_s = client.due_s
@@ -152,7 +153,7 @@ class Connections:
             self.refuse(client, str(error), kind="malformed")
         except MisuseError as error:
             self.send(client, wire.Failed("misuse", str(error)))
-        except Exception:  # noqa: BLE001  # whatever it is, the other clients must not notice
+        except Exception:  # noqa: BLE001  # whatever it is, the other clients must not be affected
             _log.exception("session %d ends, as its request met a bug", client.number)
             self.refuse(client, "a bug in the server; its log has the rest", kind="fault")
         return True
@@ -218,7 +219,7 @@ class Connections:
         client.events = events
 
     def _ready(self, client: ClientConnection) -> None:
-        # It may have been dropped since the selector looked, and either of these may drop it.
+        # The client may have been dropped since the selector reported it, and either of these may drop it.
         if client.unsent and client.number in self._connections:
             self._flush(client)
         if client.events & selectors.EVENT_READ and client.number in self._connections:
@@ -238,7 +239,7 @@ class Connections:
         self.work(client)
 
     def _take_next(self, client: ClientConnection) -> bool:
-        """False: no whole request is here."""
+        """Handle the next request. False: none has arrived as a whole."""
         body = client.frames.next()
         if body is None:
             return False

@@ -36,7 +36,7 @@ class ServedSpace:
     format: of the cache.
     space_id: the key space's fingerprint.
     shape: what a hit needs.
-    costs: what the engine's last lookup said; None: that it uses whatever is held.
+    costs: from the engine's last lookup; None: it uses whatever is held.
     """
 
     engine: str
@@ -147,6 +147,6 @@ def estimate(
     loaded_tokens = choice.chunks * shape.chunk_tokens
     load_s = choice.load_s if choice.chunks else 0.0
     compute_s = costs.compute_s(min(loaded_tokens, tokens - 1), tokens)
-    # As a lookup has it: a load that was never measured is taken to be quick, or it would never be.
+    # As in a lookup: a load that was never measured is assumed to be quick, or it never would be measured.
     ttft_s = None if compute_s is None else queue_s + (load_s or 0.0) + compute_s
     return EngineEstimate(served.engine, held, choice.chunks, queue_s, load_s, compute_s, ttft_s)

@@ -18,7 +18,7 @@ MAX_RUNS = 1024
 MAX_EXPLAINED_KEY_SPACES = 16
 _MAX_RUNS_OF_GROUP = 64
 _FIRST_CHUNKS = 4
-"""A key space in which none of the first chunks is known does not know the prompt."""
+"""If none of the first chunks is known in a key space, the prompt is not known there."""
 
 
 def explain_prompt(
@@ -90,7 +90,7 @@ def _key_spaces(key_prefixes: Sequence[bytes], memory: Memory | None) -> list[tu
 def _is_known(cache: LocalCache, memory: Memory | None, shares: list[list[ChunkKey]]) -> bool:
     if not shares[0]:
         return False
-    # Of a model that has nothing but windows and states the first chunks may never have been stored.
+    # If a model has only windows and states, the first chunks may never have been stored.
     most = _FIRST_CHUNKS if cache.shape_of(shares[0][0].space_id) is None else len(shares[0])
     keys = [key for column in shares for key in column[:most]]
     return any(cache.admin.where(keys)) or (memory is not None and any(memory.fate(key) for key in keys))

@@ -26,7 +26,7 @@ A = TypeVar("A", bound=wire.Answer)
 
 
 class NoServerError(ConfigError):
-    """Nobody listens at the socket: a server may be on its way there."""
+    """No server listens at the socket: one may be starting."""
 
 
 class Link:
@@ -46,9 +46,9 @@ class Link:
         """timeout_s: how long an answer may take.
 
         on_connect: what to register with a server.
-        on_connected: a server has answered that. It may raise `TierDown`, and the server counts as away.
-        on_reconnected: after that, where a server was away before: it can be asked again.
-        on_disconnected: it cannot be asked any more, and what was under way has failed.
+        on_connected: called when a server has answered that. If it raises `TierDown`, the server counts as away.
+        on_reconnected: called after that if the server was away before: it can be queried again.
+        on_disconnected: called when it can no longer be queried, and requests in flight have failed.
         """
         self._path = path
         self._timeout_s = timeout_s
@@ -61,13 +61,13 @@ class Link:
         self.nobody_listens = False
         """The last attempt found no server at the socket."""
         self._why_refused = ""
-        """Why the server that is there was of no use at the last attempt: of another version, say."""
+        """Why the server there could not be used at the last attempt: it has another version, for example."""
         self._opening: Opening | None = None
         self._opened_s = self._retry_s = 0.0
         self._back_off_s = FIRST_BACK_OFF_S
 
     def open(self, timeout_s: float) -> None:
-        """The first time, which waits.
+        """Connect for the first time, which waits.
 
         Raises:
             ConfigError: no server can be used there; the text says why. `NoServerError`: because there is none.
@@ -85,7 +85,7 @@ class Link:
             self._give_up_opening()
 
     def is_up(self, *, may_connect: Callable[[wire.Pool], bool] | None = None) -> bool:
-        """The server can be asked. If it was away, this is what tries again.
+        """Whether the server can be queried. If it was away, this tries to reconnect.
 
         may_connect: whether the server that gave this answer may be connected to now; None: any may.
         """
@@ -122,10 +122,10 @@ class Link:
         return self.connection is not None
 
     def ask(self, request: wire.Request, answer: type[A]) -> A | None:
-        """None: the server is away.
+        """The answer; None: the server is away.
 
         Raises:
-            MisuseError: the server says that the request breaks the service's contract.
+            MisuseError: the server reports that the request breaks the service's contract.
         """
         if not self.is_up():
             return None
@@ -159,11 +159,11 @@ class Link:
             raise
 
     def back_off(self, seconds: float) -> None:
-        """Do not try again before so much time is over."""
+        """Do not try again before this time has passed."""
         self._retry_s = self._clock.now_s() + seconds
 
     def lose(self, why: str) -> None:
-        """The connection is of no more use."""
+        """Give up the connection."""
         _log.warning("the cache server at %s is away, so nothing is found there: %s", self._path, why)
         self.close()
         self._on_disconnected()

@@ -22,7 +22,7 @@ class ServerMailbox:
         self._closed = False
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """The future holds what `work` returns or raises, or `TierDown` if the server ends before."""
+        """The future holds what `work` returns or raises, or `TierDown` if the server ends first."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -52,7 +52,7 @@ class ServerMailbox:
             self._submitted.popleft()()
 
     def close(self) -> None:
-        """Nothing is done any more: every future, of now and later, holds `TierDown`."""
+        """Do no more work: every future, pending or later, gets `TierDown`."""
         with self._lock:
             self._closed = True
         self.drain()

@@ -14,7 +14,7 @@ from kv_tiers.pool.places import Places, slot_bytes_for
 
 
 class MappedPool:
-    """The part of `HostPool` that copiers need. Slots are given away by the server alone."""
+    """The part of `HostPool` that copiers need. Only the server allocates slots."""
 
     def __init__(self, name: str, group_bytes: Sequence[int], slots: int, descriptor: int) -> None:
         """group_bytes: as for `PayloadSizes`.
@@ -31,7 +31,7 @@ class MappedPool:
         self._places = Places(name, self.sizes, self.slot_bytes, slots)
         try:
             nbytes = slots * self.slot_bytes
-            if os.fstat(descriptor).st_size != nbytes:  # touching what is beyond a file's end kills a process
+            if os.fstat(descriptor).st_size != nbytes:  # accessing a page beyond the file's end kills a process
                 raise TierDown(f"the server's pool {name} has not the {nbytes} bytes it should")
             mapping = mmap.mmap(descriptor, nbytes)
         except (OSError, ValueError, OverflowError) as error:
@@ -39,7 +39,7 @@ class MappedPool:
         finally:
             os.close(descriptor)
         self._view = memoryview(mapping)
-        # The server has its pages ready, and this process's table of pages is another.
+        # The server's pages are ready, but this process has its own page table.
         self._ahead = PopulatedAhead(mapping, 0, nbytes)
         self._ahead.reached(0)
 
@@ -58,5 +58,5 @@ class MappedPool:
             self._ahead.reached((max(slots) + 1) * self.slot_bytes)
 
     def close(self) -> None:
-        """Touch no page any more. The mapping lasts, as `view` says."""
+        """Stop touching pages. The mapping remains, as described at `view`."""
         self._ahead.stop()

@@ -14,7 +14,7 @@ def maps_file(pid: int, descriptor: int) -> bool | None:
                 fields = line.split(None, 5)
                 if int(fields[4]) == found.st_ino and fields[3].decode() == device:
                     return True
-            # A process that is another user's, or ends, has an empty list.
+            # The list is empty for another user's process, and for one that is ending.
             return False if maps.tell() else None
     except (OSError, ValueError, IndexError):
         return None

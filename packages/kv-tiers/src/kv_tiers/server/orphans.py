@@ -1,11 +1,11 @@
-"""Lasting leases of clients whose connection closed, kept until nobody can be copying there any more.
+"""Lasting leases of clients whose connection closed, retained until no process can be copying there any more.
 
-They are those to write, and those to read whose reader cannot take back what it has read. A process that has ended
-copies nothing, so a killed client's slots are free as soon as its pidfd becomes readable, after
-its memory and devices have been released. A connection that closes while the process lives proves nothing, because the
-process may be in the middle of a copy. Its slots wait until the client reconnects and lists the leases that it still
-has (our client does so by itself), until it no longer maps the pool, or until it ends. Without a pidfd they wait for
-the lifetime of a lease. A client that does none of this is named in the log.
+They are write leases, and read leases whose reader cannot discard what it has read. A process that has ended copies
+nothing, so a killed client's slots are free as soon as its pidfd becomes readable, after its memory and devices have
+been released. A connection that closes while the process lives proves nothing, because the process may be in the middle
+of a copy. Its slots wait until the client reconnects and lists the leases that it still has (our client does so
+automatically), until it no longer maps the pool, or until it ends. Without a pidfd they wait for the lifetime of a
+lease. A client that does none of this is named in the log.
 """
 
 import os
@@ -27,9 +27,10 @@ from kv_tiers.server.session import LastingLease, release
 _log = limited_logger(__name__)
 
 _LOOK_S: Final = 1.0
-"""How often the clock is looked at for those without a pidfd, and first what the others have in their memory."""
+"""How often the deadlines of those without a pidfd are checked, and the time until the first check of the others'
+mappings."""
 _MAX_LOOK_S: Final = 60.0
-"""Each of these looks is twice as long after the one before, up to this: a large process has thousands of mappings."""
+"""The time between checks of mappings doubles up to this, because a large process has thousands of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ class Orphan:
 
 @dataclass(slots=True)
 class _Process:
-    """One that lives, however many of its sessions have ended: each open descriptor is one less for a client.
+    """A live process, one for all of its ended sessions, because each open descriptor is one less for clients.
 
     pidfd: readable when it has ended.
     tokens: of its sessions that ended.
-    lost_s: since when there are any, by the monotonic clock.
-    look_s: when to look next at what it has in its memory.
-    wait_s: from that look to the one after.
-    is_looked_at: there was a look.
+    lost_s: since when it has any, by the monotonic clock.
+    look_s: when to check its mappings next.
+    wait_s: from that check to the one after.
+    is_looked_at: its mappings are being checked.
     is_named: it is in the log.
     """
 
@@ -71,7 +72,8 @@ class _Process:
 
 
 class Orphans:
-    """By the tokens of their sessions. Used by the server's thread only; its selector calls what is registered.
+    """All orphans, by the tokens of their sessions. Used only by the server's thread, whose selector calls what is
+    registered.
 
     Each has slots of a pool, so there are never more of them than slots.
     """
@@ -84,9 +86,9 @@ class Orphans:
         *,
         on_server: Callable[[Callable[[], None]], object],
     ) -> None:
-        """keep_s: how long those are kept of whose process the kernel tells us nothing.
+        """keep_s: how long those are retained whose process the kernel reports nothing about.
 
-        on_server: called on another thread, to have something done on the server's.
+        on_server: called on another thread, to run something on the server's.
         """
         self._on_server = on_server
         self._selector = selector
@@ -99,7 +101,7 @@ class Orphans:
         return len(self._orphans)
 
     def add(self, token: bytes, cache: LocalCache, leases: dict[int, LastingLease], pid: int, pidfd: int) -> None:
-        """A session has ended. Takes its process's pidfd over."""
+        """A session has ended. Takes over its process's pidfd."""
         copying = {} if is_gone(pidfd) else {number: lease for number, lease in leases.items() if lease.slots}
         give_up(cache, {number: lease for number, lease in leases.items() if number not in copying})
         if not copying:
@@ -111,7 +113,7 @@ class Orphans:
             self._watch(pid, pidfd).tokens.add(token)
 
     def take(self, token: bytes) -> Orphan | None:
-        """Its owner is back. What it does not want any more is for the caller to give up."""
+        """Remove an orphan because its owner is back. The caller gives up the leases that the owner no longer wants."""
         orphan = self._orphans.pop(token, None)
         process = None if orphan is None else self._processes.get(orphan.pid)
         if orphan is not None and process is not None:
@@ -126,11 +128,11 @@ class Orphans:
         return any(orphan.cache is cache and lease in orphan.leases for orphan in self._orphans.values())
 
     def are_of(self, cache: LocalCache) -> bool:
-        """Whether anybody was copying there."""
+        """Whether any orphan was copying there."""
         return any(orphan.cache is cache for orphan in self._orphans.values())
 
     def patience_s(self) -> float | None:
-        """How soon `expire` should be called. None: the selector will tell."""
+        """How soon `expire` should be called. None: the selector will report it."""
         soonest = [
             process.look_s - time.monotonic() for process in self._processes.values() if not process.is_looked_at
         ]
@@ -139,7 +141,7 @@ class Orphans:
         return max(0.0, min(soonest)) if soonest else None
 
     def expire(self) -> None:
-        """End those of which the kernel tells us nothing, when their time is over; have the others looked at."""
+        """End those without a pidfd whose deadline has passed, and have the mappings of the others checked."""
         if not self._orphans:
             return
         at_s = time.monotonic()
@@ -147,7 +149,7 @@ class Orphans:
             if not process.is_looked_at and process.look_s <= at_s:
                 process.is_looked_at = True
                 pools = {token: self._orphans[token].cache.pool.descriptor for token in process.tokens}
-                # Not here: the kernel may have us wait for a process that is changing its memory.
+                # Not on this thread: the kernel may block us while a process is changing its mappings.
                 threading.Thread(
                     target=self._look, args=(pid, process.pidfd, pools), name="kv-mappings", daemon=True
                 ).start()
@@ -161,7 +163,7 @@ class Orphans:
 
     def _watch(self, pid: int, pidfd: int) -> _Process:
         known = self._processes.get(pid)
-        if known is not None and is_gone(known.pidfd):  # its number is another process's now
+        if known is not None and is_gone(known.pidfd):  # its pid is another process's now
             self._end_process(pid)
             known = None
         if known is not None:
@@ -172,7 +174,7 @@ class Orphans:
         return process
 
     def _look(self, pid: int, pidfd: int, pools: Mapping[bytes, int]) -> None:
-        """On a thread of its own. A descriptor that was closed meanwhile tells nothing, or of another file."""
+        """Runs on its own thread. A descriptor that was closed meanwhile yields nothing, or concerns another file."""
         try:
             unmapped = [token for token, descriptor in pools.items() if maps_file(pid, descriptor) is False]
         except OSError:
@@ -183,7 +185,7 @@ class Orphans:
         process = self._processes.get(pid)
         if process is None or process.pidfd != pidfd:
             return
-        if not is_gone(pidfd):  # else the number may have been another process's by then; its own end is told elsewhere
+        if not is_gone(pidfd):  # else the pid may have been another's; its end is handled elsewhere
             for token in unmapped:
                 self._end(token)
         process.is_looked_at = False
@@ -211,13 +213,13 @@ class Orphans:
 
 
 def give_up(cache: LocalCache, leases: Mapping[int, LastingLease]) -> None:
-    """Release all of these, because nobody copies there any more."""
+    """Release all of these, because nothing is being copied there any more."""
     for number, lease in leases.items():
         release(cache, number, lease)
 
 
 def open_pidfd(pid: int) -> int:
-    """-1 where there is none to be had: an old kernel, or a process of another container, whose number is 0 here."""
+    """-1 if none is available: an old kernel, or a process of another container, whose pid is 0 here."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):

@@ -2,7 +2,7 @@
 
 A peer only reads: nothing that it sends stores, moves, evicts or forgets a chunk. It can end a hold. Each connection
 has its own thread, and the serving thread never waits for one. A thread leases one chunk at a time, sends it from where
-it is, and gives up a peer that is too slow. The number of connections is limited; further ones are refused, and cost
+it is, and disconnects a peer that is too slow. The number of connections is limited; further ones are refused, and cost
 the others nothing.
 """
 
@@ -58,19 +58,19 @@ _log = limited_logger(__name__)
 
 _WHERE: Final = "peers"
 _GREETING_S: Final = 5.0
-"""How long a newcomer may take to show who it is."""
+"""How long a new connection may take to authenticate itself."""
 _IDLE_S: Final = 120.0
-"""How long a connection may ask for nothing. A host that is gone says nothing either."""
+"""How long a connection may be idle. A host that is gone is silent too."""
 _END_S: Final = 5.0
 _NO_CACHE_S: Final = 0.2
-"""How soon a follower of a cache that no engine has asked for yet may ask again."""
+"""How soon a follower may query again if no engine has registered the cache yet."""
 
 FindCache = Callable[[str], tuple[LocalCache, PeerReads] | None]
 """The cache of a namespace, on any thread."""
 
 
 class PeerServer:
-    """Takes its address at once, serves from `start` until `close`."""
+    """Binds its address at once, and serves from `start` until `close`."""
 
     def __init__(self, config: PeersConfig, find: FindCache) -> None:
         """
@@ -139,7 +139,7 @@ class PeerServer:
                     self._connected.pop(thread).close()
 
     def _serve(self, sock: socket.socket) -> None:
-        """One connection, to its end, whatever that is."""
+        """Serve one connection until it ends, in whatever way."""
         try:
             self._converse(self._admitted(sock))
         except (InputError, PermissionError) as error:
@@ -158,10 +158,10 @@ class PeerServer:
             sock.close()
 
     def _admitted(self, sock: socket.socket) -> PeerStream:
-        """The conversation with a peer that is one of us.
+        """The stream of a peer that has authenticated itself.
 
         Raises:
-            PermissionError: it is none. InputError: it does not speak as one. OSError: it is gone.
+            PermissionError: it has not. InputError: it does not follow the protocol. OSError: it is gone.
         """
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(_GREETING_S)
@@ -210,7 +210,7 @@ class PeerServer:
         held, cleared_s = [False] * len(keys), None
         if found is not None:
             cache, reads = found
-            cleared_s = cache.cleared_for_s()  # before: what is cleared meanwhile is not said to be newer
+            cleared_s = cache.cleared_for_s()  # first: chunks found before a clear must not appear newer than it
             held = reads.holds(keys)
         with self._lock:
             self._counts.asked += len(keys)
@@ -256,7 +256,7 @@ class PeerServer:
         offered = len(chain) - request.first
         if not 0 < offered <= MAX_OFFERED:
             raise InputError(f"an offer of {offered} chunks")
-        if len(by_chain(chain)) > 1:  # it would count in the share of one tenant and be kept in another's
+        if len(by_chain(chain)) > 1:  # it would count in one tenant's share and be stored in another's
             raise InputError("an offer of several chains")
         found = self._find(request.namespace) if self._config.take_offers else None
         taken = Taken([Fate.NOT_TAKEN] * offered, 0) if found is None else found[0].offers.take(chain, request.first)
@@ -280,6 +280,6 @@ class PeerServer:
 
 
 def _shut(sock: socket.socket) -> None:
-    """Make every call on it return, on whatever thread."""
+    """Make every pending call on it return, on any thread."""
     with suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would take its state from under its thread
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would drop state that its thread is using

@@ -1,7 +1,7 @@
-"""A private server, which ends when the process that started it does, however that ends.
+"""A private server, which ends when the process that started it ends, however that happens.
 
 It is normally a child process. A detached one is not a child and has its own session, for a parent that is ended by
-killing it with all of its descendants. It then still stores what waits in the lower tiers, within `cold.drain_s`.
+killing it with all of its descendants. It can then still complete pending spills, within `cold.drain_s`.
 """
 
 import os
@@ -23,7 +23,7 @@ from kv_tiers.config import ColdConfig
 from kv_tiers.server.address import remove_stale
 
 READY_S: Final = 30.0
-"""How long a server may take to serve. It takes less than one."""
+"""How long a server may take to become ready. It takes less than a second."""
 _STOP_S: Final = 15.0
 
 
@@ -50,7 +50,7 @@ class ServerProcess:
         return self._lifeline >= 0 and not self._has_ended(0)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ask it to spill what waits, and to end. It is killed if that takes too long.
+        """Have it complete pending spills and end. It is killed if that takes too long.
 
         timeout_s: None: `stop_s`.
         """
@@ -68,7 +68,7 @@ class ServerProcess:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        remove_stale(self.socket)  # where it was killed
+        remove_stale(self.socket)  # if it was killed
         if self._home is not None:
             with suppress(FileNotFoundError):
                 self._home.rmdir()

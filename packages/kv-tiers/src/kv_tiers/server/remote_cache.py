@@ -8,9 +8,9 @@ connecting to a local socket takes.
 A reconnect finds one of two things. The same server still has this client's lasting leases (those to write, and
 lasting ones to read), because it cannot know whether a copy is in progress: these continue, and all other leases are
 void. A new server has a new pool: leases of the old pool are void before the first new one is granted, and the old
-mapping stays until its last user is done, so that a copy in progress harms nobody. It is met only when no lasting read
-is open, since such a copy cannot be withdrawn. Keys that were forgotten meanwhile are sent to the server before the
-first lookup.
+mapping stays until its last user is done, so that a copy in progress does no harm. A new server is accepted only when
+no lasting read is open, since such a copy cannot be withdrawn. Keys that were forgotten meanwhile are sent to the
+server before the first lookup.
 """
 
 import threading
@@ -40,8 +40,8 @@ from kv_tiers.server.returning import Returning
 _log = limited_logger(__name__)
 
 MAX_REPLAY: Final = 1024
-"""More keys than this forgotten while the server is away, and the whole cache is cleared when it is back. What is said
-at a reconnect must fit what a socket takes without its reader."""
+"""If more keys than this are forgotten while the server is away, the whole cache is cleared when it is back. The
+messages of a reconnect must fit into a socket's buffer before its reader takes them."""
 _GENERATION: Final = 1 << 40
 _LOOK_S: Final = 0.005
 _NOTHING: Final = CacheCounts(*(0,) * len(CacheCounts.__dataclass_fields__))
@@ -71,9 +71,9 @@ class RemoteCache:
     ) -> None:
         """Connect and register; this waits for the server, up to `connect_timeout_s`, as it may have tiers to open.
 
-        group_bytes, fingerprint: what the chunks are: the size of each group's, and what the bytes mean. Sessions with
-            the same share them.
-        engine, shards, facts: what the engine's other processes may ask for (`kv_tiers.server.wire.Registered`).
+        group_bytes, fingerprint: the chunks' format: the size of each group's, and what the bytes mean. Sessions with
+            the same format share chunks.
+        engine, shards, facts: what the engine's other processes may query (`kv_tiers.server.wire.Registered`).
         timeout_s: how long any later call may take.
         on_new_pool: called with each pool but the first before anything in it is leased to this client. It is called by
             whichever call connected to the restarted server and must not call the cache.
@@ -90,9 +90,9 @@ class RemoteCache:
         self._lock = threading.Lock()
         self._token = b""
         self._lasting: dict[LeaseId, Holder] = {}
-        self._reading: set[LeaseId] = set()  # of those, which are to read
-        self._void: set[LeaseId] = set()  # and which the server does not know (any more)
-        self._surplus: set[int] = set()  # what the server resumed and was given up here meanwhile
+        self._reading: set[LeaseId] = set()  # those of them that are reads
+        self._void: set[LeaseId] = set()  # those of them that the server does not know (any more)
+        self._surplus: set[int] = set()  # resumed by the server, but given up here meanwhile
         self._registered: wire.Register | None = None  # to the server that was connected to last
         self._forgotten: dict[ChunkKey, None] = {}
         self._is_cleared = False
@@ -208,7 +208,7 @@ class RemoteCache:
                 raise MisuseError(
                     f"write lease {lease.id} is not open: committed or released before, or its holder ended"
                 )
-            # Connect first, if the server is back: it must hear of this lease as one that we still have.
+            # Connect first, if the server is back: this lease must be reported to it as one that we still have.
             is_up = self._link.is_up()
             if self._strike(lease.id) and is_up:
                 self._ask(wire.Commit(lease.id % _GENERATION), wire.Done)
@@ -280,7 +280,7 @@ class RemoteCache:
             return Changes(self.generation * _GENERATION + said.upto, is_whole, changes)
 
     def counts(self) -> CacheCounts:
-        """While the server is away: what it said last, or nothing but zeros."""
+        """While the server is away: its last answer, or all zeros."""
         with self._lock:
             counted = self._ask(wire.Counts(), wire.Counted)
             if counted is not None:
@@ -318,7 +318,7 @@ class RemoteCache:
             self._returning = Returning(self._try_to_return)
 
     def _try_to_return(self) -> bool:
-        """On a thread of its own. True: there is no need to try again."""
+        """Runs on its own thread. True: there is no need to try again."""
         with self._lock:
             return self._closed or self._come_back()
 
@@ -374,7 +374,7 @@ class RemoteCache:
             if self.generation >= 0 and self._on_new_pool is not None:
                 try:
                     self._on_new_pool(pool)
-                except Exception as error:  # somebody else's code, and no exception of ours leaves a hook of the engine
+                except Exception as error:  # the caller's code, but no exception of ours may leave a hook of the engine
                     _log.exception("a new pool of the cache server at %s is of no use here", self._path)
                     raise TierDown(f"the new pool is of no use here: {error}") from error
             if self.generation >= 0:
@@ -410,16 +410,16 @@ class RemoteCache:
                 self._is_cleared = True
 
     def _numbered(self, number: int) -> int:
-        """The server's number, told apart from the same number of a server before."""
+        """The server's number, made distinct from the same number of an earlier server."""
         return self.generation * _GENERATION + number
 
     def _own_number(self) -> int:
-        """For what the server knows nothing of: never one of its numbers."""
+        """A number for a lease that the server does not know: never one of its own."""
         self._own_numbers += 1
         return -self._own_numbers
 
     def _strike(self, lease: LeaseId) -> bool:
-        """Take an open lasting lease off the books. True: the server knows it."""
+        """Forget an open lasting lease. True: the server knows it."""
         del self._lasting[lease]
         self._reading.discard(lease)
         if lease in self._void:

@@ -11,19 +11,20 @@ from kv_tiers.directory_state import DirectoryState
 from kv_tiers.drain_state import DrainState
 
 MAX_TENANTS: Final = 1000
-"""That a report lists though they have no name and no quota: there may be as many as there are chunks."""
+"""The most tenants without a name or quota that a report lists: there may be as many as there are chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
     """One session.
 
-    session: its number, never another's.
-    pid: of the client's process; 0 if that is not in sight, as in another container.
-    engine: whose process it is.
-    group_bytes, fingerprint: the format that it registered: of each group of layers a chunk's size, and what it means.
-    shards: in how many each of its chunks is stored.
-    facts: what the engine's other processes may ask for.
+    session: its number, never reused.
+    pid: of the client's process; 0 if it is not visible, as in another container.
+    engine: the engine that the process belongs to.
+    group_bytes, fingerprint: the format that it registered: the chunk size of each group of layers, and what the bytes
+        mean.
+    shards: number of shards in which each of its chunks is stored.
+    facts: what the engine's other processes may query.
     """
 
     session: int
@@ -41,14 +42,15 @@ class TierReport:
 
     name: as configured.
     health: the name of a `Health`.
-    why: it is not `UP`.
-    chunks, used_bytes, capacity_bytes: None where the tier does not say. Of chunks every group and shard is counted.
-    waiting, under_way: chunks on their way there now.
+    why: the reason if it is not `UP`.
+    chunks, used_bytes, capacity_bytes: None if the tier does not report it. Every group and shard of a chunk is
+        counted.
+    waiting, under_way: chunks still to be stored there, and chunks being stored now.
     loaded, stored, damaged, refused: chunks, by what became of them.
     lost: chunks that were evicted from the pool before they could be stored here.
     downs: how often it failed after it had served.
-    by_group: chunks of each group of layers, each once, however many of its shards are stored; empty where the tier
-        does not say, or stores nothing.
+    by_group: chunks of each group of layers, each once, however many of its shards are stored; empty if the tier does
+        not report that, or stores nothing.
     cut_chunks: those of `chunks` of which only first parts are left.
     directory: what a tier with a directory knows of other hosts.
     """
@@ -100,14 +102,14 @@ class CacheReport:
     sessions: of clients that use it now.
     counts: of the whole cache.
     tiers: below the pool, hottest first.
-    tenants: those with a name or a quota, and of all others the `MAX_TENANTS` that have most.
+    tenants: those with a name or a quota, and of all others the `MAX_TENANTS` with the most chunks.
     tenants_known: how many there are in all.
-    handed_over: chunks that are kept for another engine now (`kv_tiers.cache.holds`).
-    chunks: that lookups can find in the pool, each once, however many groups and shards are held of it. `counts` count
-        every group and shard by itself, but for lookups.
+    handed_over: chunks that are held for another engine now (`kv_tiers.cache.holds`).
+    chunks: those that lookups can find in the pool, each once, however many groups and shards are held of it. `counts`
+        counts every group and shard separately, except in lookups.
     payload_bytes: of all of these; slots may be larger.
     by_group: chunks in the pool of each group of layers, each once, however many of its shards are held.
-    drain: if this host is to leave.
+    drain: the progress if this host is to leave.
     """
 
     chunk_bytes: int

@@ -1,8 +1,8 @@
 """Reconnects a client that lost its connection during a store, so that its slots do not stay reserved while it lives.
 
 The server cannot know whether a client that lost its connection is in the middle of a copy, so it keeps those slots
-until the client says which leases it still has. An engine that is idle for an hour makes no call that would say so.
-This does, on a thread that exists only while a connection with open stores is lost.
+reserved until the client reports which leases it still has. An engine that is idle for an hour makes no call that would
+report them. This class does, on a thread that exists only while a connection with open stores is lost.
 """
 
 import threading
@@ -19,10 +19,11 @@ _MAX_S: Final = 2.0
 
 
 class Returning(threading.Thread):
-    """Tries until one attempt says that there is no need for more, its owner is gone, or `stop`."""
+    """Tries until an attempt reports that no more are needed, its owner is gone, or `stop` is called."""
 
     def __init__(self, attempt: Callable[[], bool]) -> None:
-        """attempt: a bound method, whose object is not kept alive here. True: no need for more."""
+        """attempt: a bound method, whose object is not kept alive here. It returns True if no more attempts are
+        needed."""
         super().__init__(name="kv-return", daemon=True)
         self._attempt = weakref.WeakMethod(attempt)
         self._stopped = threading.Event()
@@ -38,7 +39,7 @@ class Returning(threading.Thread):
             try:
                 if attempt is None or attempt():
                     return
-            except Exception:  # noqa: BLE001  # whatever it is, the engine's own calls try as well
+            except Exception:  # noqa: BLE001  # whatever it is, the engine's own calls reconnect too
                 _log.exception("coming back to the cache server met a bug")
                 return
             del attempt

@@ -51,10 +51,10 @@ class CacheServer:
     """Serves from `serve` until `stop`. Everything but `stop`, `is_stopping` and `submit` is for one thread."""
 
     def __init__(self, config: ServerConfig, *, clock: Clock | None = None) -> None:
-        """Take the socket. Connections that connect from now wait until `serve`.
+        """Bind the socket. Clients that connect from now on wait until `serve`.
 
         Raises:
-            ConfigError: another server has it, or it cannot be had.
+            ConfigError: another server has it, or it cannot be used.
         """
         self._lease_s = config.host.lease_s
         self._max_formats = config.max_formats
@@ -65,7 +65,7 @@ class CacheServer:
         self.bus, self._history = build_bus(
             config.observe, lambda: [cache for caches in made for cache in caches.by_format().values()]
         )
-        """What happens in all of its caches; it is closed with them."""
+        """The events of all of its caches; it is closed with them."""
         try:
             self._address = Address(config.socket_path())
         except ConfigError:
@@ -130,7 +130,7 @@ class CacheServer:
         self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
 
     def serve(self) -> None:
-        """Serve until `stop`; then accept no more connections, spill what waits, and close."""
+        """Serve until `stop`; then accept no more connections, complete pending spills, and close."""
         if self._peers is not None:
             self._peers.start()
         try:
@@ -204,11 +204,11 @@ class CacheServer:
                     send(answer)
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
-        """For the serving thread: have all caches leave (`cache.drain`)."""
+        """For the serving thread: drain all caches (`cache.drain`)."""
         self._caches.drain(timeout_s, max_bytes)
 
     def end_drain(self) -> None:
-        """For the serving thread: they stay after all."""
+        """For the serving thread: end the drain, as the caches stay after all."""
         self._caches.end_drain()
 
     # Sessions, from their registration to their end.
@@ -216,12 +216,12 @@ class CacheServer:
     def _register(self, client: ClientConnection, request: wire.Register) -> None:
         """
         Raises:
-            InputError: what was forgotten are no keys.
-            MisuseError: this connection has a session.
+            InputError: the forgotten keys are not keys.
+            MisuseError: this connection has a session already.
         """
         if client.session is not None:
             raise MisuseError("this session is registered already; unregister, or connect again")
-        request.forgotten.unpack()  # wrong keys are refused before anything is made for them
+        request.forgotten.unpack()  # invalid keys are refused before anything is created for them
         wanted = (request.group_bytes, request.fingerprint)
         cache = self._caches.find(wanted)
         if cache is not None:
@@ -236,7 +236,7 @@ class CacheServer:
             )
 
     def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> bool:
-        """A client whose cache was being opened."""
+        """Continue with a client whose cache was being opened."""
         if opened.cache is not None:
             self._begin_session(client, request, opened.cache)
         else:
@@ -261,7 +261,7 @@ class CacheServer:
             cache.clear()
         cache.forget(request.forgotten.unpack())
         client.session, client.register = session, request
-        # The same for as long as the client is: it may never have read what we answered last time.
+        # The same for the client's whole life: it may never have read our last answer.
         client.token = request.resume or token_bytes(16)
         pool = cache.pool
         answer = wire.Pool(
@@ -276,7 +276,7 @@ class CacheServer:
         self._connections.send(client, answer, pool.descriptor)
 
     def _resume(self, session: Session, request: wire.Register) -> None:
-        """Take over what this client was copying in its session before, and still has."""
+        """Take over the leases under which this client was copying in its previous session, and which it still has."""
         for other in self._connections.all():
             # A client that gave its connection up may be back before we have seen the old one close.
             if request.resume and other.token == request.resume:
@@ -306,7 +306,7 @@ class CacheServer:
         self._orphans.add(client.token, client.session.cache, client.session.lasting, client.pid, pidfd)
 
     def _in_use(self) -> list[LocalCache]:
-        """The caches that have clients, or what clients were copying when their connections closed."""
+        """The caches that have clients, or leases of clients that were copying when their connections closed."""
         used = [one.session.cache for one in self._connections.all() if one.session is not None]
         return used + [cache for cache in self._caches.by_format().values() if self._orphans.are_of(cache)]
 
@@ -320,9 +320,9 @@ class CacheServer:
         return self._orphans.holds(cache, lease)
 
     def _forget_history(self, cache: str) -> None:
-        """On the thread that has closed it."""
+        """Runs on the thread that has closed the cache."""
         if self._history is not None:
-            self.bus.flush()  # what it told last would have it remembered anew
+            self.bus.flush()  # or its last events would add it to the history again
             self._history.forget(cache)
 
     # Reports.
@@ -379,7 +379,7 @@ class CacheServer:
     # Waking and ending.
 
     def _wake(self) -> None:
-        with suppress(OSError):  # it is full of reasons to wake already, or closed
+        with suppress(OSError):  # it is full, so the thread will wake anyway, or closed
             self._wake_writer.send(b"w")
 
     def _woken(self) -> None:
@@ -412,10 +412,10 @@ class CacheServer:
 
 
 def _open_peers(config: PeersConfig, caches: Caches) -> "PeerServer | None":
-    """Take the address that the settings say; None: they say none. TLS is not for every server to import.
+    """Bind the address in the settings; None: they have none. Imports TLS only here, because not every server needs it.
 
     Raises:
-        ConfigError: it cannot be had, or a setting cannot be honoured.
+        ConfigError: it cannot be bound, or a setting cannot be honoured.
     """
     if not config.listen:
         return None

@@ -1,10 +1,10 @@
 """What one client holds, so that all of it can be released when the client goes, however it goes.
 
-The cache knows holders by session number and name, and leases belong to the session that opened them, so no client can
-touch another's. When the connection closes, promises and read leases end at once; a client that is still reading learns
-from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader cannot
-take back what it has read: a killed client copies nothing any more, so its slots are free as soon as its process is
-gone. A client that only lost its connection may be in the middle of a copy, so these leases last until it says
+The cache identifies holders by session number and name, and leases belong to the session that opened them, so no client
+can touch another's. When the connection closes, promises and read leases end at once; a client that is still reading
+learns from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader
+cannot discard what it has read: a killed client copies nothing any more, so its slots are free as soon as its process
+is gone. A client that only lost its connection may be in the middle of a copy, so these leases last until it reports
 otherwise or ends: see `kv_tiers.server.orphans`.
 
 Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
@@ -29,7 +29,7 @@ from kv_tiers.server import wire
 from kv_tiers.server.engine_loads import OnLookup
 
 MAX_KEYS_HELD: Final = 1 << 20
-"""In all of a session's promises, loads, read leases and stores together: about 100 MB of the server's memory."""
+"""Keys in all of a session's promises, loads, read leases and stores together: about 100 MB of the server's memory."""
 MAX_LASTING: Final = 1 << 13
 MAX_TIMED: Final = 1 << 16
 MAX_HOLDERS: Final = 1 << 16
@@ -40,7 +40,7 @@ class _Timed:
     """A promise or a read lease.
 
     keys: how many.
-    deadline_s: void then, if not before.
+    deadline_s: when it becomes void, if not earlier.
     """
 
     keys: int
@@ -51,9 +51,9 @@ class _Timed:
 class LastingLease:
     """A write lease, or a lasting one to read.
 
-    holder: the client's name for whose it is.
+    holder: the client's name for its holder.
     keys: how many the call had.
-    slots: how many of the pool's it has.
+    slots: how many slots of the pool it covers.
     is_write: which of the two.
     """
 
@@ -64,7 +64,7 @@ class LastingLease:
 
 
 class Session:
-    """One registered client's. Used by the server's thread only."""
+    """The session of one registered client. Used by the server's thread only."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Session:
         is_open_elsewhere: Callable[[int], bool],
         on_lookup: OnLookup,
     ) -> None:
-        """is_watched: the kernel will tell when the client's process ends.
+        """is_watched: the kernel will report when the client's process ends.
         is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
         on_lookup: called after each lookup."""
         self.cache = cache
@@ -97,10 +97,10 @@ class Session:
         return lease in self._timed
 
     def answer(self, verb: wire.Verb) -> wire.Answer | None:
-        """None: it is one that is not answered.
+        """None: this verb has no answer.
 
         Raises:
-            InputError: the keys are none.
+            InputError: the keys are invalid.
             MisuseError: the call breaks the service's contract.
         """
         match verb:
@@ -147,7 +147,7 @@ class Session:
         self._keys_held = sum(lease.keys for lease in self.lasting.values())
 
     def adopt(self, leases: dict[int, LastingLease]) -> None:
-        """Take over the lasting leases of this client's session before."""
+        """Take over the lasting leases of this client's previous session."""
         self.lasting.update(leases)
         self._keys_held += sum(lease.keys for lease in leases.values())
 
@@ -251,7 +251,7 @@ class Session:
         self._keys_held += lease.keys
 
     def _strike(self, number: int) -> LastingLease | None:
-        """None: it is not open. Anybody else's is misuse."""
+        """None: it is not open. A lease of another session is misuse."""
         lease = self.lasting.pop(number, None)
         if lease is None:
             self._check_not_anothers(number)
@@ -275,7 +275,7 @@ class Session:
             self._end_reads_of(oldest)
 
     def _end_reads_of(self, holder: Holder) -> None:
-        """Its read leases stay in the books until their time is over; the cache knows them no more."""
+        """Its read leases count here until they expire; the cache no longer has them."""
         self.cache.end(self._prefix + holder)
         self._forget_timed(holder)
 
@@ -299,13 +299,13 @@ class Session:
 
 
 def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
-    """Give a lasting lease up: nobody copies there any more."""
+    """Release a lasting lease: nothing is being copied there any more."""
     lease_id = LeaseId(number)
     return cache.release(WriteLease(lease_id, (), (), "") if lease.is_write else ReadLease(lease_id, (), ()))
 
 
 def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
-    """A message's keys are of one length, and those of one eviction need not be."""
+    """The keys by length, because those of one message have the same length, and those of one eviction need not."""
     lengths: dict[int, list[ChunkKey]] = {}
     for key in keys:
         lengths.setdefault(len(key), []).append(key)

@@ -32,7 +32,7 @@ VERSION: Final = 9
 MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
 MAX_ALLOCATED: Final = 1 << 12
-"""Requests (estimates) of which one message says the blocks (the outcome)."""
+"""Requests whose blocks, or estimates whose outcomes, one message reports."""
 MAX_TIERS: Final = 64
 """Names of tiers in one message."""
 MAX_REQUEST_BYTES: Final = 4 << 20
@@ -89,7 +89,7 @@ class Register(Message, tag="register"):
 
 
 class Unregister(Message, tag="unregister"):
-    """Everything of this session is given back: the client holds nothing, and copies nothing any more."""
+    """Releases everything of this session: the client holds nothing, and copies nothing any more."""
 
 
 class Registered(Message, tag="registered"):
@@ -109,7 +109,7 @@ class Status(Message, tag="status"):
 class Drain(Message, tag="drain"):
     """Have all caches offer their chunks to other hosts and take no new ones; or have them take new ones again.
 
-    is_begun: the first; else the second.
+    is_begun: True for the first, False for the second.
     timeout_s: how long it may take.
     max_bytes: how much may be moved, of each cache; None: all.
     """
@@ -120,7 +120,7 @@ class Drain(Message, tag="drain"):
 
 
 class Explain(Message, tag="explain"):
-    """Asks what happened to a prompt's chunks, in every key space and tenant that the caches remember.
+    """Queries what happened to a prompt's chunks, in every key space and tenant that the caches remember.
 
     digest_bytes: size of one digest.
     digests: of its chunks from the first, concatenated.
@@ -150,7 +150,7 @@ class Explain(Message, tag="explain"):
 
 class Lookup(Message, tag="lookup"):
     """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text. costs: of the engine.
-    tiers: those that may be read, beside the pool; None: all.
+    tiers: those that may be read besides the pool; None: all.
     """
 
     keys: Keys
@@ -183,7 +183,7 @@ class Load(Message, tag="load"):
 
 
 class BeginStore(Message, tag="begin_store"):
-    """hold_s: how long to hold the chunks for another engine. tiers: those that they may go down to; None: all."""
+    """hold_s: how long to hold the chunks for another engine. tiers: those that they may be spilled to; None: all."""
 
     keys: Keys
     holder: Name
@@ -209,7 +209,7 @@ class End(Message, tag="end"):
 
 
 class Allocated(Message, tag="allocated"):
-    """Blocks that the engine gave, by holder. Not answered, as the next."""
+    """Blocks that the engine allocated, by holder. Not answered, like the next message."""
 
     blocks: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
@@ -219,7 +219,7 @@ class EngineMeasured(Message, tag="measured"):
 
 
 class Taken(Message, tag="taken"):
-    """What was kept for another engine and is not needed any more. Not answered."""
+    """Chunks that were held for another engine and are no longer needed. Not answered."""
 
     keys: Keys
 
@@ -233,7 +233,7 @@ class Counts(Message, tag="counts"):
 
 
 class ChangesSince(Message, tag="changes_since"):
-    """What entered and left the pool. upto: as the last answer said, 0 at first."""
+    """What entered and left the pool. upto: from the last answer, 0 at first."""
 
     upto: Number
 
@@ -250,7 +250,7 @@ FailedKind = Literal["misuse", "refused", "malformed", "fault"]
 
 
 class Failed(Message, tag="failed"):
-    """misuse: a bug of the client; the session goes on. Everything else ends it."""
+    """misuse: a bug of the client; the session continues. Everything else ends it."""
 
     kind: FailedKind
     text: str
@@ -264,12 +264,12 @@ class Welcome(Message, tag="welcome"):
 class Pool(Message, tag="pool"):
     """The answer to a registration.
 
-    name: unique to this pool for ever.
+    name: unique to this pool, never reused.
     group_bytes, slots: its dimensions.
     token: to resume this session.
     lasting: the leases that were resumed.
     is_watched: a subscriber wants to know about allocated blocks.
-    tiers: the names of the cache's, the pool first.
+    tiers: the names of the cache's tiers, the pool first.
     """
 
     name: str
@@ -305,7 +305,7 @@ class ReadLeased(Message, tag="read_leased"):
 
     lease: 0: the load has failed.
     slots: of the keys of the call, in their order.
-    missing: the keys that are not held; none where nothing was looked at, as this session holds as much as one may.
+    missing: the keys that are not held; empty if nothing was looked up, because this session holds as much as one may.
     reason: of the failure.
     """
 
@@ -345,8 +345,8 @@ class Explained:
     was_asked: the request's key prefixes have this space and tenant.
     shares: known number of groups and shards of each chunk.
     held: leading chunks that would hit, in whatever tier they are.
-    prefix: leading chunks that the groups have that need the whole prefix.
-    lacking: the groups that lack something for a hit of that many.
+    prefix: leading chunks that are held for the groups that need the whole prefix.
+    lacking: the groups that lack something for a hit of that length.
     remote_tiers_skipped: names of tiers that were not queried because they are remote.
     states: runs of chunks, of the groups that need the whole prefix; is_cut: the last ones are left out.
     choice: whether loading pays now, with the costs of the engine that looked up last.
@@ -377,7 +377,7 @@ class Explanations(Message, tag="explanations"):
     history_keys: how many keys the history may remember; 0: there is none.
     remembered_s: age of the history.
     is_whole: nothing has been dropped from it since.
-    explained: the caches, key spaces and tenants that know anything about the prompt.
+    explained: the caches, key spaces and tenants in which anything about the prompt is known.
     """
 
     caches: int
@@ -388,7 +388,7 @@ class Explanations(Message, tag="explanations"):
 
 
 class Change(Message):
-    """entered: these keys can be found from now, else no more. No keys: everything has left."""
+    """entered: whether these keys can be found from now on, or no longer. No keys: everything has left."""
 
     entered: bool
     keys: Keys
@@ -440,7 +440,7 @@ def frame(message: Request | Answer) -> bytes:
 def read_request(body: bytes) -> Request:
     """
     Raises:
-        InputError: anything but one of the requests, within its bounds.
+        InputError: it is not one of the requests, within its bounds.
     """
     try:
         request: Request = _REQUESTS.decode(body)
@@ -452,7 +452,7 @@ def read_request(body: bytes) -> Request:
 def read_answer(body: bytes) -> Answer:
     """
     Raises:
-        InputError: anything but one of the answers.
+        InputError: it is not one of the answers.
     """
     try:
         answer: Answer = _ANSWERS.decode(body)
@@ -462,7 +462,8 @@ def read_answer(body: bytes) -> Answer:
 
 
 class Frames:
-    """Bytes in as they arrive, whole messages out. Holds one frame of `max_bytes` at most, and what was read last."""
+    """Takes bytes as they arrive, and yields whole messages. Holds at most one frame of `max_bytes`, and the last
+    read."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -472,7 +473,7 @@ class Frames:
         self._arrived += data
 
     def next(self) -> bytes | None:
-        """The next message's body; None: not all of it is here.
+        """The next message's body; None: it has not fully arrived.
 
         Raises:
             InputError: another version of the protocol, or longer than is allowed.

@@ -1,4 +1,4 @@
-"""The contract of `Codec`, as a test class. Inherit it, say how to make yours, and run pytest."""
+"""The contract of `Codec`, as a test class. Inherit it, define `make`, and run pytest."""
 
 import os
 import random
@@ -36,7 +36,7 @@ class CodecContract:
         return encoded
 
     def decode(self, payload: bytes, nbytes: int) -> bytes:
-        """It writes where it may, and nowhere else."""
+        """Decode, and check that nothing is written outside the output."""
         around = bytearray(b"\xa5" * (nbytes + 128))
         self.codec.decode(memoryview(payload), memoryview(around)[64 : 64 + nbytes])
         assert around[:64] == around[64 + nbytes :] == b"\xa5" * 64
@@ -68,7 +68,7 @@ class CodecContract:
     def test_what_it_did_not_make_is_an_error_or_some_chunk_and_never_more(self) -> None:
         chunk = self.chunk()
         encoded = self.encoded(chunk)
-        chance = random.Random(7)  # noqa: S311  # a test repeats itself
+        chance = random.Random(7)  # noqa: S311  # a test is repeatable
         spoilt = [b"", b"x", chance.randbytes(5000), encoded[:-1], encoded[: len(encoded) // 2], encoded + b"more"]
         for _ in range(200):
             flipped = bytearray(encoded)

@@ -1,4 +1,4 @@
-"""The contract of `Tier`, as a test class. Inherit it, say how to make yours, and run pytest.
+"""The contract of `Tier`, as a test class. Inherit it, define `make`, and run pytest.
 
 Plain assertions on purpose: they are read by authors of new tiers.
 """
@@ -19,7 +19,7 @@ from kv_tiers.testing.side_by_side import side_by_side
 from kv_tiers.tier import ClearsTenants, NamesChunks, RanksChunks, Read, ReadsPrefixes, Tier, TierContext, Write
 
 CHUNK_BYTES = 10_000
-"""No multiple of a page, on purpose."""
+"""Not a multiple of the page size, on purpose."""
 
 FINGERPRINT = "contract"
 
@@ -53,9 +53,9 @@ class ReadOnlyTierContract:
     def write(
         self, key: ChunkKey, parent: ChunkKey | None = None, salt: bytes = b"", *, stored_bytes: int | None = None
     ) -> Write:
-        """A chunk that is known by its key (and `salt`, for another under the same key).
+        """A chunk whose bytes are made from its key (and from `salt`, for different ones under the same key).
 
-        stored_bytes: size of its payload, as if a codec had made it; None: a chunk as it is.
+        stored_bytes: size of its payload, as if a codec had made it; None: unencoded.
         """
         nbytes = self.context.chunk_bytes
         pages = aligned_pages(self.context.slot_bytes)
@@ -73,7 +73,7 @@ class ReadOnlyTierContract:
         return [self.write(key, parent) for parent, key in zip([None, *keys], keys, strict=False)]
 
     def load(self, keys: Sequence[ChunkKey]) -> list[LoadOutcome]:
-        """Load and check: what is called loaded is what was stored, and its header says so."""
+        """Load, and check that what is reported as loaded is what was stored, according to its header."""
         reads = [self.read(key) for key in keys]
         outcomes = self.tier.load(reads)
         assert len(outcomes) == len(reads)
@@ -167,15 +167,15 @@ class TierContract(ReadOnlyTierContract):
     """Define `make`: an empty tier with room for `chunks` chunks of `context` at least."""
 
     def unreadable_medium(self) -> AbstractContextManager[object] | None:
-        """While it is entered the medium of `self.tier` fails every read. None: there is nothing that could."""
+        """A context in which the medium of `self.tier` fails every read. None: it has no medium that could fail."""
         return None
 
     def spoil(self, key: ChunkKey, at: int) -> None:
-        """Flip a bit of byte `at` of the payload that `self.tier` keeps under this key, past the tier."""
+        """Flip a bit of byte `at` of the payload that `self.tier` stores under this key, bypassing the tier."""
         pytest.skip("this test cannot reach what its tier keeps")
 
     def wait_until_tried_again(self) -> None:
-        """Until the tier reads what it could not read before, where it remembers that: by its clock."""
+        """Wait, by the tier's clock, until it retries chunks that it could not read, if it skips them for a time."""
 
     def store(self, keys: Sequence[ChunkKey]) -> None:
         assert self.tier.store(self.writes(keys)) == [Stored()] * len(keys)
@@ -226,7 +226,7 @@ class TierContract(ReadOnlyTierContract):
             pytest.skip("this tier cannot tell tenants apart (`ClearsTenants`): its lane clears it whole")
         salts = (None, "", "one", "two")
         chains = {salt: key_chain(3, salt=salt) for salt in salts}
-        # Another model's: a tenant has chunks in every key space.
+        # Keys of another model: a tenant has chunks in every key space.
         elsewhere = {
             salt: [ChunkKey(key[:1] + bytes(range(16)) + key[17:]) for key in chains[salt][:1]] for salt in salts
         }
@@ -311,7 +311,7 @@ class TierContract(ReadOnlyTierContract):
         self.use(TierContext(300_000, slot_bytes_for(300_000), FINGERPRINT), 4)
 
     def prefixes(self, keys: Sequence[ChunkKey], wanted_bytes: int) -> list[LoadOutcome]:
-        """The tier's answers, but `Damaged` where it returned something else than the beginning of what was stored."""
+        """The tier's answers, but `Damaged` where it returned anything but the beginning of what was stored."""
         assert isinstance(self.tier, ReadsPrefixes)
         reads = [self.read(key, wanted_bytes) for key in keys]
         outcomes = self.tier.load_prefixes(reads)
@@ -386,7 +386,7 @@ class TierContract(ReadOnlyTierContract):
 
 
 class BoundedTierContract(TierContract):
-    """For a tier that has a capacity of its own and evicts: `make` gives room for exactly `chunks`."""
+    """For a tier that has its own capacity and evicts: `make` gives room for exactly `chunks`."""
 
     def test_a_full_tier_makes_room_and_keeps_heads_longer_than_tails(self) -> None:
         old, new = key_chain(16), key_chain(10, branch="new")
@@ -434,10 +434,10 @@ class BoundedTierContract(TierContract):
         one, two = key_chain(4, branch="one"), key_chain(4, branch="two")
         self.store(one)
         self.store(two)
-        assert self.loaded(one) == [True] * 4  # a use: what is left of the other leaves before it
+        assert self.loaded(one) == [True] * 4  # a use, so the other prompt is evicted before it
         ranked = self.tier.most_worth_first()
         assert ranked == list(zip([*one, *two], [None, *one[:3], None, *two[:3]], strict=True))
-        assert self.tier.most_worth_first() == ranked  # it changed nothing
+        assert self.tier.most_worth_first() == ranked  # ranking changed nothing
         self.tier.discard(two[1:])
         assert [key for key, _ in self.tier.most_worth_first()] == [*one, two[0]]
 
@@ -485,5 +485,5 @@ def content(key: ChunkKey, nbytes: int) -> bytes:
 
 
 def aligned_pages(nbytes: int) -> memoryview:
-    """Pages as a lane lends them: at a page's boundary, writable."""
+    """Pages like those that a lane lends: page-aligned and writable."""
     return memoryview(mmap.mmap(-1, nbytes))

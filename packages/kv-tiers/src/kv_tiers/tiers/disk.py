@@ -1,5 +1,5 @@
-"""The disk tier: a few large files with room for payloads of any size, and an index file that a restart reads instead
-of them.
+"""The disk tier: a few large files with room for payloads of any size, and an index file, which is all that a restart
+reads.
 
 The promise: after the process or the power is lost at any instant, the next start finds every chunk whose store was
 answered with `Stored`, unless it was evicted or discarded since, and nothing else. It is kept by an order of writes,
@@ -10,8 +10,8 @@ followed once per store and not per chunk:
     3. the chunk's record is written, durably
     4. the chunk can be found, and `Stored` is answered
 
-`disk_chunks` has that order, `disk_records` knows which records are durable, `disk_directory` what the files are,
-`space` how their room is allocated, and docs/adr/0007 why it is slots.
+`disk_chunks` implements that order, `disk_records` tracks which records are durable, `disk_directory` describes the
+files, `space` allocates their room, and docs/adr/0007 says why it is slots.
 """
 
 import errno
@@ -57,9 +57,9 @@ from kv_tiers.tiers.disk_transfer import Carried, behind
 from kv_tiers.tiers.extents import Place
 
 _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
-"""Errors of devices and file systems for bytes that cannot be read, where others perhaps can."""
+"""Errors of devices and file systems that cannot read certain bytes, while others may still be readable."""
 _MAX_FAILURES: Final = 3
-"""Chunks of one call that fail singly before the rest is skipped: each may take the device's time-out."""
+"""How many chunks of one call may fail one by one before the rest are skipped: each may cost the device's time-out."""
 _PROBED_CHUNKS: Final = 8
 
 
@@ -79,8 +79,8 @@ class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     policy: PolicySpec = DEFAULT_POLICY
     """The eviction policy."""
     when_full: WhenFull = "drop_chunks"
-    """drop_parts: keep the first half and then the first quarter of chunks before evicting any. What is left is an
-    approximation, so the tier needs `codec: progressive` and `approximate: true` (docs/quality.md)."""
+    """drop_parts: cut chunks to their first half and then to their first quarter before evicting any. What is left is
+    an approximation, so the tier needs `codec: progressive` and `approximate: true` (docs/quality.md)."""
 
     @property
     def directories(self) -> list[str]:
@@ -91,7 +91,7 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
     """The number of chunks for which the capacity has room.
 
     Raises:
-        ConfigError: not one for every directory, or a setting that makes no sense.
+        ConfigError: there is not one slot for every directory, or a setting makes no sense.
     """
     paths = config.directories
     if not paths or not all(paths) or len(set(map(Path, paths))) < len(paths):
@@ -117,7 +117,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 @checked(_check_options)
 def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `disk`; `DiskConfig` says what may be in `options`.
+    """The factory of the tier type `disk`; `DiskConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured, or directories that cannot be used.
@@ -255,9 +255,9 @@ class DiskTier:
         return self._index.most_worth_first()
 
     def probe(self) -> None:
-        """Also mends what can be: starts over in directories that were replaced, and wipes what could not be wiped.
+        """Also repairs what it can: starts over in directories that were replaced, and retries wipes that failed.
 
-        After a read that failed some chunk must be readable.
+        After a failed read, at least one chunk must be readable.
         """
         with self._chunks.lock:
             self._chunks.mend()
@@ -287,13 +287,13 @@ class DiskTier:
     def commit_extents(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
         return self._lent.commit(reservation, checksums)
 
-    # A chunk's way in.
+    # Storing.
 
     def _write(self, taken: Sequence[tuple[Write, Place]]) -> list[tuple[Write, Place]]:
-        """Make durable and findable; those of them for which there was room on the medium.
+        """Make chunks durable and findable. Returns those for which the medium had room.
 
         Raises:
-            TierDown: none was kept.
+            TierDown: none was stored.
         """
         if not taken:
             return []
@@ -309,7 +309,8 @@ class DiskTier:
         return [(write_of[place.entry], place) for place in places]
 
     def _write_chunks(self, places: list[Place], write_of: Mapping[int, Write]) -> None:
-        """Durable in their places. Those for which the medium has no room are taken out of the list, and given up."""
+        """Write the chunks to their places, durably. Places for which the medium has no room are removed from the list
+        and withheld."""
         carried = [
             Carried(
                 at,
@@ -342,7 +343,7 @@ class DiskTier:
                     run.file.drop_cached(run.offset, run.end - run.offset)
         self._chunks.withhold(places, [places[at] for at in short], why)
 
-    # A chunk's way out.
+    # Loading.
 
     def _carried(self, at: int, entry: int, read: Read) -> Carried:
         extent = self._index.extent(entry)
@@ -353,7 +354,7 @@ class DiskTier:
         return Carried(at, read, wanted_bytes, segments, read.from_bytes)
 
     def _read(self, carried: Sequence[Carried]) -> dict[int, LoadOutcome]:
-        """By their numbers in the call."""
+        """The outcomes, by each chunk's number in the call."""
         outcomes: dict[int, LoadOutcome] = {}
         failed: dict[int, LoadOutcome] = {}
         with self._chunks.runs(carried) as (pages, runs):
@@ -382,7 +383,7 @@ class DiskTier:
         return outcomes | failed
 
     def _read_one_by_one(self, carried: Sequence[Carried]) -> dict[int, LoadOutcome]:
-        """Read chunks singly, because one of them may be to blame for the failure of all."""
+        """Read chunks one by one, because a single bad one may have made the whole read fail."""
         outcomes: dict[int, LoadOutcome] = {}
         for one in carried:
             failed = [outcome for outcome in outcomes.values() if isinstance(outcome, ReadFailed)]
@@ -392,7 +393,7 @@ class DiskTier:
         return outcomes
 
     def _try_to_read(self) -> None:
-        """A few chunks' headers, of those that were not unreadable before if there are such: one will do.
+        """Read the headers of a few chunks, if possible of those that have not been unreadable. One success is enough.
 
         Raises:
             TierDown: none could be read.
@@ -418,4 +419,4 @@ class DiskTier:
                 raise self._chunks.down(failure)
         finally:
             self._index.end_load(entries)
-            failure = None  # which has this frame in its traceback
+            failure = None  # its traceback refers to this frame

@@ -34,8 +34,8 @@ from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry
 _log = limited_logger(__name__)
 
 _MAX_SLOTS_AHEAD: Final = 16
-"""Slots that one store empties for the next, so that a full tier does not wait for a wipe to be durable: a third of all
-waiting."""
+"""Slots that one store empties for the next, so that a full tier does not wait for a wipe to be durable, which is a
+third of all waiting."""
 _FULL_DISK_REST_S: Final = 60.0
 _UNREADABLE_REST_S: Final = 60.0
 """A chunk that could not be read is skipped for this long, so that a bad sector does not take the whole tier down at
@@ -54,8 +54,8 @@ def bytes_for(context: TierContext, chunks: int, directories: int = 1) -> int:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """For making many objects, none of which is garbage: it would look at all of them again and again, for a quarter of
-    the time."""
+    """For creating many objects, none of them garbage: the collector would scan them all again and again, which takes a
+    quarter of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -66,7 +66,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 class DiskChunks:
-    """Slot i is in directory i % n, and so are entries. Safe to call from any thread."""
+    """Slot i and entry i are in directory i % n. Safe to call from any thread."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class DiskChunks:
         self._filler = new_filler(min(slack_bytes, self._geometry.unit_bytes - PAGE_BYTES))
         self._pages = HeaderPages()
         self.lock = threading.Lock()
-        # All below change under that lock.
-        self._arriving: dict[int, ChunkKey] = {}  # by entry; not the chunks that were discarded meanwhile
+        # Everything below changes only under that lock.
+        self._arriving: dict[int, ChunkKey] = {}  # by entry; without chunks that were discarded meanwhile
         self._full_until_s: float | None = None
         self.full = ""
         self._told_full = False
-        self._unreadable: dict[ChunkKey, float] = {}  # until when it is passed over
+        self._unreadable: dict[ChunkKey, float] = {}  # until when each is skipped
         self._closed = False
         self.directories: list[DiskDirectory] = []
         self._devices: list[int] = []
@@ -122,7 +122,7 @@ class DiskChunks:
     def used_bytes(self) -> int:
         return self.index.used_units * self._geometry.unit_bytes + self.index.chunks * RECORD_BYTES
 
-    # Who is there.
+    # Lookups.
 
     def begin_load(self, keys: Sequence[ChunkKey]) -> list[int | None]:
         """Like `begin_load` of the index, without the chunks that are being skipped."""
@@ -143,11 +143,11 @@ class DiskChunks:
         return until_s is not None
 
     def pass_over(self, keys: Iterable[ChunkKey]) -> None:
-        """They could not be read. Under the lock."""
+        """Skip these for a while: they could not be read. Under the lock."""
         self._unreadable.update(dict.fromkeys(keys, self.clock.now_s() + _UNREADABLE_REST_S))
 
     def readable_first(self) -> list[ChunkKey]:
-        """All keys but those that could not be read lately, if there are such."""
+        """All keys except those that could not be read lately, or all if none remain."""
         keys = self.index.all_keys()
         return [key for key in keys if key not in self._unreadable] or keys
 
@@ -155,19 +155,19 @@ class DiskChunks:
         return self.directories[entry % len(self.directories)]
 
     def segments(self, entry: int, extent: Extent, stored_bytes: int) -> list[Segment]:
-        """Where the header's page and this many first bytes of the payload are."""
+        """Where the header's page and the first `stored_bytes` bytes of the payload are."""
         return self.directory(entry).segments(extent.units, bytes_in_files(stored_bytes))
 
     @contextmanager
     def runs(self, carried: Sequence[Carried]) -> Iterator[tuple[list[memoryview], list[Run]]]:
-        """A header's page for each, and what is to be read or written of these together with them."""
+        """A header page for each chunk, and the runs that move these chunks with their headers."""
         pages = [self._pages.take() for _ in carried]
         try:
             yield pages, runs_of(carried, pages, self._filler)
         finally:
             self._pages.give(pages)
 
-    # A chunk's way in, in this order.
+    # Storing, in this order.
 
     def reserve(
         self,
@@ -178,21 +178,21 @@ class DiskChunks:
         *,
         lasting: bool = False,
     ) -> list[Place | None]:
-        """Places for those that get one, and no record of what was there.
+        """Reserve places as far as there is room, and wipe the records of what they held.
 
         decoded_bytes: as for `ExtentIndex`.
-        lasting: return when it lasts that what was evicted has left. If not, the sync of the records that follow makes
-        it last; none follow where there is no place.
+        lasting: return only once the evictions are durable. Otherwise the sync of the new chunks' records makes them
+            durable, unless no chunk got a place: then this call does.
 
         Raises:
-            TierDown: there are records, and they cannot be wiped.
+            TierDown: records could not be wiped.
         """
         with self.lock:
             if self._full_until_s is not None and self.clock.now_s() >= self._full_until_s:
                 self._full_until_s = None
                 self.index.resume()
             if self._unreadable and (unreadable := [key for key in keys if key in self._unreadable]):
-                self.discard(unreadable)  # here are its bytes again, and new ones may be readable
+                self.discard(unreadable)  # its bytes are stored anew, and the new ones may be readable
             room = self.index.reserve(keys, stored_bytes, parent, decoded_bytes)
             places = room.places
             taken = [place for place in places if place is not None]
@@ -209,10 +209,10 @@ class DiskChunks:
 
     @contextmanager
     def aborting(self, places: list[Place]) -> Iterator[None]:
-        """Whatever fails meanwhile frees the places that are in the list then.
+        """If anything fails in the body, free the places that are in the list at that time.
 
         Raises:
-            TierDown: for what the system said, and for what lies where a file is to be made.
+            TierDown: in place of an `OSError`, or of the `ConfigError` for what is in the way of a new file.
         """
         try:
             yield
@@ -226,8 +226,8 @@ class DiskChunks:
             raise
 
     def make_ready(self, places: list[Place]) -> None:
-        """Return when it lasts that nothing vouches for what these places held, and there is room on the medium. Those
-        for which it has none are taken out of the list, and given up."""
+        """Return once it is durable that no record vouches for what these places held, and their space is allocated.
+        Places for which the medium has no space are removed from the list and withheld."""
         self.refuse_vanished(places)
         self._records.sync_wipes(places)
         short: list[Place] = []
@@ -272,11 +272,11 @@ class DiskChunks:
                 )
 
     def sync_files(self, files: Iterable[File]) -> None:
-        """Return when what was written to these lasts."""
+        """Return once the writes to these files are durable."""
         self._records.sync_files(files)
 
     def write_records(self, chunks: Sequence[tuple[Place, bytes]], parent: ChunkKey | None) -> None:
-        """Vouch, durably, for the chunks in these places. parent: of the first chunk that was stored."""
+        """Write the records of the chunks in these places, durably. parent: of the first of them."""
         with self.lock:
             self._records.write((place, header) for place, header in chunks if place.entry in self._arriving)
             # What the next store will replace is wiped now, so that one sync makes both durable.
@@ -300,7 +300,7 @@ class DiskChunks:
     # Under the lock.
 
     def discard(self, keys: Sequence[ChunkKey]) -> bool:
-        """False: a restart may find them still."""
+        """Discard chunks. False: a restart may still find them."""
         entries = self.index.discard(keys)
         for key in keys if self._unreadable else ():
             self._unreadable.pop(key, None)
@@ -317,10 +317,10 @@ class DiskChunks:
         self.index.abort(places)
 
     def mend(self) -> None:
-        """Start over in directories that were replaced, wipe what could not be wiped, try whether there is room.
+        """Start over in directories that were replaced, retry wipes that failed, and allow the tier to grow again.
 
         Raises:
-            TierDown: it does not work yet.
+            TierDown: the medium does not work yet.
         """
         if any(directory.has_vanished() for directory in self.directories):
             self._start_over()
@@ -332,7 +332,7 @@ class DiskChunks:
         self.index.resume()
 
     def _wipe(self, entries: Iterable[int], cut: Mapping[int, int]) -> None:
-        """No record names what these entries held, or what was cut off these."""
+        """Wipe the records of these entries, and shorten the records of the cut ones."""
         self._records.wipe(entries, {entry: (share, self.index.extent(entry)) for entry, share in cut.items()})
 
     def _wipe_if_possible(self, entries: Iterable[int], cut: Mapping[int, int] = MappingProxyType({})) -> bool:
@@ -346,7 +346,7 @@ class DiskChunks:
     def _start_over(self) -> None:
         self.index.discard(self.index.all_keys())
         self._unreadable.clear()
-        self.full, self._told_full = "", False  # of a medium that may be another
+        self.full, self._told_full = "", False  # it may be another medium
         if not self.index.is_idle():
             raise TierDown(f"disk tier {self.name}: its directory has gone, and chunks of it are still in use")
         self._close_directories()
@@ -358,7 +358,7 @@ class DiskChunks:
     # Directories.
 
     def sync_all_wipes(self) -> None:
-        """Return when it lasts that what was discarded has gone. Without the lock."""
+        """Return once all discards are durable. Called without the lock."""
         try:
             self._records.sync(())
         except OSError as error:
@@ -411,11 +411,11 @@ class DiskChunks:
             )
             for note in directory.notes:
                 _log.warning("disk tier %s: %s", self.name, note)
-        with suppress(OSError):  # it is a remark
+        with suppress(OSError):  # only a remark
             self._say_where_it_will_be_full()
 
     def _say_where_it_will_be_full(self) -> None:
-        """A file system that is full is full for everybody, so it is said before."""
+        """Warn in advance, because a full file system is full for everything else on it too."""
         for device in dict.fromkeys(self._devices):
             here = [directory for directory in self.directories if directory.device == device]
             wanted_bytes = sum(directory.slots for directory in here) * self._geometry.slot_bytes

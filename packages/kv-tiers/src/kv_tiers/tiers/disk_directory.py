@@ -1,4 +1,4 @@
-"""The files of one directory of the disk tier: who may use them, what they contain, and how it is written.
+"""The files of one directory of the disk tier: who may use them, what they contain, and how they are written.
 
     lock        locked (flock) by the one process that uses the directory
     index       a header page, then records of 512 bytes, one for each chunk: all that a restart reads
@@ -13,8 +13,8 @@ the payload's size. It vouches for the units as they were when it was written, s
 the bytes of any of them are replaced. Entries, slots and units are numbered from 0 in each directory, so directories
 can be striped, moved and left out in any combination.
 
-Nothing here knows what is resident or makes decisions. Errors of the system are `OSError`; only the constructor turns
-them into `ConfigError`.
+Nothing here tracks residency or makes decisions. Errors of the system are `OSError`; only the constructor turns them
+into `ConfigError`.
 """
 
 import errno
@@ -58,22 +58,22 @@ class DiskDirectory:
     """The slots of one directory. Safe to call from any thread; close it last."""
 
     def __init__(self, root: str, namespace: str, *, slots: int, geometry: Geometry, direct: str) -> None:
-        """Take possession of the directory, made if its parent is there.
+        """Take possession of the directory, which is created if its parent exists.
 
         Raises:
-            ConfigError: it cannot be used, is in use, or what lies there is not ours.
+            ConfigError: it cannot be used, is in use, or has files in it that are not ours.
         """
         self.path = Path(root) / namespace
         self.slots = slots
         self._geometry = geometry
         self._unit_bytes, self._slot_units = geometry.unit_bytes, geometry.slot_units
         self.notes: list[str] = []
-        """Remarks for the user on what was found; for the log."""
+        """Remarks on what was found, for the log."""
         self._growing = threading.Lock()
         self._slabs: dict[int, File] = {}
-        self._backed: dict[int, int] = {}  # bytes that have room on the medium, by slab
+        self._backed: dict[int, int] = {}  # bytes allocated on the medium, by slab
         self._index_bytes = 0
-        self._slabs_complete = False  # every slot has room on the medium
+        self._slabs_complete = False  # every slot is allocated on the medium
         self._open_files: list[File] = []
         self._namespace = bytes.fromhex(namespace)
         self._fd = -1
@@ -97,7 +97,7 @@ class DiskDirectory:
             self._look_around()
         except OSError as error:
             self.close()
-            at = self.path / os.fsdecode(error.filename or "")  # of one of our files, its name alone
+            at = self.path / os.fsdecode(error.filename or "")  # for one of our files, only its name
             raise ConfigError(
                 f"{at} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
             ) from None
@@ -116,7 +116,7 @@ class DiskDirectory:
         return (found.st_ino, found.st_dev) != self._lock_is
 
     def records(self, at: int, directories: int) -> Iterator[Found]:
-        """Every record that reads well. Other entries are free.
+        """Every valid record. Other entries are free.
 
         at, directories: which directory of the tier this is, of how many; entries are the tier's.
         """
@@ -135,13 +135,13 @@ class DiskDirectory:
             yield from reader.found_in(piece, start, count)
 
     def record_at(self, entry: int) -> bytearray:
-        """The record as it is there; of none, what `header_of` and `shortened` refuse."""
+        """The record as it is stored. If there is none: bytes that `header_of` and `shortened` reject."""
         found = bytearray(RECORD_BYTES)
         self.index.read([memoryview(found)], PAGE_BYTES + entry * RECORD_BYTES)
         return found
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
-        """By entry; neighbours in one call."""
+        """Write records, given by entry. Adjacent ones are written in one call."""
         ordered = sorted(records)
         done = 0
         for first, count in runs([entry for entry, _ in ordered]):
@@ -163,8 +163,8 @@ class DiskDirectory:
                     self._grow(number, end)
 
     def segments(self, units: Sequence[int], nbytes: int) -> list[tuple[File, int, int]]:
-        """File, offset and size of each contiguous piece of the first bytes in these units, in order."""
-        if isinstance(units, range):  # a whole slot: of one slab
+        """File, offset and size of each contiguous piece of the first `nbytes` bytes in these units, in order."""
+        if isinstance(units, range):  # a whole slot is in one slab
             slab, at = divmod(units.start, self._slab_slots * self._slot_units)
             return [(self._slabs[slab], at * self._unit_bytes, nbytes)]
         found = []
@@ -175,7 +175,7 @@ class DiskDirectory:
         return found
 
     def _stretches(self, units: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Slab, offset and end of units that follow each other."""
+        """Slab, offset and end of each run of adjacent units within a slab."""
         slab_units, unit_bytes = self._slab_slots * self._slot_units, self._unit_bytes
         found = []
         for first, count in runs(units):
@@ -192,7 +192,7 @@ class DiskDirectory:
         return (self._index_bytes - PAGE_BYTES) // RECORD_BYTES
 
     def write_header(self) -> None:
-        """Again, with the bytes that it has: to see whether the medium takes them."""
+        """Write the same header again, to see whether the medium accepts writes."""
         self.index.write([self._header()], 0)
 
     def files(self) -> list[File]:
@@ -200,7 +200,8 @@ class DiskDirectory:
         return [self.index, *self._slabs.values()]
 
     def close(self) -> None:
-        """Closing again does nothing. Whatever the system says of one file, the others are closed, the lock too."""
+        """Closing again does nothing. If closing one file fails, the others are closed nevertheless, and so is the
+        lock."""
         with ExitStack() as closing:
             opened, self._fd = self._fd, -1
             if opened >= 0:
@@ -236,7 +237,7 @@ class DiskDirectory:
             with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
                 file.write([view], 0)
         except OSError as error:
-            if error.errno not in NO_ROOM:  # a full disk still has what it has
+            if error.errno not in NO_ROOM:  # a full disk may still have direct I/O
                 if error.errno in _NO_DIRECT:
                     return False
                 raise
@@ -288,7 +289,8 @@ class DiskDirectory:
         os.fsync(self._fd)
 
     def _continue(self) -> None:
-        # A smaller capacity than last time: forgotten for good, lest what was discarded meanwhile comes back later.
+        # With a smaller capacity than last time, records beyond it are dropped for good, lest chunks that are discarded
+        # meanwhile come back later.
         end = PAGE_BYTES + CHUNKS_A_SLOT * self.slots * RECORD_BYTES
         if self.index.nbytes > end:
             self.index.truncate(end)
@@ -302,7 +304,7 @@ class DiskDirectory:
                 slab.truncate(slots * self._geometry.slot_bytes)
             self._note_backed(number, slab.nbytes)
             slab.sync()
-        # The last process may have died before this was durable, or have feared no power cut; we rely on all of it.
+        # The last process may have died before this was durable, or may not have synced at all; we rely on all of it.
         self.index.sync()
         self._index_bytes = self.index.nbytes
 
@@ -358,7 +360,7 @@ class DiskDirectory:
             slab = self._open(_slab_name(number), direct=self.direct)
             os.fsync(self._fd)
         stride = self._geometry.slot_bytes
-        # Whole slots, as all of a slot's units are given when its first is.
+        # Whole slots, because taking the first unit of a slot makes all its units available.
         least = -(-least // stride) * stride
         try:
             end = _allocate(slab, have, least, self._slots_in(number) * stride, stride)
@@ -376,8 +378,8 @@ class DiskDirectory:
 
 
 def _allocate(file: File, have: int, least: int, most: int, step: int) -> int:
-    """Extend a file that has `have` bytes allocated towards its maximum, by as much as there is: `least` and some
-    steps. Returns its new size.
+    """Extend a file from `have` allocated bytes towards `most`, as far as there is space: to `least` and a number of
+    steps beyond. Returns its new size.
     """
     while True:
         try:
@@ -404,7 +406,7 @@ def _slab_name(number: int) -> str:
 
 
 def _make(path: Path) -> None:
-    """The directory, if it is not there; its parent must be."""
+    """Create the directory if it does not exist; its parent must."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -422,7 +424,7 @@ def check_place(path: Path) -> None:
     Raises:
         ConfigError: it does not and cannot.
     """
-    # Each format has a directory of its own in there, 0700; who may read this one is the user's to say.
+    # Each format has its own subdirectory, mode 0700; who may read this one is up to the user.
     parent = path.absolute().parent
     if path.exists():
         if not path.is_dir():

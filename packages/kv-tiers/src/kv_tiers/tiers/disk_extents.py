@@ -1,4 +1,4 @@
-"""Extents of a disk tier's files, leased to others who move the bytes (`kv_tiers.tier.SupportsFileExtents`).
+"""Extents of a disk tier's files, leased to callers that move the bytes (`kv_tiers.tier.SupportsFileExtents`).
 
 Only chunks that are stored unencoded and contiguously have an extent; the others need the tier's own `load` and
 `store`.
@@ -25,7 +25,7 @@ from kv_tiers.tiers.extents import Extent, Place
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A chunk whose bytes another has written into its place."""
+    """A chunk whose bytes the caller has written into its place."""
 
     place: Place
     parent: ChunkKey | None
@@ -70,7 +70,7 @@ class LentExtents:
 
     def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
         sizes = [self._context.chunk_bytes] * len(keys)
-        places = self._chunks.reserve(keys, sizes, parent, lasting=True)  # nobody knows whether any will be committed
+        places = self._chunks.reserve(keys, sizes, parent, lasting=True)  # perhaps none will be committed
         scattered = [place for place in places if place is not None and not isinstance(place.extent.units, range)]
         if scattered:
             with self._chunks.lock:
@@ -143,7 +143,7 @@ class LentExtents:
             self._pages.give([page])
 
     def _leased(self, key: ChunkKey, entry: int) -> FileExtent | None:
-        """None where it is encoded or in pieces, or its record was wiped meanwhile, or damaged: a load may tell
+        """None if the chunk is encoded or in pieces, or its record was wiped meanwhile or is damaged: a load may tell
         which."""
         extent = self._chunks.index.extent(entry)
         if not isinstance(extent.units, range):

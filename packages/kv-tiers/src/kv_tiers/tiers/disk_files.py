@@ -1,4 +1,4 @@
-"""One private file of the disk tier. Reads and writes are completed here if the system does them in part."""
+"""One private file of the disk tier. Reads and writes that the system does in part are completed here."""
 
 import errno
 import os
@@ -47,16 +47,16 @@ class File:
         left, start = sum(map(len, buffers)), offset
         while left and (done := os.preadv(self.fd, buffers, offset)):
             offset, left = offset + done, left - done
-            if done % PAGE_BYTES:  # only the file's end has such a length, and past the cache none may start there
+            if done % PAGE_BYTES:  # only at the end of the file, and direct I/O may not start there
                 break
             buffers = _after(buffers, done)
         return offset - start
 
     def sync(self) -> None:
-        """Return when what was written lasts.
+        """Return once the writes are durable.
 
         After a failure the system may drop what it could not write and report success to the next caller
-        (https://lwn.net/Articles/752063/), so all of them fail until `trust_again`.
+        (https://lwn.net/Articles/752063/), so every sync fails until `trust_again`.
         """
         with self._syncing:
             if self.in_doubt:
@@ -84,7 +84,7 @@ class File:
         os.ftruncate(self.fd, nbytes)
 
     def drop_cached(self, offset: int, nbytes: int) -> None:
-        """The host pool is the cache of these bytes; the system's would be a second one."""
+        """Drop these bytes from the page cache: the host pool is their cache."""
         os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -105,12 +105,12 @@ def _after(buffers: Sequence[bytes | memoryview], nbytes: int) -> list[memoryvie
 
 
 def free_bytes(path: Path) -> int:
-    """What this user may still write where this is."""
+    """How many bytes this user may still write to the file system of this path."""
     space = os.statvfs(path)
     return space.f_bavail * space.f_frsize
 
 
 def allocated_bytes(directory: Path) -> int:
-    """What the files in a directory take of their medium."""
+    """How many bytes the files in a directory take up on their medium."""
     with os.scandir(directory) as files:
         return sum(file.stat(follow_symlinks=False).st_blocks * 512 for file in files)

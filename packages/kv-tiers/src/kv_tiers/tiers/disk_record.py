@@ -1,9 +1,9 @@
-"""The records in a disk tier's index file: what one says, and reading many at a time.
+"""The records in a disk tier's index file: what each contains, and reading many at a time.
 
     record  magic 8 | number u64 | entry u64 | the chunk's header 384 | units 24 × u32 | xxh3_64 of the above
 
-The magic says how much of the payload is there: all of it, its first half or its first quarter (`extents.CUTS`). A
-release that knows no cut chunks takes a record of one for none.
+The magic shows how much of the payload is there: all of it, its first half or its first quarter (`extents.CUTS`). A
+release without cut chunks does not recognise such a record.
 """
 
 import struct
@@ -45,13 +45,13 @@ _LAYOUT: Final = np.dtype(
 
 
 class Found(NamedTuple):
-    """What a record says. It is compared by its number, which is larger for chunks stored later.
+    """What a record contains. Compared by its number, which is larger for chunks stored later.
 
     entry: of the tier.
     key, parent: bytes for `ChunkKey`.
     stored_bytes: of the payload, or of what is left of it.
-    units: empty where they are not within the room that there is, as after a slab was lost.
-    decoded_bytes: size of the chunk; 0 if it is stored as it is, and cannot be cut.
+    units: empty if they are not all within allocated slots, as after a slab was lost.
+    decoded_bytes: size of the chunk; 0 if it is stored unencoded, and so cannot be cut.
     share: of `CUTS`.
     """
 
@@ -71,7 +71,7 @@ def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) ->
 
 
 def shortened(record: bytes | bytearray, entry: int, share: int, units: Sequence[int]) -> bytes | None:
-    """The same record for a chunk of which only this share is left, in these units. None: it does not read well."""
+    """The same record for a chunk of which only this share is left, in these units. None: the record is invalid."""
     fields = unseal(record)
     if fields is None:
         return None
@@ -82,7 +82,7 @@ def shortened(record: bytes | bytearray, entry: int, share: int, units: Sequence
 
 
 def header_of(record: bytes | bytearray, entry: int) -> bytes | None:
-    """The header of the whole chunk that this record is of; None if there is none, or it does not read well."""
+    """The header in the record of a whole chunk; None if the record is of none, or is invalid."""
     fields = unseal(record)
     if fields is None:
         return None
@@ -94,8 +94,8 @@ class RecordReader:
     """Reads the records of one directory of a tier."""
 
     def __init__(self, geometry: Geometry, slots: int, backed: Iterable[range], at: int, directories: int) -> None:
-        """slots: of the directory. backed: those that have room on the medium. at, directories: which directory of the
-        tier this is, of how many.
+        """slots: of the directory. backed: those allocated on the medium. at, directories: which directory of the tier
+        this is, of how many.
         """
         self._geometry = geometry
         self._backed = np.zeros(slots, bool)
@@ -105,8 +105,8 @@ class RecordReader:
         self._at, self._directories = at, directories
 
     def found_in(self, piece: bytearray, start: int, count: int) -> Iterator[Found]:
-        """Of the first `count` records in this memory, those that read well. start: the entry of the first."""
-        # The garbage collector would spend half a second on a hundred thousand records of other than plain objects.
+        """The valid records among the first `count` in this memory. start: the entry of the first."""
+        # Only plain objects: on others, the garbage collector would spend half a second per hundred thousand records.
         slot_units, unit_bytes = self._geometry.slot_units, self._geometry.unit_bytes
         found = np.frombuffer(piece, _LAYOUT)[:count]
         ours = np.isin(found["magic"], list(_SHARE_OF)) & (found["entry"] == np.arange(start, start + count))
@@ -142,7 +142,7 @@ class RecordReader:
             intact(memoryview(piece), starts.tolist(), RECORD_BYTES),
             strict=True,
         )
-        data = bytes(piece)  # keys are cut out of it, and a bytearray's would be bytearrays
+        data = bytes(piece)  # keys are slices of it, and slices of a bytearray would be bytearrays
         for row, (
             entry,
             begins,

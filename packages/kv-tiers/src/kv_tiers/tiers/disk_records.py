@@ -1,9 +1,9 @@
 """Which entries of a disk tier have a record on the medium, and whether it would survive a power loss.
 
 A record is in one of three states: present, wiped but perhaps only in the page cache, or durably absent. Only in the
-last may the bytes be replaced that it vouched for. Wipes are counted: a number per slot says since which wipe no record
-vouches for any part of it, and a number per directory which wipes are durable. A record that is shortened, because its
-chunk was cut, counts as a wipe for the units that it names no more.
+last state may the bytes that it vouched for be replaced. Wipes are counted: a number per slot says since which wipe no
+record vouches for any part of it, and a number per directory says which wipes are durable. A record that is shortened,
+because its chunk was cut, counts as a wipe for the units that it no longer names.
 
 Entry e of the tier is entry e // n of directory e % n, and the same holds for slots. The tier holds its lock around
 every call except those that make writes durable (`sync…`), which any thread may make at any time.
@@ -27,7 +27,7 @@ class ChunkRecords:
     """The records in the directories' index files. Every call may raise `OSError`."""
 
     def __init__(self, directories: Sequence[DiskDirectory], slot_units: int, *, syncs: bool) -> None:
-        """syncs: whether power cuts are feared; else what makes durable does nothing."""
+        """syncs: whether records must survive a power loss; if not, the calls that make writes durable do nothing."""
         self._directories = directories
         self._slot_units = slot_units
         self._syncs = syncs
@@ -36,7 +36,7 @@ class ChunkRecords:
         self._shortened: set[int] = set()  # entries whose record names less than it once did
         self._stale: set[int] = set()  # entries whose record should have been wiped, and may still be read
         slots = max(directory.slots for directory in directories) * len(directories)
-        # Takes memory where it is written to.
+        # Takes up memory only where it is written.
         wiped = mmap.mmap(-1, 8 * slots, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._wiped = memoryview(wiped).cast("q")
         """By slot: the number of the last wipe of a record of it; 0: none since the start, or nothing is synced."""
@@ -47,11 +47,12 @@ class ChunkRecords:
         self._next_number = 0
 
     def take_over(self, *, cut: bool) -> Iterator[Stored]:
-        """Every recorded chunk, those worth least first. Once.
+        """Every recorded chunk, those worth least first. Call it once.
 
-        cut: those too of which only first parts are left; else they are wiped.
+        cut: include chunks of which only first parts are left; otherwise their records are wiped.
 
-        Of two records of a chunk the newer counts, and of two that name one unit: the other's wipe did not last.
+        Of two records of the same chunk, or two that name the same unit, the newer counts: the other's wipe was not
+        durable.
         """
         count = len(self._directories)
         found = [record for at, directory in enumerate(self._directories) for record in directory.records(at, count)]
@@ -74,7 +75,7 @@ class ChunkRecords:
         keys = {entry: ChunkKey(record.key) for entry, record in live.items()}
         for entry in slots_least_worth_first(number_of, parent_of):
             _, _, _, parent, stored_bytes, units, decoded_bytes, share = live[entry]
-            # Its parent's own object, where that is here: half as many, and equal at a glance.
+            # The parent's own key object, if the parent is here: half as many objects, and quick to compare.
             parent_key = keys.get(parent_of[entry])
             if parent_key is None and parent is not None:
                 parent_key = ChunkKey(parent)
@@ -95,10 +96,10 @@ class ChunkRecords:
             self._directories[at].write_records(those)
 
     def wipe(self, entries: Iterable[int], cut: Mapping[int, tuple[int, Extent]] = MappingProxyType({})) -> None:
-        """No restart of this process finds what these entries, and those where it failed before, had a record of.
+        """Wipe the records of these entries, and those whose wipe failed before. No restart of this process finds them.
 
-        cut: entries of which a restart finds less than before: the share of `extents.CUTS` that is left, and where. Of
-            one whose record cannot be shortened it finds nothing.
+        cut: entries whose records are shortened: the share of `extents.CUTS` that is left, and where. A record that
+            cannot be shortened is wiped.
         """
         self._stale.update(self._recorded.keys() & entries)
         if cut:
@@ -111,14 +112,14 @@ class ChunkRecords:
             if local := [entry // count for entry in stale if entry % count == at]:
                 directory.write_records([(entry, BLANK_RECORD) for entry in local])
                 self._last_wipe[at] = self._wipes + 1
-        # Counted when it is done: the thread that makes records durable reads the count first.
+        # Counted only when done: the thread that makes records durable reads the count first.
         self._wipes += 1
         for entry in stale:
             self._note_wiped(entry, self._recorded.pop(entry, ()))
         self._stale = set()
 
     def _shorten(self, cut: Mapping[int, tuple[int, Extent]]) -> None:
-        """Write the records anew, for what is left. Those of which that was not done are stale."""
+        """Rewrite the records for what is left. Those for which this fails remain stale."""
         self._stale.update(cut)
         count = len(self._directories)
         for at, directory in enumerate(self._directories):
@@ -141,19 +142,19 @@ class ChunkRecords:
             self._shortened.update(records)
 
     def _note_wiped(self, entry: int, units: PackedUnits) -> None:
-        """The wipe that was counted last was of a record of this entry that named these."""
+        """Note that the last counted wipe was of this entry's record, which named these units."""
         for slot in self._slots(entry, units) if self._syncs else ():
             self._wiped[slot] = self._wipes
 
     def mend(self) -> None:
-        """After a sync that failed: write anew what may not have reached the medium, and try it."""
+        """After a failed sync: rewrite what may not have reached the medium, and try the medium."""
         doubted = [file for directory in self._directories for file in directory.files() if file.in_doubt]
         if doubted:
-            # A record that was shortened may be the longer one again: it is given up.
+            # A shortened record may be the longer one again, so it is given up.
             self._stale.update(self._shortened & self._recorded.keys())
             self._shortened.clear()
-            # Any wipe since the start may be among it, of any entry that has no record now. Records are not: the stores
-            # that they belong to have failed.
+            # Any wipe since the start may have been lost, of any entry that has no record now. Records need no
+            # rewriting: the stores that they belong to have failed.
             for directory_number, directory in enumerate(self._directories):
                 blank = [
                     (entry, BLANK_RECORD)
@@ -169,8 +170,8 @@ class ChunkRecords:
         self.sync_files(directory.index for directory in self._directories)
 
     def sync_wipes(self, places: Iterable[Place]) -> None:
-        """Return when it lasts that no record names any part of the slots of these: at once where none ever did, or it
-        was done."""
+        """Return once it is durable that no record names any part of these places' slots. Returns at once where none
+        ever did, or where that is durable already."""
         count = len(self._directories)
         late: set[int] = set()
         for place in places if self._syncs else ():
@@ -183,7 +184,8 @@ class ChunkRecords:
             self._sync(at)
 
     def sync(self, entries: Iterable[int]) -> None:
-        """Return when the records of these last, and every wipe so far: what has left stays away."""
+        """Return once the records of these entries and every wipe so far are durable: evicted chunks do not come
+        back."""
         count = len(self._directories)
         written = {entry % count for entry in entries}
         for at in range(count):
@@ -191,7 +193,7 @@ class ChunkRecords:
                 self._sync(at)
 
     def sync_files(self, files: Iterable[File]) -> None:
-        """Return when what was written to these lasts."""
+        """Return once the writes to these files are durable."""
         if self._syncs:
             for file in files:
                 file.sync()
@@ -202,7 +204,7 @@ class ChunkRecords:
         self._durable[at] = max(self._durable[at], wipes)
 
     def _slots(self, entry: int, units: PackedUnits) -> Collection[int]:
-        """The tier's slots to which units of this entry's directory belong."""
+        """The tier's slots to which these units of the entry's directory belong."""
         count = len(self._directories)
         if isinstance(units, int):
             return (units // self._slot_units * count + entry % count,)
@@ -210,7 +212,7 @@ class ChunkRecords:
 
 
 class _Taken:
-    """Which slots and units of one directory records name, while they are taken over."""
+    """The slots and units of one directory that records name, while they are taken over."""
 
     def __init__(self, slot_units: int) -> None:
         self._slot_units = slot_units
@@ -219,7 +221,7 @@ class _Taken:
         self._units: set[int] = set()
 
     def take(self, packed: PackedUnits) -> bool:
-        """False: another has one of them."""
+        """False: another record names one of them."""
         if isinstance(packed, int):
             slot = packed // self._slot_units
             if slot in self._whole or slot in self._in_part:

@@ -24,7 +24,7 @@ Segment = tuple[File, int, int]
 
 
 class HeaderPages:
-    """Pages for headers, aligned for direct I/O, used again and again. Safe to call from any thread."""
+    """Pages for headers, aligned for direct I/O, and reused. Safe to call from any thread."""
 
     def __init__(self) -> None:
         self._free: deque[memoryview] = deque()
@@ -41,13 +41,14 @@ class HeaderPages:
 
 @dataclass(slots=True)
 class Carried:
-    """A chunk that is read or written, by its number in the call.
+    """A chunk that a call reads or writes.
 
-    at: its number.
-    chunk: what is moved.
-    stored_bytes: how many bytes of the payload are.
-    segments: where in the files.
-    from_bytes: how many of these bytes, and with them the header, are not: whole pages.
+    at: its number in the call.
+    chunk: the request.
+    stored_bytes: how many bytes of the payload are involved.
+    segments: where the bytes to move are in the files.
+    from_bytes: how many of the payload's first bytes are not moved, in whole pages. If any, the header is not moved
+        either.
     """
 
     at: int
@@ -59,7 +60,7 @@ class Carried:
 
 @dataclass(slots=True)
 class Run:
-    """Bytes that lie together in a file, and the memory that they go to or come from.
+    """Contiguous bytes of a file, and the memory that they go to or come from.
 
     parts: each chunk's number in the call, and where in the file its part ends.
     """
@@ -77,7 +78,7 @@ def bytes_in_files(stored_bytes: int) -> int:
 
 
 def runs_of(carried: Sequence[Carried], headers: Sequence[memoryview], filler: memoryview) -> list[Run]:
-    """headers: a page for each. filler: pages whose bytes mean nothing."""
+    """headers: a page for each. filler: pages of arbitrary bytes, to bridge small gaps."""
     placed: list[tuple[int, int, int, File, int, list[memoryview]]] = []
     for one, header in zip(carried, headers, strict=True):
         payload = one.chunk.pages[one.from_bytes : bytes_in_files(one.stored_bytes) - PAGE_BYTES]
@@ -106,7 +107,7 @@ def runs_of(carried: Sequence[Carried], headers: Sequence[memoryview], filler: m
 
 
 def behind(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
-    """Without the first bytes."""
+    """The segments without their first `nbytes` bytes."""
     rest = []
     for file, offset, length in segments:
         skipped = min(nbytes, length)
@@ -117,7 +118,7 @@ def behind(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
 
 
 def new_filler(slack_bytes: int) -> memoryview:
-    """slack_bytes: what a slot has beyond a whole chunk."""
+    """slack_bytes: how much larger a slot is than a whole chunk."""
     return memoryview(mmap.mmap(-1, PAGE_BYTES))[:0] if not slack_bytes else memoryview(mmap.mmap(-1, slack_bytes))
 
 

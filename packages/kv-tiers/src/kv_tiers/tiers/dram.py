@@ -38,7 +38,7 @@ _LINE_BYTES: Final = 64
 
 
 class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How much memory, beside the host pool's."""
+    """How much memory, in addition to the host pool's."""
 
     capacity_bytes: int
     policy: PolicySpec = DEFAULT_POLICY
@@ -74,7 +74,7 @@ def _slots_for(config: DramConfig, context: TierContext) -> int:
 
 
 class DramTier:
-    """A pool of its own, with bytes copied between the two."""
+    """A second pool; bytes are copied between it and the host pool."""
 
     holds_is_local = True
 
@@ -177,8 +177,8 @@ class DramTier:
         return Loaded(wanted_bytes)
 
     def _copy(self, extent: Extent, pages: memoryview, nbytes: int, *, is_load: bool, from_bytes: int = 0) -> None:
-        """Copy the first bytes of a payload, without those before `from_bytes`, and without the interpreter's lock,
-        which a memoryview's assignment holds."""
+        """Copy the first `nbytes` bytes of a payload, except those before `from_bytes`. Does not hold the interpreter's
+        lock, which an assignment to a memoryview would."""
         at = 0
         for first, count in runs(extent.units):
             end = min(at + count * self._unit_bytes, nbytes)

@@ -1,4 +1,4 @@
-"""Where chunks are on a medium that is divided into units, and how much of them there may be."""
+"""Where chunks are on a medium that is divided into units, and how much of each may be left."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -10,24 +10,24 @@ from kv_tiers.codec import PREFIX_SHARES
 from kv_tiers.tiers.space import PackedUnits
 
 CUTS: Final = (1, *PREFIX_SHARES)
-"""How a chunk becomes smaller: whole, then one of so many equal shares of its size, and then one of more."""
+"""The steps in which a chunk is cut, as divisors of its size: first the whole chunk, then ever smaller shares."""
 
 
 def cut_bytes(decoded_bytes: int, share: int) -> int:
-    """The size of what is left of a payload that was cut. decoded_bytes: the chunk's. share: of `CUTS`, but not 1."""
+    """The size of what is left of a cut payload. decoded_bytes: size of the chunk. share: one of `CUTS`, but not 1."""
     return chunk_header.prefix_bytes(decoded_bytes // share, decoded_bytes)
 
 
 class Extent(NamedTuple):
-    """Where a payload is. units: of its entry's medium, in the order of the bytes. stored_bytes: the payload's size, or
-    of what is left of it."""
+    """Where a payload is. units: of its entry's medium, in the order of the bytes. stored_bytes: size of the payload,
+    or of what is left of it."""
 
     units: Sequence[int]
     stored_bytes: int
 
 
 class Stored(NamedTuple):
-    """A chunk that was there before. share: of `CUTS`, what is left of it. decoded_bytes: as for `reserve`."""
+    """A chunk found at a restart. share: what is left of it, one of `CUTS`. decoded_bytes: as for `reserve`."""
 
     key: ChunkKey
     parent: ChunkKey | None
@@ -41,9 +41,9 @@ class Stored(NamedTuple):
 class Room(NamedTuple):
     """What was done to make room.
 
-    places: for each chunk, unless there is none for it.
+    places: for each chunk its place, or None.
     evicted: entries whose chunks have left.
-    cut: entries of which less is stored than before, and the share of `CUTS` that is left.
+    cut: by entry of which less is stored than before: the share of `CUTS` that is left.
     """
 
     places: list["Place | None"]

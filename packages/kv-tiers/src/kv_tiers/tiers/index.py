@@ -8,9 +8,9 @@ follows parents so that heads do not leave before their tails. Windows and state
 A chunk has an *entry*, a number that identifies it, and an *extent*, the units of its payload. A tier may have several
 media (directories): entry e and its units belong to medium e % n.
 
-A tier that drops parts makes room by cutting chunks before it evicts any: of an encoded chunk the first units stay, and
-the others are free, so no byte is moved. What is left is as long as a reader of first parts may ask for
-(`cut_bytes`), and the chunk's entry remains.
+A tier that drops parts makes room by cutting chunks before it evicts any: an encoded chunk keeps its first units and
+the others are freed, so no byte is moved. What is left is as long as a reader of first parts may request (`cut_bytes`),
+and the chunk keeps its entry.
 """
 
 import threading
@@ -32,7 +32,7 @@ from kv_tiers.tiers.extents import CUTS, Extent, Place, Room, Stored, cut_bytes
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits, Space, pack, unpack
 
 _GROWS_BY: Final = 1024
-"""Entries for which room is made at a time, at least."""
+"""The minimum number of entries to grow by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class _Protected:
 
 @dataclass(slots=True)
 class _Search:
-    """For room, in one call.
+    """The search for room in one call.
 
     protected: entries that must stay.
-    skipped: those of them that were met, and are put back in the policy's order when the call ends.
-    no_room_for: this many free units were not found, and none has been freed since.
+    skipped: those of them that the policy offered; they are put back into its order when the call ends.
+    no_room_for: a search for this many free units failed, and none have been freed since.
     evicted: as for `Room`.
     cut: entries of which less is stored than before; they may have been evicted since.
     """
@@ -65,7 +65,7 @@ class _Search:
 
 
 class ExtentIndex:
-    """Safe to call from any thread. Nothing waits under its lock and no byte of a chunk is touched."""
+    """Safe to call from any thread. Under its lock nothing waits, and no byte of a chunk is touched."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ExtentIndex:
         self._parts = PartsPolicy(self._policy, len(CUTS) - 1) if drops_parts else None
         self._residency = Residency(0, self._parts or self._policy)
         self._decoded_bytes: dict[int, int] = {}  # of the chunks that can be cut
-        self._cut: dict[int, int] = {}  # entries of which less is left than was stored, and the share of `CUTS` that is
+        self._cut: dict[int, int] = {}  # by entry of a cut chunk: the share of `CUTS` that is left
         self._parents: list[ChunkKey | None] = []
         self._stored_bytes = array("q")
         self._units: list[PackedUnits] = []
@@ -132,7 +132,7 @@ class ExtentIndex:
             return [find(key) is not None for key in keys]
 
     def adopt(self, chunks: Iterable[Stored]) -> None:
-        """Take over those that were there before, those worth least first. Of an idle index."""
+        """Take over the chunks found at a restart, those worth least first. Only valid while the index is idle."""
         taken: list[list[PackedUnits]] = [[] for _ in self._spaces]
         used: list[set[int]] = [set() for _ in self._spaces]
         with self._lock:
@@ -188,13 +188,13 @@ class ExtentIndex:
         parent: ChunkKey | None,
         decoded_bytes: Sequence[int] = (),
     ) -> Room:
-        """Room for payloads of these sizes, for those of `keys` that are neither here nor arriving; None for the
-        others, and for all after the first that finds no room (`holds_or_writes` tells them apart). In the prompt's
-        order; `parent` is the first's.
+        """Reserve room for payloads of these sizes, for those of `keys` that are neither here nor arriving. The others
+        get None, and so do all after the first that finds no room (`holds_or_writes` tells them apart). Keys are in the
+        prompt's order; `parent` is the first one's.
 
         decoded_bytes: sizes of the chunks whose payloads can be cut, 0 for the others; empty: none can.
 
-        A chunk never leaves for its own descendants, but parts of it may be dropped for them.
+        A chunk is never evicted for its own descendants, but parts of it may be dropped for them.
         """
         places: list[Place | None] = []
         with self._lock:
@@ -265,13 +265,14 @@ class ExtentIndex:
                     continue
                 self._empty(entry)
                 missing -= units
-                # Taken last: whatever must happen to it first gets the time for it.
+                # Reused last, to leave time for whatever must happen to it before.
                 self._free(entry, last=True)
                 search.evicted.append(entry)
             return self._ended(search, [])
 
     def withhold(self, places: Sequence[Place]) -> None:
-        """Abort these for want of space on the medium: neither they nor room never used are given until `resume`."""
+        """Abort these because the medium has no space. Neither their room nor room never used is handed out until
+        `resume`."""
         with self._lock:
             self._residency.abort([place.key for place in places], [place.entry for place in places])
             self._withheld = [*(self._withheld or []), *places]
@@ -290,12 +291,12 @@ class ExtentIndex:
 
     @property
     def releases(self) -> int:
-        """Counts what may have made room. Read it before `reserve`, for `wait_for_room`."""
+        """Counts the events that may have made room. Read it before `reserve`, for `wait_for_room`."""
         return self._releases
 
     def wait_for_room(self, releases: int, timeout_s: float) -> bool:
-        """Wait until something was released since `releases` was read. False: nothing was in time, or nothing is held
-        that could be.
+        """Wait until something has been released since `releases` was read. False: nothing was released in time, or
+        nothing is held that could be.
         """
         with self._lock:
             if self._releases != releases:
@@ -303,7 +304,8 @@ class ExtentIndex:
             return (self._reading > 0 or self._residency.chunks_reserved > 0) and self._let_go.wait(timeout_s)
 
     def discard(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """No load finds these from now. The entries of those that were here; they may be being read still."""
+        """From now on no load finds these chunks. Returns the entries of those that were here; some may still be being
+        read."""
         entries = []
         with self._lock:
             for key in keys:
@@ -328,7 +330,8 @@ class ExtentIndex:
     def most_worth_first(self) -> list[RankedChunk]:
         """As for `RanksChunks`."""
         entries = most_worth_first(self._residency, self._lock)
-        # Without the lock, of what may be millions: an entry may have become another chunk's, and its parent is a hint.
+        # Without the lock, as there may be millions: an entry may have become another chunk's, and its parent is a
+        # hint.
         return [(key, self._parents[entry]) for entry in entries if (key := self._residency.key_at(entry)) is not None]
 
     def track(self, journal: Journal) -> None:
@@ -375,7 +378,7 @@ class ExtentIndex:
             search.no_room_for = MAX_UNITS + 1
 
     def _free_place(self, key: ChunkKey, units: int, stored_bytes: int) -> Place | None:
-        """Of free units, from one medium after the other in turn."""
+        """A place in free units, if there are enough. Media take turns."""
         for turn in range(self._turn, self._turn + self._media):
             medium = turn % self._media
             space = self._spaces[medium]
@@ -391,14 +394,15 @@ class ExtentIndex:
     def _ended(self, search: _Search, places: list[Place | None]) -> Room:
         if search.skipped:
             self._residency.reinsert(sorted(search.skipped))
-        # Without those that left after all, whatever their entries are for now.
+        # Without those that were evicted after all, whatever their entries are used for now.
         cut = {entry: share for entry in search.cut if (share := self._cut.get(entry)) is not None}
         return Room(places, search.evicted, cut)
 
     def _shrink(self, entry: int, cut: set[int], *, last: bool = False) -> bool:
-        """Drop the next part of the victim instead of evicting it, or at least its turn. False: it has had all of them.
+        """Drop the victim's next part instead of evicting it. If it has none that can be dropped, only its turn passes.
+        False: it has no turns left.
 
-        cut: receives it if units are free by it. last: as for `Space.give`.
+        cut: receives the entry if this freed units. last: as for `Space.give`.
         """
         if self._parts is None or self._parts.is_lowest(entry):
             return False
@@ -409,7 +413,7 @@ class ExtentIndex:
             return True
         self._parts.lower(entry, step)
         kept_bytes = cut_bytes(decoded_bytes, CUTS[step])
-        units = tuple(self.extent(entry).units)  # and no range, which would be a whole slot
+        units = tuple(self.extent(entry).units)  # not a range, which would mean a whole slot
         kept = self._geometry.units_for(self._overhead_bytes + kept_bytes)
         if kept_bytes < self._stored_bytes[entry] and kept < len(units):
             self._spaces[entry % self._media].give(units[kept:], last=last)
@@ -437,7 +441,8 @@ class ExtentIndex:
         return number * self._media + medium
 
     def _grow(self, entry: int) -> None:
-        """Have room for this entry here too. A medium may have room for far more chunks than it will ever hold."""
+        """Extend the tables to this entry. They grow on demand, as a medium may have room for far more chunks than it
+        will ever hold."""
         have = len(self._parents)
         if entry >= have:
             more = entry + 1 - have + max(_GROWS_BY, have // 8)
@@ -454,8 +459,7 @@ class ExtentIndex:
         self._free_entries[medium].append(number)
 
     def _entries_above(self, key: ChunkKey | None) -> list[int]:
-        """The entries of this chunk and its ancestors as far as they are here and it needs them, from the prompt's
-        first."""
+        """The entries of this chunk and of those ancestors that are here and that it needs, from the prompt's first."""
         above: list[int] = []
         if key is None or (self._bounded and self._bounded.has(key)):
             return above
@@ -465,7 +469,7 @@ class ExtentIndex:
         return above[::-1]
 
     def _prompt(self, keys: Sequence[ChunkKey], entries: Sequence[int]) -> tuple[list[ChunkKey], list[int]]:
-        """These, which follow each other, with all that they build on before them."""
+        """These consecutive chunks, preceded by all that they build on."""
         above = self._entries_above(self._parents[entries[0]])
         if not above:
             return list(keys), list(entries)

@@ -7,7 +7,7 @@ from kv_core.keys import ChunkKey
 
 
 def keys_in_paths(paths: Iterable[str]) -> Iterator[ChunkKey]:
-    """The keys whose paths these are, without what else lies there."""
+    """The keys to which these paths belong. Other paths are skipped."""
     for path in paths:
         try:
             yield ChunkKey.from_path(path)

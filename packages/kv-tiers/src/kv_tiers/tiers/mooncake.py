@@ -2,10 +2,10 @@
 
     <prefix>/<namespace>/<the key's path>       the header, then the payload
 
-One object holds one chunk. The store evicts by its own rules, so a stored chunk may be gone: a miss. Nor is it certain
-that an object that the master lists can be read: when a node dies, the master still lists its objects for some seconds,
-and each read of one takes a second to fail. So a node that has failed is left out for a while: its chunks are absent at
-once, and those of other nodes are served.
+One object holds one chunk. The store evicts by its own rules, so a stored chunk may be gone: a miss. Nor can every
+object that the master lists be read: when a node dies, the master still lists its objects for some seconds, and each
+read of one takes a second to fail. So a node that has failed is excluded for a while: its chunks are absent at once,
+and those of other nodes are served.
 
 Mooncake's client may only write to memory that is registered with it. Chunks therefore pass through buffers of this
 tier, one copy more than the network needs, instead of registering the host pool where every holder of its descriptors
@@ -35,7 +35,7 @@ from kv_tiers.host_port import read_host_port
 from kv_tiers.options import read_options
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
 
-# Mooncake's error codes (mooncake-store/include/types.h) that mean something of their own here.
+# Mooncake's error codes (mooncake-store/include/types.h) that are handled specially here.
 _NO_ROOM: Final = -200
 _BUFFER_TOO_SMALL: Final = -600
 _NOT_FOUND: Final = -704
@@ -59,14 +59,14 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     rdma_devices: str = ""
     """Names, separated by commas; empty: Mooncake chooses."""
     local_host: str = ""
-    """This host's name or address for other nodes; empty: the address from which the master is reached."""
+    """The name or address by which other nodes reach this host; empty: the address from which the master is reached."""
     contribute_bytes: int = 0
     """Memory that this process contributes to the store."""
     transfers: int = 8
     """Chunks in flight at once, over all calls. Each has a buffer of a chunk's size."""
     connect_timeout_s: float = 2.0
     dead_node_s: float = 30.0
-    """How long a node that did not answer is left out."""
+    """How long a node that did not answer is excluded."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", self.prefix):
@@ -78,12 +78,12 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    make_mooncake_tier(options, ANY_CHUNKS).close()  # made, it has touched nothing yet
+    make_mooncake_tier(options, ANY_CHUNKS).close()  # a new tier has touched nothing yet
 
 
 @checked(_check_options)
 def make_mooncake_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `mooncake`; `MooncakeConfig` says what may be in `options`.
+    """The factory of the tier type `mooncake`; `MooncakeConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured, or Mooncake is not installed.
@@ -131,7 +131,7 @@ class MooncakeTier:
         self._client: Any = None
         self._free: list[_Buffer] = []
         self._buffers_changed = threading.Condition()
-        self._left_out: dict[str, float] = {}  # nodes that failed, and when each is tried again
+        self._left_out: dict[str, float] = {}  # nodes that failed, and when each is retried
         self._no_stores_until = 0.0
         self._full = ""
 
@@ -171,7 +171,7 @@ class MooncakeTier:
         self._remove_below(f"{self._prefix}/[^/]+/{tenant.hex()}")
 
     def probe(self) -> None:
-        # A master that has started again knows nothing of this client, so what failed is connected anew.
+        # A restarted master has forgotten this client, so a connection that failed is replaced.
         self._reach_master()
         client = self._connected()
         if client.batch_is_exist([f"{self._prefix}/probe"])[0] < 0:
@@ -213,7 +213,7 @@ class MooncakeTier:
             return Damaged("an object whose size cannot be a chunk's")
         payload_bytes = min(_checked(size) - HEADER_BYTES, read.wanted_bytes)
         read.header[:] = bytes(buffer.bytes[:HEADER_BYTES])
-        # Without the interpreter's lock, which assigning a memoryview would hold.
+        # Does not hold the interpreter's lock, which assigning to a memoryview would.
         np.copyto(
             np.frombuffer(read.pages, np.uint8)[:payload_bytes],
             buffer.bytes[HEADER_BYTES : HEADER_BYTES + payload_bytes],
@@ -238,7 +238,7 @@ class MooncakeTier:
 
     def _stored(self, code: int) -> StoreOutcome:
         if code == _TRANSFER_FAILED:
-            # The master forgets a dead node after some seconds, and names it for new objects until then.
+            # The master forgets a dead node only after some seconds, and assigns new objects to it until then.
             self._no_stores_until = time.monotonic() + self._config.dead_node_s / 3
             return Refused("a node of the store does not answer")
         if code == _NO_ROOM:
@@ -248,7 +248,7 @@ class MooncakeTier:
 
     def _remove(self, names: Sequence[str]) -> None:
         if names:
-            for code in self._connected().batch_remove(list(names), True):  # True: whoever has read it lately
+            for code in self._connected().batch_remove(list(names), True):  # True: even if it was read recently
                 if code != _NOT_FOUND:
                     _checked(code)
 
@@ -258,7 +258,7 @@ class MooncakeTier:
     # Nodes that do not answer.
 
     def _lost(self, names: Sequence[str]) -> set[str]:
-        """Those whose copies are all on nodes that are left out. No round trip unless a node is."""
+        """Those whose copies are all on excluded nodes. No round trip while no node is excluded."""
         now = time.monotonic()
         dead = {node for node, until in list(self._left_out.items()) if now < until}
         if not dead or not names:
@@ -267,7 +267,7 @@ class MooncakeTier:
         return {name for name, of_name in copies.items() if _nodes(of_name) and _nodes(of_name) <= dead}
 
     def _leave_out(self, names: Sequence[str]) -> None:
-        """The nodes that these are on failed just now."""
+        """Exclude the nodes that hold these: a transfer from them has just failed."""
         if names:
             until = time.monotonic() + self._config.dead_node_s
             for of_name in self._connected().batch_get_replica_desc(list(names)).values():
@@ -341,7 +341,7 @@ class MooncakeTier:
             yield buffers
         finally:
             with self._buffers_changed:
-                if self._client is client:  # another connection has buffers of its own
+                if self._client is client:  # a newer connection has its own buffers
                     self._free += buffers
                     self._buffers_changed.notify_all()
 
@@ -349,7 +349,7 @@ class MooncakeTier:
 def _checked(code: int) -> int:
     """
     Raises:
-        TierDown: it is an error that says nothing of one object.
+        TierDown: it is an error that does not concern one object.
     """
     if code < 0:
         raise TierDown(f"Mooncake's client answers with error {code}")

@@ -2,9 +2,9 @@
 
     <prefix>/<namespace>/<the key's path>       the header, then the payload
 
-An object is replaced as a whole or not at all, so no reader meets half of one, and its size is its payload's. What an
-object store has instead of speed is breadth: each call's chunks travel side by side, over threads of this tier's own,
-which wait in obstore without the interpreter's lock.
+An object is replaced as a whole or not at all, so no reader sees half of one, and its size determines its payload's. An
+object store is slow but highly parallel: each call's chunks are transferred concurrently, on threads of this tier,
+which wait in obstore without holding the interpreter's lock.
 """
 
 import re
@@ -36,15 +36,15 @@ _DELETED_AT_ONCE: Final = 1000
 """The most objects that one request of the protocol may name."""
 
 _STREAM_BYTES: Final = 1 << 20
-"""A reply is copied into the borrowed pages in pieces of about this size, which is what is in memory twice."""
+"""A reply is copied into the borrowed pages in pieces of about this size, so no more than that is in memory twice."""
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 
 
 class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which bucket, and who we are to it. Without keys, obstore finds them as other clients do: the AWS_ variables of
-    the environment, then the machine's or container's role."""
+    """Which bucket, and our credentials for it. Without keys, obstore finds them as other clients do: from the AWS_
+    variables of the environment, then from the machine's or container's role."""
 
     bucket: str
     prefix: str = "kv"
@@ -81,7 +81,7 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             or not self.prefix.isascii()
         ):
             raise ValueError("prefix is a path of names, without a / at its ends")
-        # Of another one obstore makes a panic at each request.
+        # Any other endpoint makes obstore panic at each request.
         endpoint = _ENDPOINT.fullmatch(self.endpoint)
         if self.endpoint and (endpoint is None or int(endpoint["port"] or 0) > 65535):
             raise ValueError("endpoint begins with http:// or https://, and goes on with a host, a port and a path")
@@ -92,12 +92,12 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    make_objects_tier(options, ANY_CHUNKS).close()  # made, it has touched nothing yet
+    make_objects_tier(options, ANY_CHUNKS).close()  # a new tier has touched nothing yet
 
 
 @checked(_check_options)
 def make_objects_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `s3`; `ObjectsConfig` says what may be in `options`.
+    """The factory of the tier type `s3`; `ObjectsConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured, or obstore is not installed.
@@ -111,7 +111,7 @@ class ObjectsTier:
     holds_is_local = False
 
     def __init__(self, config: ObjectsConfig, context: TierContext, *, name: str = "s3") -> None:
-        """Nothing is asked of the store yet. Raises `ConfigError`."""
+        """Sends nothing to the store yet. Raises `ConfigError`."""
         try:
             import obstore
             import obstore.exceptions
@@ -168,7 +168,7 @@ class ObjectsTier:
         try:
             self._call(lambda: self._obstore.head(self._store, f"{self._prefix}/probe"))
         except FileNotFoundError:
-            # So says a bucket that is there as well as one that is not; only the listing tells them apart.
+            # This is the answer whether the bucket exists or not; only a listing tells them apart.
             try:
                 self._call(lambda: self._obstore.list_with_delimiter(self._store, f"{self._prefix}/probe"))
             except FileNotFoundError as error:
@@ -221,17 +221,17 @@ class ObjectsTier:
                 at += len(of_header)
                 part = part[len(of_header) :]
             start = at - HEADER_BYTES
-            if len(part):  # without the interpreter's lock, which assigning a memoryview would hold
+            if len(part):  # not under the interpreter's lock, which assigning to a memoryview would hold
                 np.copyto(np.frombuffer(read.room, np.uint8)[start : start + len(part)], np.frombuffer(part, np.uint8))
             at += len(part)
-        if at != object_bytes:  # the object is as long as it should be, so it is the reply that is not
+        if at != object_bytes:  # the object's size is right, so the reply was cut short
             raise TierDown(f"a reply ended after {at} bytes of {object_bytes}")
         return Loaded(object_bytes - HEADER_BYTES)
 
     def _keep(self, write: Write) -> StoreOutcome:
         if self._is_chunk(self._size(write.key)):
             return Stored()
-        # Two buffers and no multipart upload: one request, whose body obstore takes from where it lies.
+        # Two buffers and no multipart upload: one request, whose body obstore sends without copying it.
         body = [write.header, write.payload]
         put = self._obstore.put
         try:
@@ -251,7 +251,7 @@ class ObjectsTier:
         try:
             self._delete_all(paths)
         except TierDown as error:
-            if isinstance(error, _ForbiddenError) or "AccessDenied" in str(error):  # the bulk request's, of one object
+            if isinstance(error, _ForbiddenError) or "AccessDenied" in str(error):  # of one object in a bulk request
                 raise RemovalRefusedError(str(error)) from error
             raise
 
@@ -261,7 +261,7 @@ class ObjectsTier:
             try:
                 self._call(partial(self._obstore.delete, self._store, some))
             except FileNotFoundError:
-                if len(some) > 1:  # a store without the bulk request may stop at the first that is gone
+                if len(some) > 1:  # a store without bulk requests may stop at the first missing object
                     for path in some:
                         self._delete_all([path])
 
@@ -278,7 +278,7 @@ class ObjectsTier:
             raise TierDown(_shortened(error)) from error
 
     def _each(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
-        """All calls have ended when this returns or raises, because their memory is lent. When one finds the store
+        """All calls have ended when this returns or raises, because they use borrowed memory. When one finds the store
         down, the others are skipped.
         """
         down: list[TierDown] = []
@@ -296,7 +296,7 @@ class ObjectsTier:
         wait(futures)
         if down:
             error = down[0]
-            # Else a ring of references would keep the lent memory until it is collected.
+            # Otherwise a reference cycle would retain the borrowed memory until it is collected.
             down.clear()
             futures.clear()
             try:
@@ -349,6 +349,7 @@ def _open(obstore: Any, config: ObjectsConfig, where: str) -> Any:
 
 
 def _shortened(error: BaseException) -> str:
-    """Without what obstore adds for programmers. The store's own words, which say most, are at the end."""
+    """Without the details that obstore adds for programmers. The store's own message, the most useful part, is at the
+    end."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     return text if len(text) <= 400 else f"{text[:150]} … {text[-247:]}"

@@ -1,9 +1,9 @@
-"""Follows the hand-overs of other hosts' engines while they compute, and tells them what is no longer needed.
+"""Follows the hand-overs of other hosts' engines while they compute, and notifies those hosts of chunks no longer
+needed.
 
-Each peer is queried on a thread of its own by long polling: its server answers as soon as there is an announcement, and
-after `_WAIT_S` at the latest. Chunks are fetched as soon as they can be read there, so that only the last chunk is
-still to come when the prompt is computed (docs/adr/0028). A peer that fails is queried again after its back-off, from
-where it stopped.
+Each peer is queried by long polling on its own thread: its server answers as soon as there is an announcement, or after
+`_WAIT_S`. Chunks are fetched as soon as they can be read there, so that only the last chunk is still to come when the
+prompt is computed (docs/adr/0028). A peer that fails is queried again after its back-off, from where it left off.
 """
 
 import queue
@@ -40,14 +40,14 @@ _RETRY_S: Final = 0.1
 _MAX_UNSAID: Final = 256
 
 OnAnswer = Callable[[Peer, float, Followed], None]
-"""Arguments: the peer that answered, when it was asked (`time.monotonic`), and the answer."""
+"""Arguments: the peer that answered, when the query was sent (`time.monotonic`), and the answer."""
 
 
 class Following:
     """The followed peers of one tier. Thread-safe."""
 
     def __init__(self, hosts: PeerHosts, namespace: str, *, answer_s: float, on_answer: OnAnswer) -> None:
-        """Queries nobody yet.
+        """Sends no query yet.
 
         answer_s: how long an answer may take beyond the time of the long poll.
         on_answer: called on the peer's thread; it raises `InputError` if an answer is malformed.
@@ -67,8 +67,8 @@ class Following:
         self._run(self._follow_all, "kv-peers-follow")
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """Tell all peers that are up. If too many messages are waiting this one is dropped, and the holds expire by
-        themselves.
+        """Notify all peers that are up. If too many messages are waiting, this one is dropped, and the holds there
+        expire.
         """
         with self._lock:
             if not self._says and not self._closed.is_set():
@@ -83,7 +83,7 @@ class Following:
     def close(self) -> None:
         """Stop. Threads that wait for an answer end within their deadline."""
         self._closed.set()
-        with suppress(queue.Full):  # or it will look before it says the next
+        with suppress(queue.Full):  # if it is full, the thread checks `_closed` before the next message
             self._unsaid.put_nowait(None)
         with self._lock:
             threads = list(self._threads)
@@ -129,7 +129,7 @@ class Following:
             except (OSError, InputError) as error:
                 _log.debug("peer %s is not followed for a moment: %s", peer, error)
                 self._closed.wait(_RETRY_S)
-            except Exception:  # noqa: BLE001  # a bug costs what was handed over, and a lookup may still find that
+            except Exception:  # noqa: BLE001  # a bug costs only this hand-over, and a lookup may still find its chunks
                 _log.exception("following peer %s met a bug", peer)
                 self._closed.wait(_RETRY_S)
 

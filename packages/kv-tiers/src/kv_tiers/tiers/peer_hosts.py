@@ -1,8 +1,8 @@
 """The peers of a tier, the connections to each, and the back-off after failures.
 
-Names are resolved periodically, on a separate thread for which nobody waits except at first. A peer that fails is left
-alone, briefly at first and then ever longer; meanwhile the others serve. Idle connections are kept, and a dead one is
-replaced at once, because the peer may have been restarted.
+Names are resolved periodically, on a separate thread; callers wait for it only the first time. A peer that fails is not
+contacted, briefly at first and then ever longer; meanwhile the others serve. Idle connections are retained, and a dead
+one is replaced at once, because the peer may have been restarted.
 """
 
 import socket
@@ -23,7 +23,7 @@ from kv_tiers.tiers.tls_files import TlsFiles
 _log = limited_logger(__name__)
 
 _IDLE: Final = 4
-"""Connections that are kept to each peer; its lane's threads have one each."""
+"""Idle connections retained to each peer; each of the lane's threads uses one."""
 _MAX_AT_ONCE: Final = 16
 _MIN_BACKOFF_S: Final = 0.1
 _MAX_BACKOFF_S: Final = 5.0
@@ -37,7 +37,7 @@ class Peer:
     def __init__(
         self, host: str, address: tuple[str, int], *, token: bytes, tls: TlsFiles | None, connect_s: float
     ) -> None:
-        """host: as configured, which its certificate must name. address: of it, looked up."""
+        """host: as configured, which its certificate must name. address: one that the name resolved to."""
         self.host = HostPort(host, address[1])
         """As configured."""
         self._address = address
@@ -57,15 +57,16 @@ class Peer:
         return str(HostPort(*self._address))
 
     def is_up(self) -> bool:
-        """Whether it may be asked now. After a failure it may after its back-off, which grows if it fails again."""
+        """Whether it may be contacted now: after a failure only once its back-off is over, which grows if it fails
+        again."""
         return not self.is_self and time.monotonic() >= self._retry_at_s
 
     def talk(self, work: Callable[[PeerStream, float], T], timeout_s: float) -> T:
-        """The result of a conversation, given its deadline: so much later than it begins on a connection. `work` is
-        begun again on a new one if an idle one turns out to be dead before anything came.
+        """The result of `work`, which is passed a connection and a deadline, `timeout_s` after it begins there. `work`
+        is restarted on a new connection if an idle one turns out to be dead before anything was received.
 
         Raises:
-            OSError, InputError: it failed, and is left alone for a while.
+            OSError, InputError: it failed, and the peer is not contacted for a while.
         """
         with self._lock:
             idle = self._idle.pop() if self._idle else None
@@ -151,7 +152,7 @@ class PeerHosts:
         resolve_s: float,
         connect_s: float,
     ) -> None:
-        """Looks nothing up yet."""
+        """Resolves no names yet."""
         self._hosts = hosts
         self._token, self._tls = token, tls
         self._resolve_s, self._connect_s = resolve_s, connect_s
@@ -174,7 +175,7 @@ class PeerHosts:
             return [peer for peer in self._peers.values() if not peer.is_self]
 
     def set_hosts(self, hosts: Sequence[HostPort]) -> None:
-        """These are the hosts from now on."""
+        """Use these hosts from now on."""
         with self._lock:
             if set(hosts) != set(self._hosts):
                 self._hosts = hosts
@@ -193,7 +194,7 @@ class PeerHosts:
         answers: dict[Peer, T] = {}
 
         def run(peer: Peer) -> None:
-            with suppress(OSError, InputError):  # it is left alone for a while, and has logged why
+            with suppress(OSError, InputError):  # the peer is backing off, and the reason has been logged
                 answers[peer] = work(peer)
 
         futures = []
@@ -234,7 +235,7 @@ class PeerHosts:
             try:
                 known = socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)
                 found.update(((host.host, str(address[0]), host.port), None) for *_, address in known)
-            except (OSError, UnicodeError) as error:  # the second of what cannot be a name
+            except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
                 _log.warning("the peers at %s cannot be looked up: %s", host, error)
                 found.update((place, peer) for place, peer in self._peers.items() if place[0] == host.host)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Offers what this host holds to another one, which fetches it as it fetches any hit: no bytes are sent this way."""
+"""Offers this host's chunks to another host, which fetches them like any hit: an offer carries no chunk bytes."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,10 +1,10 @@
 """The peers tier: finds chunks in other hosts' servers and reads them over the network.
 
-All peers are queried at once for the chunks they have, or a directory knows it (`tiers.directory`), and a chunk is read
-from one that has it. The protocol is in `tiers.peers_wire`, connections and failing peers in `tiers.peer_hosts`. This
-side only reads: nothing is stored at a peer, and what is discarded or cleared here is hidden from us but stays there.
-After a clear, a peer is not used again until it has been cleared later than that, because it is unknown whether its
-chunks are older.
+All peers are queried at once for the chunks they have, or a directory lists them (`tiers.directory`), and a chunk is
+read from a peer that has it. The protocol is in `tiers.peers_wire`, connections and failing peers in
+`tiers.peer_hosts`. This side only reads: nothing is stored at a peer, and chunks discarded or cleared here are hidden
+from us but stay there. After a clear, a peer is not used until it has been cleared more recently, because its chunks
+might be older than our clear.
 """
 
 import threading
@@ -46,7 +46,7 @@ from kv_tiers.tiers.peers_wire import (
 )
 
 _REMEMBERED: Final = 1 << 16
-"""Keys of which is known who holds them, and keys that are hidden."""
+"""Limit of keys whose holders are cached, and of hidden keys."""
 
 T = TypeVar("T")
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -59,27 +59,27 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
     """A host and a port of each, such as 10.0.0.2:9500. A name may have several addresses, as a headless service of
     Kubernetes has; this server's own is left out. Or:"""
     directory: dict[str, object] | None = None
-    """Where hosts say what they hold, and learn of each other: `DirectoryConfig`. Then `hosts` stays empty."""
+    """Where hosts publish what they hold, and discover each other: `DirectoryConfig`. Then `hosts` stays empty."""
     resolve_s: Seconds = 30.0
     """How often names are looked up again."""
     connect_timeout_s: Seconds = 1.0
-    """For a connection, and for knowing each other."""
+    """For a connection, and for the handshake."""
     answer_timeout_s: Seconds = 0.5
-    """For what a peer holds."""
+    """For a peer's answer to which chunks it holds."""
     timeout_s: Seconds = 5.0
-    """For a chunk, and a second more for each megabyte of it."""
+    """For a chunk, plus a second for each megabyte of it."""
     follow: bool = False
-    """Fetch what engines there hand over (docs/disaggregated.md) as soon as it can be read, before a request asks for
-    it. For hosts that decode what these peers compute."""
+    """Fetch chunks that engines there hand over (docs/disaggregated.md) as soon as they can be read, before a request
+    needs them. For hosts that decode prompts that these peers compute."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    make_peers_tier(options, ANY_CHUNKS).close()  # made, it has connected to nobody yet
+    make_peers_tier(options, ANY_CHUNKS).close()  # a new tier has not connected yet
 
 
 @checked(_check_options)
 def make_peers_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `peers`; `PeersTierConfig` says what may be in `options`.
+    """The factory of the tier type `peers`; `PeersTierConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured.
@@ -88,7 +88,8 @@ def make_peers_tier(options: Mapping[str, object], context: TierContext) -> Tier
 
 
 class PeersTier:
-    """Safe to call from any thread. What is hidden is, until this process ends, or `_REMEMBERED` others are."""
+    """Safe to call from any thread. A hidden chunk stays hidden until this process ends, or until `_REMEMBERED` others
+    have been hidden since."""
 
     is_read_only: Literal[True] = True
 
@@ -135,7 +136,7 @@ class PeersTier:
         self._cleared_s: float | None = None
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """With a directory it answers from memory."""
+        """Answers from memory if there is a directory."""
         holders = self._ask(keys)
         return [bool(holders.get(key)) for key in keys]
 
@@ -147,7 +148,7 @@ class PeersTier:
         parts: dict[Peer, list[int]] = {}
         for number, read in enumerate(reads):
             if peers := [peer for peer in holders.get(read.key, ()) if peer.is_up()]:
-                # Who has least to do already, so that copies of a chunk share the work.
+                # The least busy peer, so that holders of copies share the work.
                 peer = min(peers, key=lambda peer: peer.conversations + len(parts.get(peer, ())))
                 parts.setdefault(peer, []).append(number)
         outcomes: list[LoadOutcome] = [Absent() for _ in reads]
@@ -222,7 +223,7 @@ class PeersTier:
         return [PeerTaker(peer, self._namespace, self._answer_s) for peer in self._hosts.peers() if peer.is_up()]
 
     def _handed_over(self, peer: Peer, asked_s: float, answer: Followed) -> None:
-        """On a thread of the following. What cannot be believed, or is hidden here, is not fetched."""
+        """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
         assert self._on_handed_over is not None
         if not self._is_believed(asked_s, answer.cleared_s):
             return
@@ -236,9 +237,9 @@ class PeersTier:
             self._on_handed_over(chain, given.first, given.hold_s)
 
     def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
-        """Which peers hold these: as the directory says, or all peers that are up are asked at once.
+        """Which peers hold these: according to the directory, or by querying all peers that are up at once.
 
-        anybody: ask those that are backing off as well.
+        anybody: query those that are backing off as well.
 
         Raises:
             TierDown: no peer answers.
@@ -275,7 +276,8 @@ class PeersTier:
         return found
 
     def _is_believed(self, asked_s: float, cleared_for_s: float | None) -> bool:
-        """Whether a peer that was asked then was cleared later than we were, if we were. cleared_for_s: its answer."""
+        """Whether a peer queried at `asked_s` was cleared later than we were, if we were. cleared_for_s: from its
+        answer."""
         with self._lock:
             cleared_s = self._cleared_s
         return cleared_s is None or (cleared_for_s is not None and asked_s - cleared_for_s > cleared_s)
@@ -302,17 +304,17 @@ class PeersTier:
         stream: PeerStream,
         deadline: float,
     ) -> None:
-        """Bring the reads of these numbers, in their order; what does not come stays `Absent`."""
+        """Fetch the reads with these numbers, in order. Those that do not arrive stay `Absent`."""
         stream.send_message(Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
         for number in numbers:
             read, size = reads[number], bytearray(SIZE.size)
             stream.fill(memoryview(size), deadline_for(0, self._chunk_s))
-            (nbytes,) = SIZE.unpack(size)  # nothing vouches for it yet
+            (nbytes,) = SIZE.unpack(size)  # not verified yet
             if nbytes == NOT_HERE:
                 continue
             if nbytes > len(read.room):
                 outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
-                raise ConnectionError("a peer that says a wrong size")  # and where the next chunk begins nobody knows
+                raise ConnectionError("a peer that says a wrong size")  # and it is unknown where the next chunk begins
             checksum = stream.receive_chunk(read.pages[:nbytes], deadline_for(nbytes, self._chunk_s))
             stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
             outcomes[number] = Loaded(nbytes, checksum)

@@ -1,4 +1,4 @@
-"""Authentication between peers: certificates of one authority, a shared token, or loopback alone."""
+"""Authentication between peers: certificates of one authority, a shared token, or loopback addresses only."""
 
 import hmac
 import ssl
@@ -19,7 +19,7 @@ _MIN_TOKEN_BYTES: Final = 16
 def check_protected(security: PeerSecurity, addresses: Sequence[HostPort], where: str) -> None:
     """
     Raises:
-        ConfigError: an address is reachable from other machines, and nothing authenticates them.
+        ConfigError: an address is reachable from other machines, and they would not be authenticated.
     """
     for address in addresses:
         if not is_protected(security, address):
@@ -30,7 +30,7 @@ def check_protected(security: PeerSecurity, addresses: Sequence[HostPort], where
 
 
 def is_protected(security: PeerSecurity, address: HostPort) -> bool:
-    """Whether a server may be at this address, or be connected to there."""
+    """Whether a server may listen at this address, or a client connect to it."""
     return bool(security.tls_ca_file or security.token_file or security.unprotected) or address.is_loopback
 
 
@@ -51,7 +51,7 @@ def read_token(security: PeerSecurity, where: str) -> bytes:
 
 
 def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFiles | None:
-    """For connections on which both sides must show a certificate; None: there are none.
+    """The files for connections on which both sides must present a certificate; None: none are configured.
 
     Raises:
         ConfigError: the files cannot be used.
@@ -63,7 +63,7 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
         raise ConfigError(f"{where}: tls_ca_file, tls_cert_file and tls_key_file go together")
 
     def make() -> ssl.SSLContext:
-        # A client's context compares the certificate's names with the host that it was told to connect to.
+        # A client's context compares the certificate's names with the host that it connects to.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -78,7 +78,7 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
 
 
 def prove(token: bytes, side: bytes, nonces: bytes) -> bytes:
-    """The proof that this side of this conversation has the token; empty if there is no token."""
+    """Proof that this side of this conversation has the token; empty if there is no token."""
     return hmac.digest(token, side + nonces, "sha256") if token else b""
 
 

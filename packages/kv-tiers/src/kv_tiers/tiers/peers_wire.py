@@ -1,23 +1,24 @@
-"""What servers of several hosts say to each other: which of these chunks are there, give me these, and what is handed
-over by engines there.
+"""The protocol between servers of several hosts: which chunks are there, fetching them, and which chunks engines there
+hand over.
 
 Frames and keys are those of `kv_tiers.messages`. The listening side begins:
 
     Challenge                       a nonce
-    Hello                           another, and a proof of the token, if there is one
-    Welcome                         the same of the listening side
+    Hello                           another nonce, and a proof of the token, if there is one
+    Welcome                         the listening side's proof
     Holds   ->  Held
     Fetch   ->  for each key, in order, the size of a payload (`NOT_HERE` where the chunk is not there), the payload,
                 and the chunk's header (docs/formats/chunk.md), which comes last so that its checksum is taken of bytes
                 that are in the processor's cache, while they are sent
-    Follow  ->  Followed, as soon as there is something to say
+    Follow  ->  Followed, as soon as there is something to report
     Taken   ->  Held, of no keys
-    Offer   ->  Offered: a server that is to leave says what could be fetched from it
-    Sum     ->  Summed: what is here in short, for the directory (`tiers.directory`)
+    Offer   ->  Offered: a server about to leave lists what may be fetched from it
+    Sum     ->  Summed: checksums of what is here, for the directory (`tiers.directory`)
     List    ->  Listed: names of what is here, of some shards
 
 `Refused` may come instead of `Welcome` and `Held`, and ends the conversation, as everything malformed does. A peer is
-believed as little as any medium: sizes are checked before use, and a chunk's header and bytes by the lane that reads.
+trusted no more than any medium: sizes are checked before use, and the lane that reads a chunk verifies its header and
+bytes.
 """
 
 import secrets
@@ -58,12 +59,13 @@ MAX_FOLLOW_S: Final = 5.0
 SIZE: Final = struct.Struct("<Q")
 NOT_HERE: Final = (1 << 64) - 1
 _PIECE_BYTES: Final = 1 << 20
-"""Fits a core's cache: each piece is sent, or was received, and is summed while it is there. Smaller ones wake the
-reader more often, which takes the core from the sender: a tenth more processor time with a quarter (Zen 4, 2 cores)."""
+"""Fits a core's cache, so that each piece is checksummed while it is still there. Smaller pieces wake the reader more
+often, which takes the core from the sender: a quarter of this size costs a tenth more processor time (Zen 4, 2
+cores)."""
 PROCESS: Final = secrets.token_bytes(16)
-"""Names this process, which must not take itself for a peer."""
+"""Identifies this process, which must not mistake itself for a peer."""
 _MAX_HELLO_BYTES: Final = 1 << 10
-"""Of somebody of whom nothing is known yet."""
+"""For a peer that has not been authenticated yet."""
 _WAIT_S: Final = 0.1
 _CONNECTING: Final = b"connecting"
 _LISTENING: Final = b"listening"
@@ -94,15 +96,15 @@ class Welcome(Message, tag="welcome"):
 
 
 class Holds(Message, tag="holds"):
-    """namespace: of `TierContext`. Of no keys it asks whether the server answers."""
+    """namespace: of `TierContext`. Without keys it only checks that the server answers."""
 
     namespace: Namespace
     keys: Keys
 
 
 class Held(Message, tag="held"):
-    """held: a byte a key, 1 where a fetch would find it.
-    cleared_s: how long ago everything of this namespace was cleared there; None: never since the server began."""
+    """held: a byte per key, 1 if a fetch would find it.
+    cleared_s: how long ago everything of this namespace was cleared there; None: never since the server started."""
 
     held: Annotated[bytes, msgspec.Meta(max_length=MAX_ASKED)]
     cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
@@ -118,9 +120,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Follow(Message, tag="follow"):
-    """Asks what engines there have handed over since. Waits until there is something, or the time is up.
+    """Requests what engines there have handed over since. Waits until there is something, or until the time is up.
 
-    feed: the feed to which `after` belongs, as the last answer said; empty at first.
+    feed: the feed to which `after` belongs, from the last answer; empty at first.
     after: the number in that answer.
     """
 
@@ -134,8 +136,8 @@ class Given(Message):
     """Chunks that a fetch would find.
 
     keys: of a prompt, from its first chunk up to the last of these.
-    first: the place of the first of these. Not all from there on need be there.
-    hold_s: how long they are kept there.
+    first: the place of the first of these. Not all the later ones need be there.
+    hold_s: how long they are held there.
     """
 
     keys: Keys
@@ -163,7 +165,7 @@ class Taken(Message, tag="taken"):
 
 
 class Sum(Message, tag="sum"):
-    """Asks for the sum of each shard of what is here (`tiers.directory.names`)."""
+    """Requests the sum of each shard of what is here (`tiers.directory.names`)."""
 
     namespace: Namespace
 
@@ -185,7 +187,7 @@ Shards = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=SHARDS)]], msgspec.
 
 
 class List(Message, tag="list"):
-    """Asks for all names in these shards, each named once."""
+    """Requests all names in these shards, each of which is listed once."""
 
     namespace: Namespace
     shards: Shards
@@ -193,7 +195,7 @@ class List(Message, tag="list"):
 
 class Listed(Message, tag="listed"):
     """host, sequence: as for `Summed`.
-    shards: how many of those that were asked for are answered, from the first on.
+    shards: how many of the requested ones are answered, from the first on.
     names: of these, 8 bytes each.
     """
 
@@ -204,8 +206,8 @@ class Listed(Message, tag="listed"):
 
 
 class Offer(Message, tag="offer"):
-    """The server that says this is to leave, and holds these: the peer may fetch them, by its own settings. The same
-    again asks how far it is.
+    """The sender is about to leave, and holds these: the peer may fetch them, subject to its own settings. Repeating
+    the offer queries its progress.
 
     keys: of a prompt, from its first chunk up to the last of these.
     first: the place of the first of these. At most `MAX_OFFERED` are from there on.
@@ -217,7 +219,7 @@ class Offer(Message, tag="offer"):
 
 
 class Offered(Message, tag="offered"):
-    """fates: of each that was offered a byte, a `Fate`. room: for how many more there is room."""
+    """fates: a `Fate` as a byte for each offered chunk. room: for how many more there is room."""
 
     fates: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFERED)]
     room: Count
@@ -245,14 +247,14 @@ def frame(message: Request | Answer) -> bytes:
 
 
 def deadline_for(payload_bytes: int, timeout_s: float) -> float:
-    """Until when a payload is waited for: a slow line is no fault, but it is one if hardly anything comes."""
+    """Until when to wait for a payload. A slow line is no fault; one on which hardly anything arrives is."""
     return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
 
 
 def unpack_keys(request: Holds | Fetch | Taken | Given | Offer) -> list[ChunkKey]:
     """
     Raises:
-        InputError: too many, or no keys of this release.
+        InputError: there are too many, or they are not keys of this release.
     """
     keys = request.keys.unpack()
     most = MAX_FETCHED if isinstance(request, Fetch) else MAX_ASKED
@@ -262,16 +264,17 @@ def unpack_keys(request: Holds | Fetch | Taken | Given | Offer) -> list[ChunkKey
 
 
 class PeerStream(TimedSocket):
-    """A conversation. Every call may raise `OSError`, and `InputError` for what is no message of this protocol."""
+    """A conversation. Every call may raise `OSError`, and `InputError` for anything that is not a message of this
+    protocol."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock, _WAIT_S)
 
     def introduce(self, token: bytes, deadline: float) -> bytes:
-        """The connecting side's beginning; the process that listens.
+        """The connecting side's handshake. Returns the listening process's identifier.
 
         Raises:
-            PermissionError: it refuses us, or does not have our token.
+            PermissionError: the peer refuses us, or does not have our token.
         """
         challenge = self.answer(Challenge, deadline)
         nonce = secrets.token_bytes(16)
@@ -283,7 +286,7 @@ class PeerStream(TimedSocket):
         return challenge.process
 
     def admit(self, token: bytes, timeout_s: float) -> None:
-        """The listening side's beginning.
+        """The listening side's handshake.
 
         Raises:
             PermissionError: the peer does not have our token.
@@ -307,7 +310,8 @@ class PeerStream(TimedSocket):
     ) -> tuple[Request, float]:
         """The next request, and the deadline of its answer.
 
-        begins_by: the deadline of its first byte. timeout_s: from there on, for all of it, and for the answer.
+        begins_by: the deadline of its first byte. timeout_s: the time from then on for the whole request and its
+            answer.
         """
         first = memoryview(bytearray(HEADER.size))
         came = self.receive(first, begins_by)
@@ -317,7 +321,7 @@ class PeerStream(TimedSocket):
         return _decode(_REQUESTS, body), deadline
 
     def send_chunk(self, payload: memoryview, header: Callable[[bytes], bytes | bytearray], deadline: float) -> None:
-        """header: what to send behind the payload, given its checksum (`kv_core.checksum`)."""
+        """header: makes the header to send after the payload, from its checksum (`kv_core.checksum`)."""
         running = xxhash.xxh3_128()
         unsent: list[bytes | bytearray | memoryview] = [SIZE.pack(payload.nbytes)]
         for at in range(0, payload.nbytes, _PIECE_BYTES):
@@ -330,7 +334,7 @@ class PeerStream(TimedSocket):
         self.send([*unsent, header(running.digest())], deadline)
 
     def receive_chunk(self, into: memoryview, deadline: float) -> bytes:
-        """Wait until all of `into` is there; its checksum."""
+        """Receive until `into` is full. Returns its checksum."""
         running = xxhash.xxh3_128()
         for at in range(0, into.nbytes, _PIECE_BYTES):
             piece = into[at : at + _PIECE_BYTES]

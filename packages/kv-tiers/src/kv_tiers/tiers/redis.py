@@ -1,17 +1,17 @@
 """The Redis tier: chunks in Redis or Valkey, on one server, a cluster, or a master watched by sentinels.
 
-A payload is cut into pieces of one size but for the last, each one value:
+A payload is cut into pieces, all of one size except the last. Each piece is one value:
 
     <prefix>:<namespace>:<piece_bytes>:{<key in base64>}        header, first piece, a zero for each other piece
     <prefix>:<namespace>:<piece_bytes>:{<key in base64>}:1      the second piece, and so on
 
 The braces put all pieces of a chunk on the same server of a cluster and spread chunks over all of them. Base64 keeps
-braces and the signs of patterns out of names. The head's length says how many pieces there are, for its zeros make it
-longer than a head alone can be: `holds` queries it (STRLEN) and counts the others (EXISTS of all names there could
-be), so a chunk that lost a piece to the server's own eviction or to its time is not there.
+braces and glob characters out of names. The head's length gives the number of pieces, because its zeros make it longer
+than a head alone can be. `holds` queries that length (STRLEN) and counts the other pieces (EXISTS of all possible
+names), so a chunk that lost a piece to the server's eviction or to expiry is absent.
 
-The first piece is written last. Two writers of one chunk may mix pieces when their bytes differ; the header's checksum
-finds that out, as it does all other damage. A chunk found incomplete is discarded.
+The first piece is written last. Two writers of one chunk may mix pieces if their bytes differ; the header's checksum
+detects that, like all other damage. A chunk found incomplete is discarded.
 
 A user needs GET, GETRANGE, STRLEN (GETEX to refresh times), SET, EXISTS, UNLINK, SCAN and PING on <prefix>:*, SELECT
 where the url names a database, CLUSTER SLOTS in a cluster. Without SET and UNLINK the tier reads what others store.
@@ -40,11 +40,12 @@ _COMMANDS_AT_ONCE: Final = 1000
 """Small commands per round trip."""
 
 _AHEAD_BYTES: Final = 8 << 20
-"""How far ahead of the arriving value further ones are requested; a server keeps that much in memory for us. Over a
-unix socket 16 MiB made Valkey 9.1 ten times slower in some runs, and nothing faster in any."""
+"""How far ahead of the arriving value further ones are requested; the server buffers that much for us. Over a unix
+socket 16 MiB made Valkey 9.1 ten times slower in some runs, and faster in none."""
 
 _LOOKS: Final = 8
-"""Requests to a server for the names of a few values, each of which goes through a thousand of the server's."""
+"""Requests to a server when the names of a few values are wanted. Each request scans a thousand of the server's
+values."""
 
 _ASKING: Final = command(b"ASKING")
 
@@ -55,12 +56,12 @@ server is about to take them over, and wants ASKING before every command."""
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    make_redis_tier(options, ANY_CHUNKS).close()  # made, it has touched nothing yet
+    make_redis_tier(options, ANY_CHUNKS).close()  # a new tier has touched nothing yet
 
 
 @checked(_check_options)
 def make_redis_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier types `redis` and `valkey`; `RedisConfig` says what may be in `options`.
+    """The factory of the tier types `redis` and `valkey`; `RedisConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured.
@@ -69,7 +70,7 @@ def make_redis_tier(options: Mapping[str, object], context: TierContext) -> Tier
 
 
 class RedisTier:
-    """Safe to call from any thread; each call that meets another takes a connection of its own."""
+    """Safe to call from any thread; concurrent calls use separate connections."""
 
     holds_is_local = False
 
@@ -104,7 +105,7 @@ class RedisTier:
                 for number, outcome in zip(mine, outcomes, strict=True)
                 if isinstance(outcome, Damaged | _Incomplete)
             ]
-            if wrong and not asking:  # a user who may only read is answered with an error, and that is all right
+            if wrong and not asking:  # a read-only user gets an error here, which does not matter
                 self._unlink(connection, wrong, asking)
             return [Absent() if isinstance(outcome, _Incomplete) else outcome for outcome in outcomes]
 
@@ -127,7 +128,7 @@ class RedisTier:
         outcomes: list[StoreOutcome] = self._spread([write.key for write in writes], work)
         if outcomes:
             self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
-            if self._full.startswith("READONLY"):  # if it was the master, there is another at this address by now
+            if self._full.startswith("READONLY"):  # if it was the master, another server is by now
                 self._servers.forget()
         return outcomes
 
@@ -149,7 +150,7 @@ class RedisTier:
             self._servers.find(address, pattern, partial(self._unlink_names, address))
 
     def probe(self) -> None:
-        # Who serves what may be old knowledge by now.
+        # Which server serves what may have changed.
         self._servers.forget()
         for address in self._servers.masters():
             refusal = self._servers.talk(address, _ping)
@@ -176,20 +177,20 @@ class RedisTier:
         return [head, *(b"%b:%d" % (head, piece) for piece in range(1, self._max_pieces))]
 
     def _for_each(self, keys: Sequence[ChunkKey], verb: bytes, pieces: slice = slice(None)) -> list[bytes]:
-        """For each key the command that is about these of its pieces: one pattern, for there may be thousands."""
+        """For each key, the command on these of its pieces. Made from one pattern, because there may be thousands."""
         patterns: dict[int, bytes] = {}
         commands = []
         for key in keys:
             pattern = patterns.get(len(key))
             if pattern is None:
-                # The mark is no letter of base64.
+                # The placeholder is not a base64 character.
                 pattern = command(verb, *self._names(key)[pieces]).replace(urlsafe_b64encode(key), b"?")
                 patterns[len(key)] = pattern
             commands.append(pattern.replace(b"?", urlsafe_b64encode(key)))
         return commands
 
     def _pieces_of(self, head_bytes: int) -> int:
-        """How many pieces go with a head of this length; 0: it is no head."""
+        """How many pieces go with a head of this length; 0: it is not a head."""
         alone = HEADER_BYTES + min(self._piece_bytes, self._chunk_bytes)
         if head_bytes <= alone:
             return int(head_bytes > HEADER_BYTES)
@@ -202,7 +203,7 @@ class RedisTier:
     # Which servers.
 
     def _spread(self, keys: Sequence[ChunkKey], work: Work[T]) -> list[T]:
-        """The answer for every key, from the server that keeps it; one redirection is followed.
+        """The answer for every key, from the server that stores it; one redirection is followed.
 
         Raises:
             TierDown: a server cannot be reached or answers with an error that is not about a chunk.
@@ -239,7 +240,7 @@ class RedisTier:
     def _converse(
         self, groups: Mapping[tuple[Address, bool], list[int]], work: Work[T]
     ) -> list[tuple[tuple[Address, bool], list[int], list[T | ErrorReply]]]:
-        """All servers at once when there are several."""
+        """Talk to these servers, concurrently if there are several."""
 
         def talk(whom: tuple[Address, bool], mine: list[int]) -> list[T | ErrorReply]:
             return self._servers.talk(whom[0], lambda connection: work(connection, mine, whom[1]))
@@ -250,12 +251,12 @@ class RedisTier:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
             futures = {whom: self._threads.submit(talk, whom, mine) for whom, mine in groups.items()}
-        # All must have ended before this returns, for the memory is lent for the length of the call.
+        # All must have ended before this returns, because the memory is borrowed only for the length of the call.
         error = next(
             (error for error in [future.exception() for future in futures.values()] if error is not None), None
         )
         if error is not None:
-            futures.clear()  # a ring of references would keep the lent memory until it is collected
+            futures.clear()  # a reference cycle would retain the borrowed memory until it is collected
             try:
                 raise error
             finally:
@@ -268,11 +269,11 @@ class RedisTier:
         return self._servers.masters()[:1] * len(keys)
 
     def _is_forbidden(self, reply: ErrorReply) -> bool:
-        """We may only read. (A replica among several servers has a master, which `_spread` turns to.)"""
+        """Whether we may only read. (If it is a replica among several servers, `_spread` turns to its master.)"""
         return reply.code == "NOPERM" or (reply.code == "READONLY" and self._config.mode == "single")
 
     def _is_refusal(self, reply: ErrorReply) -> bool:
-        """The server keeps what it has and takes nothing more."""
+        """Whether the server accepts no more values, but keeps those that it has."""
         return self._is_forbidden(reply) or reply.code in ("OOM", "MISCONF", "NOREPLICAS")
 
     def _raise_if_forbidden(self, answers: Sequence[int | ErrorReply]) -> None:
@@ -291,7 +292,7 @@ class RedisTier:
     def _are_whole(
         self, connection: Connection, keys: Sequence[ChunkKey], asking: bool, remains: list[ChunkKey] | None = None
     ) -> list[bool | ErrorReply]:
-        """Which chunks are there with all their pieces. remains: gets those of which there is something else."""
+        """Which chunks are there with all their pieces. remains: receives those that are there only in part."""
         heads = _numbers(connection, self._for_each(keys, b"STRLEN", slice(1)), asking)
         others: list[int | ErrorReply] = [0] * len(keys)
         if self._max_pieces > 1:
@@ -305,7 +306,7 @@ class RedisTier:
                 continue
             refusal = head if isinstance(head, ErrorReply) else count
             assert isinstance(refusal, ErrorReply)
-            # The pieces are on their way to another server, some here, some there; or the name is another type's.
+            # The pieces are being moved to another server, some here, some there; or the value is of another type.
             answers.append(False if refusal.code in ("TRYAGAIN", "WRONGTYPE") else refusal)
         return answers
 
@@ -313,7 +314,7 @@ class RedisTier:
         return _numbers(connection, self._for_each(keys, b"UNLINK"), asking)
 
     def _unlink_names(self, address: Address, names: Sequence[bytes]) -> None:
-        commands = [command(b"UNLINK", name) for name in names]  # one each, for they are of many slots
+        commands = [command(b"UNLINK", name) for name in names]  # one command each, because they are in many slots
         answers = self._servers.talk(address, lambda connection: _numbers(connection, commands, False))
         self._raise_if_forbidden(answers)
         for answer in answers:
@@ -341,7 +342,7 @@ class RedisTier:
         return outcomes
 
     def _get_commands(self, read: Read) -> list[bytes]:
-        """For all pieces that there could be of what is wanted."""
+        """The commands for all pieces that the wanted bytes may be in."""
         if read.wanted_bytes == self._chunk_bytes:
             verb = b"GETEX" if self._refresh else b"GET"
             return [command(verb, name, *self._refresh) for name in self._names(read.key)]
@@ -367,7 +368,7 @@ class RedisTier:
                 return Damaged("the name is taken by no text value") if answer.code == "WRONGTYPE" else answer
             if isinstance(answer, TooLarge):
                 return Damaged(f"a piece of {answer.nbytes} bytes")
-        if not any(found):  # of what is not there, a range is empty
+        if not any(found):  # a range of a missing value is empty
             return Absent()
         if not found[0]:
             return _Incomplete()
@@ -388,7 +389,7 @@ class RedisTier:
     def _keep(self, connection: Connection, writes: Sequence[Write], asking: bool) -> list[StoreOutcome | ErrorReply]:
         remains: list[ChunkKey] = []
         held = self._are_whole(connection, [write.key for write in writes], asking, remains)
-        if remains:  # else a reader might meet old and new pieces of one chunk
+        if remains:  # or a reader might find old and new pieces of one chunk
             self._unlink(connection, remains, asking)
         outcomes: list[StoreOutcome | ErrorReply] = []
         sent: list[int] = []  # not yet answered
@@ -407,7 +408,7 @@ class RedisTier:
             elif is_held:
                 outcomes.append(Stored())
             elif any(isinstance(outcome, Refused) for outcome in outcomes[-2:]):
-                # What comes later in the prompt is worth less than what there is no room for.
+                # Later chunks of the prompt are worth less than the one that was refused.
                 outcomes.append(Refused("the server took no earlier chunk"))
             else:
                 self._send_pieces(connection, write, asking)
@@ -479,7 +480,7 @@ def _address_in(reply: ErrorReply, sender: Address) -> Address:
 
 
 def _key_in(braced: bytes) -> ChunkKey | None:
-    """The key in the name of a chunk's head, behind the prefix; None: it is no such name."""
+    """The key in the name of a chunk's head, after the prefix; None: it is not the name of a head."""
     try:
         return ChunkKey.from_bytes(urlsafe_b64decode(braced[1:-1]))
     except (ValueError, InputError):

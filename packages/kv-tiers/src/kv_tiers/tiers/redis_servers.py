@@ -1,6 +1,6 @@
-"""The servers of a Redis or Valkey tier, and the connections to them: which server has what, and logging in there.
+"""The servers of a Redis or Valkey tier, and the connections to them: which server has which values, and login.
 
-A server's answers are not trusted: each is read within a time and up to a size. Addresses are resolved when they are
+A server's answers are not trusted: each is read with a time-out and a size limit. Addresses are resolved when they are
 needed, so that a tier can be created while its servers are down.
 """
 
@@ -34,13 +34,13 @@ _SCHEMES: Final = {
 }
 _SLOTS: Final = 16384
 _MAX_ANSWER_BYTES: Final = 16 << 20
-"""Of a question about many things: all slots of a cluster, or a thousand names and what a server adds to them."""
+"""For the answer to a large query: all slots of a cluster, or a thousand names with what a server adds to them."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_PORT: Final = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 
 
 class RedisAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the servers are, and how to log in there."""
+    """Where the servers are, and how to log in."""
 
     url: str
     """redis://host:port/database, rediss:// for TLS, unix:///path?db=number; valkey:// and valkeys:// mean the same.
@@ -55,7 +55,7 @@ class RedisAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     password_env: str = ""
     """Or the name of an environment variable."""
     tls_ca_file: str = ""
-    """Empty: the system's authorities. Servers must prove their names in any case."""
+    """Empty: the system's authorities. Server names are verified in any case."""
     tls_cert_file: str = ""
     tls_key_file: str = ""
     prefix: str = "kv"
@@ -82,12 +82,13 @@ class RedisAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class RedisConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """And how values are stored there. Caches that share chunks need the same `prefix` and `piece_bytes`."""
+    """The servers, and how values are stored there. Caches that share chunks need the same `prefix` and
+    `piece_bytes`."""
 
     piece_bytes: int = 4 << 20
     """Size of the largest value, so that one reply does not delay others for long."""
     ttl_s: int = 0
-    """Chunks expire this long after they were stored; 0: when the server needs room."""
+    """Chunks expire this long after they were stored; 0: never, except when the server needs room."""
     refresh_ttl: bool = False
     """Every load restarts the time to live."""
 
@@ -127,7 +128,7 @@ class Servers:
     def __init__(self, config: RedisAccess, where: str) -> None:
         """
         Raises:
-            ConfigError: the settings do not fit each other or this machine.
+            ConfigError: the settings contradict each other, or cannot be used on this machine.
         """
         self._config = config
         self._url = read_url(config, where)
@@ -139,16 +140,16 @@ class Servers:
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Connection]] = defaultdict(list)
         self._closed = False
-        # Under a lock of its own: finding the servers waits for them.
+        # Under a separate lock, because finding the servers waits for them.
         self._finding = threading.Lock()
         self._masters: list[Address] = []
         self._slots: list[Address | None] = []
 
     def addresses_of(self, names: Sequence[bytes]) -> list[Address]:
-        """For each of these values, the server of the cluster that keeps it.
+        """For each of these values, the server of the cluster that stores it.
 
         Raises:
-            TierDown: it cannot be found out.
+            TierDown: it cannot be determined.
         """
         _, slots = self._found()
         addresses = []
@@ -165,15 +166,15 @@ class Servers:
         return self._found()[0]
 
     def forget(self) -> None:
-        """Ask anew who serves what, before the next use: something has changed."""
+        """Before the next use, query again which server serves what: something has changed."""
         with self._finding:
             self._masters = []
-        if self._config.mode == "single":  # behind its one address there may be another server by now
+        if self._config.mode == "single":  # its one address may belong to another server by now
             self._drop(self._url.addresses[0])
 
     def talk(self, address: Address, work: Callable[[Connection], T]) -> T:
-        """The result of a conversation with this server. `work` is begun again on a new connection if an
-        idle one turns out to be dead: the server may have been started anew meanwhile.
+        """The result of a conversation with this server. `work` is restarted on a new connection if an idle one turns
+        out to be dead: the server may have been restarted meanwhile.
 
         Raises:
             TierDown: it cannot be reached, is too slow, or does not speak the protocol.
@@ -199,10 +200,10 @@ class Servers:
     ) -> None:
         """Call `found` with the names of this server's values that match, some at a time. Raises `TierDown`.
 
-        looks: requests at most; None: until all are found.
+        looks: the most requests to send; None: continue until all are found.
         """
         cursor, looked = b"0", 0
-        while looked != looks and not self._closed:  # a server may say for ever that there is more
+        while looked != looks and not self._closed:  # a server may claim forever that there is more
             question = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
 
             def ask(connection: Connection, question: bytes = question) -> Reply:
@@ -296,7 +297,7 @@ class Servers:
         if self._config.password_file:
             try:
                 secret = read_secret(Path(self._config.password_file), "password_file")
-            except ConfigError as error:  # it was changed since the start
+            except ConfigError as error:  # the file was changed since the start
                 raise TierDown(str(error)) from None
             return secret.decode("utf-8", "surrogateescape").rstrip("\r\n")
         return ""
@@ -346,7 +347,7 @@ class Servers:
         raise TierDown("; ".join(reasons))
 
     def _ask(self, address: Address, *words: bytes, log_in: bool = True) -> Reply:
-        """The answer, over a connection of this question's own: it may be asked while the servers are being found."""
+        """The answer, over a connection of its own, because this is called while the servers are being found."""
         try:
             with closing(self._connect(address, log_in=log_in)) as connection:
                 connection.send([command(*words)])
@@ -356,7 +357,7 @@ class Servers:
 
 
 def key_slot(name: bytes) -> int:
-    """The slot of a cluster that a value of this name is in: by what is between its first braces, if anything is."""
+    """The cluster slot of a value with this name. If there is anything between its first braces, only that counts."""
     start = name.find(b"{")
     end = name.find(b"}", start + 1)
     hashed = name[start + 1 : end] if 0 <= start < end - 1 else name
@@ -364,10 +365,10 @@ def key_slot(name: bytes) -> int:
 
 
 def _slots_in(answer: Reply, node: Address) -> list[Address | None]:
-    """Which server each slot is on, as CLUSTER SLOTS answers: ranges, and the servers of each, the master first.
+    """The server of each slot, from an answer to CLUSTER SLOTS: ranges, and the servers of each, the master first.
 
     Raises:
-        TierDown: it answers something else.
+        TierDown: the answer is something else.
     """
     slots: list[Address | None] = [None] * _SLOTS
     for one in answer if isinstance(answer, list) else [answer]:
@@ -383,7 +384,7 @@ def _slots_in(answer: Reply, node: Address) -> list[Address | None]:
 
 
 def _unexpected(address: Address, answer: Reply) -> TierDown:
-    """For what is no answer to what was asked."""
+    """The exception for an answer that does not fit the query."""
     if isinstance(answer, ErrorReply):
         return TierDown(f"{address}: {answer.text}")
     return TierDown(f"{address} answers what was not asked: {str(answer)[:100]}")

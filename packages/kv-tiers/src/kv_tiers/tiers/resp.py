@@ -16,14 +16,14 @@ from typing import Final
 from kv_tiers.tiers.timed_socket import Buffer, TimedSocket
 
 _BUFFER_BYTES: Final = 16 << 10
-_DRAIN_BYTES: Final = 64 << 20  # a value of another length is read past up to this; then the conversation is given up
+_DRAIN_BYTES: Final = 64 << 20  # a value that does not fit is skipped up to this size; beyond, the connection fails
 
 
 _MAX_DEPTH: Final = 8
 
 
 class ProtocolError(Exception):
-    """The other side does not speak RESP, or answers what was not asked."""
+    """The other side does not speak RESP, or its answer does not fit the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ErrorReply:
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """There is a value, but it is larger than its room. It was read past, and kept nowhere."""
+    """There is a value, but it is larger than its buffers. It was skipped."""
 
     nbytes: int
 
@@ -61,7 +61,7 @@ class Connection:
     """For one thread at a time. Every call may raise `OSError` (including `TimeoutError`) and `ProtocolError`."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        """It owns `sock` from now. timeout_s: for one `send`, or one reply; up to twice that if it dribbles in."""
+        """Takes ownership of `sock`. timeout_s: for one `send`, or one reply; up to twice that if it arrives slowly."""
         self._socket, self._timeout_s = TimedSocket(sock, timeout_s), timeout_s
         self._bytes = bytearray(_BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
@@ -100,9 +100,9 @@ class Connection:
         return None if line[:1] == b"+" else _refusal(line)
 
     def read_value(self, into: Sequence[memoryview]) -> int | TooLarge | ErrorReply | None:
-        """The reply to GET and the like: its bytes are in `into`, from the start, and their count is returned.
+        """Read the reply to GET and the like into the start of `into`; returns its size in bytes.
 
-        None: there is no such value. `into` may have been written to whatever is returned.
+        None: there is no such value. `into` may have been written to in any case.
         """
         deadline = time.monotonic() + self._timeout_s
         line = self._line(deadline)
@@ -127,12 +127,12 @@ class Connection:
         return nbytes if fits else TooLarge(nbytes)
 
     def read_reply(self, max_bytes: int) -> "Reply":
-        """Any one reply, of at most so many bytes with all that is in it."""
+        """Any one reply, of at most `max_bytes` including everything nested in it."""
         deadline = time.monotonic() + self._timeout_s
         return self._reply([max_bytes], deadline, _MAX_DEPTH)
 
     def _reply(self, room: list[int], deadline: float, depth: int) -> "Reply":
-        """room: what is left of it."""
+        """room: how many bytes are left."""
         line = self._line(deadline)
         room[0] -= len(line) + 2
         kind = line[:1]
@@ -166,7 +166,7 @@ class Connection:
         return line
 
     def _more(self, deadline: float) -> None:
-        """Receive behind what waits in the buffer."""
+        """Receive more bytes, after those that wait in the buffer."""
         waiting = self._bytes[self._from : self._until]
         if len(waiting) == _BUFFER_BYTES:
             raise ProtocolError(f"a line of more than {_BUFFER_BYTES} bytes")

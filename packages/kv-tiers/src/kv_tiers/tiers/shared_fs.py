@@ -2,21 +2,19 @@
 
     <directory>/<namespace>[-<key's name>]/<chunk key's path>    a page that begins with the header, then the payload
 
-Nobody owns the directory: every host writes, reads and removes what it likes, at the same time. So a file is written
-under a name of its own and then renamed. What is found is believed only as far as that its length is possible; the
-header does the rest. A file that vanishes while it is looked for, or is replaced while it is read, is a chunk that is
-not there.
+No host owns the directory: all hosts write, read and remove files in it concurrently. So a file is written under a
+unique name and then renamed. A lookup only checks that a file's length is possible; the header does the rest. A file
+that vanishes during a lookup, or is replaced while it is read, counts as an absent chunk.
 
-**Whose chunks are served.** Those of this user, or with `mode: group` of the directory's group: a file
-that is somebody else's, or that others may write to, is not there for us, and a directory that others may write to is
-not used. Where users share one on purpose they also share a key (`key_file`): each file then carries a code made with
-it over its header and payload (HMAC-SHA256, behind the header in its page), and a file without the right code is
-damaged. Chunks made with another key, or with none, are in another directory. Who has the key can write what
-others will load.
+**Whose chunks are served.** Those of this user, or with `mode: group` of the directory's group. A file that belongs to
+another, or that others may write to, counts as absent, and a directory that others may write to is not used. Users that
+share one on purpose also share a key (`key_file`): each file then carries a code made with it over its header and
+payload (HMAC-SHA256, after the header in its page), and a file without the right code is damaged. Chunks made with
+another key, or with none, are in another directory. Any user with the key can write chunks that others will load.
 
-No capacity is enforced, for no host knows what the others store. An age may be: each store looks at a few
-files more and removes those that are too old, as well as what a killed host left half written. Ages are measured by
-the file system's own clock.
+No capacity is enforced, because no host knows what the others store. A maximum age can be: each store checks a few
+other files and removes those that are too old, as well as half-written ones of a killed host. Ages are measured by the
+file system's own clock.
 """
 
 import errno
@@ -47,21 +45,21 @@ from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write,
 from kv_tiers.tiers.key_paths import keys_in_paths
 
 _PAGE_BYTES: Final = 4096
-"""The header has a page to itself, so that the chunk's bytes begin at a page."""
+"""The header has a page to itself, so that the chunk's bytes begin at a page boundary."""
 
 _KEYS_A_THREAD: Final = 32
 _SLOW_S: Final = 50e-6
-"""A lookup of a file that is cached on this host takes 6 µs, which threads would double; one on another host takes a
-fraction of a millisecond, which they divide. So the first few are timed."""
+"""Looking up a file that is cached on this host takes 6 µs, and threads would double that. Looking it up on another
+host takes a fraction of a millisecond, which threads reduce. So the first few lookups are timed."""
 
 _SWEPT_AT_ONCE: Final = 64
-"""Files that one store checks besides its own."""
+"""Files that one store checks in addition to its own."""
 
 _REST_S: Final = 60.0
 """The least time from the beginning of one sweep to that of the next."""
 
 _MAX_FAILURES: Final = 3
-"""Files of one call that could not be read before the rest is skipped."""
+"""How many files of one call may be unreadable before the rest are skipped."""
 
 _TEMPORARY: Final = ".tmp"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -76,12 +74,13 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     directory: str
     """Must exist, so that nothing is written where the file system is not mounted."""
     mode: Literal["private", "group"] = "private"
-    """Access to files and directories: their owner's (0600, 0700), or the directory's group's as well (0660, 2770)."""
+    """Who may access files and directories: only their owner (0600, 0700), or the directory's group as well (0660,
+    2770)."""
     key_file: str = ""
     """A secret of 16 to 4096 bytes (0600) shared by all users of the directory: only chunks authenticated with it are
     served, so it does not matter who else may write there."""
     trust_writers: bool = False
-    """Serve chunks of anybody who may write in the directory, without a key."""
+    """Serve chunks of any user who may write in the directory, without a key."""
     ttl_s: int = 0
     """Files are removed this long after they were last stored or loaded, give or take half of it; 0: never."""
     temporary_s: int = 3600
@@ -99,12 +98,12 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    make_shared_fs_tier(options, ANY_CHUNKS).close()  # made, it has touched nothing yet
+    make_shared_fs_tier(options, ANY_CHUNKS).close()  # a new tier has touched nothing yet
 
 
 @checked(_check_options)
 def make_shared_fs_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `shared_fs`; `SharedFsConfig` says what may be in `options`.
+    """The factory of the tier type `shared_fs`; `SharedFsConfig` describes `options`.
 
     Raises:
         ConfigError: options that cannot be honoured, or a key that others can read.
@@ -118,7 +117,7 @@ class SharedFsTier:
     holds_is_local = False
 
     def __init__(self, config: SharedFsConfig, context: TierContext, *, name: str = "shared_fs") -> None:
-        """The directory is not looked at yet: it may be mounted later."""
+        """Does not look at the directory yet: it may be mounted later."""
         self.name = name
         self._config = config
         self._root = os.path.abspath(config.directory)
@@ -133,7 +132,7 @@ class SharedFsTier:
         self._starting = threading.Lock()
         self._sweeping = threading.Lock()
         self._sweep: Iterator[os.DirEntry[str]] = iter(())
-        self._swept_from_s = -math.inf  # by this machine's uptime: the file system's clock may be set back
+        self._swept_from_s = -math.inf  # by this machine's monotonic clock: the file system's may be set back
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._see_root()
@@ -154,7 +153,7 @@ class SharedFsTier:
         outcomes: list[LoadOutcome] = []
         failed: list[ReadFailed] = []
         for read in reads:
-            # Each that fails may take the file system's time-out.
+            # Each failure may cost the file system's time-out.
             outcomes.append(failed[0] if len(failed) >= _MAX_FAILURES else self._load(read))
             failed += [outcome for outcome in outcomes[-1:] if isinstance(outcome, ReadFailed)]
         if failed and not any(isinstance(outcome, Loaded) for outcome in outcomes):
@@ -178,7 +177,7 @@ class SharedFsTier:
         outcomes: list[StoreOutcome] = []
         for write in writes:
             refusal = outcomes[-1] if outcomes else None
-            # What comes later in the prompt is worth less than what there is no room for.
+            # Later chunks of the prompt are worth less than the one that was refused.
             outcomes.append(refusal if isinstance(refusal, Refused) else self._keep(write))
         if outcomes:
             self._full = outcomes[-1].reason if isinstance(outcomes[-1], Refused) else ""
@@ -207,7 +206,7 @@ class SharedFsTier:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
             os.unlink(path)
         except OSError as error:
-            if error.errno not in _FULL:  # what is full or read-only can be read
+            if error.errno not in _FULL:  # a full or read-only file system can still be read
                 raise self._down(error) from error
 
     def usage(self) -> TierUsage:
@@ -239,7 +238,7 @@ class SharedFsTier:
         return 0 < found.st_size - _PAGE_BYTES <= self._chunk_bytes and stat.S_ISREG(found.st_mode)
 
     def _is_trusted(self, found: os.stat_result) -> bool:
-        """Whether the file was not written by, and is not writable for, anybody whose chunks we do not serve."""
+        """Whether only users whose chunks we serve can have written the file."""
         if self._key or self._config.trust_writers:
             return True
         if found.st_mode & stat.S_IWOTH:
@@ -266,7 +265,7 @@ class SharedFsTier:
                     return ReadFailed(f"{path}: {error.strerror}")
                 if error.errno not in _GONE:
                     raise self._down(error) from error
-                # Replaced by another host between two looks at it, perhaps.
+                # Perhaps another host replaced it in the meantime.
                 if error.errno != errno.ESTALE or not may_try_again:
                     break
         return Absent()
@@ -275,7 +274,7 @@ class SharedFsTier:
         try:
             file = os.open(
                 path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            )  # a pipe would wait for ever
+            )  # opening a pipe would block forever
         except OSError as error:
             if error.errno in _NOT_OURS:
                 return Absent()
@@ -286,7 +285,7 @@ class SharedFsTier:
                 return Absent()
             at, page = 0, bytearray(_PAGE_BYTES)
             stored_bytes = found.st_size - _PAGE_BYTES
-            # The code of a file that others may write is of all of it.
+            # The code of a file that others may write covers all of it.
             room = read.pages[:stored_bytes] if self._key else read.room[:stored_bytes]
             if self._has_payload(found):
                 while at < _PAGE_BYTES + len(room):
@@ -296,7 +295,7 @@ class SharedFsTier:
                     at += step
         finally:
             os.close(file)
-        # Of a file that was cut the header tells more than is there.
+        # The header of a truncated file names more bytes than there are.
         if not self._has_payload(found) or at < _PAGE_BYTES + len(room) or stored_bytes_in(page) != stored_bytes:
             self._forget(path)
             return Damaged(f"a file of {at or found.st_size} bytes")
@@ -308,14 +307,12 @@ class SharedFsTier:
         return Loaded(min(read.wanted_bytes, stored_bytes))
 
     def _renew(self, path: str, used_at_s: float) -> None:
-        """Refresh the age of a file that is used. Not at every use, because each is a message to the file system's
-        host.
-        """
-        # This host's clock will do: where it is wrong, a message is sent too early or too late.
+        """Reset the age of a file in use. Not at every use, because each is a message to the file system's host."""
+        # This host's clock is good enough: if it is wrong, a message is sent too early or too late.
         if self._config.ttl_s and time.time() - used_at_s > self._config.ttl_s / 2:
             try:
                 os.utime(path)
-            except OSError:  # it is another's to renew, or gone
+            except OSError:  # only its owner can renew it, or it is gone
                 return
 
     def _keep(self, write: Write) -> StoreOutcome:
@@ -340,7 +337,7 @@ class SharedFsTier:
         return Stored()
 
     def _write(self, temporary: str, write: Write) -> float:
-        """Write the whole file, down to the medium. The time by the file system's clock."""
+        """Write the whole file, durably. Returns the time by the file system's clock."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             file = os.open(temporary, flags, self._file_mode)
@@ -355,8 +352,8 @@ class SharedFsTier:
             at = 0
             while at < _PAGE_BYTES + write.stored_bytes:
                 at += os.pwritev(file, _rest([page, write.payload], at), at)
-            # Before the rename, or a host that dies could leave a whole name on half a file. It also brings to light
-            # what a file system of another host says late: that it is full.
+            # Before the rename, or a host that dies could leave half a file under the final name. It also reveals what
+            # a remote file system reports late: that it is full.
             os.fsync(file)
             return os.fstat(file).st_mtime
         finally:
@@ -368,7 +365,7 @@ class SharedFsTier:
         return made.digest()
 
     def _make_directories(self, path: str) -> None:
-        """All below the root, which must be there."""
+        """Create all directories below the root, which must exist."""
         at = self._root
         for name in os.path.relpath(path, self._root).split("/"):
             at = f"{at}/{name}"
@@ -391,7 +388,7 @@ class SharedFsTier:
                 try:
                     if limit_s and now_s - entry.stat(follow_symlinks=False).st_mtime > limit_s:
                         os.unlink(entry.path)
-                except OSError:  # another was faster
+                except OSError:  # another host was faster
                     continue
             if looked_at < _SWEPT_AT_ONCE and time.monotonic() - self._swept_from_s > _REST_S:
                 self._sweep, self._swept_from_s = _files(self._directory), time.monotonic()
@@ -399,7 +396,7 @@ class SharedFsTier:
             self._sweeping.release()
 
     def _take_away(self, directories: Sequence[str]) -> None:
-        """Renamed at once, removed at leisure; and what others left in the middle of that."""
+        """Rename these at once, then remove them, and whatever other hosts have renamed but not removed."""
         left = f".{os.path.basename(self._directory)}."
         for directory in directories:
             try:
@@ -427,7 +424,7 @@ class SharedFsTier:
         return found is not None and self._is_trusted(found) and (not self._key or found.st_uid == os.geteuid())
 
     def _forget(self, path: str) -> None:
-        """Remove the file if possible; it is no chunk."""
+        """Remove the file if possible; it is not a valid chunk."""
         try:
             os.unlink(path)
         except OSError:
@@ -468,7 +465,7 @@ def _read_key(config: SharedFsConfig, where: str) -> bytes:
 
 
 def _rest(buffers: Sequence[memoryview], at: int) -> list[memoryview]:
-    """What remains of these from this byte on."""
+    """The buffers without their first `at` bytes."""
     rest = []
     for buffer in buffers:
         if at < len(buffer):
@@ -478,7 +475,7 @@ def _rest(buffers: Sequence[memoryview], at: int) -> list[memoryview]:
 
 
 def _files(directory: str) -> Iterator[os.DirEntry[str]]:
-    """Every file below, found as it goes. What vanishes meanwhile is passed over."""
+    """Every file below the directory, found lazily. Directories that vanish meanwhile are skipped."""
     directories = [directory]
     while directories:
         try:

@@ -21,7 +21,8 @@ from kv_tiers.pool.host_pool import PAGE_BYTES
 MAX_UNITS: Final = 24
 _MIN_UNITS: Final = 12
 CHUNKS_A_SLOT: Final = 4
-"""Limit of chunks, in this many per slot, however small they are: each costs memory and a record."""
+"""A medium holds at most this many chunks per slot on average, however small they are: each costs memory and a
+record."""
 _SLOTS_LOOKED_AT: Final = 8
 
 
@@ -51,8 +52,8 @@ class Geometry:
 
 
 PackedUnits = int | tuple[int, ...]
-"""A whole slot's units, represented by the first: for many chunks this takes half the memory, and no work of the
-garbage collector."""
+"""A whole slot's units, represented by the first: for many chunks this takes half the memory, and costs the garbage
+collector no work."""
 
 
 def pack(units: Sequence[int]) -> PackedUnits:
@@ -64,7 +65,7 @@ def unpack(packed: PackedUnits, slot_units: int) -> Sequence[int]:
 
 
 def runs(units: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First unit and number of units of each run of neighbours among them, in their order."""
+    """First unit and number of units of each run of adjacent units, in their order."""
     if isinstance(units, range):
         yield units.start, len(units)
         return
@@ -88,7 +89,7 @@ class Space:
         """Unused slots may be handed out."""
         self._untouched_from = 0
         self._whole: deque[int] = deque()
-        self._parts: dict[int, list[int]] = {}  # the free units of slots of which others are taken
+        self._parts: dict[int, list[int]] = {}  # the free units of partly taken slots
         self._part_units = 0
 
     @property
@@ -147,7 +148,7 @@ class Space:
         return tuple(scattered)
 
     def give(self, units: Sequence[int], *, last: bool = False) -> None:
-        """They are free. last: whole slots among them are taken after all others that are free."""
+        """Free these units. last: whole slots among them are reused after all other free ones."""
         if isinstance(units, range):
             self._add_whole(units.start // self._slot_units, last)
             return

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-_MAX_BUFFERS: Final = 64  # a call of sendmsg; every system takes more
+_MAX_BUFFERS: Final = 64  # per call of sendmsg; every system accepts more
 Buffer = bytes | bytearray | memoryview
 
 
@@ -22,13 +22,13 @@ class TimedSocket:
     """
 
     def __init__(self, sock: socket.socket, wait_s: float) -> None:
-        """It owns `sock` from now. wait_s: the most that one call of the system waits, and so by how much a deadline
-        may be missed."""
+        """Takes ownership of `sock`. wait_s: the longest that one system call waits, and so the most by which a
+        deadline may be missed."""
         self._sock = sock
         self.received_bytes = 0
-        # A TLS socket returns what one record holds and heeds Python's own time-outs only. Over TCP the kernel waits
-        # until the lent memory is full: one call for a value, and a tenth faster (4 MiB on 2 cores). Over a unix socket
-        # that is a tenth slower.
+        # A TLS socket returns what one record holds and heeds only Python's own time-outs. Over TCP the kernel waits
+        # until the borrowed memory is full: one call for a value, and a tenth faster (4 MiB on 2 cores). Over a unix
+        # socket that is a tenth slower.
         self._encrypted = isinstance(sock, ssl.SSLSocket)
         self._whole = 0 if self._encrypted or sock.family == socket.AF_UNIX else socket.MSG_WAITALL
         if not self._encrypted:
@@ -52,11 +52,11 @@ class TimedSocket:
                 left[at] = left[at][sent:]
 
     def receive(self, into: memoryview, deadline: float) -> int:
-        """Wait for bytes; how many came, at least one."""
+        """Wait for bytes. Returns how many were received, at least one."""
         return self._receive(into, 0, deadline)
 
     def fill(self, into: memoryview, deadline: float) -> None:
-        """Wait until all of `into` is there."""
+        """Wait until `into` is full."""
         at = 0
         while at < len(into):
             at += self._receive(into[at:], self._whole, deadline)

@@ -1,7 +1,7 @@
 """TLS from files that may be replaced while we run: certificates expire, and are renewed under the same names.
 
-What is replaced counts for new connections. Files that cannot be used, as between the renewal of a certificate and that
-of its key, leave those of before in use, and are looked at again at the next connection.
+Replaced files apply to new connections. While the files cannot be used, as between the renewal of a certificate and
+that of its key, the previous ones stay in use, and the files are checked again at the next connection.
 """
 
 import os
@@ -20,10 +20,10 @@ _log = limited_logger(__name__)
 
 
 class TlsFiles:
-    """The context that the files make. Safe to use from any thread."""
+    """The context made from the files. Safe to use from any thread."""
 
     def __init__(self, make: Callable[[], ssl.SSLContext], files: Sequence[str], where: str) -> None:
-        """make: a context of what the files hold now; it may raise `ConfigError`, and so does this.
+        """make: makes a context from the files as they are now. It may raise `ConfigError`, and so may this.
 
         files: those of the settings; "" for one that is not set.
         where: for the log.
@@ -36,12 +36,12 @@ class TlsFiles:
     def wrap_socket(
         self, sock: socket.socket, *, server_side: bool = False, server_hostname: str | None = None
     ) -> ssl.SSLSocket:
-        """As that of `ssl.SSLContext`."""
+        """As in `ssl.SSLContext`."""
         return self._current().wrap_socket(sock, server_side=server_side, server_hostname=server_hostname)
 
     def _current(self) -> ssl.SSLContext:
         with self._lock:
-            # Looked at before they are read, so that a change meanwhile shows the next time.
+            # Checked before they are read, so that a change meanwhile is noticed the next time.
             states = self._look()
             if states != self._states:
                 try:
@@ -54,7 +54,7 @@ class TlsFiles:
             return self._context
 
     def _look(self) -> list[tuple[int, ...]]:
-        """Changes when a file is replaced, written to, or opened to others."""
+        """The states of the files, which change when one is replaced, written to, or made accessible to others."""
         states: list[tuple[int, ...]] = []
         for file in self._files:
             try:
@@ -67,7 +67,7 @@ class TlsFiles:
 
 
 def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, where: str) -> None:
-    """Have the context show this certificate.
+    """Have the context present this certificate.
 
     Raises:
         ConfigError: others can read the key, or it cannot be read without a passphrase.
@@ -75,7 +75,7 @@ def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, whe
     """
 
     def passphrase() -> str:
-        # Without this OpenSSL asks at the terminal, and waits.
+        # Without this OpenSSL prompts at the terminal, and waits.
         raise ConfigError(
             f"{where}: tls_key_file {key_file} needs a passphrase, and nobody is asked for one; write the key without"
         )

@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shown(value: object) -> object:
-    """Without the secrets that tiers' options may hold."""
+    """The value without the secrets that tiers' options may hold."""
     if isinstance(value, str):
         return _PASSWORD_IN_URL.sub(r"\1***@", value)
     if isinstance(value, list):

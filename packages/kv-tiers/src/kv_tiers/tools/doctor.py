@@ -26,7 +26,7 @@ _EXTRAS = {
     "top": "rich",
     "plot": "matplotlib",
 }
-"""By the extra of kv-tiers that installs it, for everything that is optional."""
+"""By extra of kv-tiers, the optional package that it installs."""
 
 _NETWORKED = ("nfs", "nfs4", "lustre", "cifs", "smb3", "fuse", "ceph", "9p", "glusterfs", "beegfs")
 
@@ -64,7 +64,7 @@ def _memory() -> Iterator[Finding]:
     limit = memory_limit_bytes()
     if limit is not None:
         yield Finding("ok", "memory", f"{spelled(limit)} for this process and all beside it")
-    shared = Path("/dev/shm")  # noqa: S108  # it is what named pools are in
+    shared = Path("/dev/shm")  # noqa: S108  # where named pools are
     if not shared.is_dir():
         yield Finding("note", "shared memory", "there is no /dev/shm", "leave host.name out: a named pool needs it")
         return
@@ -107,7 +107,7 @@ def _directory(path: Path) -> Iterator[Finding]:
 
 
 def takes_direct_io(path: Path) -> bool:
-    """Whether a file there can be written past the page cache.
+    """Whether a file there can be written bypassing the page cache.
 
     Raises:
         OSError: nothing can be written there at all.
@@ -117,7 +117,7 @@ def takes_direct_io(path: Path) -> bool:
     try:
         opened = os.open(name, os.O_WRONLY | os.O_DIRECT)
         try:
-            with mmap.mmap(-1, 4096) as page:  # direct I/O wants memory that begins at a page
+            with mmap.mmap(-1, 4096) as page:  # direct I/O needs page-aligned memory
                 return os.write(opened, page) == len(page)
         finally:
             os.close(opened)

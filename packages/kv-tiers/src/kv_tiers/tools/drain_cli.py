@@ -93,7 +93,7 @@ def _ask(path: Path, request: "Request") -> "Sequence[DrainState]":
     Raises:
         TierDown: the server does not answer.
         ConfigError: it refuses us.
-        InputError: it does not know how to.
+        InputError: it cannot drain.
     """
     from kv_tiers.server import wire
     from kv_tiers.server.connection import ask_server

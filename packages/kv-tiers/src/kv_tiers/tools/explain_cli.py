@@ -1,4 +1,4 @@
-"""`kv explain`: why a prompt was missed, as a running server knows it."""
+"""`kv explain`: why a prompt was missed, according to a running server."""
 
 import argparse
 import dataclasses
@@ -64,7 +64,7 @@ _GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The server's answer for the prompt under one salt; None for none."""
+    """The server's answer for the prompt under one salt. salt: None: without one."""
 
     salt: str | None
     is_own: bool
@@ -155,7 +155,7 @@ def _described(
         "history_keys": first.history_keys,
         "remembered_s": first.remembered_s,
         "is_whole": first.is_whole,
-        # A salt may be a secret, so they are explained by their place on the command line and not by name.
+        # A salt may be a secret, so salts are named by their place on the command line and not by their text.
         "salts": [
             {
                 "salt": _salt_name(number, one),

@@ -1,9 +1,9 @@
 """Simulates tiers of given capacities on a trace, with the index and the policies of the real cache.
 
-For each request, the leading chunks that any tier holds are hits, each of the fastest tier that has it. Then the prompt
-is stored in the first tier: chunks that hit in a lower tier are promoted and stay there as well, missed chunks are
-computed. A chunk that is evicted moves to the next tier, unless that already holds it. Requests do not overlap, nothing
-waits, and no bytes exist.
+For each request, the leading chunks that any tier holds are hits, each counted for the fastest tier that has it. Then
+the prompt is stored in the first tier: chunks that hit in a lower tier are promoted and stay there as well, missed
+chunks are computed. A chunk that is evicted moves to the next tier, unless that already holds it. Requests do not
+overlap, nothing waits, and no bytes exist.
 
 The hit ratio is by tokens over contiguous prefixes: chunks hit over chunks requested, all of the same number of tokens,
 after the first requests (`warm_up`), which fill the tiers and do not count.
@@ -68,10 +68,10 @@ def simulate(
 ) -> Served:
     """Replay the prompts over these tiers, the fastest first.
 
-    progress: called after each request with how many are done.
+    progress: called after each request with the number done.
 
     Raises:
-        ConfigError: there is no policy of such a name.
+        ConfigError: there is no policy of that name.
     """
     tiers = [_Tier(plan) for plan in plans]
     parent_of = {key: parent for prompt in prompts for parent, key in zip((None, *prompt), prompt, strict=False)}
@@ -92,12 +92,13 @@ def simulate(
 
 
 def optimum(prompts: Prompts, capacity_chunks: int, *, warm_up: float = WARM_UP) -> float:
-    """The hit ratio that no policy of one tier of this capacity can pass: Belady's, which knows the future.
+    """The hit ratio that no policy for one tier of this capacity can exceed: that of Belady's algorithm, which knows
+    the future.
 
-    Of all that is resident or arrives, the chunks stay whose next use is nearest (Belady, IBM Systems Journal 5:2,
-    1966), and what is never used again is not kept at all. A chunk is used whenever one that follows it is, so heads
-    never leave before tails, and the most chunks hit are also the most hit as prefixes. It may decline to store a
-    chunk, which our policies may not: they can only let it leave first.
+    Of the chunks that are resident or arriving, those whose next use is nearest stay (Belady, IBM Systems Journal 5:2,
+    1966), and those that are never used again are not stored at all. A chunk is used whenever one that follows it is,
+    so heads never leave before tails, and the maximum of chunk hits is also that of prefix hits. It may decline to
+    store a chunk, which our policies may not: they can only evict it first.
     """
     never = len(prompts)
     next_use: list[list[int]] = []
@@ -138,7 +139,8 @@ class _Tier:
         return self.counts
 
     def store(self, prompt: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Store what of the prompt is not here; what that evicted, in this order. As `LocalCache` does it."""
+        """Store the chunks of the prompt that are not here, as `LocalCache` does. Returns what that evicted, in
+        order."""
         residency = self.residency
         own = self._extend(prompt)
         protected, skipped = frozenset(own), set[int]()
@@ -167,7 +169,8 @@ class _Tier:
         return lost
 
     def take(self, run: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[ChunkKey]:
-        """Store what the tier above evicted, behind what is here of the same prompt; what that evicted in turn."""
+        """Store what the tier above evicted, after the chunks of the same prompt that are here. Returns what that
+        evicted in turn."""
         chain = list(reversed(run))
         parent = parent_of[chain[-1]]
         while parent is not None and self.residency.find(parent) is not None:

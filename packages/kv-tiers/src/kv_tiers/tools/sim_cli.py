@@ -50,7 +50,7 @@ _PROGRESS_EVERY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """served: None for the optimum, of which only the ratio is known."""
+    """served: None for the optimum, for which only the ratio is known."""
 
     policy: str
     capacity_chunks: int
@@ -115,7 +115,7 @@ def register(commands: Any) -> None:
 
 def _sim(args: argparse.Namespace) -> int:
     if args.plot is not None:
-        from kv_tiers.tools import sim_plot  # before the work: without its library there is nothing to wait for
+        from kv_tiers.tools import sim_plot  # before the work, which would be in vain without its library
 
         sim_plot.check(args.plot)
     if args.chunk_tokens is not None and args.chunk_tokens < 1:
@@ -123,7 +123,7 @@ def _sim(args: argparse.Namespace) -> int:
     policies = list(dict.fromkeys(args.policy.split(",")))
     for name in policies:
         if name != _OPT:
-            make_policy(name, 1)  # refuse what is not there before the trace is read
+            make_policy(name, 1)  # refuse unknown policies before the trace is read
     warm_up = _part(args.warm_up, "--warm-up")
     trace = read_trace(args.trace)
     chunk_tokens, chunk_bytes = _sizes(trace, args.chunk_tokens, args.token_bytes)
@@ -275,7 +275,7 @@ def _chunks(text: str, trace: Trace, chunk_bytes: int, option: str) -> int:
         chunks = _bytes(text, option) // chunk_bytes
     if chunks < 1:
         raise InputError(f"{option} {text} holds no chunk; one takes {spelled(chunk_bytes)}")
-    return min(chunks, trace.chunks_unique)  # more than all there is makes no difference
+    return min(chunks, trace.chunks_unique)  # more than all unique chunks makes no difference
 
 
 def _bytes(text: str, option: str) -> int:

@@ -13,10 +13,10 @@ _KINDS = (".svg", ".png", ".pdf")
 
 
 def check(path: str) -> None:
-    """Whether `draw` can make this file, found out before the work.
+    """Check, before the work, whether `draw` can make this file.
 
     Raises:
-        InputError: no kind of picture we draw, or matplotlib is missing.
+        InputError: it is not a kind of picture that we draw, or matplotlib is missing.
     """
     if Path(path).suffix not in _KINDS:
         raise InputError(f"--plot {path}: end the name in one of {', '.join(_KINDS)}")
@@ -25,7 +25,7 @@ def check(path: str) -> None:
 
 
 def draw(path: str, traces: Mapping[str, tuple[int, Lines]], what: str = "hit ratio by tokens") -> None:
-    """One panel a trace: what was gained over capacity in % of unique chunks, one line a policy.
+    """One panel per trace: the gain over capacity in % of unique chunks, one line per policy.
 
     traces: by name, how many unique chunks it has, and the lines. what: the name of their axis. Call `check` first.
 

@@ -9,10 +9,10 @@ from kv_tiers.server.report import CacheReport, Report, TierReport
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """chunks: each once, however many groups and shards are stored of it, if the tier says which.
-    by_group: of each group of layers; empty if it does not say.
+    """chunks: each once, however many groups and shards are stored of it, if the tier reports groups.
+    by_group: of each group of layers; empty if the tier does not report that.
     cut_chunks: of which only first parts are left, every group and shard counted.
-    in_bytes_s, out_bytes_s: stored there and loaded from there a second, None while that is not known.
+    in_bytes_s, out_bytes_s: stored there and loaded from there per second; None while that is not known.
     """
 
     name: str
@@ -49,14 +49,14 @@ class CacheRow:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A report, with the rates since the one before."""
+    """A report, with the rates since the previous one."""
 
     report: Report
     caches: list[CacheRow]
 
 
 class Watch:
-    """Remembers the report before. Rates use the server's clock, so a late answer does not distort them."""
+    """Remembers the previous report. Rates use the server's clock, so a late answer does not distort them."""
 
     def __init__(self) -> None:
         self._before: Report | None = None
@@ -73,7 +73,7 @@ class Watch:
 
 def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -> CacheRow:
     counts, nbytes = cache.counts, cache.chunk_bytes
-    # Groups of layers differ in size, and a lookup counts a chunk once, whatever it has of them.
+    # Groups of layers differ in size, and a lookup counts a chunk once, whatever groups it has.
     stored_bytes = cache.payload_bytes / counts.chunks_resident if counts.chunks_resident else nbytes
     found_bytes = cache.payload_bytes / cache.chunks if cache.chunks else nbytes
     recent = None

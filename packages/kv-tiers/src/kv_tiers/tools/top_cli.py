@@ -1,4 +1,4 @@
-"""`kv top`: a server in a terminal, queried every second over its socket."""
+"""`kv top`: shows a server in a terminal, queried every second over its socket."""
 
 import argparse
 import sys

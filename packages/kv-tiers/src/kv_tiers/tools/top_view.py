@@ -32,13 +32,13 @@ def plain_console() -> Console:
 
 @contextmanager
 def on_screen() -> Iterator[Callable[[RenderableType], None]]:
-    """Take the whole terminal, and give it back at the end. Each picture is shown until the next."""
+    """Take over the whole terminal, and restore it at the end. Each picture is shown until the next."""
     with Live(screen=True, auto_refresh=False, transient=True) as live:
         yield lambda picture: live.update(picture, refresh=True)
 
 
 def draw(picture: Picture | None, where: str, away: str) -> RenderableType:
-    """picture: the last there was. away: why the server does not answer now, or ""."""
+    """picture: the last one, if any. away: why the server does not answer now, or ""."""
     parts: list[RenderableType] = [_head(picture, where, away)]
     if picture is not None:
         for row in picture.caches:

@@ -14,9 +14,9 @@ from kv_tiers.watch.subscribers import make_subscriber
 def build_bus(
     config: ObserveConfig, caches: Callable[[], Iterable[LocalCache]] = tuple
 ) -> tuple[EventBus, History | None]:
-    """The bus, which its owner closes after its caches; and the history on it, if there is to be one.
+    """The bus, which its owner closes after its caches; and the history on it, if one is configured.
 
-    caches: those on this bus that exist now, for metrics that are sent. Called from any thread.
+    caches: those on this bus that exist now, for metrics that are pushed. Called from any thread.
 
     Raises:
         ConfigError: a setting that cannot be honoured; the text says what to change.

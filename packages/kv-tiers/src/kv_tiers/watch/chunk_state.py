@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
-    """The state of neighbouring chunks that are alike: that of the first of them.
+    """The state of adjacent chunks that are alike, which is that of the first of them.
 
     first: its place in the prompt.
     chunks: how many there are.
@@ -14,7 +14,7 @@ class ChunkState:
     seconds_ago: since that happened.
     stored_seconds_ago: since it was last stored in the pool.
     below: the lower tiers where it was stored at some time.
-    diverges: it is unknown, and other prompts went on differently after the chunk before.
+    diverges: the chunk is unknown, and other prompts continued differently after the previous one.
     """
 
     first: int
@@ -32,10 +32,10 @@ class ChunkState:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """A group of layers that has not what a hit would need.
+    """A group of layers that lacks something that a hit would need.
 
     group: its number.
-    coverage: what it needs of a prefix, as `Coverage` is spelled.
+    coverage: what it needs of a prefix, as the text of a `Coverage`.
     states: of the chunks that it needs and no tier holds.
     """
 

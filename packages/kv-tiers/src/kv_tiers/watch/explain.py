@@ -1,6 +1,6 @@
 """Explains a miss: for each chunk of a prompt, where it is now or what happened to it.
 
-The index knows what the pool holds, a local tier what it holds, and the history the rest, as far back as it goes.
+The index shows what the pool holds, a local tier what it holds, and the history the rest, as far back as it goes.
 Remote tiers are skipped. The history lags a moment behind, so a chunk that was evicted just now may have no reason yet.
 """
 
@@ -23,11 +23,11 @@ from kv_tiers.watch.history import Fate, Memory
 class Explanation:
     """What is known about a prompt.
 
-    runs: all its chunks in order, equal neighbours combined. If some groups do not need the whole prefix: of the other
-        groups.
-    held: number of leading chunks that would hit if all tiers were asked.
+    runs: all its chunks in order, equal neighbours combined. If some groups do not need the whole prefix: those of the
+        other groups.
+    held: number of leading chunks that would hit if all tiers were queried.
     prefix: number of leading chunks of the groups that need the whole prefix.
-    lacking: the groups that lack something for a hit of that many.
+    lacking: the groups that lack something for a hit of that length.
     choice: what a lookup would advise now, with the costs of the latest engine; None: no engine has stated costs.
     """
 
@@ -100,7 +100,7 @@ def weigh(
             if where != TIER:
                 nbytes[chunk, where] = nbytes.get((chunk, where), 0) + cache.pool.sizes.of(key)
     parts = [(tier, chunk, chunk + 1, size) for (chunk, tier), size in sorted(nbytes.items())]
-    # Of groups that need less than the whole prefix a shorter boundary needs other chunks: it is all or nothing.
+    # For groups that need less than the whole prefix, a shorter boundary needs other chunks: it is all or nothing.
     have = (min((chunk for chunk, _ in nbytes), default=held)) if shape.is_plain or not parts else 0
     if costs.compute is None or not parts:
         return choose(costs, shape.chunk_tokens, held)

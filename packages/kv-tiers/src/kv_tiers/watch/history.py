@@ -1,10 +1,10 @@
 """The history: what happened to keys, in bounded memory for each cache, filled from events.
 
 A key is stored as its hash in this process, and all keys of one event share one `Fate`, so a key costs about 100 bytes.
-When the newer half is full, the older half is dropped as a whole, so that no order has to be maintained. A fate knows
-which keys were stored together and in what order, to tell where prompts diverge.
+When the newer half is full, the older half is dropped as a whole, so that no order has to be maintained. A fate records
+which keys were stored together and in what order, to show where prompts diverge.
 
-Fates are those of the host pool. Lower tiers know themselves what they hold; the history records only when a chunk was
+Fates are those of the host pool. Lower tiers keep track of what they hold; the history records only when a chunk was
 stored there.
 """
 
@@ -123,7 +123,7 @@ class Memory:
         self._make_room()
 
     def follow(self, parent: ChunkKey, key: ChunkKey) -> None:
-        """A prompt goes on with `key` after a chunk that was stored before."""
+        """A prompt continues with `key` after a chunk that was stored before."""
         self._young_next[_number(parent)] = _number(key)
         if len(self._young_next) >= self._half:
             self._young_next, self._old_next = {}, self._young_next
@@ -165,7 +165,7 @@ class History(Subscriber):
         return self._memories.get(cache) or self._memories.setdefault(cache, Memory(self.max_keys))
 
     def forget(self, cache: str) -> None:
-        """This cache is closed, and nobody can be asking about it."""
+        """Drop the memory of a cache that is closed, about which no queries can come."""
         self._memories.pop(cache, None)
 
     def take(self, occurred: Occurred) -> None:

@@ -1,7 +1,7 @@
-"""The log for operators: a tier that fails or recovers, damage, and stores that find no room for long.
+"""The log for operators: a tier that fails or recovers, damage, and stores that find no room for a long time.
 
 For each kind of line, tier and cache there is at most one line in `every_s`; the number of suppressed ones is added to
-the next, or logged at the end. Changes of a tier's health are logged at once, the first few of them, and then at most
+the next, or logged at the end. The first few changes of a tier's health are logged at once, and further ones at most
 once in `every_s`.
 """
 
@@ -118,6 +118,6 @@ def say_text(level: int, text: str, fields: dict[str, Any]) -> None:
 
 
 def say_json(level: int, text: str, fields: dict[str, Any]) -> None:
-    """One JSON object a line on standard error."""
+    """One JSON object per line on standard error."""
     sys.stderr.write(json.dumps({"level": logging.getLevelName(level), **fields, "text": text}) + "\n")
     sys.stderr.flush()

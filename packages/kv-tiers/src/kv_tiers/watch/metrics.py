@@ -1,8 +1,8 @@
 """The caches of a process as Prometheus metrics. `docs/observability.md` lists every name.
 
 What a cache counts itself (its counters, the states of its tiers) is read at the scrape and is complete. What only
-events carry (from which tier, why, how long) is added up as they arrive; dropped events are missing there and counted
-by `kv_events_dropped_total`.
+events carry (from which tier, why, how long) is summed as they arrive; dropped events are missing there and counted by
+`kv_events_dropped_total`.
 
 Labels have few values: one cache per format, one tier per configured tier, and words of a fixed list.
 """
@@ -55,7 +55,7 @@ BUCKETS_S: Final = (
 BUCKETS_RATIO: Final = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 MAX_TENANTS: Final = 64
-"""Tenants with a label of their own in each cache: those with a quota, then the largest. The rest are `others`."""
+"""Tenants with their own label in each cache: those with a quota, then the largest. The rest are `others`."""
 
 _Labels = tuple[str, ...]
 
@@ -94,7 +94,7 @@ class Metrics(Subscriber):
         self._bus = bus
         self._caches = caches
         self._others = others
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards what follows
         self._lookups: Counter[_Labels] = Counter()
         self._chunks_asked: Counter[_Labels] = Counter()
         self._chunks_hit: Counter[_Labels] = Counter()
@@ -118,7 +118,7 @@ class Metrics(Subscriber):
         with self._lock:
             match occurred.event:
                 case LookedUp(ended="PENDING"):
-                    pass  # the same holder asks again
+                    pass  # the same holder will look up again
                 case LookedUp() as lookup:
                     self._lookups[cache, lookup.ended.lower()] += 1
                     self._chunks_asked[cache,] += lookup.chunks_asked

@@ -72,7 +72,7 @@ class PushedMetrics(Subscriber):
         self._thread.start()
 
     def take(self, occurred: Occurred) -> None:
-        """`Metrics` subscribes for itself."""
+        """Does nothing, because `Metrics` subscribes itself."""
 
     def close(self) -> None:
         """Send once more. What caches count themselves is missing if they are closed already."""
@@ -88,7 +88,7 @@ class PushedMetrics(Subscriber):
     def _send(self) -> None:
         try:
             self._exporter.export(self._data())
-        except Exception as error:  # noqa: BLE001  # whatever an exporter does, the next time it is asked again
+        except Exception as error:  # noqa: BLE001  # whatever an exporter raises, it is called again the next time
             _log.warning("metrics could not be sent: %s", error)
 
     def _data(self) -> MetricsData:
@@ -114,7 +114,7 @@ class PushedMetrics(Subscriber):
 
 
 def _histograms(family: Family, began_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
-    """One a set of labels. A scrape's buckets are cumulative, and OTLP's are not."""
+    """One per set of labels. A scrape's buckets are cumulative; OTLP's are not."""
     buckets: dict[_Labels, list[tuple[float, int]]] = defaultdict(list)
     sums: dict[_Labels, float] = {}
     for sample in family.samples:

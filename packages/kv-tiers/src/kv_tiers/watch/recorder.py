@@ -5,11 +5,11 @@ groups, each in whole pages as in the pool), and its number of keys. It is repea
 one of these changes; a reader refuses a trace of several formats.
 
 An id is a shortened hash of a chunk's key. Keys are hashes of tokens and salts themselves, so neither can be read from
-the file. Somebody who knows a prompt and the key space can tell whether it was requested, so the file is readable by
-its owner only.
+the file. Anyone who knows a prompt and the key space can tell whether it was requested, so the file is readable by its
+owner only.
 
-A file has a size limit. When it is reached nothing more is written, and the last line, a comment, says how many
-requests were left out: the first half of a trace is a trace, and one without its beginning is not.
+A file has a size limit. When it is reached nothing more is written, and the last line, a comment, states how many
+requests were left out. The beginning of a trace can be replayed; a trace without its beginning cannot.
 """
 
 import json
@@ -35,7 +35,7 @@ _log = limited_logger(__name__)
 _MAX_HOLDERS: Final = 1 << 16
 _FORMAT_STARTS: Final = b'{"kv_trace"'
 _ID_BITS: Final = 52
-"""Integers that every reader of JSON represents exactly."""
+"""Every JSON reader represents integers of this size exactly."""
 
 
 class Recorder(Subscriber):
@@ -44,7 +44,7 @@ class Recorder(Subscriber):
     def __init__(self, bus: EventBus, path: str, max_bytes: int) -> None:
         """
         Raises:
-            ConfigError: no file can be made there.
+            ConfigError: no file can be created there.
         """
         self._bus = bus
         self._path = Path(path)
@@ -62,9 +62,9 @@ class Recorder(Subscriber):
         cache = occurred.source.name
         match occurred.event:
             case LookedUp(ended="PENDING") | LookedUp(keys=[]):
-                pass  # the same holder asks again; nobody asks for nothing
+                pass  # the same holder will look up again; an empty lookup is no request
             case LookedUp() as lookup:
-                # A holder that asks the same again, as for a request that has to wait, is one request all the same.
+                # A holder that repeats its lookup, as for a request that has to wait, is still one request.
                 asks = (len(lookup.keys), lookup.keys[-1])
                 if self._asked.get((cache, lookup.holder)) == asks:
                     return
@@ -111,7 +111,7 @@ class _TraceFile:
         self._is_full = False
         self._format: dict[str, object] = {}
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o600)  # what others may read is closed to them below
+        self._file = os.open(path, flags, 0o600)  # a file that others may read is closed to them below
         found = os.fstat(self._file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             os.close(self._file)

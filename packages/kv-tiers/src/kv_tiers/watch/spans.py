@@ -102,7 +102,7 @@ class Spans(Subscriber):
                 self._start(cache, "", "kv.spill", self._ns(occurred.at_s - seconds), attributes).end(at_ns)
             case Evicted(tier, keys, cause, holder):
                 attributes = {"kv.tier": tier, "kv.chunks": len(keys), "kv.cause": cause}
-                if cause == "promotion":  # what comes up is made room for before its lookup is answered
+                if cause == "promotion":  # room for a promotion is made before its lookup is answered
                     self._request(cache, holder, at_ns).add_event("kv.evicted", attributes, at_ns)
                 elif (span_of := self._requests.get((cache, holder))) is not None:
                     span_of.add_event("kv.evicted", attributes, at_ns)
@@ -146,7 +146,7 @@ class Spans(Subscriber):
         span.set_attribute("kv.chunks.hit", lookup.chunks_hit)
 
     def _request(self, cache: str, holder: Holder, at_ns: int) -> Span:
-        """The holder's span, begun now if there is none."""
+        """The holder's span, started now if there is none."""
         span = self._requests.get((cache, holder))
         if span is None:
             attributes = {"kv.cache": cache, "kv.holder": holder}
@@ -189,8 +189,8 @@ def resource() -> Resource:
 
 
 def make_spans(bus: EventBus) -> Spans:
-    """With the exporters that OTEL_TRACES_EXPORTER names: otlp (the default, over HTTP), console, none, or another
-    package's.
+    """Make spans with the exporters that OTEL_TRACES_EXPORTER names: otlp (the default, over HTTP), console, none, or
+    another package's.
 
     Raises:
         ConfigError: there is no such exporter.

@@ -16,7 +16,7 @@ GROUP: Final = "kv_tiers.subscribers"
 
 SubscriberFactory = Callable[[Mapping[str, object], EventBus], Subscriber]
 """(the parameters that the user wrote, the bus) → a subscriber, which the bus closes. It raises `ConfigError` for
-parameters that it does not take, and must not subscribe by itself."""
+parameters that it does not take, and must not subscribe to the bus itself."""
 
 
 def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:

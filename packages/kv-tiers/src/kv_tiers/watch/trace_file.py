@@ -1,12 +1,12 @@
 """Reads traces: the prompts of requests in order, as chains of chunk keys. Two formats, either of them gzipped or not.
 
-Mooncake's (FAST 2025): one JSON object a line with `hash_ids`, chained ids of the prompt's blocks, and `timestamp` in
-milliseconds. What `observe.record` writes is that, after a line that says how many tokens and bytes a chunk has:
+Mooncake's (FAST 2025): one JSON object per line with `hash_ids`, chained ids of the prompt's blocks, and `timestamp` in
+milliseconds. `observe.record` writes the same, after a line that states how many tokens and bytes a chunk has:
 
     {"kv_trace": 1, "chunk_tokens": 256, "chunk_bytes": 33554432, "keys_per_chunk": 1}
 
-Plain: one request a line, its chunk ids with spaces between, perhaps after `@SECONDS`; `#` begins a comment. In both,
-equal ids mean equal prefixes: an id stands for its chunk and all that is before it.
+Plain: one request per line, its chunk ids with spaces between, perhaps after `@SECONDS`; `#` begins a comment. In both,
+equal ids mean equal prefixes: an id stands for its chunk and everything before it.
 """
 
 import gzip
@@ -43,10 +43,10 @@ class Trace:
 
 
 def read_trace(path: str) -> Trace:
-    """Read a trace whole.
+    """Read a whole trace.
 
     Raises:
-        InputError: a line that cannot be meant, named by file and number.
+        InputError: a line makes no sense; the text names its file and number.
         OSError: the file cannot be read.
     """
     key_of: dict[str, ChunkKey] = {}

@@ -54,7 +54,7 @@ def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], a
 
 
 def _route(path: str, operations: Sequence[Operation], token: str) -> Route:
-    """All methods of one path, so that another method is told which there are."""
+    """All methods of one path, so that the refusal of another method lists them."""
     by_method = {operation.method: operation for operation in operations}
 
     async def endpoint(request: Request) -> Response:
@@ -69,7 +69,7 @@ async def _problem(request: Request, problem: Any) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """The guard, which it reaches next, puts it into the log."""
+    """The guard, which the error reaches next, logs it."""
     return problem_response(Problem(500, "a bug in the server; its log has the rest"))
 
 

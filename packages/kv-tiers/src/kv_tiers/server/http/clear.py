@@ -23,7 +23,7 @@ class Clear(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """caches: how many were cleared. chunks: how many the pools had held; those below are gone too."""
+    """caches: how many were cleared. chunks: how many the pools had held; those in lower tiers are gone too."""
 
     caches: int
     chunks: int

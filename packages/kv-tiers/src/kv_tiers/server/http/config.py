@@ -7,7 +7,7 @@ from kv_tiers.host_port import LOOPBACK_NAME, HostPort, read_host_port
 
 
 class Listen(HostPort, frozen=True):
-    """Where, and by which names."""
+    """The address, and the names by which it is called."""
 
     def url(self, port: int) -> str:
         return f"http://{HostPort(self.host, port)}/"
@@ -21,7 +21,7 @@ class Listen(HostPort, frozen=True):
 def read_listen(config: HttpConfig) -> Listen:
     """
     Raises:
-        ConfigError: `listen` is no host and port, or open to other machines without a token.
+        ConfigError: `listen` is not a host and port, or open to other machines without a token.
     """
     found = read_host_port(config.listen, "http: listen")
     listen = Listen(found.host, found.port)

@@ -1,9 +1,10 @@
-"""HTTP connections: how many there may be, for how long, and which one is replaced when there are no more.
+"""HTTP connections: how many there may be, for how long, and which one is replaced when the limit is reached.
 
 When the limit is reached, a new connection replaces one whose client has kept the server waiting for a while (for a
 request, its body, or for the answer to be read): the longest waiting one of the address that has the most connections.
 A connection for which the server is working is never closed. If none can be replaced, the new one gets a place in a
-reserve that serves the health endpoints alone, once and within a short time. So health is answered whatever clients do.
+reserve that serves only the health endpoints, once and within a short time. So health checks are answered whatever
+clients do.
 """
 
 import asyncio
@@ -17,27 +18,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS: Final = 64
 MAX_OF_A_PEER: Final = 32
-"""Of those, from one address. Behind a proxy all come from one."""
+"""Of those, from one address. Behind a proxy, all come from the same one."""
 HEALTH_CONNECTIONS: Final = 16
-"""Beside those, for health alone."""
+"""In addition to those, for health checks only."""
 PATIENCE_S: Final = 1.0
-"""A client that has had the next move for so long may lose its place to a newcomer."""
+"""A client that has kept the server waiting for this long may lose its place to a new one."""
 HEALTH_S: Final = 2.0
-"""How long one of the reserve may take in all."""
+"""How long a connection of the reserve may take in all."""
 HEAD_S: Final = 10.0
 """How long a request's line and headers may take to arrive."""
 UNREAD_S: Final = 10.0
-"""How long a client may read nothing of an answer that its socket does not hold."""
+"""How long a client may read nothing of an answer that does not fit into its socket's buffer."""
 IDLE_S: Final = 15
-"""How long a connection may ask for nothing."""
+"""How long a connection may be idle."""
 CONNECTION_S: Final = 60.0
-"""The answer after so long is a connection's last."""
+"""A connection's next answer after this long is its last."""
 LAST_ANSWER_S: Final = 90.0
-"""How much longer that one may take."""
+"""How much longer that answer may take."""
 
 IS_LAST: Final = "kv_is_last"
 IS_HEALTH_ONLY: Final = "kv_is_health_only"
-"""What a request's scope says in `state` of its connection: its answer ends it; it may ask for health only."""
+"""In `state` of a request's scope, about its connection: its answer ends it; it may request health only."""
 
 
 class Room:
@@ -48,7 +49,7 @@ class Room:
         self._connections: set[BoundedProtocol] = set()
 
     def admit(self, peer: str) -> bool | None:
-        """Whether a newcomer from this address may ask for health only; None: there is no place for it at all."""
+        """Whether a new connection from this address may request health only; None: there is no place for it at all."""
         served = [one for one in self._connections if not one.is_health_only]
         crowds = Counter(one.peer for one in served)
         if len(served) < MAX_CONNECTIONS and crowds[peer] < MAX_OF_A_PEER:
@@ -80,13 +81,13 @@ class Room:
         if not waiting:
             return False
         *_, chosen = max(waiting)
-        self.leave(chosen)  # now: the loop tells it that it is lost only when we are done here
+        self.leave(chosen)  # now: the loop reports its loss only after we return
         chosen.transport.abort()
         return True
 
 
 def peer_of(address: Any) -> str:
-    """The address that connections are counted by: of an IPv6 network its /64, which is one customer's."""
+    """The address by which connections are counted: for IPv6 its /64, which belongs to one customer."""
     try:
         found = ipaddress.ip_address(str(address[0]).partition("%")[0])
     except (ValueError, IndexError, TypeError):
@@ -99,7 +100,8 @@ def peer_of(address: Any) -> str:
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's, which waits for ever for a request's head, for its answer to be read, and for a connection to end."""
+    """uvicorn's protocol, which by itself waits forever for a request's head, for its answer to be read, and for a
+    connection to end."""
 
     def __init__(self, *arguments: Any, room: Room, peer: str, is_health_only: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -107,9 +109,9 @@ class BoundedProtocol(H11Protocol):
         self.peer = peer
         self.is_health_only = is_health_only
         self.awaited_since_s: float | None = None
-        """Since when the client has the next move; None: the server has it."""
+        """Since when the server has been waiting for the client; None: the client is waiting."""
         self._room = room
-        self._has_begun = True  # to ask: of a new connection we expect it at once
+        self._has_begun = True  # a request: on a new connection one is expected at once
         self._phase: tuple[str, int] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ends: list[asyncio.TimerHandle] = []
@@ -164,17 +166,17 @@ class BoundedProtocol(H11Protocol):
         self.app_state[IS_LAST] = True
 
     def _look(self) -> None:
-        """What the connection is waiting for, since when, and for how long that may be."""
+        """Update what the connection is waiting for, since when, and for how long it may."""
         cycle = self.cycle
         if self.transport.is_closing():
             waits_for, most_s = "end", UNREAD_S  # until what is unsent has been read
         elif self.flow.write_paused:
             waits_for, most_s = "reader", UNREAD_S
         elif cycle is None or cycle.response_complete:
-            # Those that have asked for nothing since are ended by uvicorn's own timer.
+            # Connections that have been idle since are ended by uvicorn's own timer.
             waits_for, most_s = ("head", HEAD_S) if self._has_begun else ("idle", 0.0)
         elif cycle.more_body:
-            waits_for, most_s = "body", 0.0  # `operation` has a bound of its own, and says so
+            waits_for, most_s = "body", 0.0  # `operation` has its own limit, and reports it
         else:
             waits_for, most_s = "", 0.0
         phase = (waits_for, id(cycle))

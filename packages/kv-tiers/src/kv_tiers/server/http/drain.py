@@ -19,7 +19,7 @@ class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Drains(msgspec.Struct, frozen=True):
-    """Of each cache how far it is; of none if this host is not to leave."""
+    """The progress of each cache; empty if this host is not to leave."""
 
     caches: list[DrainState]
 

@@ -1,4 +1,4 @@
-"""Checks around every request: the host's name before it, a time limit, and safe headers on the answer."""
+"""Checks around every request: the host name before it, a time limit, and safe headers on the answer."""
 
 import asyncio
 from typing import Final
@@ -13,7 +13,7 @@ from kv_tiers.server.http.problem import Problem, problem_response
 _log = limited_logger(__name__)
 
 REQUEST_S: Final = 60.0
-"""How long answering may take, with a client that reads slowly."""
+"""How long answering may take, even for a client that reads slowly."""
 
 _HEALTH: Final = {"/healthz", "/readyz"}
 _HEADERS: Final = {
@@ -28,7 +28,7 @@ _NOTHING_LOADS: Final = "default-src 'none'; frame-ancestors 'none'; base-uri 'n
 
 
 class Guard:
-    """Around the application."""
+    """Wraps the application."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
         """hosts: host names that requests may have; empty: any."""
@@ -67,11 +67,12 @@ class Guard:
                 await problem_response(Problem(503, f"no answer within {REQUEST_S:g} s; ask again later"))(
                     scope, receive, send_with_headers
                 )
-        except Exception:  # noqa: BLE001  # whatever it is, one request's trouble and nobody else's
+        except Exception:  # noqa: BLE001  # whatever it is, it affects only this request
             _log.exception("a request for %s met a bug", scope["path"])
 
     def _check_host(self, headers: Headers) -> None:
-        """Anybody's page can have its own name lead to our address; the browser then still says that name."""
+        """Refuse DNS rebinding: any site can have its own name resolve to our address, but the browser still sends that
+        name."""
         if not self._hosts:
             return
         host = headers.get("host", "")

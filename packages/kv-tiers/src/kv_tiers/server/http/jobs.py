@@ -51,7 +51,7 @@ class Jobs:
     def start(self, what: Literal["warm-up", "export", "import"], name: str, work: Callable[[], Outcome]) -> Job:
         """
         Raises:
-            Problem: too many run already.
+            Problem: too many are running already.
         """
         with self._lock:
             if sum(job.state == "running" for job in self._jobs.values()) >= MAX_RUNNING:
@@ -68,7 +68,7 @@ class Jobs:
     def find(self, id_: int) -> Job:
         """
         Raises:
-            Problem: there is none of this number (any more).
+            Problem: there is none with this number (any more).
         """
         with self._lock:
             job = self._jobs.get(id_)
@@ -86,9 +86,9 @@ class Jobs:
         try:
             chunks, reason = work()
             failed = False
-        except (InputError, MisuseError, OSError) as error:  # the cache may be closed while we are at it
+        except (InputError, MisuseError, OSError) as error:  # the cache may be closed meanwhile
             reason = str(error)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the job's state says it
+        except Exception as error:  # noqa: BLE001  # whatever it is, the job's state reports it
             _log.exception("%s of %s failed by a bug", job.what, job.name)
             reason = f"a bug: {error}"
         with self._lock:

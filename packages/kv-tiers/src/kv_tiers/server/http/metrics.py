@@ -61,7 +61,8 @@ def peer_families(served: PeersServed) -> Iterator[Metric]:
 
 
 def directory_families(states: Iterable[tuple[str, str, DirectoryState]]) -> Iterator[Metric]:
-    """Metrics of what tiers with a directory know of other hosts: of each its cache, its name and its state."""
+    """Metrics of what tiers with a directory know of other hosts. states: for each tier its cache, its name and its
+    state."""
     known = list(states)
     if not known:
         return
@@ -74,7 +75,7 @@ def directory_families(states: Iterable[tuple[str, str, DirectoryState]]) -> Ite
 
 
 def drain_families(states: Iterable[tuple[str, DrainState]]) -> Iterator[Metric]:
-    """Metrics of caches that are drained, or were: of each its name and how far it is."""
+    """Metrics of caches that are being drained, or were. states: for each its name and its progress."""
     known = list(states)
     if not known:
         return
@@ -107,4 +108,4 @@ _DIRECTORY: Final[dict[str, tuple[str, bool, Callable[[DirectoryState], float]]]
     "repair_bytes": ("Bytes that repairs took.", True, lambda of: of.repair_bytes),
     "not_here": ("Chunks that a host did not have though it was said to.", True, lambda of: of.not_here),
 }
-"""Of each metric what it says, whether it only grows, and its value."""
+"""For each metric its description, whether it only grows, and its value."""

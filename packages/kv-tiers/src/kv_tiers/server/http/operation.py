@@ -19,14 +19,14 @@ from kv_tiers.server.http.problem import Problem
 MAX_BODY_BYTES: Final = 4 << 20
 """Room for thirty thousand keys."""
 MAX_READ_BYTES: Final = 4 * MAX_BODY_BYTES
-"""A body that is too long is read up to here all the same: a connection that is closed with bytes unread is reset, and
-who sent them may never see the answer."""
+"""A body that is too long is still read up to this size: closing a connection with unread bytes resets it, and then the
+client may never see the answer."""
 BODY_S: Final = 10.0
 """Seconds that a body may take to arrive."""
 
 
 def _number(text: str) -> float:
-    """To the document 4096.0 is a whole number like any other, so it is one here."""
+    """In the OpenAPI document 4096.0 is an integer, so it is one here."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
@@ -41,7 +41,7 @@ class Operation:
     answer_with: called with the body, if there is one, and the path's parameters by name; it may raise `Problem` and
         `InputError`.
     answer: the type that it returns; a `Response` is sent as it is.
-    body: the type of the body; None where the operation takes none.
+    body: the type of the body; None if the operation takes none.
     status: of success.
     failures: the statuses of its own problems.
     """
@@ -96,7 +96,7 @@ def _authorize(request: Request, token: str) -> None:
 
 
 async def _body(request: Request) -> bytes:
-    """All of it, within its bounds."""
+    """The whole body, within its limits."""
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length[:12]) > MAX_READ_BYTES:
         raise _too_long()

@@ -16,7 +16,7 @@ _FILE: Final = Path(__file__).with_name("page.html")
 
 
 class Page:
-    """Read once."""
+    """The page, which is read from its file once."""
 
     def __init__(self) -> None:
         self._text = _FILE.read_text()

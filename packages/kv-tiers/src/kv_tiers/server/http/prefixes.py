@@ -41,11 +41,12 @@ class Named(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Shaped(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """keys: of whole chunks, chunk by chunk: of each the key of every group, and of every group that of every shard.
-    coverages: by group, what a hit needs of a prefix; `kv explain` and docs/formats/wire.md say how it is written. A
-        model with full attention alone needs none of these.
+    """keys: of whole chunks, chunk by chunk: for each chunk those of every group, and for each group those of every
+        shard.
+    coverages: by group, what a hit needs of a prefix; `kv explain` and docs/formats/wire.md show the notation. A model
+        with only full attention needs none of these.
     chunk_tokens: tokens of a chunk.
-    shards: how many different ones every group has.
+    shards: the number of shards of every group.
     """
 
     keys: Keys
@@ -56,8 +57,8 @@ class Shaped(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def shape(self) -> ChunkShape:
         """
         Raises:
-            InputError: no such coverage.
-            Problem: keys of no whole chunks.
+            InputError: there is no such coverage.
+            Problem: the keys are not those of whole chunks.
         """
         shape = ChunkShape(self.chunk_tokens, tuple(map(Coverage.parse, self.coverages)), self.shards)
         if len(self.keys) % shape.keys_per_chunk:
@@ -72,7 +73,7 @@ class Prefix(Shaped, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class WarmUp(Prefix, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """timeout_s: how long the tiers below may take."""
+    """timeout_s: how long the lower tiers may take."""
 
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
 
@@ -90,7 +91,7 @@ class Import(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """chunks: of the leading keys, how many stay until they are unpinned. Pins have half the pool at most."""
+    """chunks: how many leading chunks stay until they are unpinned. Pins take at most half the pool."""
 
     chunks: int
 
@@ -154,7 +155,7 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
             raise Problem(404, f"there is no file {body.file!r} in the archive_directory; GET /prefixes lists what is")
         return jobs.start("import", body.file, partial(_import, cache, path, fingerprint))
 
-    async def job(id: str) -> Job:  # what the path calls it
+    async def job(id: str) -> Job:  # the name in the path
         if not re.fullmatch("[0-9]{1,18}", id):
             raise Problem(404, f"a job has a number, and is not called {id[:100]!r}")
         return jobs.find(int(id))

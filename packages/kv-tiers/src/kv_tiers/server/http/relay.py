@@ -113,7 +113,7 @@ class Relay:
 
 async def _answer(future: "Future[T]") -> T:
     try:
-        # A client that hangs up must not cancel the answer for others that wait for it.
+        # A client that disconnects must not cancel the answer for others that are waiting for it.
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), ANSWER_S)
     except TimeoutError:
         raise Problem(503, f"the serving thread has not answered within {ANSWER_S:g} s; look at its log") from None

@@ -19,7 +19,7 @@ Digest = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{32}|[0-9a-f]{64})$", descrip
 
 class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """digests: of the prompt's whole chunks, from the first: the chain that begins with its salt, if it has one.
-    tokens: of the whole prompt; left out, whole chunks alone are counted.
+    tokens: of the whole prompt; if omitted, only whole chunks are counted.
     tenant: the tag of the salt (`kv_core.tenant_tag`), hex.
     """
 
@@ -29,9 +29,9 @@ class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Routes(msgspec.Struct, frozen=True):
-    """engines: the soonest first, and last those whose costs are not known. One that serves several models has an
+    """engines: the soonest first, and last those whose costs are not known. An engine that serves several models has an
         entry for each.
-    unknown: engines that are connected and have looked nothing up yet.
+    unknown: engines that are connected and have not looked up anything yet.
     """
 
     engines: list[EngineEstimate]
@@ -47,7 +47,7 @@ def operations(relay: Relay) -> list[Operation]:
         estimates = []
         for served, queue_s in queues.items():
             if served.format not in caches:
-                continue  # an engine of that name had it before
+                continue  # an earlier engine of that name had it
             whole_tokens = len(digests) * served.shape.chunk_tokens
             tokens = whole_tokens if body.tokens is UNSET else max(body.tokens, whole_tokens)
             of_engine = partial(estimate, caches[served.format], served, digests, tokens=tokens, queue_s=queue_s)

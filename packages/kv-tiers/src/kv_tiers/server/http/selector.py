@@ -22,7 +22,7 @@ class FormatSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, LocalCache]:
-    """All caches that match. To match none is a problem only if a field was given.
+    """All caches that match. Matching none is a problem only if a field was given.
 
     Raises:
         Problem: there is no such format, or the server does not answer.

@@ -1,4 +1,4 @@
-"""Starts HTTP, or says which packages to install."""
+"""Starts HTTP, or reports which packages to install."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def open_http(config: HttpConfig, tenants: Sequence[Tenant] = ()) -> "HttpThread | None":
-    """Take the address that the settings say; None: they say none. tenants: those that the settings name.
+    """Bind the address in the settings; None: they have none. tenants: those in the settings.
 
     Raises:
-        ConfigError: it cannot be had, a setting cannot be honoured, or the extra is not installed.
+        ConfigError: it cannot be bound, a setting cannot be honoured, or the extra is not installed.
     """
     if not config.listen:
         return None

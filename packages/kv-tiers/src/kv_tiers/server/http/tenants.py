@@ -19,8 +19,8 @@ from kv_tiers.server.http.selector import FormatSelector, select_caches
 
 
 class Quota(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """quota_bytes: for itself, of each format's pool, as a number or text such as "4GiB"; whole chunks count, and 0 is
-    none at all."""
+    """quota_bytes: the tenant's own part of each format's pool, as a number or a text such as "4GiB"; only whole chunks
+    count, and 0 means none at all."""
 
     quota_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)] | Annotated[str, Meta(pattern=BYTES_PATTERN)]
 
@@ -36,7 +36,7 @@ class Use(msgspec.Struct, frozen=True):
 
 
 class TenantState(msgspec.Struct, frozen=True):
-    """name: from the settings, "" if it is not there. tag: as keys' paths show it."""
+    """name: from the settings, "" if it is not there. tag: as in the paths of keys."""
 
     name: str
     tag: str
@@ -126,10 +126,10 @@ def _use(format_: Format, cache: LocalCache, tag: bytes) -> Use:
 
 
 def _set_all(caches: Mapping[Format, LocalCache], tag: bytes, quota_bytes: int | None) -> None:
-    """In all of them or in none.
+    """Set the quota in all of them or in none.
 
     Raises:
-        Problem: one of them cannot have it.
+        Problem: one of them cannot grant it.
     """
     done: list[tuple[LocalCache, int | None]] = []
     try:

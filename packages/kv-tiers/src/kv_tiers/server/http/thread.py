@@ -35,7 +35,7 @@ _NO_ROOM: Final = (
 
 
 class HttpThread:
-    """Takes its address at once, serves from `start` until `stop`."""
+    """Binds its address at once, and serves from `start` until `stop`."""
 
     def __init__(self, config: HttpConfig, tenants: Sequence[Tenant]) -> None:
         """tenants: those that the settings name.
@@ -75,7 +75,7 @@ class HttpThread:
                 lifespan="off",
                 interface="asgi3",
                 log_config=None,
-                log_level="critical",  # what others send us is not worth a line in the log
+                log_level="critical",  # what clients send us is not worth a log line
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
@@ -87,7 +87,7 @@ class HttpThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer what is being asked, for a moment, and close."""
+        """Finish requests in progress, for a short time, and close."""
         if self._server is None or self._relay is None:
             self._listener.close()
             return
@@ -101,12 +101,12 @@ class HttpThread:
         assert self._server is not None
         try:
             asyncio.run(self._run())
-        except Exception:  # noqa: BLE001  # the relay goes on
+        except Exception:  # noqa: BLE001  # the server continues
             _log.exception("HTTP has ended by a bug; engines are served as before")
 
     async def _run(self) -> None:
         assert self._server is not None
-        # We accept by ourselves: uvicorn takes all that come, and asyncio without descriptors logs and spins.
+        # We accept connections ourselves: uvicorn takes any number, and asyncio logs and spins when out of descriptors.
         accepting = self._accepting = _HttpListener(self._listener, self._server)
         try:
             await self._server.serve(sockets=[])
@@ -115,7 +115,7 @@ class HttpThread:
 
 
 class _HttpListener:
-    """Takes connections from the listener, closes it at the end, and makes a protocol for each that is admitted."""
+    """Accepts connections from the listener, closes it at the end, and creates a protocol for each that is admitted."""
 
     def __init__(self, listener: socket.socket, server: uvicorn.Server) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,1 +1,1 @@
-"""What every server holds, known to all of them: a stream of changes in Valkey, and each server's mirror in memory."""
+"""A directory of what every server holds: a stream of changes in Valkey, and a mirror in each server's memory."""

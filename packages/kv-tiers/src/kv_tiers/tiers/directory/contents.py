@@ -1,8 +1,8 @@
-"""What this server holds for others to read, as the directory knows it: names, their sums, and numbered changes.
+"""What this server holds for others to read, as listed in the directory: names, their sums, and numbered changes.
 
-Indexes only say which keys to look at again. Whether peers may read a chunk is asked where they would be answered, so
-that the directory says what a peer would be told, however a chunk came or left. From time to time all keys are looked
-at, for what no index notices: a tier that went down, or came back.
+Indexes only report which keys to check again. Whether peers may read a chunk is decided where their requests are
+answered, so the directory agrees with those answers, however a chunk came or left. Periodically all keys are checked,
+to catch what no index notices: a tier that went down, or came back.
 """
 
 import secrets
@@ -23,7 +23,7 @@ from kv_tiers.tiers.directory.holders import HolderTable
 from kv_tiers.tiers.directory.names import NAME_BYTES, Names, names_of, no_sums, pack, root_of, shards_of, toggle
 
 SCAN_S: Final = 120.0
-"""How often all keys are looked at."""
+"""How often all keys are checked."""
 _OURS: Final = 1
 _AT_ONCE: Final = 1 << 14
 _MAX_DOUBTED: Final = 1 << 14
@@ -38,7 +38,7 @@ class Source:
 
 
 class Contents:
-    """Of one cache. Safe to call from any thread, `update` from one at a time."""
+    """The contents of one cache. Safe to call from any thread, `update` from one at a time."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class Contents:
     ) -> None:
         """holds: whether peers may read these now."""
         self.id = secrets.token_bytes(HOST_BYTES)
-        """Unique to this for ever, because the numbers of another mean nothing here."""
+        """Unique to this object, because the numbers of another mean nothing here."""
         self._holds = holds
         self._sources = sources
         self._scan_s, self._now_s = scan_s, now_s
         self._scan_at_s = now_s()
         self._doubted: set[ChunkKey] = set()
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards what follows
         self._table = HolderTable()
         self._sums = no_sums()
         self._sequence = 0
@@ -67,13 +67,14 @@ class Contents:
         return self._table.entries
 
     def doubt(self, keys: Iterable[ChunkKey]) -> None:
-        """A peer asked for these in vain."""
+        """Check these again: a peer requested them in vain."""
         with self._lock:
             if len(self._doubted) < _MAX_DOUBTED:
                 self._doubted.update(keys)
 
     def update(self, address: str) -> Entry:
-        """Look at what has changed; the entry that says so. One without changes says that this server lives.
+        """Collect what has changed; returns the entry that reports it. One without changes shows that this server is
+        alive.
 
         address: where peers read from it.
         """
@@ -102,7 +103,7 @@ class Contents:
             toggle(self._sums, added)
             toggle(self._sums, removed)
             if len(added) + len(removed) > MAX_CHANGES:
-                self._sequence += 1  # for which there is no entry
+                self._sequence += 1  # no entry has these changes
                 added = removed = added[:0]
             elif len(added) + len(removed):
                 self._sequence += 1
@@ -110,7 +111,7 @@ class Contents:
             return Entry(VERSION, self.id, address, self._sequence, count, root, pack(added), pack(removed))
 
     def goodbye(self) -> Entry:
-        """The entry of a server that ends."""
+        """The entry of a server that shuts down."""
         return Entry(VERSION, self.id, "", self._sequence, 0, bytes(NAME_BYTES))
 
     def sums(self) -> tuple[int, bytes]:
@@ -119,9 +120,10 @@ class Contents:
             return self._sequence, pack(self._sums)
 
     def names_in(self, shards: Sequence[int], max_names: int) -> tuple[int, int, Names]:
-        """The number of the last change; how many of these shards there is room for, one at least; the names in them.
+        """The number of the last change; how many of these shards there is room for, at least one; and the names in
+        them.
 
-        Of a first shard that is larger than the room, only so many.
+        If the first shard alone exceeds `max_names`, only that many of its names.
         """
         with self._lock:
             sequence, names = self._sequence, self._table.names_of(_OURS)
@@ -138,13 +140,13 @@ class Contents:
 
 @runtime_checkable
 class ListsHolders(Protocol):
-    """What a `Tier` may do besides: tell other hosts what this server holds, and know what they hold."""
+    """Optional capability of a `Tier`: telling other hosts what this server holds, and knowing what they hold."""
 
     lists_holders: bool
-    """Whether it is to."""
+    """Whether it is configured to."""
 
     def publish(self, contents: Contents, address: HostPort) -> None:
-        """From now on, until `close`. address: where peers read from this server."""
+        """List these contents from now on, until `close`. address: where peers read from this server."""
 
     def directory_state(self) -> DirectoryState | None:
         """None: there is no directory."""

@@ -1,12 +1,12 @@
 """A server's part in a directory: it writes what it holds, reads what others write, and repairs what it has missed.
 
-Two threads. One writes and reads every `interval_s`; it never asks a peer, so that a peer that hangs delays no entry.
-The other repairs, several hosts at once, from these themselves: they know what they hold now, they are needed for the
-chunks in any case, and Valkey need not keep every server's names.
+There are two threads. One writes and reads every `interval_s`; it never queries a peer, so a peer that hangs delays no
+entry. The other repairs the mirror, for several hosts at once, by querying the hosts themselves: they know what they
+hold now, they are needed for the chunks in any case, and Valkey need not store every server's names.
 
-While Valkey cannot be reached the mirror stays as it is. A chunk that came since is not found, one that has left costs
-a read that finds nothing, and a host that is dead is noticed by the first who asks it. What was not written in time is
-written later, up to `_MAX_UNSENT` entries; beyond that readers notice the gap.
+While Valkey cannot be reached, the mirror stays as it is. A chunk added since is not found, one that has left costs a
+read that finds nothing, and a dead host is noticed by the first request to it. Entries that could not be written are
+written later, up to `_MAX_UNSENT`; beyond that, readers notice the gap.
 """
 
 import threading
@@ -41,7 +41,7 @@ _MOST_HOLDERS: Final = 8
 """Holders of a chunk that a lookup considers."""
 _REPAIRS_AT_ONCE: Final = 16
 _HEARTBEATS: Final = 5
-"""In a lease."""
+"""Heartbeats per lease."""
 
 
 class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,12 +53,12 @@ class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_o
     address: str = ""
     """A host and a port where other hosts reach this server. Empty: `peers.listen`."""
     interval_s: float = 1.0
-    """How often changes are written and read. A chunk is known elsewhere after twice that, at most."""
+    """How often changes are written and read. A chunk is known elsewhere after at most twice that."""
     lease_s: float = 15.0
-    """A host of which nothing was heard for so long is not asked any more."""
+    """A host that has written nothing for this long is no longer queried."""
     max_chunks: int = 50_000_000
-    """Chunks of all other hosts together of which is known where they are, at 18 to 28 bytes each. A host for whose
-    chunks there is no room is not asked."""
+    """How many chunks of all other hosts together are tracked, at 18 to 28 bytes each. A host whose chunks have no room
+    is not queried."""
     max_hosts: int = 4096
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Directory:
-    """Of one tier. Safe to call from any thread."""
+    """The directory of one tier. Safe to call from any thread."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class Directory:
         is_allowed: Callable[[HostPort], bool],
         where: str,
     ) -> None:
-        """Connects to nobody yet.
+        """Does not connect yet.
 
-        peers: the connections; their hosts are those of the directory from now on.
-        answer_s: for one answer of a peer.
+        peers: the connections; from now on their hosts come from the directory.
+        answer_s: the time limit of one answer of a peer.
         is_allowed: whether a host at this address may be connected to.
 
         Raises:
@@ -103,23 +103,23 @@ class Directory:
         )
         self._closing = threading.Event()
         self._repair_due = threading.Event()
-        self._lock = threading.Lock()  # of what follows, but for what only the stream's thread uses
+        self._lock = threading.Lock()  # guards what follows, except what only the stream's thread uses
         self._threads: list[threading.Thread] = []
         self._contents: Contents | None = None
         self._address = config.address
         self._not_here: OrderedDict[tuple[HostPort, ChunkKey], float] = OrderedDict()
         self._counts_not_here = 0
         self._why = ""
-        # The stream's thread's.
+        # Used only by the stream's thread.
         self._position: Position | None = None
         self._refusal = ""
         self._unsent: deque[bytes] = deque(maxlen=_MAX_UNSENT)
-        self._said = (-1, -_HEARTBEATS * config.lease_s)  # number, and when
+        self._said = (-1, -_HEARTBEATS * config.lease_s)  # the last entry's number, and its time
         self._caught_up_s = time.monotonic()
         self._any_read_s = time.monotonic()
 
     def start(self) -> None:
-        """Take part from now on. Again: nothing."""
+        """Take part from now on. Calling it again does nothing."""
         with self._lock:
             if self._threads or self._closing.is_set():
                 return
@@ -131,7 +131,7 @@ class Directory:
                 thread.start()
 
     def publish(self, contents: Contents, address: HostPort) -> None:
-        """List this server's contents. address: where it is read, unless the settings say."""
+        """List this server's contents. address: where peers read from it, unless the settings name another."""
         self._mirror.ignore(contents.id)
         with self._lock:
             self._address = self._address or str(address)
@@ -139,7 +139,7 @@ class Directory:
         self.start()
 
     def holders(self, keys: Sequence[ChunkKey]) -> list[list[Peer]]:
-        """The peers that hold each of these and may be queried now. From memory."""
+        """The peers that hold each of these and may be queried now. Answers from memory."""
         found = self._mirror.holders(names_of(keys), _MOST_HOLDERS)
         answers: list[list[Peer]] = []
         up: dict[HostPort, list[Peer]] = {}
@@ -156,8 +156,8 @@ class Directory:
         return answers
 
     def not_here(self, host: HostPort, keys: Sequence[ChunkKey]) -> None:
-        """This host does not have these, though its names say so. It has noticed that now; until we hear, or for a
-        lease if it does not say so, it is not asked again."""
+        """This host does not have these, although it lists them. Our request has made it check, so its entries will say
+        so; in any case it is not queried for them again within a lease."""
         until_s = time.monotonic() + self._config.lease_s
         with self._lock:
             self._counts_not_here += len(keys)
@@ -209,9 +209,9 @@ class Directory:
                 why = self._refusal
             except TierDown as error:
                 why = str(error)
-            except MisuseError:  # the cache is closed, and this soon will be
+            except MisuseError:  # the cache is closed, and this will be soon
                 break
-            except Exception:  # noqa: BLE001  # a bug costs misses, and must not end what repairs them
+            except Exception:  # noqa: BLE001  # a bug costs misses, and must not end the thread that repairs them
                 _log.exception("a directory met a bug")
                 why = "a bug, which is in the log"
             if why and not self._why:
@@ -221,7 +221,7 @@ class Directory:
         self._leave()
 
     def _write(self) -> None:
-        """Write what has changed, and now and then that we live."""
+        """Write what has changed, and from time to time a heartbeat."""
         with self._lock:
             contents, address = self._contents, self._address
         self._refusal = ""
@@ -239,7 +239,7 @@ class Directory:
                 self._unsent.clear()
 
     def _read(self) -> None:
-        """Read up to the end."""
+        """Read to the end of the stream."""
         if self._position is None:
             self._position = self._stream.last()  # every live host writes an entry within a lease
         while not self._closing.is_set():
@@ -257,7 +257,7 @@ class Directory:
                 self._any_read_s = now_s
             elif now_s - self._any_read_s > self._config.lease_s / 2:
                 self._any_read_s = now_s
-                if self._stream.last() < self._position:  # its server has lost them, and its clock was set back
+                if self._stream.last() < self._position:  # the server has lost its entries, and its clock was set back
                     self._position = BEGINNING
                     continue
             if len(entries) < AT_ONCE:

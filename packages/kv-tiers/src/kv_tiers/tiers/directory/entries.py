@@ -1,7 +1,7 @@
-"""What a server writes into the directory: an entry for each batch of changes, and one from time to time without any.
+"""What a server writes into the directory: an entry for each batch of changes, and periodically one without any.
 
-Whoever may write into the directory may write anything, so sizes are bounded, and nothing in an entry is used but as a
-hint: what chunks are worth asking whom for (docs/peers.md).
+Any client that may write into the directory may write anything, so sizes are bounded, and an entry is used only as a
+hint: which chunks are worth requesting from which host (docs/peers.md).
 """
 
 from typing import Annotated, Final
@@ -15,7 +15,7 @@ from kv_tiers.tiers.directory.names import NAME_BYTES, Names, unpack
 
 VERSION: Final = 1
 MAX_CHANGES: Final = 1 << 12
-"""Names in one entry. Where more have changed there are none, and readers ask the server itself."""
+"""Names in one entry. If more have changed, the entry has none, and readers query the server itself."""
 MAX_ENTRY_BYTES: Final = MAX_CHANGES * NAME_BYTES + (1 << 10)
 HOST_BYTES: Final = 16
 
@@ -29,8 +29,8 @@ class Entry(Message):
     """A server's entry.
 
     version: of this format.
-    host: the cache of this server, until its process ends.
-    address: a host and a port where peers read from it; empty: it leaves.
+    host: identifies the cache of this server, until its process ends.
+    address: a host and a port where peers read from it; empty: it is leaving.
     sequence: the number of the last change, this entry's if it has any. A change for which there is no entry leaves a
         gap in the numbers.
     count, root: of all names that it holds after this entry (`names.root_of`).
@@ -69,7 +69,7 @@ def encode(entry: Entry) -> bytes:
 def decode(written: bytes) -> Entry:
     """
     Raises:
-        InputError: this is no entry.
+        InputError: this is not a valid entry.
     """
     if len(written) > MAX_ENTRY_BYTES:
         raise InputError(f"an entry of {len(written)} bytes; at most {MAX_ENTRY_BYTES} are allowed")

@@ -1,13 +1,13 @@
-"""Who holds which name: a hash table in three arrays, which takes 12 bytes a slot and answers for hundreds of names at
-once.
+"""Which hosts hold which name: a hash table in three arrays, which takes 12 bytes per slot and looks up hundreds of
+names at once.
 
 A pair of a name and a host is an entry. The holders of a name have places 0, 1, 2 and so on without a gap: an entry is
-found by name and place, and a lookup asks for the first few places. Entries are found by linear probing from a hash of
-both, salted, so that nobody outside can make names collide. An entry that is removed leaves its slot to the same name
-and place, until the table is built anew.
+found by name and place, and a lookup tries the first few places. Entries are found by linear probing from a salted hash
+of both, so that no outsider can make names collide. The slot of a removed entry can only be reused for the same name
+and place, until the table is rebuilt.
 
-Those who change the table take turns. Lookups need not: one that meets a change may see a holder too many or too few,
-which costs a miss, and never goes on for ever.
+Callers must serialise changes of the table. Lookups need no lock: one that runs during a change may see a holder too
+many or too few, which costs a miss, but it always ends.
 """
 
 import secrets
@@ -23,16 +23,16 @@ Hosts = npt.NDArray[np.uint16]
 _Slots = npt.NDArray[np.int64]
 
 NOBODY: Final = 0
-"""No host's number."""
+"""The number of no host."""
 MAX_HOSTS: Final = (1 << 16) - 2
 _NEVER: Final = (1 << 16) - 1
 """The place of a slot that was never used, where a probe ends."""
 _MIN_SLOTS: Final = 1 << 10
 _FULL: Final = 0.66
 _GROWTH: Final = 2.25
-"""Slots for each entry when the table is built anew: it is then 0.44 full."""
+"""Slots per entry when the table is rebuilt: it is then 0.44 full."""
 _AT_ONCE: Final = 1 << 18
-"""Entries that one call handles together, which bounds the memory it needs besides."""
+"""Entries that one call handles together, which bounds the temporary memory it needs."""
 _PLACE_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 _HALF: Final = np.uint64(32)
@@ -68,7 +68,8 @@ class _Slotted:
         return found
 
     def insert(self, names: Names, places: npt.NDArray[np.uint16], hosts: Hosts) -> None:
-        """Add entries that are not there, no two of one name and place. There is room."""
+        """Add entries that are not there yet, no two with the same name and place. The caller has ensured that there is
+        room."""
         at = self._homes(names, places.astype(np.uint64))
         pending = np.arange(len(names))
         while len(pending):
@@ -101,12 +102,12 @@ class HolderTable:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of memory now."""
+        """The memory that it uses now."""
         slotted = self._slotted
         return slotted.names.nbytes + slotted.hosts.nbytes + slotted.places.nbytes
 
     def holders(self, names: Names, most: int) -> Hosts:
-        """[names, most]: holders of each name, at most so many, and `NOBODY` in what is left. Without turns."""
+        """[names, most]: the holders of each name, at most `most`, padded with `NOBODY`. Needs no lock."""
         slotted = self._slotted
         found = np.zeros((len(names), most), np.uint16)
         asking = np.arange(len(names))
@@ -119,15 +120,15 @@ class HolderTable:
         return found
 
     def add(self, names: Names, host: int) -> Flags:
-        """Which of these were not held by this host. names: each once."""
+        """Add these names for this host; returns which of them it did not hold before. names: without duplicates."""
         return self._in_parts(names, host, self._add)
 
     def remove(self, names: Names, host: int) -> Flags:
-        """Which of these were held by this host. names: each once."""
+        """Remove these names for this host; returns which of them it held. names: without duplicates."""
         return self._in_parts(names, host, self._remove)
 
     def names_of(self, host: int) -> Names:
-        """All names that this host holds. It looks at every slot: a millisecond for each million."""
+        """All names that this host holds. Scans every slot: a millisecond per million."""
         slotted = self._slotted
         names: Names = slotted.names[slotted.hosts == host]
         return names
@@ -168,14 +169,14 @@ class HolderTable:
             asking, place = asking[held], place + 1
             last[asking] = slots[held]
         was_held = mine >= 0
-        # The last holder takes its place, so that there is no gap.
+        # The last holder moves to the freed place, so that there is no gap.
         slotted.hosts[mine[was_held]] = slotted.hosts[last[was_held]]
         slotted.hosts[last[was_held]] = NOBODY
         self.entries -= int(np.count_nonzero(was_held))
         return was_held
 
     def _with_room(self, more: int) -> _Slotted:
-        """The arrays, with room for so many more entries."""
+        """The arrays, with room for this many more entries."""
         old = self._slotted
         if old.used + more > _FULL * old.slots:
             new = _Slotted(max(_MIN_SLOTS, int(_GROWTH * (self.entries + more))), self._salt)
@@ -188,5 +189,5 @@ class HolderTable:
 
 
 def _hosts_at(slotted: _Slotted, slots: _Slots) -> Hosts:
-    """Whose entries these are; `NOBODY` where there is none."""
+    """The hosts of the entries in these slots; `NOBODY` where there is none."""
     return np.where(slots >= 0, slotted.hosts[slots], NOBODY).astype(np.uint16, copy=False)

@@ -1,12 +1,13 @@
-"""What the others hold, in memory: updated by their entries, compared with each entry's root, repaired after a loss.
+"""What the other hosts hold, in memory: updated by their entries, compared with each entry's root, repaired after a
+loss.
 
-A host's entries have consecutive numbers. One that is missing, or a root that is not ours, makes the host *doubtful*:
-its names are used on as they are, and it is queried for the sums of its shards; only shards whose sums differ are
-fetched from it. Meanwhile its entries wait. They are then applied to what was fetched, which may be newer: whether a
-name is held is decided by the last change of it, so applying a change again does no harm.
+A host's entries have consecutive numbers. A missing number, or a root that differs from ours, makes the host
+*doubtful*: its names stay in use, it is queried for the sums of its shards, and only shards whose sums differ are
+fetched from it. Meanwhile its entries wait. They are then applied to what was fetched, which may be newer: the last
+change of a name decides whether it is held, so applying a change again does no harm.
 
-A host that has written nothing for `lease_s` is dropped with all its names; so is one in whose place another has
-appeared. This file does no I/O and has no clock.
+A host that has written nothing for `lease_s` is dropped with all its names; so is one whose address now belongs to
+another. This file does no I/O and has no clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ _NEXT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """What a host says of all that it holds.
+    """A host's summary of all that it holds.
 
     sequence: of its last change.
     sums: of each shard.
@@ -74,9 +75,9 @@ class Host:
     number: in the table.
     sequence: of the last entry that was applied.
     covered: a repair has brought everything up to this number.
-    exact_from: from this number on our root must be the host's; some shards may have been fetched later than others.
+    exact_from: from this number on our root must equal the host's. Before, some shards may be newer than others.
     cleared_s: when it was cleared, by our clock, as far as is known.
-    is_believed: it has answered, and was not cleared before we were (`Mirror.cleared`). Others are not used.
+    is_believed: it has answered, and was not last cleared before we were (`Mirror.cleared`). Others are not used.
     """
 
     id: bytes
@@ -143,7 +144,7 @@ class Mirror:
         self._by_number: list[Host | None] = [None] * (MAX_HOSTS + 1)
         self._numbers = 0
         self._free_numbers: list[int] = []
-        # By address, so that a host that changes its id with each entry is not queried more often for it.
+        # By address, so that a host is not queried more often because it changes its id with each entry.
         self._backoff: dict[HostPort, _Backoff] = {}
         self._own: bytes | None = None
         self._cleared_s: float | None = None
@@ -166,7 +167,7 @@ class Mirror:
             return msgspec.structs.replace(counts)
 
     def ignore(self, own: bytes) -> None:
-        """Entries of this host are ours."""
+        """Ignore the entries of this host, which are ours."""
         self._own = own
 
     def addresses(self) -> list[HostPort]:
@@ -194,7 +195,7 @@ class Mirror:
             return np.zeros(0, np.uint64) if known is None else self._table.names_of(known.number)
 
     def take(self, entry: Entry, now_s: float) -> None:
-        """An entry was read. In any order, any number of times."""
+        """Apply an entry that was read. Entries may come in any order, and repeatedly."""
         if entry.host == self._own:
             return
         with self._lock:
@@ -212,19 +213,20 @@ class Mirror:
                 host.waiting.append(entry)
 
     def expire(self, now_s: float) -> None:
-        """Drop hosts whose time is over."""
+        """Drop hosts whose lease has expired."""
         with self._lock:
             for host in [host for host in self._hosts.values() if now_s - host.heard_s > self._lease_s]:
                 self._drop(host)
 
     def resumed(self, now_s: float) -> None:
-        """Nothing could be read for a while, so that nobody's silence means anything."""
+        """Restart all leases: nothing could be read for a while, so a host's silence means nothing."""
         with self._lock:
             for host in self._hosts.values():
                 host.heard_s = now_s
 
     def cleared(self, now_s: float) -> None:
-        """Our cache was cleared: only hosts that were cleared later are believed. All are queried for when that was."""
+        """Our cache was cleared: only hosts that were cleared later are believed. All are queried for the time of their
+        last clear."""
         with self._lock:
             self._cleared_s = now_s
             self._backoff.clear()
@@ -251,7 +253,7 @@ class Mirror:
             return begun
 
     def differing(self, host: Host, summed: Summed) -> list[int]:
-        """The shards that have to be fetched from this host, which has just said this."""
+        """The shards that must be fetched from this host, according to its summary."""
         with self._lock:
             host.covered = summed.sequence
             host.exact_from = max(host.exact_from, summed.sequence)
@@ -264,7 +266,7 @@ class Mirror:
                 return
             names = np.unique(names[np.isin(shards_of(names), shards)])
             ours = names[:0]
-            if host.count:  # else there is nothing to look for in the whole table
+            if host.count:  # else there is no need to scan the whole table
                 ours = self._table.names_of(host.number)
                 ours = ours[np.isin(shards_of(ours), shards)]
             self._change(
@@ -281,7 +283,7 @@ class Mirror:
             _advance(host, Sign.REPAIRED)
             self._counts.repairs += 1
             self._counts.repair_bytes += nbytes
-            # Success comes first from the next entry whose root is ours; until then a repair is not repeated at once.
+            # Only the next entry whose root equals ours confirms success; until then a repair is not repeated at once.
             self._back_off(host, now_s)
             host.cleared_s = cleared_s
             self._believe(host)
@@ -292,7 +294,7 @@ class Mirror:
                 self._apply(host, entry)
 
     def fail_repair(self, host: Host, now_s: float) -> None:
-        """It does not answer, or not so that it makes sense."""
+        """The host did not answer, or its answer made no sense."""
         with self._lock:
             if self._hosts.get(host.id) is not host:
                 return
@@ -304,7 +306,7 @@ class Mirror:
                 self._apply(host, entry)
 
     def drop(self, host: Host) -> None:
-        """It is not there any more."""
+        """The host is gone."""
         with self._lock:
             if self._hosts.get(host.id) is host:
                 self._drop(host)
@@ -316,7 +318,7 @@ class Mirror:
         if not self._is_allowed(address):
             return None
         if (before := self._at.get(address)) is not None:
-            self._drop(before)  # it was started anew
+            self._drop(before)  # it was restarted
         if len(self._hosts) >= self._max_hosts:
             return None
         if self._free_numbers:
@@ -341,7 +343,7 @@ class Mirror:
         known = max(host.sequence, host.covered)
         if entry.has_changes:
             if entry.sequence <= known:
-                return  # again, too late, or fetched already
+                return  # a repetition, too late, or fetched already
             is_gap = entry.sequence > known + 1
             added, removed = entry.names()
             self._change(host, np.unique(added), np.unique(removed))
@@ -374,14 +376,15 @@ class Mirror:
         host.count += len(added) - len(removed)
 
     def _readmit(self, host: Host, entry: Entry) -> None:
-        """There may be room again. With some to spare, so that it is not left out at the next entry."""
+        """Readmit the host if there is room again, with some to spare, so that it is not left out again at the next
+        entry."""
         if self._table.entries + entry.count <= 0.9 * self._max_names:
             host.is_left_out = False
             if host.trust is Trust.EXACT:
                 _advance(host, Sign.DIFFERS)
 
     def _believe(self, host: Host) -> None:
-        """Whether it is, and if not, have it queried again."""
+        """Determine whether the host is believed; if not, have it queried again."""
         ours, its = self._cleared_s, host.cleared_s
         host.is_believed = ours is None or (its is not None and its > ours)
         if not host.is_believed and host.trust is Trust.EXACT:

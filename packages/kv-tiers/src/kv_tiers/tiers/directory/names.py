@@ -1,8 +1,8 @@
 """Names of chunks in the directory, and the sums by which two sets of names are compared.
 
-A name is 64 bits of a hash of the key. Two keys of one name are possible, and cost a read that finds nothing: what is
-read is verified by its whole key. A set is divided into `SHARDS` by the first bits of its names. The sum of a shard is
-the exclusive or of its names, so adding or removing a name changes it in the same way, in any order; the root is the
+A name is 64 bits of a hash of the key. Two keys may share a name, which costs a read that finds nothing: what is read
+is verified by its whole key. A set is divided into `SHARDS` by the first bits of its names. The sum of a shard is the
+exclusive or of its names, so adding or removing a name changes it in the same way, in any order; the root is the
 exclusive or of all sums. Sets of equal size and root are taken to be equal.
 """
 

@@ -1,10 +1,10 @@
-"""The directory in Valkey or Redis: one stream for each format of chunks, to which all append and which all read.
+"""The directory in Valkey or Redis: one stream for each chunk format, which all servers append to and read.
 
     XADD   <prefix>:directory:<namespace>  MAXLEN ~ <n>  *  e <entry>
     XREAD  COUNT <n>  STREAMS  <prefix>:directory:<namespace>  <the last that was read>
 
-It holds the last entries only. Who has missed some learns it from their numbers, so nothing depends on what is kept
-there, and a server that was flushed or started anew is as good as any. A user needs XADD, XREAD and XREVRANGE on
+It holds only the last entries. A reader that has missed some notices by their numbers, so nothing depends on what is
+retained there, and a flushed or restarted server is as good as any. A user needs XADD, XREAD and XREVRANGE on
 <prefix>:directory:*, SELECT where the url names a database, CLUSTER SLOTS in a cluster.
 """
 
@@ -20,13 +20,13 @@ from kv_tiers.tiers.resp import Connection, ErrorReply, Reply, command
 AT_ONCE: Final = 256
 """Entries in one answer."""
 KEPT: Final = 1 << 14
-"""Entries that the stream keeps, more or less."""
+"""Entries that the stream retains, more or less."""
 _MAX_ANSWER_BYTES: Final = AT_ONCE * (MAX_ENTRY_BYTES + 256)
 _FIELD: Final = b"e"
 _MAX_ID: Final = (1 << 64) - 1
 
 Position = tuple[int, int]
-"""Of an entry in the stream: milliseconds, and a number among those of that millisecond."""
+"""Of an entry in the stream: milliseconds, and a number within that millisecond."""
 BEGINNING: Final = (0, 0)
 
 
@@ -40,7 +40,8 @@ class Stream:
         self._is_cluster = access.mode == "cluster"
 
     def append(self, entries: Sequence[bytes]) -> str:
-        """Write these; why they were refused, else empty. Some may have been written even so, or if it raises."""
+        """Write these; returns why they were refused, else "". Even then some may have been written, and also if it
+        raises."""
         commands = [command(b"XADD", self._name, b"MAXLEN", b"~", b"%d" % KEPT, b"*", _FIELD, one) for one in entries]
 
         def work(connection: Connection) -> list[Reply]:
@@ -61,7 +62,7 @@ class Stream:
         raise TierDown(f"the directory answers {str(answer)[:100]}")
 
     def last(self) -> Position:
-        """Of the last entry; `BEGINNING` if there is none."""
+        """The position of the last entry; `BEGINNING` if there is none."""
         answer = self._ask(command(b"XREVRANGE", self._name, b"+", b"-", b"COUNT", b"1"))
         match answer:
             case []:
@@ -102,7 +103,7 @@ class Stream:
 def _entry(reply: Reply) -> tuple[Position, bytes]:
     """
     Raises:
-        TierDown: it is none.
+        TierDown: it is not an entry.
     """
     match reply:
         case [bytes(position), [bytes(), bytes(value), *_]]:
