@@ -30,8 +30,8 @@ class RequestTokens:
 
     @property
     def kept_tokens(self) -> int:
-        """How many of its tokens may be stored. Tokens beyond those that are known are guesses (speculation, or a step
-        scheduled ahead), and not kept."""
+        """How many of its tokens may be stored. Tokens beyond the known ones are guesses (speculation, or a step
+        scheduled ahead) and are not stored."""
         return self.controls.storable(min(self.keep_tokens, len(self.tokens)))
 
 
@@ -56,7 +56,7 @@ class Scheduled:
     request: as it was when it asked.
     computed_tokens: how many of its first tokens are computed after the forward pass.
     blocks: its block tables.
-    states: what the engine hands over of it.
+    states: its states that the engine hands over.
     """
 
     request: RequestTokens
