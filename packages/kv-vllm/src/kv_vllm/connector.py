@@ -359,7 +359,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _start_holding(self) -> None:
-        """For workers whose stores continue after the step. Others finish them in it, as do all if none may be in flight."""
+        """For workers whose stores continue after the step. Others, or if none may be in flight, finish them in it."""
         facts, scheduler = self._engine.facts, self._scheduler
         if (
             scheduler is not None
