@@ -2,9 +2,9 @@
 
 The answer to a lookup is a promise: pages found are leased until they are read, or until enough newer lookups. A read
 of promised pages leases them in one call without another lookup. Lookup, read and store come from three threads of
-SGLang, which does not mention a lookup again once it is answered. A promise ends with the read of its last page; those that are
-never read end one by one as newer lookups arrive, and all at once when a store finds no room. A read whose promise has
-ended, or that never had one, looks up first.
+SGLang, which does not mention a lookup again once it is answered. A promise ends with the read of its last page; those
+that are never read end one by one as newer lookups arrive, and all at once when a store finds no room. A read whose
+promise has ended, or that never had one, looks up first.
 """
 
 import itertools
