@@ -14,12 +14,12 @@ BURST: Final = 10
 EVERY_S: Final = 60.0
 """After those, one line per this time; a kind that was silent for this long may burst again."""
 _LIMITED: Final = (logging.INFO, logging.CRITICAL)
-"""The range of levels that are limited, inclusive. DEBUG lines are never suppressed."""
+"""The range of levels that are limited, inclusive. DEBUG lines are not: where they are enabled, all are wanted."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind of line. said: lines logged since it was silent. left_out: lines suppressed since the last."""
+    """One kind of line. said: lines logged since its last silence. left_out: lines suppressed since the last logged."""
 
     last_s: float
     next_s: float = 0.0

@@ -94,5 +94,5 @@ class Tracked:
         return self.layerwise is not None and self.phase in (Phase.FILLING, Phase.DRAINING)
 
     def store_again(self) -> None:
-        """Count nothing of it as stored any more."""
+        """No longer count any of it as stored."""
         self.stored_chunks = self.stored_tail_tokens = 0

@@ -352,7 +352,7 @@ class _CopyPipeline:
         return there
 
     def _unused_list(self) -> int:
-        """Another list, which nothing reads any more; a new one rather than wait, within a step of the engine's."""
+        """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""
         for number, used in enumerate(self._used):
             if number != self._list and used.done():
                 return number
