@@ -6,7 +6,7 @@
     STORE  blocks ─▶ keys not yet held ─▶ lease ─▶ transfer plan ─▶ host pool ─▶ commit ─▶ lower tiers
            └ engine ┘ └── kv_core ────┘  kv_tiers  └─ kv_cuda ─┘                └──── kv_tiers ────┘
 
-`kv_core.service` is the door that an engine's connector knocks at; `kv_core.connect` is the connector, less the engine.
+`kv_core.service` is the interface an engine's connector calls; `kv_core.connect` is the engine-neutral connector.
 """
 
 from typing import TYPE_CHECKING

@@ -4,7 +4,7 @@ import xxhash
 
 
 def checksum_of(chunk: memoryview) -> bytes:
-    """XXH3 of 128 bits, seed 0, in its canonical form. Other threads run meanwhile."""
-    running = xxhash.xxh3_128()  # `update` lets them; the one-shot function would not
+    """128-bit XXH3, seed 0, in its canonical form. Other threads run meanwhile."""
+    running = xxhash.xxh3_128()  # `update` releases the GIL; the one-shot function does not
     running.update(chunk)
     return running.digest()

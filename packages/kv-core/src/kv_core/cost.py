@@ -1,11 +1,11 @@
-"""The cost model: whether a request should load what is held of it, or compute it.
+"""The cost model: whether a request should load the chunks held for it, or compute them.
 
 Both times are estimated in seconds by plain arithmetic. `compute_s` of tokens `a … b` is `token_s · (b - a) + pair_s ·
 (b² - a²) / 2`, because attention reads all earlier tokens for each token. `load_s` is `fixed_s + token_s · tokens` for
 the copy from the pool, minus what is computed while layers are copied, plus the wait for chunks that are not in the
 pool yet. The coefficients are learnt elsewhere (`kv_core.estimate`): the engine's by its scheduler half, the tiers' by
-their lanes. They meet in a lookup. While something is unknown it decides nothing: everything that is held is then used,
-and waited for as configured.
+their lanes. A lookup combines them. While one is unknown it decides nothing: everything that is held is then used, and
+waited for as configured.
 """
 
 from collections.abc import Iterable
@@ -23,11 +23,10 @@ class Costs:
     """An engine's own costs, which it sends with a lookup.
 
     computed_tokens: how many of the prompt's tokens the engine has in its own blocks.
-    compute: seconds a token, and seconds a pair of tokens, to compute them; None: not known yet.
-    load: seconds a load, and seconds a token of it, from the pool to its blocks; None: not known yet.
+    compute: seconds per token, and per pair of tokens, to compute them; None: not known yet.
+    load: seconds per load, and per token of it, from the pool to its blocks; None: not known yet.
     stores: whether the engine stores what it computes of this request.
-    layerwise_tokens: the prompt's, if the load is copied while what it leaves of them is computed; 0: it is copied
-        before that.
+    layerwise_tokens: the prompt's, if the load is copied while the rest of them is computed; 0: it is copied before.
     """
 
     computed_tokens: int = 0
@@ -37,7 +36,7 @@ class Costs:
     layerwise_tokens: int = 0
 
     def compute_s(self, first_token: int, last_token: int) -> float | None:
-        """To compute these tokens, the last excluded; None: not known."""
+        """Seconds to compute these tokens, the last excluded; None: not known."""
         if self.compute is None:
             return None
         first_token = max(first_token, self.computed_tokens)
@@ -47,7 +46,7 @@ class Costs:
         return (last_token - first_token) * (token_s + pair_s * 0.5 * (last_token + first_token))
 
     def load_s(self, first_token: int, last_token: int) -> float | None:
-        """To load them from the pool, beyond what is computed in the meantime; None: not known."""
+        """Seconds to load them from the pool, beyond the computation that it overlaps; None: not known."""
         if self.load is None:
             return None
         tokens = last_token - max(first_token, self.computed_tokens)
@@ -57,7 +56,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Chunks that slower tiers hold beyond those in the pool, and that are computed, as waiting for them does not pay.
+    """Chunks that slower tiers hold beyond those in the pool, computed because waiting for them does not pay.
 
     chunks: how many.
     tier: the slowest tier among those that hold them.
@@ -76,7 +75,7 @@ class Choice:
 
     chunks: number of the promised leading chunks to load: all or none of them.
     load_s, compute_s: for all that are promised, beyond what the engine has itself; None: not known.
-    skipped: what slower tiers hold beyond them and is not waited for.
+    skipped: chunks that slower tiers hold beyond them and that are not waited for.
     """
 
     chunks: int
@@ -87,7 +86,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An estimate, and what became of it.
+    """An estimate and its measurement.
 
     what: a prefill step, or a load from the pool to the engine's blocks.
     estimated_s, took_s: seconds.
@@ -101,7 +100,7 @@ class Measured:
 def choose(costs: Costs, chunk_tokens: int, chunks: int, skipped: Skipped | None = None) -> Choice:
     """Decide about a number of promised chunks. Constant time.
 
-    All or none: what a chunk saves grows along the prompt, because attention does, and what it costs does not.
+    All or none: what a chunk saves grows along the prompt, because attention does, while its cost does not.
     """
     last_token = chunks * chunk_tokens
     load_s, compute_s = costs.load_s(0, last_token), costs.compute_s(0, last_token)
@@ -111,17 +110,17 @@ def choose(costs: Costs, chunk_tokens: int, chunks: int, skipped: Skipped | None
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """chunks: a boundary that slower tiers can bring the hit to. seconds: when all that it needs is there."""
+    """chunks: a boundary that slower tiers can bring the hit to. seconds: until all chunks that it needs are there."""
 
     chunks: int
     seconds: float
 
 
 def choose_wait(costs: Costs, chunk_tokens: int, have: int, waits: Iterable[Wait], max_wait_s: float) -> Wait | None:
-    """The boundary that is worth waiting for; None: none is, so compute. Call it where `compute` is known.
+    """The boundary that is worth waiting for; None: none is, so compute. Call it only when `compute` is known.
 
-    have: the chunks that are there already: what is won is counted from those on. A boundary that takes longer than
-    `max_wait_s` is none.
+    have: the number of chunks already there; gains are counted beyond them. A boundary that takes longer than
+    `max_wait_s` is not considered.
     """
     best: Wait | None = None
     won_s = 0.0
@@ -133,7 +132,7 @@ def choose_wait(costs: Costs, chunk_tokens: int, have: int, waits: Iterable[Wait
 
 
 def won_by(costs: Costs, chunk_tokens: int, have: int, wait: Wait) -> float:
-    """Seconds by which the first token comes sooner with this wait than with computing all beyond `have` chunks."""
+    """Seconds by which the first token comes sooner with this wait than if all beyond `have` chunks is computed."""
     first_token, last_token = have * chunk_tokens, wait.chunks * chunk_tokens
     compute_s = costs.compute_s(first_token, last_token) or 0.0
     load_s = (costs.load_s(0, last_token) or 0.0) - (costs.load_s(0, first_token) or 0.0)

@@ -38,7 +38,7 @@ class Estimator:
 
     def __init__(self, features: int, *, memory: int = 64, min_samples: int = 4) -> None:
         """memory: number of samples after which older ones fade.
-        min_samples: with fewer, nothing is known.
+        min_samples: with fewer, there is no estimate.
         """
         self._features = features
         self._memory = memory
@@ -46,8 +46,8 @@ class Estimator:
         self._min_samples = min_samples
         self._said: tuple[float, ...] | None = None
         self._last: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_SEVERAL)
-        self._ratios: deque[float] = deque(maxlen=_SEVERAL)  # of those, the logs of what they took to what was expected
-        self._ratios_by: tuple[float, ...] | None = None  # the coefficients by which it was
+        self._ratios: deque[float] = deque(maxlen=_SEVERAL)  # their logs of seconds measured to seconds expected
+        self._ratios_by: tuple[float, ...] | None = None  # the coefficients of that expectation
         self._forget()
 
     def _forget(self) -> None:
@@ -92,7 +92,7 @@ class Estimator:
             self._fit_at = self.samples + max(1, min(self.samples, self._memory) // 8)
             fit = self._fit()
             mean = [of_feature / self._weight for of_feature in self._mean]
-            small = [1.0, *(part / 4 for part in mean[1:])]  # what is fixed shows there
+            small = [1.0, *(part / 4 for part in mean[1:])]  # the fixed part shows there
             is_settling = self.samples >= self._settled_at
             if is_settling:  # the first fits are rough, whatever they agree with
                 self._settled_at = 2 * self.samples if self.samples < self._memory else inf
@@ -146,10 +146,10 @@ class Estimator:
         self.samples += 1
 
     def _fit(self) -> tuple[float, ...]:
-        """The least squares with no coefficient below 0: of all choices of features, the best that has none."""
+        """Non-negative least squares: of all subsets of the features, the best fit with no coefficient below 0."""
         everything = [number for number in range(self._features) if self._products[number][number] > 0.0]
         ridge = [1e-6 if number == _AMOUNT else 0.01 + 1.0 / self._weight for number in range(self._features)]
-        best, least = (0.0,) * self._features, 0.0  # the error, less what it is with no feature at all
+        best, least = (0.0,) * self._features, 0.0  # the error, minus that with no feature at all
         for count in range(len(everything), 0, -1):
             for chosen in combinations(everything, count):
                 solved = _solve(
@@ -177,17 +177,17 @@ def _dot(coefficients: Sequence[float], features: Sequence[float]) -> float:
 
 
 def _difference(one: Sequence[float], other: Sequence[float], point: Sequence[float]) -> float:
-    """At this point, relative to the first."""
+    """The difference at this point, relative to the first."""
     before, after = _dot(one, point), _dot(other, point)
     return abs(after - before) / max(before, 1e-12)
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """By Gaussian elimination; None: the matrix has no inverse worth the name."""
+    """By Gaussian elimination; None: the matrix is singular, or nearly so."""
     size = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for at in range(size):
-        pivot = rows[at][at]  # of a positive definite matrix the diagonal will do
+        pivot = rows[at][at]  # the diagonal suffices for a positive definite matrix
         if pivot <= 1e-12 * matrix[at][at]:
             return None
         for below in rows[at + 1 :]:

@@ -14,10 +14,10 @@ class HostExtent:
 
 @dataclass(frozen=True, slots=True)
 class FileExtent:
-    """`nbytes` bytes that start `offset` bytes into the file at `path`; up to the next multiple of 4096 the file is
-    this chunk's too, so that whole pages can be read and written.
+    """`nbytes` bytes that start `offset` bytes into the file at `path`; up to the next multiple of 4096
+    the file belongs to this chunk, so that whole pages can be read and written.
 
-    checksum: what `kv_core.checksum` makes of the bytes; None where they are still to be written.
+    checksum: of the bytes, by `kv_core.checksum`; None where they are still to be written.
     """
 
     path: str

@@ -2,11 +2,11 @@
 fingerprint.
 
 `canonical`: part after part (K then V, or MLA's single latent part), each [layers, tokens, heads, head_dim] in C order.
-One layer of one part is one contiguous range, whatever order the engine keeps, and SGLang's `page_first_direct` host
+One layer of one part is one contiguous range, whatever order the engine uses, and SGLang's `page_first_direct` host
 page is the same bytes.
-`blocks`: [layers, blocks, block_bytes], the engine's blocks as opaque bytes: always right, understood by nobody else.
-`int8`, `fp8`: as `canonical` with one byte an element, and behind each layer of each part the scales of its rows and
-channels, and its first tokens as they are; lossy (docs/formats/quantised.md).
+`blocks`: [layers, blocks, block_bytes], the engine's blocks as opaque bytes: always right, useless to other engines.
+`int8`, `fp8`: as `canonical` with one byte per element; each layer of each part is followed by the scales of its rows
+and channels and by its first tokens unquantised; lossy (docs/formats/quantised.md).
 """
 
 import hashlib
@@ -28,7 +28,7 @@ SCALE_BYTES: Final = 4
 """Size of a scale, a float32: one for each head of each token in each layer of each part."""
 
 QUANTISED_VERSION: Final = 2
-"""Version of the bytes of `int8` and `fp8`; part of their fingerprints. Version 1 had scales of rows alone."""
+"""Version of the bytes of `int8` and `fp8`; part of their fingerprints. Version 1 had only scales of rows."""
 EXACT_TOKENS: Final = 4
 """The first tokens of a chunk, which `int8` and `fp8` store exactly: those of a prompt's first chunk are attention
 sinks. None in chunks of fewer than `EXACT_FROM_TOKENS`, where they would cost too much."""
@@ -39,7 +39,7 @@ FORMAT_VERSION = 1
 
 
 def is_quantised_kind(kind: str) -> TypeGuard[QuantisedKind]:
-    """Whether a kind of format, or a user's setting, keeps numbers in one byte."""
+    """Whether a kind of format, or a user's setting, stores numbers in one byte."""
     return kind in QUANTISED
 
 
@@ -51,7 +51,7 @@ class ChunkFormat:
     dtype: the stored element as torch spells it ("bfloat16"); "uint8" in `blocks`.
     heads, head_dim: of one part; in `blocks` 1 and the bytes of one token of one layer (block_bytes / block_tokens).
     origin: in `blocks` what makes the opaque bytes interchangeable (engine, backend, strides); "" elsewhere.
-    exact_itemsize: in `int8` and `fp8` of the engine's own element, which the first tokens keep; 0 elsewhere.
+    exact_itemsize: in `int8` and `fp8`, of the engine's own element, as the first tokens are stored; 0 elsewhere.
     """
 
     kind: Kind
@@ -88,7 +88,7 @@ class ChunkFormat:
 
         if self.kind in QUANTISED:
             self._check_quantised()
-        # Once, because every copy needs them.
+        # Computed once, because every copy needs them.
         behind_codes = self.scales_bytes + self.exact_bytes + self.exponents_bytes
         object.__setattr__(self, "layer_bytes", self.codes_bytes + behind_codes)
         object.__setattr__(self, "nbytes", len(self.parts) * self.layers * self.layer_bytes)
@@ -114,7 +114,7 @@ class ChunkFormat:
 
     @property
     def codes_bytes(self) -> int:
-        """Bytes of one layer of one part without what lies behind them in `int8` and `fp8`."""
+        """Bytes of one layer of one part without what follows them in `int8` and `fp8`."""
         return self.chunk_tokens * self.heads * self.head_dim * self.itemsize
 
     @property
@@ -124,7 +124,7 @@ class ChunkFormat:
 
     @property
     def exact_tokens(self) -> int:
-        """How many of the first tokens lie behind the scales as they are."""
+        """How many of the first tokens are stored unquantised behind the scales."""
         return EXACT_TOKENS if self.is_quantised and self.chunk_tokens >= EXACT_FROM_TOKENS else 0
 
     @property
@@ -134,7 +134,7 @@ class ChunkFormat:
 
     @property
     def exponents_bytes(self) -> int:
-        """Bytes of the channels' exponents in one layer of one part, with what aligns the next layer's scales."""
+        """Bytes of the channels' exponents in one layer of one part, padded to align the next layer's scales."""
         return -(-self.heads * self.head_dim // SCALE_BYTES) * SCALE_BYTES if self.is_quantised else 0
 
     @property

@@ -28,15 +28,15 @@ _ITEMS = b"kv-core/items/1"
 # chunk's 0 or 1, so that a tail can never be a chunk, whatever its tokens.
 _TAIL = b"kv-core/tail1"
 _MIN_SECRET_BYTES = 16
-_MAX_SECRET_BYTES = 64  # what a BLAKE2b key may hold
+_MAX_SECRET_BYTES = 64  # the limit of a BLAKE2b key
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """Something besides tokens that the model reads: an image, say, whose placeholder tokens look like any other's.
 
-    content: a hash of what it is; a `str` and the `bytes` of it are different contents.
-    first_token, tokens: the places in the prompt that it fills.
+    content: a hash of it; a `str` and the `bytes` of it are different contents.
+    first_token, tokens: the positions in the prompt that it fills.
     """
 
     content: str | bytes
@@ -52,10 +52,10 @@ class Item:
                 raise InputError(f"an item's {name} is {value!r}; it must be a whole number from 0")
         if not self.tokens:
             raise InputError("an item fills 0 tokens; leave it out")
-        self.encoded()  # so that text which is no Unicode is refused here and not in the middle of a chain
+        self.encoded()  # so that text that is not Unicode is refused here and not in the middle of a chain
 
     def touches(self, first_token: int, last_token: int) -> bool:
-        """Whether any of the tokens `first_token … last_token` (the last one excluded) is the item's."""
+        """Whether any of the tokens `first_token … last_token` (the last one excluded) belongs to the item."""
         return self.first_token < last_token and first_token < self.first_token + self.tokens
 
     def encoded(self) -> bytes:
@@ -69,7 +69,7 @@ class ChainScheme:
 
     algorithm: `sha256` unless all callers are trusted not to look for collisions (`xxh3_128`), or tenants must not be
         able to compute each other's keys (`blake2b`).
-    chunk_tokens: tokens a chunk.
+    chunk_tokens: tokens per chunk.
     secret: the key of `blake2b`, 16 to 64 bytes; empty for the others.
     """
 
@@ -105,7 +105,7 @@ class ChainScheme:
         return 16 if self.algorithm == "xxh3_128" else 32
 
     def check_parent(self, parent: Digest) -> None:
-        """Refuse what is no digest of this scheme: another length would let tokens pose as a part of the parent."""
+        """Refuse anything but a digest of this scheme: another length would let tokens pose as part of the parent."""
         if not isinstance(parent, bytes) or len(parent) not in (0, self.digest_bytes):
             raise InputError(
                 f"a root or parent under {self.name} is empty or {self.digest_bytes} bytes, not {parent!r}"
@@ -139,7 +139,7 @@ class ChainScheme:
         tokens: exactly `chunk_tokens`. items: those that touch this chunk; their positions are the prompt's.
 
         Raises:
-            InputError: another number of tokens, or one that is no token.
+            InputError: the number of tokens is wrong, or one of them is not a token.
         """
         self.check_parent(parent)
         given = sliceable(tokens)
@@ -153,7 +153,7 @@ class ChainScheme:
 
         This is the loop that long prompts spend their time in.
 
-        position: of tokens[start] in the prompt, for errors' texts.
+        position: of tokens[start] in the prompt, for error messages.
         """
         step = self.chunk_tokens
         pack = narrow_packer(step)
@@ -173,7 +173,7 @@ class ChainScheme:
         return digests
 
     def extend_tail(self, parent: Digest, tokens: Tokens, items: Sequence[Item] = ()) -> Digest:
-        """The digest of a last partial chunk. Never that of a whole one, whatever the tokens; nothing extends it."""
+        """The digest of a last partial chunk. No whole chunk has the same digest; nothing extends it."""
         self.check_parent(parent)
         given = sliceable(tokens)
         tail = part_of(given, 0, len(given))

@@ -4,7 +4,7 @@ A `ChunkKey` is a subclass of `bytes`, so an index hashes and compares it at the
 
 version 1 byte | space 16 | tenant 7 | group u16 | shard u16 | layer u16 (0xFFFF: all layers) | digest 16 or 32
 
-Integers are big-endian, so that the keys of one digest's shards sort in order. The tenant's tag says whose chunk it is,
+Integers are big-endian, so that the keys of one digest's shards sort in order. The tenant's tag identifies the owner,
 for quotas and accounting. It is the digest that keeps tenants apart: its chain begins with the whole salt, so even two
 tenants with equal tags share nothing. The other notations (hex, a path, and a text that includes the whole key space)
 convert back to the same bytes. Each has exactly one valid spelling, and parsers enforce it by formatting what they have
@@ -32,7 +32,7 @@ _SHARES: Final = struct.Struct(">HHH")
 _PREFIX_BYTES: Final = 30
 _PREFIX_OF: Final = itemgetter(slice(_PREFIX_BYTES))
 KEY_BYTES: Final = (_PREFIX_BYTES + 16, _PREFIX_BYTES + 32)
-"""The possible lengths of a key, by its digest's."""
+"""The possible lengths of a key, which depend on its digest's."""
 
 TENANT_BYTES: Final = 7
 """Version, space and tenant are 24 bytes: 32 characters of base64, so a tenant's names share a prefix there too."""
@@ -58,7 +58,7 @@ _UNESCAPED: Final = ":/+~"
 
 
 class ChunkKey(bytes):
-    """One chunk's name. The constructor trusts its bytes; `from_bytes` is for those that come from outside."""
+    """One chunk's name. The constructor trusts its bytes; `from_bytes` validates those from outside."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class ChunkKey(bytes):
 
     @property
     def tenant(self) -> bytes:
-        """The tag of whose chunk it is, `NO_TENANT` if anyone's."""
+        """The tag of the tenant that owns it; `NO_TENANT` if anyone may share it."""
         return self[TENANT_AT]
 
     @property
@@ -150,7 +150,7 @@ class ChunkKey(bytes):
         return key
 
     def split_layers(self, layers: int) -> list["ChunkKey"]:
-        """The keys of the chunk's layers 0 to `layers`, one per layer.
+        """The keys of the chunk's first `layers` layers, one per layer.
 
         Raises:
             InputError: the key already names a single layer, or there cannot be that many.
@@ -223,11 +223,11 @@ class KeySpace:
     ) -> list[ChunkKey]:
         """The keys of every share of every chunk: for each digest, for each group, for each shard.
 
-        groups, shards: how many, counted from 0, or which ones; all `world` shards if not said.
+        groups, shards: how many, counted from 0, or which ones; by default all `world` shards.
         tenant: `tenant_tag` of the salt that the digests' chain began with.
 
         Raises:
-            InputError: a shard that the space does not have, a digest of another length than 16 or 32, or no tag.
+            InputError: a shard that the space does not have, a digest that is not 16 or 32 bytes, or an invalid tag.
         """
         chosen = range(self.world) if shards is None else _chosen(shards)
         for shard in chosen:
@@ -236,10 +236,10 @@ class KeySpace:
         return keys_in(self.fingerprint, digests, groups=groups, shards=chosen, tenant=tenant)
 
     def spell(self, key: ChunkKey) -> str:
-        """`model@world@shard@digest@dtype` and `@tag%value` for all else: the whole space and key as text.
+        """The whole space and key as text: `model@world@shard@digest@dtype`, then `@tag%value` for everything else.
 
         Raises:
-            InputError: the key is of another space.
+            InputError: the key belongs to another space.
         """
         if key.space_id != self.fingerprint:
             raise InputError(f"{key!r} is not of the key space of {self.model}")
@@ -255,7 +255,7 @@ class KeySpace:
         """The inverse of `spell`.
 
         Raises:
-            InputError: text that `spell` does not write.
+            InputError: `spell` does not write such text.
         """
         if not isinstance(text, str) or len(text) > _MAX_SPELLING_CHARS:
             raise InputError(f"not a key's spelling: {_shortened(text)}")
@@ -290,10 +290,10 @@ def keys_in(
     shards: Iterable[int] = (0,),
     tenant: bytes = NO_TENANT,
 ) -> list[ChunkKey]:
-    """`KeySpace.keys` for a caller that knows of the key space only its fingerprint.
+    """`KeySpace.keys` for a caller that has only the fingerprint of the key space.
 
     Raises:
-        InputError: a group that cannot be, a digest of another length than 16 or 32, no tag, or no fingerprint.
+        InputError: the group, the tag or the fingerprint is invalid, or a digest is not 16 or 32 bytes.
     """
     if not isinstance(space_id, bytes) or len(space_id) != SPACE_ID_BYTES:
         raise InputError(f"a key space's fingerprint has {SPACE_ID_BYTES} bytes")
@@ -310,7 +310,7 @@ def keys_in(
 def _prefixes(
     space_id: bytes, groups: int | tuple[int, ...], shards: tuple[int, ...], tenant: bytes
 ) -> tuple[bytes, ...]:
-    """What comes before the digest in the keys of a chunk: the same for all of an engine's requests of one tenant."""
+    """The bytes before the digest in the keys of a chunk: the same for all of an engine's requests of one tenant."""
     head = bytes([KEY_VERSION]) + space_id + tenant
     prefixes: list[bytes] = []
     for group in _chosen(groups):
@@ -321,8 +321,8 @@ def _prefixes(
 
 
 def by_chain(keys: Sequence[ChunkKey]) -> dict[bytes, list[ChunkKey]]:
-    """The keys of each group and shard by themselves, in their order, by the bytes before the digest: each of these
-    lists is a chain of its own."""
+    """The keys of each group and shard separately, in their order, by the bytes before the digest: each of these lists
+    is a chain of its own."""
     if len(set(map(_PREFIX_OF, keys))) == 1:
         return {_PREFIX_OF(keys[0]): list(keys)}
     chains: dict[bytes, list[ChunkKey]] = {}

@@ -6,7 +6,7 @@ from importlib import import_module
 
 
 def exports(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
-    """A package's `__getattr__`. homes: by module, the names that the package has from there."""
+    """A package's `__getattr__`. homes: by module, the names that the package takes from it."""
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def find(name: str) -> object:

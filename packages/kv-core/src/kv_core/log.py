@@ -14,12 +14,12 @@ BURST: Final = 10
 EVERY_S: Final = 60.0
 """After those, one line per this time; a kind that was silent for this long may burst again."""
 _LIMITED: Final = (logging.INFO, logging.CRITICAL)
-"""The range of levels that are limited, inclusive. With DEBUG enabled everything is wanted."""
+"""The range of levels that are limited, inclusive. DEBUG lines are not: where they are enabled, all are wanted."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind of line. said: lines since it was silent last. left_out: lines since the last that was said."""
+    """One kind of line. said: lines logged since its last silence. left_out: lines suppressed since the last logged."""
 
     last_s: float
     next_s: float = 0.0
@@ -65,7 +65,7 @@ class RateLimit:
 
 
 class LimitFilter(logging.Filter):
-    """Puts a `RateLimit` before a logger, and the number of lines left out behind the next one's text."""
+    """Puts a `RateLimit` in front of a logger, and appends the number of lines left out to the next one's text."""
 
     def __init__(self, limit: RateLimit) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class LimitFilter(logging.Filter):
         elif self._limit.is_last_of_burst(kind):
             note = f" (from here on one line like this in {EVERY_S:g} s)"
         if note:
-            # The arguments go in first: they may hold a per cent sign.
+            # The arguments are filled in first: they may contain a per cent sign.
             record.msg, record.args = record.getMessage() + note, None
         return True
 

@@ -22,9 +22,9 @@ class Ended(Enum):
 class LookupPlan:
     """The leading chunks that `holder` may now load. They stay in the pool until its lease ends or expires.
 
-    holder: whose lease it is.
+    holder: the owner of the lease.
     chunks: number of leading chunks that hit: every group has all that it needs of them, in every shard.
-    ended: why not more.
+    ended: why there are not more.
     tiers: for each of those chunks, the slowest tier that a needed key comes from.
     prefix_chunks: number of leading chunks held by the groups that need the whole prefix. If it exceeds `chunks`, other
         prompts diverge from this one there while a window or a state is missing. Without such groups: `chunks`.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 class Loaded:
     """The chunk is in the caller's buffer, complete.
 
-    nbytes: the size of what came.
-    checksum: `kv_core.checksum` of it, where it was taken while it came; empty: it is still to be taken.
+    nbytes: the number of bytes read.
+    checksum: their `kv_core.checksum`, if it was computed while they were read; empty: it is still to be computed.
     """
 
     nbytes: int

@@ -1,4 +1,4 @@
-"""The digests of a growing request: append tokens as they come, get the digest of each chunk they complete.
+"""The digests of a growing request: append tokens as they arrive, get the digest of each chunk that they complete.
 
 Only new tokens are read. A sequence keeps its digests and the tokens after its last whole chunk.
 """
@@ -37,7 +37,7 @@ class KeySequence:
         return len(self._digests) * self._scheme.chunk_tokens + len(self._tail)
 
     def add_items(self, items: Iterable[Item]) -> None:
-        """Make known what the model reads besides tokens. In any order, and before their first chunk is complete.
+        """Add what the model reads besides tokens, in any order, before the first chunk of each is complete.
 
         Raises:
             InputError: a chunk that an item touches has been hashed without it.
@@ -53,10 +53,10 @@ class KeySequence:
         self._items += new
 
     def append(self, tokens: Tokens) -> list[Digest]:
-        """Take more tokens; the digests of the chunks that are whole by now and were not before.
+        """Append more tokens; returns the digests of the chunks that they complete.
 
         Raises:
-            InputError: names the token that is none, by its place in the prompt. Nothing was appended.
+            InputError: names the invalid token and its position in the prompt. Nothing was appended.
         """
         new = sliceable(tokens)
         step = self._scheme.chunk_tokens
@@ -65,7 +65,7 @@ class KeySequence:
         if self._tail:
             start = min(step - len(self._tail), len(new))
             head = part_of(new, 0, start)
-            pack_tokens(head, self.tokens)  # only to refuse: an error must name the place in the prompt
+            pack_tokens(head, self.tokens)  # only to validate: an error must name the position in the prompt
             first = [*self._tail, *head]
             if len(first) < step:
                 self._tail = first
@@ -100,7 +100,7 @@ class KeySequence:
     def _extend_whole(
         self, parent: Digest, tokens: Sequence[int], start: int, stop: int, position: int
     ) -> list[Digest]:
-        if not self._touching(position, position + stop - start):  # as it nearly always is
+        if not self._touching(position, position + stop - start):  # nearly always
             return self._scheme.extend_all(parent, tokens, start, stop, position)
         step = self._scheme.chunk_tokens
         made = []

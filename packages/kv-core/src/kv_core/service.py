@@ -52,12 +52,12 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class WriteLease:
-    """Room for chunks that are not held yet: write, then commit. Until then lookups do not find them.
+    """Slots for chunks that are not held yet: write, then commit. Until then lookups do not find them.
 
     id: identifies the lease for `commit` and `release`.
-    keys: the chunks that got room, in the order of the call.
+    keys: the chunks that got slots, in the order of the call.
     extents: where to write each chunk's bytes.
-    refused: why others got no room, or "" if all did. A refused chunk is just not stored.
+    refused: why others got no slot, or "" if all did. A refused chunk is just not stored.
     """
 
     id: LeaseId
@@ -79,12 +79,12 @@ class CacheCounts:
     read_leases, write_leases: open leases; reads include promises.
     lookups: lookups answered, without those answered `PENDING`.
     chunks_asked, chunks_hit: chunks in those lookups.
-    chunks_reserved_ever: chunks that got room.
+    chunks_reserved_ever: chunks that got a slot.
     chunks_committed, chunks_aborted: of those, by outcome.
     chunks_evicted: evicted to make room.
     chunks_forgotten: removed on request.
     chunks_adopted: taken over from an earlier process with a named pool.
-    chunks_refused: chunks that got no room.
+    chunks_refused: chunks that got no slot.
     chunks_damaged: chunks with a wrong checksum.
     leases_expired: leases that were not released in time.
     """
@@ -138,8 +138,8 @@ class CacheService(Protocol):
             from the holder's first lookup to its end. False: only what can be promised now, and nothing is promoted.
         costs: the engine's. With them, only chunks that are estimated to arrive sooner than they are computed are
             waited for, and the answer says whether loading pays. None: use whatever is held.
-        tiers: the tiers that may be read for the holder, beside the pool, through which everything goes. It is the same
-            until the holder ends. None: all.
+        tiers: the tiers that may be read for the holder, besides the pool, which everything passes through. They stay
+            the same until the holder ends. None: all.
         """
 
     def renew(self, holder: Holder) -> bool:
@@ -148,7 +148,7 @@ class CacheService(Protocol):
         """
 
     def load(self, keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
-        """Lease exactly these chunks for reading, with a lease of its own in addition to the holder's promise.
+        """Lease exactly these chunks for reading, with a separate lease in addition to the holder's promise.
 
         lasting: the lease does not expire, like one for writing. It ends by `release`, with its holder, or with this
             process, so the bytes stay in place even if the cache is in another process and the connection is lost. For
@@ -166,14 +166,14 @@ class CacheService(Protocol):
         keys: of one shard and all groups of layers: first the groups that need the whole prefix, chunk by chunk from
             the prompt's first, then what the engine has of the others, group by group.
         hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this
-            time or until they have been read once, whatever becomes of the holder: they are for another engine. Holds
+            time or until they have been read once, even if the holder ends: they are for another engine. Holds
             are limited to half of the pool; chunks beyond that may be evicted as usual.
-        tiers: the tiers that these chunks may go down to from the pool; None: to all. A chunk that is held already
-            may now go to those, too: one request cannot forbid another's chunks.
+        tiers: the tiers that these chunks may be spilled to; None: all. A chunk that is held already may now be
+            spilled to those, too: one request cannot forbid another's chunks.
         """
 
     def commit(self, lease: WriteLease) -> None:
-        """The bytes are written: make the chunks visible to lookups.
+        """Make the chunks visible to lookups, now that their bytes are written.
 
         Raises:
             MisuseError: the lease is not open.
@@ -205,8 +205,8 @@ class CacheService(Protocol):
         """Publish to subscribers how the engine's estimates compare with its measurements. Changes nothing."""
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """The request that these were handed over for has what it needs of them: what `begin_store` keeps for it is
-        kept no longer, here and on other hosts. A hint: where it is lost, the chunks are kept until their time is over.
+        """The request that these were handed over for has what it needs of them: end the holds that `begin_store` put
+        on them for it, here and on other hosts. A hint: if it is lost, the holds last until their time is over.
         """
 
     def clear(self) -> None:

@@ -17,7 +17,7 @@ SECRET = b"a secret for testing only"
 
 
 def token_ids(*, wide: bool = True) -> st.SearchStrategy[int]:
-    """One token: mostly few different ones, so that prompts share prefixes; sometimes at the edges of u32 and u64."""
+    """One token: mostly from a few values, so that prompts share prefixes; sometimes at the edges of u32 and u64."""
     edges = [0, 1, 255, 2**31, 2**32 - 1] + ([2**32, 2**63, 2**64 - 1] if wide else [])
     return st.one_of(st.integers(0, 3), st.integers(0, 200_000), st.sampled_from(edges))
 
@@ -42,7 +42,7 @@ def items(*, max_tokens: int = 24) -> st.SearchStrategy[list[Item]]:
 
 
 def texts(*, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[str]:
-    """Text that a key space accepts, with much of what its spellings must escape."""
+    """Text that a key space accepts, with many characters that its spelling must escape."""
     letters = st.characters(exclude_categories=("Cc", "Cs"))
     return st.text(st.one_of(st.sampled_from("@%/.=:- é\u0660"), letters), min_size=min_size, max_size=max_size)
 
@@ -75,7 +75,7 @@ def tenants() -> st.SearchStrategy[bytes]:
 
 @st.composite
 def chunk_keys(draw: st.DrawFn, space: KeySpace | None = None) -> ChunkKey:
-    """A key of `space`, or of any: of the whole chunk or of one layer."""
+    """A key of `space`, or of any space: for the whole chunk or for one layer."""
     space = draw(key_spaces()) if space is None else space
     shard = draw(st.integers(0, space.world - 1))
     key = space.key(draw(digests()), draw(st.integers(0, 65534)), shard, tenant=draw(tenants()))
@@ -84,7 +84,7 @@ def chunk_keys(draw: st.DrawFn, space: KeySpace | None = None) -> ChunkKey:
 
 
 def key_chain(chunks: int, *, branch: str = "", shards: int = 1, salt: str | None = None) -> list[ChunkKey]:
-    """A prompt's keys, chunk-major, the same at every call. No strategy: for tests that want a plain example."""
+    """A prompt's keys, chunk-major, the same at every call. Not a strategy: for tests that want a plain example."""
     space = KeySpace("model", "revision", "float32", "format", shards, "sha256:256")
     root = "" if salt is None else f"salted {salt}:"
     digests = [hashlib.sha256(f"{root}{branch}/{chunk}".encode()).digest() for chunk in range(chunks)]
@@ -98,7 +98,7 @@ def keys_of(keys_per_chunk: int) -> ChunkShape:
 
 @st.composite
 def chunk_formats(draw: st.DrawFn) -> ChunkFormat:
-    """Small formats of every kind: K and V, MLA's single part, opaque blocks, and both in one byte an element."""
+    """Small formats of every kind: K and V, MLA's single part, opaque blocks, and quantised to one byte per element."""
     kind = draw(st.sampled_from(["kv", "mla", "blocks"]))
     block_tokens = draw(st.sampled_from([1, 2, 4]))
     chunk_tokens = block_tokens * draw(st.integers(1, 4))

@@ -34,7 +34,7 @@ Tokens: TypeAlias = Sequence[int] | HasTolist
 
 
 def sliceable(tokens: Tokens) -> Sequence[int]:
-    """The same ids as something that `part_of` can slice. Their values are not looked at yet; `pack_tokens` does that.
+    """The same ids as something that `part_of` can slice. Their values are not checked yet; `pack_tokens` does that.
 
     Raises:
         InputError: not a flat sequence of tokens.
@@ -78,14 +78,14 @@ def narrow_packer(count: int) -> Callable[..., bytes]:
 
 
 def pack_tokens(tokens: Sequence[int], first_position: int = 0) -> bytes:
-    """The tokens' bytes: little-endian u32 each, or where one is wider, 0xFF and then little-endian u64 each.
+    """The tokens' bytes: little-endian u32 each or, if any is wider, 0xFF and then little-endian u64 each.
 
     The mark makes the length odd, so that no run of wide tokens has the bytes of a run of narrow ones.
 
-    first_position: the first token's place in its prompt, for the error's text.
+    first_position: the first token's position in its prompt, for error messages.
 
     Raises:
-        InputError: names the first token that is none, and where it is.
+        InputError: names the first invalid token and its position.
     """
     if tokens and (type(tokens[0]) is bool or type(tokens[-1]) is bool):
         raise_for_invalid_token(tokens, first_position)
@@ -102,7 +102,7 @@ def pack_wide(tokens: Sequence[int], first_position: int) -> bytes:
 
 
 def raise_for_invalid_token(tokens: Sequence[int], first_position: int) -> None:
-    """Raise `InputError` for the first token that is none; return if all are good."""
+    """Raise `InputError` for the first invalid token; return if all are valid."""
     for position, token in enumerate(tokens, first_position):
         if isinstance(token, bool):
             raise InputError(f"token {position} is {token}, a bool; {_ADVICE} (was a mask given as tokens?)")
@@ -118,6 +118,6 @@ def raise_for_invalid_token(tokens: Sequence[int], first_position: int) -> None:
 
 def _shortened(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 512:
-        return f"a number of {value.bit_length()} bits"  # repr of a huge int is refused by the interpreter itself
+        return f"a number of {value.bit_length()} bits"  # the interpreter itself refuses the repr of a huge int
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

@@ -71,7 +71,7 @@ def plan_transfer(
     block_ids: the request's whole block table in this group; entry i holds tokens i × block_tokens and on.
 
     Raises:
-        InputError: the table or the extents do not reach over the asked tokens.
+        InputError: the table or the extents do not cover these tokens.
     """
     if not 0 <= first_token <= last_token:
         raise InputError(f"tokens {first_token} to {last_token} are not a range")
@@ -89,7 +89,7 @@ def plan_transfer(
         if not 0 <= index < len(extents):
             raise InputError(f"token {token} lies in chunk {chunk}, for which no extent was given")
         chunk_ends = min((chunk + 1) * chunk_tokens, last_token)
-        # Whole numbers only in here: an object a block would cost more than all the rest.
+        # Only whole numbers in here: an object per block would cost more than all the rest.
         started, from_slot, next_slot = token, -1, -1
         while token < chunk_ends:
             block, in_block = divmod(token, block_tokens)

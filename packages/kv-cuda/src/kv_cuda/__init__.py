@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from kv_cuda.reference import pages_of, probe_rows, read_rows, write_rows
 else:
-    from kv_core.lazy import exports  # torch takes seconds, and `kv` asks this package for its commands
+    from kv_core.lazy import exports  # importing torch takes seconds, and `kv` loads commands from this package
 
     __getattr__ = exports(
         __name__,

@@ -25,13 +25,13 @@ class BoundGroup:
     """Layers whose bytes are one payload of every chunk: a group of the engine's, or some layers of one.
 
     tensors: of these layers.
-    layout: as it was proved.
+    layout: the one that was proved.
     format: of the payload.
     copier: moves it.
     coverage: which part of a prefix these layers need.
-    table: which of the engine's block tables is theirs.
-    block_tokens: tokens a block of that table; of states, how far apart their places in it are.
-    numbers: of its layers in the model; () for states, and where the engine does not say them.
+    table: the engine's block table that they use.
+    block_tokens: tokens per block of that table; for states, the distance between their entries in it.
+    numbers: of its layers in the model; () for states, and where the engine does not report them.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -46,10 +46,10 @@ class BoundGroup:
 
 @dataclass(frozen=True, slots=True)
 class BoundGroups:
-    """The groups of an engine's layers, as they were proved, cut so that their payloads are about alike.
+    """The proved groups of an engine's layers, cut so that their payloads are of similar size.
 
     groups: in the order of the keys.
-    kv_scales: a digest of what the numbers of a quantised cache are multiplied by; "" where they are what they say.
+    kv_scales: a digest of the factors that a quantised cache's numbers are multiplied by; "" where all are 1.
     """
 
     groups: tuple[BoundGroup, ...]
@@ -74,7 +74,7 @@ class BoundGroups:
 
     @property
     def fingerprint(self) -> str:
-        """What must be equal for chunks to be interchangeable: the formats and, unless all are `all`, the coverages."""
+        """Must be equal for chunks to be interchangeable: the formats and, unless all are `all`, the coverages."""
         formats = "-".join(group.format.fingerprint for group in self.groups)
         if all(group.coverage.kind == "all" for group in self.groups):
             return formats
@@ -83,12 +83,12 @@ class BoundGroups:
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
-        """The groups as both halves of a connector take them."""
+        """The groups in the form that both halves of a connector take."""
         return tuple(GroupShape(group.block_tokens, group.coverage, group.table) for group in self.groups)
 
     @property
     def kind(self) -> str:
-        """The format of the attention groups, by which engines are compared; "blocks" for a model of states alone."""
+        """The format of the attention groups, by which engines are compared; "blocks" for a model with only states."""
         return self._first.format.kind
 
     @property
@@ -97,7 +97,7 @@ class BoundGroups:
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype of attention's KV, for the key space; for a model that has states alone, theirs."""
+        """The dtype of attention's KV, for the key space; for a model that has only states, theirs."""
         first = self._first
         return str(first.tensors[0].dtype) if first.format.kind == "blocks" else first.layout.dtype
 
@@ -105,10 +105,10 @@ class BoundGroups:
 def bind_groups(
     groups: Sequence[LayerGroup | StateGroup], wanted: FormatSetting, chunk_tokens: int
 ) -> BoundGroups | Refusal:
-    """Prove each group's layout, cut what is too large, and make the copiers.
+    """Prove each group's layout, cut groups that are too large, and make the copiers.
 
     Raises:
-        ConfigError: a chunk is no whole number of blocks.
+        ConfigError: a chunk is not a whole number of blocks.
     """
     proofs: list[Proof] = []
     for group in groups:
@@ -129,12 +129,12 @@ def bind_groups(
 
 
 def table_tokens_of(group: LayerGroup | StateGroup) -> int:
-    """Tokens a block of this group's block table."""
+    """Tokens per block of this group's block table."""
     return group.table_tokens or (group.block_tokens if isinstance(group, LayerGroup) else 0)
 
 
 def _named(groups: Sequence[LayerGroup | StateGroup], group: LayerGroup | StateGroup) -> str:
-    """Which group is meant, where there are several."""
+    """Names the group, where there are several."""
     return "" if len(groups) == 1 else f"group {group.table} of this model's layers ({group.coverage}): "
 
 

@@ -1,7 +1,7 @@
-"""The canary: before the first request, proves that we read and write the engine's cache as the engine itself does.
+"""The canary: before the first request, proves that we read and write the engine's cache as the engine does.
 
-A tensor's shape does not say how its content is arranged, and a layout that changes with a release of the engine is how
-caches come to serve garbage. So known rows are written into some blocks by the engine's own cache-update operation, and
+A tensor's shape does not say how its content is arranged, and caches come to serve garbage when a layout changes with a
+release of the engine. So known rows are written into some blocks by the engine's own cache-update operation, and
 every known layout is tried on them in both directions: rows read through it must be the rows written, and rows written
 through it must produce the engine's bytes. Exactly one layout must fit. If none does, whole blocks may still be stored
 as opaque bytes, provided that an update touches no byte outside its own blocks and that equal rows make equal blocks
@@ -35,7 +35,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The layout by which chunks are copied, and the format they are kept in."""
+    """The layout by which chunks are copied, and the format in which they are stored."""
 
     layout: PagedLayout
     format: ChunkFormat
@@ -44,24 +44,25 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share one block table and whose tensors are alike, as the engine handed them over.
+    """Layers that share one block table and whose tensors have the same form, as the engine provides them.
 
-    tensors: one a layer. Layers of different groups may lie on the same bytes; what the canary touches it puts back.
-    block_tokens: tokens a block of these tensors.
+    tensors: one per layer. Layers of different groups may share the same bytes; the canary restores what it touches.
+    block_tokens: tokens per block of these tensors.
     blocks: how many each layer has.
     candidates: every layout that these tensors could have.
-    opaque: a layout that knows where whole blocks lie and nothing about their inside.
+    opaque: a layout that describes only where whole blocks lie, not their content.
     origin: what makes opaque blocks of two engines interchangeable.
     row_dtype: of the rows that the engine's update takes.
-    row_shape: of one of them, (heads, head_dim) a token.
+    row_shape: of one of them, (heads, head_dim) per token.
     update: the engine's own.
-    scales: of a quantised cache, by layer: what K and V are divided by before they are stored. () where the cache holds
-        the rows as they are.
+    scales: of a quantised cache, by layer: the divisors of K and V before they are stored. () where the cache holds the
+        rows unchanged.
     coverage: which part of a prefix these layers need.
-    table: which of the engine's block tables is theirs.
-    table_tokens: tokens a block of that table. A whole number of the tensors' blocks, which follow each other in one of
-        it; 0: they are the same.
-    numbers: of its layers in the model, for codecs that know layers apart; () where the engine does not say them.
+    table: the engine's block table that they use.
+    table_tokens: tokens per block of that table, which consists of a whole number of consecutive blocks of the tensors;
+        0: the blocks are the same.
+    numbers: of its layers in the model, for codecs that treat layers differently; () where the engine does not report
+        them.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -81,9 +82,9 @@ class LayerGroup:
 
 
 def prove(group: LayerGroup, wanted: FormatSetting, chunk_tokens: int) -> Proof | Refusal:
-    """Find the layout and the format that are shown to be right.
+    """Find the layout and the format that prove to be right.
 
-    wanted: as the setting `format` says. What is quantised is made from canonical chunks, so these are what is proved.
+    wanted: the setting `format`. Quantised chunks are made from canonical ones, so the canonical format is proved.
     """
     if group.blocks < 4:
         return Refusal(f"the engine's cache has {group.blocks} blocks, and the canary needs 4")
@@ -113,7 +114,7 @@ def _may_fit(group: LayerGroup, layout: PagedLayout) -> bool:
     try:
         return _fits(group, layout)
     except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
-        # A layout of another shape: the engine's operation or torch refuses its rows, which is an answer too.
+        # A layout of another shape: the engine's operation or torch refuses its rows, so it does not fit.
         _log.info("the canary tried layout %s: %s", layout.name, error)
         return False
 
@@ -122,7 +123,7 @@ def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     """Whether engine and layout agree in every layer and both directions."""
     whole = torch.arange(group.block_tokens)
     one, other = 1, group.blocks - 1
-    # A whole block in order, then some of another in disorder: an offset, a stride and a permutation all show.
+    # A whole block in order, then part of another in random order: a wrong offset, stride or permutation shows.
     scattered = torch.randperm(group.block_tokens, generator=torch.Generator().manual_seed(1))[
         : group.block_tokens // 2 + 1
     ]
@@ -147,7 +148,7 @@ def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
 
 
 def _why_blocks_cannot(group: LayerGroup) -> str | None:
-    """None if whole blocks can be carried as opaque bytes, else why not."""
+    """None if whole blocks can be stored as opaque bytes, else why not."""
     try:
         return _why_blocks_do_not_stand_alone(group)
     except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
@@ -177,9 +178,9 @@ def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
 def _rows(
     group: LayerGroup, layout: PagedLayout, tokens: int, layer: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Rows for the engine's update, and what its cache holds of them by this layout.
+    """Rows for the engine's update, and the rows that its cache then holds by this layout.
 
-    A quantised cache is given numbers that it can hold exactly, so that what it holds is known without its arithmetic.
+    A quantised cache gets numbers that it can hold exactly, so that its content is known without its arithmetic.
     """
     if (layout.heads, layout.head_dim) != group.row_shape:
         raise ValueError(f"its rows are {(layout.heads, layout.head_dim)} and the model's are {group.row_shape}")
@@ -199,7 +200,7 @@ def _rows_of_model(group: LayerGroup, layout: PagedLayout, tokens: int, layer: i
 
 
 def _exact_in(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest numbers of `dtype` that no rounding mode and no flushing of denormal numbers changes."""
+    """The nearest numbers of `dtype` that no rounding mode and no flushing of denormals changes."""
     normal = torch.where(values.abs() < 0.1, torch.ones_like(values), values)
     return normal.to(dtype)
 

@@ -28,7 +28,7 @@ _Table = TypeVar("_Table")
 
 
 class Copier(DeviceCopier, Protocol):
-    """A copier that can also let a pool go."""
+    """A copier that can also release a pool."""
 
     def detach(self, pool: str) -> None: ...
 
@@ -43,19 +43,19 @@ class RingCopier(LayerwiseCopier, Protocol):
     """A copier whose pool may be memory of the device itself."""
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
-        """Make `memory` known, uint8 in one axis on the device of the engine's. The copier keeps it alive."""
+        """Register `memory`, uint8 in one axis on the engine's device. The copier keeps it alive."""
 
 
 def make_copier(
     layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool = False
 ) -> RingCopier:
-    """The GPU's where the tensors are on one and its kernel can move them, else torch's own copies; around it, where
-    the format is quantised, what does that.
+    """The GPU copier where the tensors are on a GPU and its kernel can move them, else the CPU copier; wrapped in a
+    `QuantisingCopier` where the format is quantised.
 
-    stores_behind: `store` may return before a thread of a CPU has copied many bytes: the caller holds the blocks.
+    stores_behind: `store` may return before a CPU thread has copied many bytes: the caller holds the blocks.
 
     Raises:
-        InputError: layout, tensors and format do not go together.
+        InputError: layout, tensors and format do not fit together.
     """
     device = tensors[0].device
     if chunk_format.is_quantised:
@@ -86,7 +86,7 @@ def _exact(
 def measured(
     device: torch.device, where: Callable[[str], Path], read: Callable[[Path], _Table], built_in: _Table
 ) -> _Table:
-    """What `kv bench copy` measured on this kind of device, if there is a readable file."""
+    """The table that `kv bench copy` measured on this kind of device, if readable; else the built-in one."""
     if device.type != "cuda":
         return built_in
     try:

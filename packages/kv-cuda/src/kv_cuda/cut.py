@@ -13,14 +13,14 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 _WORTH: Final = Fraction(1, 32)
-"""Fraction of all slots' bytes that may be wasted to get fewer groups, each of which is a key of every chunk."""
+"""Fraction of all slots' bytes that may be wasted to get fewer groups, each of which adds a key to every chunk."""
 MOST_GROUPS: Final = 64
 
 
 def cuts(layer_bytes: Sequence[int], layers: Sequence[int]) -> tuple[int, list[list[int]]]:
-    """The size of a slot, and of each group how many layers each of its parts has.
+    """The size of a slot and, for each group, the number of layers in each of its parts.
 
-    layer_bytes: of each group, what one layer adds to its payload. layers: of each group, how many it has.
+    layer_bytes: for each group, the bytes that one layer adds to its payload. layers: for each group, its number.
     """
     largest = max(layer_bytes)
     sizes = {each * count for each, most in zip(layer_bytes, layers, strict=True) for count in range(1, most + 1)}
@@ -28,7 +28,7 @@ def cuts(layer_bytes: Sequence[int], layers: Sequence[int]) -> tuple[int, list[l
     for slot_bytes in sorted(size for size in sizes if size >= largest):
         parts = sum(_parts(each, count, slot_bytes) for each, count in zip(layer_bytes, layers, strict=True))
         choices.append((parts * slot_bytes, parts, slot_bytes))
-    # With as many layers a slot as the largest group has, no group is cut: that many are always allowed.
+    # With slots for whole groups, no group is cut: that many parts are always allowed.
     allowed = [choice for choice in choices if choice[1] <= max(MOST_GROUPS, len(layers))]
     least = min(spent for spent, _, _ in allowed)
     _, _, slot_bytes = min((choice[1], choice[0], choice[2]) for choice in allowed if choice[0] <= least * (1 + _WORTH))

@@ -110,7 +110,7 @@ def _copies() -> Iterator[Finding]:
 
 
 def gpudirect_storage(cufile: Files | NoCuFile, copy_paths: FileCopyPaths) -> Finding:
-    """Whether files can be read into the GPU without passing through host memory, and where that is the faster way."""
+    """Whether files can be read into the GPU without passing through host memory, and where that is faster."""
     what = "GPUDirect Storage"
     if isinstance(cufile, NoCuFile):
         found = f"{cufile.why}: files are staged through host memory"

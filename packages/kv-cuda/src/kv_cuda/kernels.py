@@ -1,7 +1,7 @@
 """Functions in C for copies and formats on a CPU.
 
-They are in the library that is built with kv-tiers (docs/adr/0026), found by an entry point, because neither package
-depends on the other. Without it, torch does the work, with the same bytes.
+They are in the library that is built with kv-tiers (docs/adr/0026), found through an entry point because neither
+package depends on the other. Without it, torch does the work, with the same bytes.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ GROUP: Final = "kv_cuda.kernels"
 
 
 Place = tuple[int, int]
-"""An array's address and size in bytes, for one that is passed often. The caller keeps its memory alive."""
+"""The address and size in bytes of an array that is passed often. The caller keeps its memory alive."""
 
 
 class Kernels(Protocol):

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """An axis split in two, as matrix units want it: [index // size][index % size], and each has a stride.
+    """An axis split in two, as matrix units need it: [index // size][index % size], each with a stride.
 
     size: indices in a tile, which lie at the axis's own stride.
     stride: from one tile to the next, in elements.
@@ -52,7 +52,7 @@ class PartLayout:
         return self.token_tile is not None or self.dim_tile is not None
 
     def is_in_words(self, elements: int) -> bool:
-        """Whether the tiles along dim are words of `elements` neighbours, and all else is counted in whole words."""
+        """Whether the tiles along dim are words of `elements` neighbours, and all else is a whole number of words."""
         dims, tokens = self.dim_tile, self.token_tile
         if self.dim != 1 or dims is None or dims.size != elements:
             return False
@@ -72,15 +72,15 @@ class PartLayout:
 class PagedLayout:
     """The layers that share one block table.
 
-    name: what people call this order of bytes.
+    name: the common name of this order of bytes.
     dtype: as torch spells it.
     itemsize: of an element, bytes.
     layers: how many share the table.
     blocks: how many each layer has.
-    block_tokens: tokens a block.
+    block_tokens: tokens per block.
     heads, head_dim: of a token's row in one layer of one part.
     parts: where K and V, or MLA's latent, lie in a block of a layer.
-    own_tensors: each part has tensors of its own. They are handed over part by part: K of all layers, then V.
+    own_tensors: each part has separate tensors. They are passed part by part: K of all layers, then V.
     """
 
     name: str
@@ -125,12 +125,12 @@ class PagedLayout:
 
     @property
     def blocks_are_runs(self) -> bool:
-        """Whether a block of one layer is one run of bytes, and so can be kept as it is."""
+        """Whether a block of one layer is one run of bytes, and so can be stored verbatim."""
         return not self.own_tensors and int(self._places().max()) + 1 == self.page_elements
 
     @property
     def tensors(self) -> int:
-        """How many tensors there are: one a layer, or one a layer and part."""
+        """Number of tensors: one per layer, or one per layer and part."""
         return self.layers * (len(self.parts) if self.own_tensors else 1)
 
     def of_part(self, tensors: Sequence[_T], number: int) -> Sequence[_T]:
@@ -138,7 +138,7 @@ class PagedLayout:
         return tensors[number * self.layers :][: self.layers] if self.own_tensors else tensors
 
     def canonical_format(self, chunk_tokens: int) -> ChunkFormat:
-        """K part then V part, each [layers, tokens, heads, head_dim]: what engines share."""
+        """K part then V part, each [layers, tokens, heads, head_dim]: the format that engines share."""
         return ChunkFormat(
             kind="canonical",
             parts=tuple(part.name for part in self.parts),
@@ -198,7 +198,7 @@ class PagedLayout:
         )
 
     def _places(self) -> npt.NDArray[np.int64]:
-        """[parts, block_tokens × heads × head_dim]: where the elements of block 0 are."""
+        """[parts, block_tokens × heads × head_dim]: the places of the elements of block 0."""
         token, head, dim = np.ogrid[: self.block_tokens, : self.heads, : self.head_dim]
         places = [
             part.offset
@@ -210,7 +210,7 @@ class PagedLayout:
         return np.stack([place.reshape(-1) for place in places]).astype(np.int64)
 
     def _refuse_overlaps(self) -> None:
-        """No two elements of a layer may share a place. Counted, not argued: a page is small."""
+        """No two elements of a layer may share a place. Checked by enumeration, because a page is small."""
         if self.own_tensors:
             for part in self.parts:
                 replace(self, parts=(part,), own_tensors=False)  # checks itself
@@ -220,7 +220,7 @@ class PagedLayout:
             raise InputError(f"layout {self.name}: two elements of a block lie on each other")
         alike = len({part.block for part in self.parts}) == 1
         for part in self.parts:
-            # K and V at different distances are only a canary's guess: their blocks must keep clear of a whole page.
+            # K and V at different distances are only tried by a canary: their blocks must be at least a page apart.
             meet = _meet(page.reshape(-1), part.block, self.blocks) if alike else part.block <= page.max()
             if self.blocks > 1 and meet:
                 raise InputError(f"layout {self.name}: the blocks of part {part.name} lie on each other")
@@ -233,7 +233,7 @@ def _along(index: npt.NDArray[np.int64], stride: int, tile: Tile | None) -> npt.
 def _meet(places: npt.NDArray[np.int64], distance: int, blocks: int) -> bool:
     """Whether two of `places`, each repeated `blocks` times at `distance`, are ever the same.
 
-    They are where two leave the same rest by the distance, and are less than `blocks` distances apart.
+    They are if two have the same remainder by the distance and are less than `blocks` distances apart.
     """
     if distance < 1:
         return True

@@ -39,7 +39,7 @@ def _part_view(layout: PagedLayout, part: PartLayout, tensor: torch.Tensor) -> t
 
 
 def pages_of(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
-    """[blocks, page bytes] uint8: each block of one layer as the bytes it is. The first axis of `tensor` is blocks.
+    """[blocks, page bytes] uint8: each block of one layer as bytes. The first axis of `tensor` is blocks.
 
     Raises:
         InputError: the first axis is not `blocks` long, or a block is not one run of bytes.
@@ -60,7 +60,7 @@ def pages_of(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
 
 @contextmanager
 def kept_pages(tensors: Sequence[torch.Tensor], blocks: Iterable[int], count: int) -> Iterator[None]:
-    """Put back what these blocks held of each layer, also where layers lie on the same bytes. count: blocks a layer."""
+    """Restore the content of these blocks in each layer, even where layers share bytes. count: blocks per layer."""
     saved = [(pages_of(tensor, count), block) for tensor in tensors for block in blocks]
     held = [pages[block].clone() for pages, block in saved]
     try:
@@ -73,7 +73,7 @@ def kept_pages(tensors: Sequence[torch.Tensor], blocks: Iterable[int], count: in
 def probe_rows(
     parts: Iterable[str], shape: tuple[int, int, int], *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Known rows for every part, [tokens, heads, head_dim]: random enough that any confusion of places shows."""
+    """Known rows for every part, [tokens, heads, head_dim]: random enough that any mix-up of places shows."""
     generator = torch.Generator().manual_seed(seed)
     return {part: torch.randn(shape, generator=generator).to(dtype).to(device) for part in parts}
 
@@ -84,7 +84,7 @@ def read_rows(
     """Rows at `slots` of one layer, [slots, heads, head_dim] for each part.
 
     Raises:
-        InputError: a slot that does not exist.
+        InputError: a slot does not exist.
     """
     blocks, offsets = _split(layout, slots)
     rows = {}
@@ -111,7 +111,7 @@ def write_rows(
 
 
 def _split(layout: PagedLayout, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # Torch would take a negative block for one counted from the end.
+    # Torch would count a negative block from the end.
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < layout.blocks * layout.block_tokens:
         raise InputError(f"slots {int(slots.min())} to {int(slots.max())} of {layout.blocks * layout.block_tokens}")
     return slots // layout.block_tokens, slots % layout.block_tokens

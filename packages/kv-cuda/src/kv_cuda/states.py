@@ -1,9 +1,9 @@
 """States of linear layers (Mamba, gated delta nets, short convolutions): one per block, opaque, and proved like
 layouts.
 
-The meaning of a state's numbers is the engine's affair. What must be right is which bytes are the state of block i: all
-of them and nobody else's. So marked bytes are written through the engine's own views of one block and moved to another
-block by the copier that will move states. Through the views they must read there as they were written, and the source
+The meaning of a state's numbers is the engine's affair. We must know which bytes are the state of block i: all of them,
+and no others. So marked bytes are written through the engine's own views of one block and moved to another
+block by the copier that will move states. Read through the views, they must be as they were written, and the source
 and the blocks around both must be unchanged. The previous content of the blocks is restored.
 """
 
@@ -28,15 +28,15 @@ _POOL = "canary"
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Layers that keep one state a block and share one block table, as the engine handed them over.
+    """Layers that keep one state per block and share one block table, as the engine provides them.
 
-    tensors: one a layer, the first axis blocks: the bytes in which the states lie.
-    views: of each layer its states as the engine reads and writes them, the first axis blocks.
-    state_bytes: of a block those that are states. The engine may pad.
+    tensors: one per layer, the first axis blocks: the bytes that contain the states.
+    views: each layer's states as the engine reads and writes them, the first axis blocks.
+    state_bytes: bytes of a block that are states. The engine may pad.
     blocks: how many each layer has.
-    table_tokens: how many tokens a place of the block table stands for.
+    table_tokens: number of tokens that an entry of the block table stands for.
     origin: what makes states of two engines interchangeable.
-    table: which of the engine's block tables is theirs.
+    table: the engine's block table that they use.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -89,7 +89,7 @@ def _format(group: StateGroup) -> ChunkFormat:
 
 
 def _why_not_inside(group: StateGroup) -> str | None:
-    """None if of every block the states are all of the bytes that we would copy, and no others."""
+    """None if in every block the states are exactly the bytes that we would copy."""
     for tensor, views in zip(group.tensors, group.views, strict=True):
         start, stride = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
         if tensor.shape[0] != group.blocks or not views:
@@ -120,7 +120,7 @@ def _why_not_carried(group: StateGroup, layout: PagedLayout, described: ChunkFor
     copier.attach(_POOL, memoryview(bytearray(described.nbytes)))
     extent = HostExtent(_POOL, 0, described.nbytes)
     with kept_pages(group.tensors, touched, group.blocks):
-        # All layers first, so that two that lie on each other show.
+        # All layers first, so that an overlap of two shows.
         written = [_write(layer, views, source) for layer, views in enumerate(group.views)]
         for views in group.views:
             for view in views:
@@ -144,12 +144,12 @@ def _why_not_carried(group: StateGroup, layout: PagedLayout, described: ChunkFor
 
 
 def _write(layer: int, views: Sequence[torch.Tensor], block: int) -> list[torch.Tensor]:
-    """Marked bytes into a block's states, through the engine's views; what was written."""
+    """Write marked bytes to a block's states, through the engine's views; returns them."""
     generator = torch.Generator().manual_seed(layer)
     written = []
     for view in views:
         nbytes = view[block].numel() * view.element_size()
-        # Any bytes, as no number is computed with; below 128, so that no float is a NaN of another spelling.
+        # Any bytes, because no number is computed with; below 128, so that no float is a NaN that changes its bits.
         marks = torch.randint(1, 120, (nbytes,), generator=generator, dtype=torch.uint8)
         view[block] = marks.view(view.dtype).view(view[block].shape).to(view.device)
         written.append(marks)

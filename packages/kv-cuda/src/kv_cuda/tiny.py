@@ -27,7 +27,7 @@ class TinyLlama:
     dtype: str = "float32"
     seed: int = 0
     sliding_window: int | None = None
-    """If set, it is a Mistral, all of whose layers have this window."""
+    """If set, the model is a Mistral, all of whose layers have this window."""
 
     def write(self, directory: Path) -> Path:
         """Write `config.json` and `model.safetensors` there, and return the directory."""
@@ -87,7 +87,7 @@ class TinyLlama:
 
 
 def write_tiny_deepseek(directory: Path, *, kv_lora_rank: int = 512, rope_dim: int = 64) -> Path:
-    """Write a DeepSeek-V2 there: multi-head latent attention, no experts, random weights that matter.
+    """Write a DeepSeek-V2 there: multi-head latent attention, no experts, random weights on which wrong KV shows.
 
     kv_lora_rank, rope_dim: of a latent. The defaults are the only ones for which vLLM has a CPU kernel.
     """

@@ -2,8 +2,8 @@
 
 With one rank the caches are in SGLang's scheduler process. With several, the first rank starts a private server that
 all of them join; a server named in the settings is joined by all. SGLang ends an engine by killing its processes and
-their descendants, so a private server is not one of them, and spills what waits once they are gone. With a tier of
-`write: back`, whose chunks may wait for as long as there is room, there is a private server even for one rank.
+their descendants, so a private server is not one of them, and spills waiting chunks once they are gone. With a tier of
+`write: back`, whose chunks may wait as long as there is room, there is a private server even for one rank.
 
 Pools whose pages have the same format share a cache, because a lower tier belongs to one cache of a format. Each pool's
 pages have their own key space: their hashes are the same, so one pool's page would otherwise be taken for another's.
@@ -48,7 +48,7 @@ KV: Final = "kv"
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which share of the engine this process is.
+    """The share of the engine that this process has.
 
     number: among the tensor-parallel ranks.
     ranks: how many there are.
@@ -57,7 +57,7 @@ class Rank:
     stages: how many there are.
     replica: of data parallelism, within attention.
     replicas: how many there are, of either kind.
-    nodes: machines.
+    nodes: number of machines.
     """
 
     number: int
@@ -72,15 +72,15 @@ class Rank:
 
 @dataclass(slots=True)
 class Attached:
-    """What was opened.
+    """Everything that `attach` opened.
 
     stores: by SGLang's name of the pool.
     caches: by the format of their chunks.
     buses: of the caches in this process.
     server: the private one, in the process that started it.
     watch: observes the engine's weights.
-    requests: what requests say for their pages.
-    figures: what is counted for the engine's metrics.
+    requests: the requests' options for their pages.
+    figures: the counters for the engine's metrics.
     """
 
     stores: dict[str, PageStore] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Attached:
     figures: Figures = NO_FIGURES
 
     def close(self) -> None:
-        """Store below what is to be stored there, and let go. The caches' memory goes with SGLang's last thread."""
+        """Spill waiting chunks and release everything. The caches' memory is freed with SGLang's last thread."""
         if self.watch is not None:
             self.watch.close()
         for store in self.stores.values():
@@ -100,7 +100,7 @@ class Attached:
         for cache in self.caches.values():
             try:
                 cache.close()
-            except BufferError as error:  # a copy is still under way; the process is ending anyway
+            except BufferError as error:  # a copy is still in flight; the process is ending anyway
                 _log.warning("a host pool stays mapped: %s", error)
         for bus in self.buses:
             bus.close()
@@ -110,7 +110,7 @@ class Attached:
 
 
 def check_hashes() -> None:
-    """SGLang's names of pages must be the digests that we take them for.
+    """Check that SGLang's names of pages are the digests that we assume.
 
     Raises:
         ConfigError: they are not.
@@ -128,7 +128,7 @@ def check_hashes() -> None:
 
 
 def other_sglang(what: str, differences: Sequence[str], otherwise: str = "") -> ConfigError:
-    """For an SGLang that calls its storage or linker otherwise than is implemented here."""
+    """The error for an SGLang whose storage or linker interface differs from the one implemented here."""
     return ConfigError(
         f"SGLang {version('sglang')} has another {what} interface than {TESTED}, with which kv-sglang is tested: "
         f"{'; '.join(differences)}; install sglang=={TESTED}" + (f", or {otherwise}" if otherwise else "")
@@ -172,7 +172,7 @@ def attach(
     }
     formats = {name: Format((pages.format.nbytes,), prints[name]) for name, pages in pools.items()}
     page_bytes = sum(max(chunks.group_bytes) for chunks in formats.values())
-    # Replicas are updated one by one, so what one of them has may differ from the others'.
+    # Replicas are updated one by one, so the weights of one may differ from the others'.
     watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
     made = Attached(watch=watch, figures=figures)
     keeps = StoredFormat.of(model, pools[KV].format.kind, prints[KV])
@@ -203,7 +203,7 @@ def attach(
         cache = made.caches[formats[KV]]
         requests = made.requests = RequestPages(settings.use, settings.chunk_tokens, lambda: cache.tiers)
         for name, pages in pools.items():
-            # Where every rank has the same, there is one share of it. States of linear attention never are the same.
+            # Where all ranks have the same KV, there is one share. States of linear attention are never the same.
             whole = rank.replicated and name != "mamba"
             space = LiveKeySpace(
                 watch.weights,
@@ -232,11 +232,11 @@ def attach(
 
 
 def _divisions(calibration: Calibration, rank: Rank, pools: Mapping[str, PoolPages]) -> dict[str, Division | None]:
-    """Which layers and heads the pages of each pool have. What only SGLang can read (states) is stored as it is.
+    """The layers and heads of each pool's pages. Pages that only SGLang can read (states) are stored unencoded.
 
     Raises:
-        ConfigError: the calibration is not of this model, or SGLang does not say which layers a pool has, or in which
-            order its keys are.
+        ConfigError: the calibration is for another model, or SGLang does not report which layers a pool has, or the
+            order of its keys.
     """
     if rank.stages > 1:
         raise ConfigError(
@@ -262,12 +262,12 @@ def _divisions(calibration: Calibration, rank: Rank, pools: Mapping[str, PoolPag
 
 
 def _would_lose_what_waits(settings: Settings) -> bool:
-    """When the process that has the pool is killed. A named pool is there for the next one, whole."""
+    """Whether waiting chunks would be lost if the process with the pool is killed. A named pool survives intact."""
     return not settings.host.name and any(tier.get("write") == "back" for tier in settings.tiers)
 
 
 def _part_of(settings: Settings, pool: str, part: float) -> Settings:
-    """The part of the host's memory, and the name, of one cache among several."""
+    """The settings with the memory and the name of one cache among several."""
     if part == 1:
         return settings
     name = f"{settings.host.name}-{pool}" if settings.host.name else ""

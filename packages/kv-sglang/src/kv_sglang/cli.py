@@ -1,7 +1,7 @@
 """Prints the command-line arguments that make SGLang use this cache, ready to paste.
 
-They are validated as the engine will validate them, as far as that is possible without a model: an engine takes a
-minute to start before it reports a misspelt option.
+They are validated as the engine will validate them, as far as that is possible without a model: an engine runs for a
+minute before it reports a misspelt option.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def _page_size(args: argparse.Namespace, settings: Mapping[str, Any]) -> int:
 
 
 def _host_memory(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """The size of SGLang's own host memory: ours, unless given."""
+    """The size of SGLang's own host memory; by default the size of ours."""
     if args.hicache_ratio is not None:
         if not 0 < args.hicache_ratio < math.inf:
             raise ConfigError(f"--hicache-ratio is {args.hicache_ratio}; write a number above 0, such as 1.5")
@@ -119,10 +119,10 @@ def _host_memory(args: argparse.Namespace, settings: Settings) -> dict[str, Any]
 
 
 def _check(settings: Settings) -> None:
-    """Check what the engine's start would refuse, as far as possible without its model.
+    """Check for settings that the engine would refuse at start, as far as possible without its model.
 
     Raises:
-        ConfigError: it would be refused.
+        ConfigError: the settings would be refused.
     """
     settings.scheme()
     if settings.server.socket:
@@ -138,14 +138,14 @@ def _check(settings: Settings) -> None:
 
 
 def _paths(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The options of a tier that name files or directories, one of several paths at a time."""
+    """The options of a tier that name files or directories, with one path each time."""
     for option, value in tier.items():
         if option == _DIRECTORY or option.endswith("_file"):
             yield from ((option, each) for each in (value if isinstance(value, list) else [value]) if each)
 
 
 def _absolute(tier: dict[str, Any]) -> dict[str, Any]:
-    """The same tier from wherever SGLang is started."""
+    """The same tier with absolute paths, wherever SGLang is started."""
     made = dict(tier)
     for option, _ in _paths(tier):
         value = tier[option]
@@ -154,10 +154,10 @@ def _absolute(tier: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_tier(text: str) -> dict[str, Any]:
-    """`disk:directory=/kv,capacity_bytes=1GiB` as the settings have it. A value that is JSON (a number, true) is that.
+    """Convert `disk:directory=/kv,capacity_bytes=1GiB` to settings. A value that is JSON (a number, true) is parsed.
 
     Raises:
-        ConfigError: not of this form.
+        ConfigError: the text is not of this form.
     """
     kind, _, rest = text.partition(":")
     tier: dict[str, Any] = {"type": kind}

@@ -13,7 +13,7 @@ _REST_S = 30.0
 
 
 def start(wanted: Wanted) -> Ask:
-    """An engine that this process started."""
+    """Start an engine in processes of its own."""
     import sglang
     import torch
 
@@ -36,7 +36,7 @@ def start(wanted: Wanted) -> Ask:
         }
     if cache is not None:
         arguments |= engine_arguments(cache, page_size=page_tokens)
-        # A size of its own, or SGLang takes most of what memory is left, or refuses to start.
+        # Set the size explicitly, else SGLang takes most of the free memory, or refuses to start.
         arguments |= {"hicache_storage_prefetch_policy": "wait_complete", "hicache_ratio": 2.0}
     engine = sglang.Engine(model_path=wanted.model, **arguments)
     sampling = {

@@ -2,7 +2,7 @@
 
 With `--enable-metrics` SGLang's processes write their metrics to files (prometheus-client's multiprocess mode) that its
 HTTP server reads, so a metric made in a scheduler's process is served. Each rank counts the bytes that it copies, and
-the first one the tokens. What is not counted here has no equivalent in SGLang's calls.
+the first one the tokens. Figures not counted here have no equivalent in SGLang's calls.
 """
 
 import time
@@ -35,29 +35,29 @@ _MAX_ASKERS: Final = 4096
 
 
 class Figures:
-    """Where a store counts. This one is for engines without metrics: it does nothing."""
+    """The counters of a store. This base class is for engines without metrics: it does nothing."""
 
     def add(self, name: str, amount: int) -> None:
         """name: of a counter in `COUNTED`."""
 
     def given(self, tokens_by_tier: Mapping[str, int]) -> None:
-        """Requests got so many tokens, by tier."""
+        """Requests got this many tokens, by tier."""
 
     def look_at(self, cache: LocalCache | RemoteCache) -> None:
-        """Something was copied: the pool is not as it was."""
+        """Something was copied: the pool's use may have changed."""
 
     def off(self) -> None:
-        """The cache is in use no more."""
+        """The cache is no longer in use."""
 
 
 NO_FIGURES: Final = Figures()
 
 
 class EngineFigures(Figures):
-    """Metrics of prometheus-client in this process. Thread-safe, as that is."""
+    """Metrics of prometheus-client in this process. Thread-safe, because that is."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        # SGLang sets the directory of the multiprocess mode first: the import decides by that.
+        # SGLang has set the directory of the multiprocess mode by now: the import depends on it.
         from prometheus_client import Counter, Gauge
 
         names = list(labels)
@@ -83,7 +83,7 @@ class EngineFigures(Figures):
             self._by_tier.labels(**self._labels, tier=tier).inc(tokens)
 
     def look_at(self, cache: LocalCache | RemoteCache) -> None:
-        """At most once a second of a server, which is asked."""
+        """Update the pool's use; a server is queried at most once a second."""
         pool = cache.pool
         if isinstance(cache, LocalCache):
             used = cache.pool.slots_used
@@ -100,7 +100,7 @@ class EngineFigures(Figures):
 
 
 class BytesOnly(Figures):
-    """For pools beside the KV, and for all ranks but the first: tokens are counted once."""
+    """For pools other than the KV's, and for all ranks but the first: tokens are counted once."""
 
     def __init__(self, figures: Figures) -> None:
         self._figures = figures
@@ -114,8 +114,7 @@ class BytesOnly(Figures):
 
 
 class OncePerRequest:
-    """Whether a request is asked about for the first time. Of requests that were asked about long ago it is not known
-    any more. For one thread."""
+    """Whether a request is looked up for the first time. Requests looked up long ago are forgotten. For one thread."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -133,7 +132,7 @@ _MADE: Final[list[EngineFigures]] = []
 
 
 def engine_figures(*, number: int, stage: int, replica: int) -> Figures:
-    """Of a rank's process, which makes its metrics once, with the labels that SGLang gives a scheduler's."""
+    """The figures of a rank's process, which creates its metrics once, with the labels of a scheduler's in SGLang."""
     from sglang.srt.runtime_context import get_observability, get_serving
 
     observed = get_observability()

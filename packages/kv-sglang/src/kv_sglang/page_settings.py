@@ -12,10 +12,10 @@ SGLANG_TAKES: Final = frozenset({"backend_name", "module_path", "class_name", "i
 
 
 def read_settings(extra: Mapping[str, Any], page_size: int, environ: Mapping[str, str]) -> Settings:
-    """Our settings out of `--hicache-storage-backend-extra-config`, a file and the environment.
+    """Read our settings from `--hicache-storage-backend-extra-config`, a file and the environment.
 
     Raises:
-        ConfigError: one that is wrong, or that SGLang's pages cannot have.
+        ConfigError: a setting is wrong, or not possible for SGLang's pages.
     """
     own = {name: value for name, value in extra.items() if name not in SGLANG_TAKES}
     settings, in_force = load(own, environ)

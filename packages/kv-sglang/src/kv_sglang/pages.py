@@ -1,10 +1,10 @@
 """Moves the pages of one host pool in and out of one cache, by their hashes. SGLang's threads call this directly.
 
-The answer to a lookup is a promise: what was found is leased until it is read, or until enough newer lookups. A read of
-promised pages leases them in one call without another lookup. Lookup, read and store come from three threads of SGLang,
-which does not mention a lookup again once it is answered. A promise ends with the read of its last page; those that are
-never read end one by one as newer lookups come, and all at once when a store finds no room. A read whose promise has
-ended, or that never had one, looks up first.
+The answer to a lookup is a promise: pages found are leased until they are read, or until enough newer lookups. A read
+of promised pages leases them in one call without another lookup. Lookup, read and store come from three threads of
+SGLang, which does not mention a lookup again once it is answered. A promise ends with the read of its last page; those
+that are never read end one by one as newer lookups arrive, and all at once when a store finds no room. A read whose
+promise has ended, or that never had one, looks up first.
 """
 
 import itertools
@@ -38,14 +38,14 @@ from kv_sglang.requests import RequestPages
 
 _ASK_AGAIN_S: Final = 0.0005
 _PROMISES: Final = 16
-"""Number of lookups whose promises are kept. SGLang looks up requests one by one, and reads them soon after."""
+"""Number of lookups whose promises are retained. SGLang looks up requests one by one, and reads them soon after."""
 _NUMBERS: Final = itertools.count()
 
 _C = TypeVar("_C", bound=Copier)
 
 
 class PoolBinding(Generic[_C]):
-    """One thread's copier, with the memory of a host pool as it is now, which a restarted server has exchanged."""
+    """One thread's copier, with the current memory of a host pool, which a restarted server may have replaced."""
 
     def __init__(self, copier: _C) -> None:
         self._copier = copier
@@ -59,7 +59,7 @@ class PoolBinding(Generic[_C]):
         return self._copier
 
     def unbind(self) -> None:
-        """So that the pool can be closed. Nothing may be under way."""
+        """Release the pool, so that it can be closed. No copy may be in flight."""
         if self._pool:
             self._copier.detach(self._pool)
             self._pool = ""
@@ -67,10 +67,10 @@ class PoolBinding(Generic[_C]):
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """What one lookup found.
+    """The pages that one lookup found.
 
     pages: leased to its holder, and the slowest tier that each comes from; none if everything is still being promoted.
-    last: the page with whose read the promise ends.
+    last: the page whose read ends the promise.
     """
 
     pages: Mapping[ChunkKey, str]
@@ -78,7 +78,7 @@ class _Promise:
 
 
 class PageStore:
-    """One pool's pages. Thread-safe, and bounded in time; it raises only for bugs of ours.
+    """One pool's pages. Thread-safe; every call is bounded in time and raises only for bugs of ours.
 
     name: prefix of its holders' names, unique on the same cache.
     """
@@ -98,12 +98,12 @@ class PageStore:
         figures: Figures = NO_FIGURES,
     ) -> None:
         """space: while it is not known, nothing is found or written.
-        wait_s: how long a question may wait for what slower tiers hold.
-        holds_old_pages: whether what the engine has may be of other weights than the key space's: it is not written.
-        use: when what is held is used. auto: slower tiers are waited for where that is quicker than computing.
-        compute_s: what the engine takes to compute a page, if that is known; SGLang does not say.
-        requests: what requests say for their pages; None: nothing.
-        figures: where it counts.
+        wait_s: how long a lookup may wait for pages in slower tiers.
+        holds_old_pages: whether the engine's pages may belong to other weights than the key space's: none is written.
+        use: when held pages are used. auto: slower tiers are waited for where that is quicker than computing.
+        compute_s: seconds that the engine needs to compute a page, if known; SGLang does not report it.
+        requests: the requests' options for their pages; None: none.
+        figures: the counters to update.
         """
         self._figures = figures
         self._known = OncePerRequest()
@@ -125,10 +125,10 @@ class PageStore:
         self._mine = threading.local()
 
     def keys(self, hashes: Iterable[str]) -> list[ChunkKey]:
-        """None at all while the key space is not known.
+        """The keys of these pages; empty while the key space is not known.
 
         Raises:
-            InputError: not SGLang's page hashes.
+            InputError: the hashes are not SGLang's page hashes.
         """
         try:
             digests = [bytes.fromhex(each) for each in hashes]
@@ -140,7 +140,7 @@ class PageStore:
     def held(self, hashes: Sequence[str], until: float | None = None) -> int:
         """How many leading pages can be read now. They stay until they are.
 
-        until: when `time.monotonic` says so, the answer must be there; None: the configured time from now.
+        until: the time, by `time.monotonic`, when the answer is due; None: the configured time from now.
         """
         controls = self._controls(hashes)
         keys = self.keys(hashes) if controls.loads else []
@@ -156,9 +156,9 @@ class PageStore:
         return plan.chunks
 
     def ready(self, hashes: Sequence[str], asker: str) -> int:
-        """How many leading pages can be read at once. They stay until `forget_asker`, or the asker's next question.
+        """How many leading pages can be read at once. They stay until `forget_asker`, or the asker's next lookup.
 
-        Never waits: what slower tiers hold is brought up meanwhile, and found by a later question.
+        Never waits: pages in slower tiers are promoted meanwhile, and found by a later lookup.
         """
         controls = self._controls(hashes)
         keys = self.keys(hashes) if controls.loads else []
@@ -175,7 +175,7 @@ class PageStore:
         return plan.chunks
 
     def forget_asker(self, asker: str) -> None:
-        """Release what it was promised."""
+        """Release the pages promised to it."""
         with self._lock:
             self._promises.pop(asker, None)
         self.cache.end(asker)
@@ -183,7 +183,7 @@ class PageStore:
     def trailing(self, hashes: Sequence[str], window: int, most: int) -> list[int]:
         """Of the prefixes of `hashes`, the `most` longest whose last `window` pages (all, if there are fewer) are held.
 
-        As lengths in pages, ascending. Fewer, if the time is up.
+        As lengths in pages, ascending. Fewer if time runs out.
         """
         until = time.monotonic() + self._wait_s
         found: list[int] = []
@@ -195,18 +195,18 @@ class PageStore:
                 found.append(length)
                 length -= 1
             else:
-                length = first + run  # no window may hold the page that is missing
+                length = first + run  # no window may contain the missing page
         return found[::-1]
 
     def read(self, hashes: Sequence[str], slots: Sequence[int], copier: Copier | None = None) -> list[bool]:
-        """Copy pages to `slots` (the first slot of each), as far as they are there. False: the page holds anything.
+        """Copy pages to `slots` (the first slot of each), as far as they are held. False: the bytes are unspecified.
 
-        copier: between chunks and somewhere else than the host pool.
+        copier: between chunks and memory other than the host pool.
         """
         keys = self.keys(hashes)
         if not keys:
             return [False] * len(hashes)
-        reader = f"{self.name}-read-{threading.get_ident()}"  # nobody else's, as a thread reads once at a time
+        reader = f"{self.name}-read-{threading.get_ident()}"  # unique, because a thread makes one read at a time
         tiers = self._promised(keys)
         if tiers and (lease := self.lease(keys, reader)) is not None:
             good = self._copy_out(lease, slots, copier, tiers)
@@ -238,8 +238,8 @@ class PageStore:
     ) -> list[bool]:
         """Copy pages from `slots` where they are not held yet. False: there was no room, or it may not be stored.
 
-        before: the hashes of the prompt's pages in front of these, so that nothing of it leaves to make room.
-        behind: the same where they are in another pool.
+        before: the hashes of the prompt's pages before these, so that none of them is evicted to make room.
+        behind: the same if they are in another pool.
         """
         controls = self._requests.of(hashes, before or behind)
         storable = next((number for number, each in enumerate(controls) if not each.stores), len(hashes))
@@ -259,8 +259,8 @@ class PageStore:
         copier: Copier | None,
         tiers: Sequence[str] | None,
     ) -> list[bool]:
-        """tiers: those that the pages may go down to; None: all."""
-        # In this order: the pages are of the weights that the keys name, if they were so before the keys were made.
+        """tiers: those that the pages may be spilled to; None: all."""
+        # In this order: pages not in doubt before the keys were made have the weights that the keys name.
         in_doubt = self._holds_old_pages()
         keys = self.keys(hashes)
         in_front = self.keys(before)
@@ -271,7 +271,7 @@ class PageStore:
         try:
             lease = self.cache.begin_store([*in_front, *keys], holder, tiers=tiers)
             if not place.keys() >= set(lease.keys):
-                # An earlier page has left the pool, and its bytes are not here to be written again.
+                # An earlier page has left the pool, and its bytes are not available to be written again.
                 self.cache.release(lease)
                 lease = self.cache.begin_store(keys, holder, tiers=tiers)
             if lease.refused:
@@ -303,7 +303,7 @@ class PageStore:
             binding.unbind()
 
     def taken(self, hashes: Sequence[str]) -> None:
-        """The engine has these pages, or a lease on them: of what was handed over, the protection ends."""
+        """The engine has these pages, or a lease on them: end the holds of those that were handed over."""
         self._requests.taken(hashes)
 
     def _say_taken(self, hashes: Sequence[str]) -> None:
@@ -311,7 +311,7 @@ class PageStore:
             self.cache.taken(keys)
 
     def _controls(self, hashes: Sequence[str]) -> Controls:
-        """Of the request whose prompt ends with these pages."""
+        """The controls of the request whose prompt ends with these pages."""
         controls = self._requests.of(hashes[-1:])[0] if hashes else NO_CONTROLS
         return controls if (controls.use or self._use) != "never" else replace(controls, loads=False)
 
@@ -338,7 +338,7 @@ class PageStore:
         return answer if isinstance(answer, ReadLease) else None
 
     def tiers_of(self, asker: str) -> Mapping[ChunkKey, str]:
-        """The pages that it was promised, and the tiers that they come from."""
+        """The pages promised to it, and the tiers that they come from."""
         with self._lock:
             promise = self._promises.get(asker)
             return {} if promise is None else promise.pages
@@ -362,8 +362,8 @@ class PageStore:
         self._figures.add("found_tokens", found_pages * self.pages.page_slots)
 
     def _promised(self, keys: Sequence[ChunkKey]) -> Mapping[ChunkKey, str]:
-        """The tiers of a promise that has all of these pages; none if there is no such promise. By the time that the
-        caller leases them, it may have ended."""
+        """The tiers of a promise that covers all of these pages; empty if there is none. It may have ended by the time
+        that the caller leases them."""
         with self._lock:
             for promise in self._promises.values():
                 if keys[0] in promise.pages and all(key in promise.pages for key in keys):
@@ -373,26 +373,26 @@ class PageStore:
     def _copy_out(
         self, lease: ReadLease, slots: Sequence[int], copier: Copier | None, tiers: Mapping[ChunkKey, str]
     ) -> int:
-        """Copy the leased pages to the leading slots, and release them; how many are good: all or none."""
+        """Copy the leased pages to the leading slots, and release them; returns how many are good: all or none."""
         try:
             with self._copier(copier) as binding:
                 binding.load(self.plan(zip(lease.extents, slots, strict=False))).wait()
         except BaseException:
             self.cache.release(lease)
             raise
-        # Bytes that did not stay put while they were read may be another page's.
+        # Bytes that did not stay in place while they were read may belong to another page.
         is_good = self.cache.release(lease)
         self.count_loaded(lease, tiers, is_good=is_good)
         return len(lease.keys) if is_good else 0
 
     def plan(self, pairs: Iterable[tuple[HostExtent, int]]) -> TransferPlan:
-        """Pages between the host pool and the slots that each begins at."""
+        """A plan for pages between the host pool and the first slot of each."""
         tokens = self.pages.page_slots
         return TransferPlan(tuple(Copy(extent, 0, slot, tokens) for extent, slot in pairs), tokens)
 
     @contextmanager
     def _copier(self, given: Copier | None) -> Iterator[Copier]:
-        """The one that was given, for now; else this thread's own."""
+        """The given copier, bound temporarily; else this thread's own."""
         if given is not None:
             binding = PoolBinding(given)
             try:

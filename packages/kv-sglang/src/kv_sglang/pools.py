@@ -3,7 +3,7 @@
 The content of a pool's buffer follows from its shape, never from the engine's flags. Pools of plain K and V or of MLA
 latents are stored in the canonical format, which other host layouts and other engines share. Everything else (states of
 linear attention, indexers, quantised pairs) is stored as the bytes to which SGLang itself flattens a page, under an
-origin that includes everything that these bytes depend on, so that nothing else can read them.
+origin that includes everything that these bytes depend on, so that no incompatible engine can read them.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ _DONE: Final = DoneEvent()
 
 @dataclass(frozen=True, slots=True)
 class PoolPages:
-    """One host pool: the format of its pages, and what makes a copier for them.
+    """One host pool: the format of its pages, and how to make a copier for them.
 
-    dtype: of SGLang's elements; what is quantised from another never is the same page.
+    dtype: of SGLang's elements; pages quantised from different dtypes are never the same.
     page_slots: how many of SGLang's indices one page has. A copier is for one thread at a time: each makes its own.
     one_page: a zeroed tensor of one page as SGLang flattens it, and a copier between that and chunks; None where the
         pool's own methods must be used.
@@ -43,7 +43,7 @@ class PoolPages:
 
 def describe(pool: Any, name: str, wanted: FormatSetting = "auto") -> PoolPages:
     """
-    wanted: the format, as in the settings. What only SGLang can flatten is kept as it is, whatever is wanted.
+    wanted: the format, as in the settings. Pages that only SGLang can flatten are stored verbatim, whatever is wanted.
 
     Raises:
         ConfigError: this pool's pages cannot be described.
@@ -66,7 +66,7 @@ def format_of_pages(layout: PagedLayout, wanted: FormatSetting, page_tokens: int
     """The format in which pages of this layout are stored.
 
     Raises:
-        ConfigError: the format that the settings want is not possible for them.
+        ConfigError: the format in the settings is not possible for them.
     """
     try:
         return layout.format_of_rows(wanted, page_tokens)
@@ -75,7 +75,7 @@ def format_of_pages(layout: PagedLayout, wanted: FormatSetting, page_tokens: int
 
 
 def _canonical(pool: Any, wanted: FormatSetting, *, mla: bool) -> PoolPages | None:
-    """None: a layout that is not known here, or a buffer of another shape than that layout has."""
+    """None: the layout is not known here, or the buffer does not have its shape."""
     buffer: torch.Tensor = pool.kv_buffer
     pages = buffer.numel() // _page_elements(pool, mla=mla)
     shape, layout, step = _layout(pool, pages=pages, mla=mla)
@@ -100,12 +100,12 @@ def _page_elements(pool: Any, *, mla: bool) -> int:
 
 
 def _layout(pool: Any, *, pages: int, mla: bool) -> tuple[tuple[int, ...], PagedLayout | None, int]:
-    """The buffer's shape, what is where in it, and from one layer's start to the next, in elements."""
+    """The buffer's shape, its layout, and the distance from one layer's start to the next, in elements."""
     page, layers = pool.page_size, pool.layer_num
     heads, dim = (1, pool.kv_cache_dim) if mla else (pool.head_num, pool.head_dim)
     row, tokens = heads * dim, pages * page
     whole = page * layers * row
-    # shape beside K and V; strides of block, token and head; from one layer to the next
+    # shape without K and V; strides of block, token and head; distance from one layer to the next
     orders: dict[str, tuple[tuple[int, ...], tuple[int, int, int], int]] = {
         "layer_first": ((layers, tokens, heads, dim), (page * row, row, dim), tokens * row),
         "page_first": ((tokens, layers, heads, dim), (whole, layers * row, dim), row),
@@ -132,7 +132,7 @@ def _layout(pool: Any, *, pages: int, mla: bool) -> tuple[tuple[int, ...], Paged
 
 
 def _check_addresses(pool: Any, layout: PagedLayout, layers: list[torch.Tensor]) -> None:
-    """SGLang says itself where a page begins. It must be where we read it.
+    """Check that a page begins where we read it, according to SGLang itself.
 
     Raises:
         ConfigError: it is elsewhere.
@@ -141,7 +141,7 @@ def _check_addresses(pool: Any, layout: PagedLayout, layers: list[torch.Tensor])
     slots = torch.arange(page * layout.block_tokens, (page + 1) * layout.block_tokens)
     addresses, _ = pool.get_page_buffer_meta(slots)
     size = layout.itemsize
-    # One address a part where a page is one run, else one a layer and part.
+    # One address per part if a page is one run, else one per layer and part.
     starts = layers if len(addresses) > len(layout.parts) else layers[:1]
     ours = [layer.data_ptr() + (part.offset + page * part.block) * size for layer in starts for part in layout.parts]
     if list(addresses) != ours:
@@ -165,7 +165,7 @@ def _opaque(pool: Any, name: str) -> PoolPages:
             str(slots),
             str(getattr(pool, "layer_num", "")),
             str(getattr(pool, "size_per_token", "")),
-            # A page of states is bytes to SGLang, and says nothing of the numbers in it.
+            # A page of states is bytes to SGLang, and does not describe the numbers in it.
             *(str(getattr(pool, name, "")) for name in ("dtype", "temporal_dtype", "conv_dtype")),
         ]
     except Exception as error:
@@ -197,7 +197,7 @@ def first_slots(indices: torch.Tensor | None, pages: int, page_slots: int) -> li
 
 
 class _FlatPages:
-    """A copier for pages of which only SGLang knows the inside: through its own flattening, page by page."""
+    """A copier for pages whose structure only SGLang knows: through its own flattening, page by page."""
 
     def __init__(self, pool: Any, dtype: torch.dtype, nbytes: int) -> None:
         self._pool = pool

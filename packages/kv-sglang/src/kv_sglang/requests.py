@@ -1,13 +1,13 @@
 """Per-request options (docs/requests.md), which SGLang does not pass on to its storage.
 
 A request has its options in SGLang's `custom_params`, but SGLang reads and writes pages of its storage on threads that
-know of no request. So the options are read where the scheduler first looks up the prompt
+do not know the request. So the options are read where the scheduler first looks up the prompt
 (`Scheduler._prefetch_kvcache`), before any of its pages is read or written, and are stored by the hashes of these
-pages. A page is the same for all requests that have it in their prompt: the latest of them decides. Pages behind the
-prompt are generated, and have the options of the page in front of them.
+pages. A page is the same for all requests that have it in their prompt: the latest of them decides. Pages after the
+prompt are generated, and have the options of the page before them.
 
 A proxy that has had a prompt computed by another engine sets `do_remote_prefill` there, as in vLLM's
-`kv_transfer_params`. The cache protects these pages until this engine has read them. Those that it will not read, since
+`kv_transfer_params`. The cache holds these pages until this engine has read them. Pages that it will not read, because
 it has them or computes them after all, are released by `Taken`.
 """
 
@@ -32,24 +32,24 @@ _log = limited_logger(__name__)
 _FIELD: Final = "custom_params"
 _HANDED_OVER: Final = "do_remote_prefill"
 _UNSUPPORTED: Final = ("tags", "min_load_tokens")
-"""SGLang names its pages itself: its `extra_key` and `cache_salt` set requests apart. And it has its own threshold for
+"""SGLang names its pages itself: its `extra_key` and `cache_salt` separate requests. It also has its own threshold for
 loads, `prefetch_threshold`."""
 MAX_PAGES: Final = 1 << 16
-"""Pages whose options are remembered, those noted last. A prompt's pages are written soon after it is computed."""
+"""Number of latest pages whose options are remembered. A prompt's pages are written soon after it is computed."""
 _FOLLOWED: "WeakSet[RequestPages]" = WeakSet()
 _LOCK: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """controls: of this page. after: of pages behind it that are no prompt's."""
+    """controls: of this page. after: of pages after it that are not in a prompt."""
 
     controls: Controls
     after: Controls
 
 
 Taken = Callable[[Sequence[str]], object]
-"""Called with the hashes of pages that another engine handed over and that need no protection any more."""
+"""Called with the hashes of pages that another engine handed over and that need not be held any more."""
 
 
 class RequestPages:
@@ -57,7 +57,7 @@ class RequestPages:
 
     def __init__(self, use: Use, page_tokens: int, tiers: Callable[[], Sequence[str]]) -> None:
         """use: the setting. tiers: the names of the cache's tiers."""
-        self._defaults = Settings(use=use, save_decode=True)  # SGLang stores whatever its tree has
+        self._defaults = Settings(use=use, save_decode=True)  # SGLang stores everything in its tree
         self._page_tokens = page_tokens
         self._tiers = tiers
         self._lock = threading.Lock()
@@ -73,10 +73,10 @@ class RequestPages:
         hashes: Callable[[], Sequence[str]],
         tail: Callable[[str], str] | None = None,
     ) -> None:
-        """A request has come.
+        """A request has arrived.
 
         params: its `custom_params`. tokens: of its prompt. hashes: computes those of the prompt's pages.
-        tail: computes that of the tokens behind the last page, given the last page's.
+        tail: computes the hash of the tokens after the last page, given the last page's.
         """
         own = chosen(self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED)
         controls = own.controls
@@ -87,7 +87,7 @@ class RequestPages:
                 self._awaited.update(dict.fromkeys(awaited))
                 while len(self._awaited) > MAX_PAGES:
                     self._awaited.popitem(last=False)
-            if tail is not None and tokens % self._page_tokens:  # which SGLang computes in any case
+            if tail is not None and tokens % self._page_tokens:  # SGLang computes it in any case
                 self._say([tail(awaited[-1])])
         if not has_options and not self._pages:
             return
@@ -106,7 +106,7 @@ class RequestPages:
             self._trim()
 
     def of(self, pages: Sequence[str], before: Sequence[str] = ()) -> list[Controls]:
-        """The options of each of these pages, which follow one another. before: the pages in front of them."""
+        """The options of each of these pages, which follow one another. before: the pages before them."""
         if not self._pages:
             return [NO_CONTROLS] * len(pages)
         found = []
@@ -126,7 +126,7 @@ class RequestPages:
         return bool(self._awaited)
 
     def taken(self, pages: Sequence[str]) -> None:
-        """The engine has these pages: of those that were handed over to it, the protection ends."""
+        """The engine has these pages: end the holds of those that were handed over to it."""
         if not self._awaited:
             return
         with self._lock:
@@ -146,7 +146,7 @@ class RequestPages:
 
 
 def follow_requests(pages: RequestPages) -> None:
-    """Note every request of this process in `pages`, for as long as that lives; raises what importing SGLang raises."""
+    """Note every request of this process in `pages`, as long as that lives; raises whatever importing SGLang raises."""
     from sglang.srt.managers.scheduler import Scheduler
 
     _FOLLOWED.add(pages)
@@ -168,16 +168,16 @@ def _followed(call: Any) -> Any:
                 hashes = functools.partial(hashes_of, req, self.tree_cache)
                 tail = functools.partial(tail_of, req, self.tree_cache.page_size)
                 pages.note(str(req.rid), params, len(req.origin_input_ids), hashes, tail)
-            except Exception:  # noqa: BLE001  # whatever it is, the engine would die of it
+            except Exception:  # noqa: BLE001  # any error would end the engine
                 _log.exception("what request %s says in %s is not followed", req.rid, _FIELD)
         answer = call(self, req, *args, **kwargs)
         for pages in list(_FOLLOWED):
             try:
-                if pages.awaits_any:  # what SGLang has already, it does not ask its storage for
+                if pages.awaits_any:  # SGLang does not query its storage for pages that it has
                     own = hashes_of(req, self.tree_cache)
                     matched = int(req.prefix_len) + int(req.host_hit_length)
                     pages.taken(own[: matched // self.tree_cache.page_size])
-            except Exception:  # noqa: BLE001  # they stay protected until their time is over
+            except Exception:  # noqa: BLE001  # they stay held until their time is over
                 _log.exception("pages that request %s has already stay protected for it", req.rid)
         return answer
 

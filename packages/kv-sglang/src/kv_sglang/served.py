@@ -1,9 +1,9 @@
-"""Which model SGLang serves, with all its arguments from which other KV follows.
+"""Which model SGLang serves, with all its arguments that change the KV.
 
-A checkpoint and its configuration do not settle that: an argument may quantise weights, read another configuration,
+A checkpoint and its configuration do not determine that: an argument may quantise weights, read another configuration,
 restrict adapters to some layers or prepare images in another way. Two engines that differ in one of them must not share
-pages, and neither a page's size nor its bytes would tell. `tests/engine_sglang/test_served.py` sorts every argument of
-the namespaces that hold such, so a new one cannot be missed.
+pages, and neither a page's size nor its bytes would reveal it. `tests/engine_sglang/test_served.py` sorts every
+argument of the namespaces that contain such arguments, so a new one cannot be missed.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ COUNTED: Final[Mapping[str, object]] = {
     "quantize_and_serve": False,
     "rl_quant_profile": None,
 }
-"""The arguments that count, beside those that `served_model` treats one by one, and the value of each that is not worth
-a word. Whatever is false is not worth one either."""
+"""The arguments that count besides those that `served_model` handles one by one, and the value of each that is not
+recorded. A false value is never recorded."""
 
 _FROM_THE_MODEL: Final = frozenset(
     {
@@ -44,29 +44,29 @@ _FROM_THE_MODEL: Final = frozenset(
         *("mistral", "npcache", "pt", "runai_streamer", "safetensors", "sharded_state"),
     }
 )
-"""The formats whose weights are the model's own files. Another one's (a neighbour's, a cache's, a plugin's) come from
-anywhere, so nothing here identifies them."""
+"""The formats whose weights are the model's own files. Those of another format (a neighbour's, a cache's, a
+plugin's) come from anywhere, so nothing here identifies them."""
 _PLAIN_CACHES: Final = ("auto", "bf16", "bfloat16")
 """The kinds of caches in SGLang (`--kv-cache-dtype`) whose pools have the dtype of their elements."""
 
 
 def served_model(rank: Rank) -> ServedModel:
-    """Which model SGLang was told to serve, and how."""
+    """The model that SGLang is to serve, and how."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import get_lora, get_server_args
 
     arguments = get_server_args()
     model = ModelConfig.from_server_args(arguments)
     read = {str(key): value for key, value in model.hf_config.to_dict().items()}
-    # SGLang names the pages of these by the adapter's name and path, which say nothing of its weights. Those that are
-    # loaded later have a name for this process alone.
+    # SGLang names the pages of these by the adapter's name and path, which do not identify its weights. Adapters loaded
+    # later have a name that is valid only in this process.
     beside = [(str(each.lora_name), str(each.lora_path)) for each in get_lora().lora_paths or ()]
     if arguments.speculative_algorithm and arguments.speculative_draft_model_path:
         beside.append(("draft", str(arguments.speculative_draft_model_path)))
     own = read.get("quantization_config")
     quantized = own.get("quant_method") if isinstance(own, dict) else None
     quantization = getattr(model, "quantization", None)
-    # The model's own file says nothing where another was read: then what SGLang made of that is what was given.
+    # The model's own file is irrelevant if another was read: then the configuration that SGLang derived is recorded.
     is_elsewhere = arguments.model_config_parser != "auto" or bool(arguments.decrypted_config_file)
     overrides = json.loads(arguments.json_model_override_args or "{}")
     return ServedModel(
@@ -91,7 +91,7 @@ def served_model(rank: Rank) -> ServedModel:
 
 
 def _source_of_weights(arguments: Any) -> str:
-    """The model's path or name; for weights from anywhere else, what no file and no hub is called."""
+    """The model's path or name; for weights from anywhere else, a name that no file and no hub has."""
     elsewhere = str(arguments.load_format) if arguments.load_format not in _FROM_THE_MODEL else ""
     if arguments.modelopt_checkpoint_restore_path:
         elsewhere = "modelopt"
@@ -101,7 +101,7 @@ def _source_of_weights(arguments: Any) -> str:
 
 
 def _settings_that_count(arguments: Any) -> dict[str, object]:
-    """Those that the user has changed, by their names."""
+    """The arguments that the user has changed, by their names."""
     found: dict[str, object] = {}
     for name, usual in COUNTED.items():
         value = getattr(arguments, name)
@@ -113,8 +113,8 @@ def _settings_that_count(arguments: Any) -> dict[str, object]:
 
 
 def _quantised_cache(arguments: Any) -> dict[str, object]:
-    """How SGLang was told to quantise its cache, whose pools say uint8 whatever the kind. What the model's own
-    configuration says of it counts with that."""
+    """How SGLang is to quantise its cache, whose pools report uint8 whatever the kind. The model's own setting counts
+    with its configuration."""
     kind, scales = str(arguments.kv_cache_dtype), arguments.quantization_param_path
     return {
         "kv_cache": kind if kind not in _PLAIN_CACHES else None,

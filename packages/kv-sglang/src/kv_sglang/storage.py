@@ -2,8 +2,8 @@
 `kv_sglang.pages`.
 
 SGLang's threads for lookups, reads and writes call concurrently. No exception leaves a hook once the engine serves: a
-bug of ours turns the cache off with a traceback in the log, and the engine goes on. Before it serves, what cannot be
-served correctly is an error that says what to do.
+bug of ours turns the cache off with a traceback in the log, and the engine continues. Before it serves, anything that
+cannot be served correctly is an error that says what to do.
 """
 
 import os
@@ -72,7 +72,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
     def __init__(self, storage_config: HiCacheStorageConfig, _extra: Any = None) -> None:
         """
         Raises:
-            ConfigError: settings that cannot be honoured, or an SGLang whose interface is another.
+            ConfigError: the settings cannot be honoured, or SGLang's interface is a different one.
         """
         check_interface()
         self._config = storage_config
@@ -124,7 +124,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
             replicas=int(arguments.dp_size),
             nodes=int(arguments.nnodes),
         )
-        # While it runs, SGLang notes the name of a storage only once that is attached.
+        # At run time, SGLang records the name of a storage only after it has been attached.
         watch_updates(has_served=get_memory().hicache_storage_backend is None)
         name = engine_name(rank.ranks)
         figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
@@ -169,7 +169,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         for transfer in pool_transfers or []:
             store = self._attached.stores.get(str(transfer.name))
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # another form of the same pages: it never decides, and no verdict means it is not read
+                continue  # another form of the same pages: it does not decide; without a result it is not read
             if store is None:
                 covered: set[int] = set()
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -197,7 +197,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
             each.name: self._write(str(each.name), each.keys or [], each.host_indices, (), behind) for each in transfers
         }
 
-    # One page at a time, as the tensor that SGLang flattens it to. For users who leave out interface_v1.
+    # One page at a time, as the tensor that SGLang flattens it to. For configurations without interface_v1.
 
     @guarded(always(None))
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
@@ -236,13 +236,13 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
 
     @guarded(always(None))
     def clear(self) -> None:
-        """Forget every page, below too. SGLang's `flush_cache` does not call this; clearing the storage does."""
+        """Forget every page, in lower tiers too. SGLang's `flush_cache` does not call this; clearing storage does."""
         for store in self._attached.stores.values():
             store.cache.clear()
 
     @guarded(always(None))
     def get_stats(self) -> Any:
-        """What was read and written since the last call, for SGLang's metrics."""
+        """The reads and writes since the last call, for SGLang's metrics."""
         return self._stats.take() if self._config.enable_storage_metrics else None
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
 
 
 class _Stats:
-    """Pages and bandwidths between two reads of SGLang's metrics. Bounded, in case nobody reads them."""
+    """Pages and bandwidths between two reads of SGLang's metrics. Bounded, in case they are never read."""
 
     _MAX_SPEEDS: Final = 1024
 
@@ -317,7 +317,7 @@ class _Stats:
 
 
 def check_interface() -> None:
-    """SGLang must call what is implemented here, as it is implemented here.
+    """Check that SGLang calls what is implemented here, with the arguments expected here.
 
     Raises:
         ConfigError: it does not; the text says what differs and what to install.

@@ -1,13 +1,13 @@
 """Detects when SGLang's weights may have changed, and which of its pages may still belong to the old ones.
 
-SGLang does not tell storage or linker. All its operations for new weights (`update_weights_from_disk`, `…_tensor`,
+SGLang does not notify storage or linker. All its operations for new weights (`update_weights_from_disk`, `…_tensor`,
 `…_distributed`, `…_ipc`, and `end_weight_update` for those that write past it) end in methods of one class in the
-scheduler's process, and releasing and resuming memory in two of another; these are observed. What the engine has on the
-device and in its host memory is then in doubt until its caches are emptied, which the operations do themselves unless
-told otherwise, and which `flush_cache` does.
+scheduler's process, and releasing and resuming memory in two of another; these are observed. The engine's pages on the
+device and in its host memory are then in doubt until its caches are emptied, which the operations do themselves unless
+configured otherwise, and which `flush_cache` does.
 
-SGLang can detach its storage and attach one while it runs. Weights change meanwhile too, so what was seen is known to
-this module rather than to a storage; and of an engine that served before anything was observed, nothing is known.
+SGLang can detach its storage and attach one while it runs. Weights can change in between, so the observations are kept
+in this module rather than in a storage; the weights of an engine that served before it was observed are unknown.
 """
 
 import functools
@@ -37,10 +37,10 @@ _LOCK: Final = threading.Lock()
 
 @dataclass(slots=True)
 class _Seen:
-    """Of this process's engine, by whichever watch there was.
+    """The observations of this process's engine, by any watch.
 
-    changed: why its weights may be others than those of its arguments; empty while they are not.
-    holds_old_pages: its own caches may have pages of others than it has now.
+    changed: why its weights may differ from those of its arguments; empty while they do not.
+    holds_old_pages: its own caches may have pages of weights other than the current ones.
     """
 
     changed: str = ""
@@ -62,7 +62,7 @@ class WeightsWatch:
             _log.warning("SGLang's own caches may hold pages of other weights: nothing is stored until /flush_cache")
 
     def holds_old_pages(self) -> bool:
-        """Whether the engine's own caches may hold pages of the weights before."""
+        """Whether the engine's own caches may hold pages of earlier weights."""
         return _SEEN.holds_old_pages
 
     def emptied(self) -> None:
@@ -70,10 +70,10 @@ class WeightsWatch:
         _SEEN.holds_old_pages = False
 
     def see_emptied(self, host_pool: Any) -> None:
-        """SGLang empties its host memory with the device's; that is how storage sees it."""
+        """Watch for emptied caches: SGLang empties its host memory with the device's, which storage can observe."""
         clear = host_pool.clear
         if getattr(clear, "_kv_watched", False):
-            return  # by a watch before this one
+            return  # by an earlier watch
 
         @functools.wraps(clear)
         def cleared(*args: Any, **kwargs: Any) -> Any:
@@ -90,9 +90,9 @@ class WeightsWatch:
 
 
 def watch_updates(*, has_served: bool = False) -> None:
-    """See what changes the weights in this process. Once for its life; raises what importing SGLang raises.
+    """Observe changes of the weights in this process, for its life. Raises whatever importing SGLang raises.
 
-    has_served: the engine has served already. If this is the first that is seen of it, its weights are unknown.
+    has_served: the engine has served already. If it was not observed before, its weights are unknown.
     """
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -111,8 +111,8 @@ def watch_updates(*, has_served: bool = False) -> None:
 def _watched(call: Any, name: str) -> Any:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before, as threads go on writing pages meanwhile; and also if it fails, as it may have done a part.
-        _SEEN.holds_old_pages = True  # before the name changes: nothing old may be written under the new one
+        # Before the call, because threads go on writing pages meanwhile; even if it fails, as it may have done a part.
+        _SEEN.holds_old_pages = True  # set before the key space changes: no old page may be written under the new one
         _SEEN.changed = f"SGLang did {name}"
         for watch in list(_WATCHES):
             watch.weights.changed(_SEEN.changed)
@@ -123,7 +123,7 @@ def _watched(call: Any, name: str) -> Any:
 
 
 def engine_name(ranks: int) -> str:
-    """A name that all ranks of this engine have and no other engine. One of them says it, so each must call this."""
+    """A name common to all ranks of this engine and to no other. One rank chooses it, so each must call this."""
     name = secrets.token_hex(8)
     if ranks > 1:
         from sglang.srt.runtime_context import get_parallel

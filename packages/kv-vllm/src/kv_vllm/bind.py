@@ -36,11 +36,11 @@ def bind_worker(
     *,
     in_force: Sequence[Setting] = (),
 ) -> dict[str, LayerPlace]:
-    """Prove the layout of vLLM's cache and open ours. `off` says why not, if it cannot be proved.
+    """Prove the layout of vLLM's cache and open ours. If it cannot be proved, `off` gives the reason.
 
-    Returns where each layer is, by vLLM's names. Layers that share KV are in one place, the one that computes it first.
+    Returns the place of each layer, by vLLM's names. Layers that share KV have one place, the first that computes it.
 
-    in_force: as `load` returns it beside the settings. It says whether the length of a chunk was chosen.
+    in_force: as `load` returns it with the settings. It shows whether the chunk length was set explicitly.
 
     Raises:
         ConfigError: the settings do not fit this engine or this machine.
@@ -102,7 +102,7 @@ def bind_worker(
 
 
 def group_layers(bound: BoundGroups) -> list[GroupLayers]:
-    """What a calibration is compared with."""
+    """The groups that a calibration is compared with."""
     return [
         GroupLayers(
             f"group {group.table} of this model's layers ({group.coverage})",
@@ -115,10 +115,10 @@ def group_layers(bound: BoundGroups) -> list[GroupLayers]:
 
 
 def bind_scheduler(engine: Engine, vllm_config: Any, settings: Settings) -> None:
-    """Meet the workers of this node, which are in other processes. `off` says why not, if they have no cache.
+    """Join the workers of this node, which are in other processes. If they have no cache, `off` gives the reason.
 
     Raises:
-        ConfigError: the server is another user's, or refuses us.
+        ConfigError: the server belongs to another user, or refuses us.
     """
     transfer = vllm_config.kv_transfer_config
     engine.bind_scheduler(
@@ -131,7 +131,7 @@ def bind_scheduler(engine: Engine, vllm_config: Any, settings: Settings) -> None
 
 
 def warn_of_failure_policy(policy: str) -> None:
-    """Of vLLM's default, with which a load that fails is not a miss."""
+    """Warn of vLLM's default, with which a failed load is not a miss."""
     if policy != "recompute":
         _log.warning(
             "kv_load_failure_policy is %r: a request whose load fails ends in an error. "
@@ -146,7 +146,7 @@ def _refused(engine: Engine, refusal: Refusal) -> dict[str, LayerPlace]:
 
 
 def in_one_process(vllm_config: Any) -> bool:
-    """Whether vLLM's worker and scheduler share a process: its `uni` executor, by whatever name."""
+    """Whether vLLM's worker and scheduler share a process: its `uni` executor, however it is named."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     parallel = vllm_config.parallel_config

@@ -1,8 +1,8 @@
 """The blocks announced to routers: only those whose parents have been announced.
 
-A router builds a tree from the blocks' parents. It drops a block with an unknown parent and, with a block, everything
-below it, for good (`dynamo._core.RadixTree` does). A pool can hold chunks whose parent it lacks: a chunk in the middle
-of a prompt was damaged, or was loaded where vLLM had the beginning itself. No hit reaches such a chunk, so it is
+A router builds a tree from the blocks' parents. It drops a block with an unknown parent and, with a block, all its
+descendants, permanently (`dynamo._core.RadixTree` does). A pool can hold chunks whose parent it lacks: a chunk in the
+middle of a prompt was damaged, or was loaded where vLLM had the beginning itself. No hit reaches such a chunk, so it is
 announced only when its parent is.
 """
 
@@ -17,7 +17,7 @@ Name = tuple[int, Any]
 
 @dataclass(slots=True)
 class _Node:
-    """A chunk's blocks. held: number of our chunks with these blocks. said: announced to routers."""
+    """A chunk's blocks. held: number of our chunks with these blocks. said: whether they were announced to routers."""
 
     stored: BlockStored
     held: int = 0
@@ -25,11 +25,11 @@ class _Node:
 
 
 class BlockTree:
-    """Belongs to one thread."""
+    """Not thread-safe."""
 
     def __init__(self) -> None:
         self._nodes: dict[Name, _Node] = {}
-        self._below: dict[Name, set[Name]] = {}  # by the parent, which may not be there
+        self._below: dict[Name, set[Name]] = {}  # by the parent, which may be missing
         self._made: list[BlockStored | BlockRemoved] = []
 
     def take(self) -> list[BlockStored | BlockRemoved]:
@@ -38,7 +38,7 @@ class BlockTree:
         return made
 
     def hold(self, stored: BlockStored) -> None:
-        """A chunk of these blocks is in the pool. Chunks with different tags may be the same blocks to vLLM."""
+        """A chunk of these blocks is in the pool. Chunks with different tags may be the same blocks in vLLM."""
         name, parent = _name(stored), _parent(stored)
         node = self._nodes.get(name)
         if node is None:
@@ -66,7 +66,7 @@ class BlockTree:
         return name in self._nodes and self._nodes[name].said
 
     def _say(self, top: Name) -> None:
-        """And what was waiting for it, parents first."""
+        """Announce it and the blocks that were waiting for it, parents first."""
         waiting = [top]
         while waiting:
             name = waiting.pop()
@@ -76,7 +76,7 @@ class BlockTree:
             waiting += self._below.get(name, ())
 
     def _unsay(self, top: Name) -> None:
-        """And what is below it, children first."""
+        """Retract it and its announced descendants, children first."""
         found = [top]
         for name in found:
             node = self._nodes[name]

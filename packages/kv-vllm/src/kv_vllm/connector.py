@@ -2,12 +2,12 @@
 `kv_core.connect`.
 
 Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True), except for those
-that cannot fail where the settings ask for layerwise loads (`kv_vllm.layerwise`). Stores begin in `wait_for_save`, or,
-where the settings ask for that, layer by layer before it. On a device with streams they continue behind the step, and
-their blocks are held in vLLM's block pool meanwhile (`kv_vllm.held`); elsewhere they complete there.
+that cannot fail where the settings enable layerwise loads (`kv_vllm.layerwise`). Stores begin in `wait_for_save`, or,
+where the settings enable that, layer by layer before it. On a device with streams they continue after the step, and
+their blocks are held in vLLM's block pool meanwhile (`kv_vllm.held`); elsewhere they complete in `wait_for_save`.
 
 No exception leaves a hook, except for the one that `kv_vllm.layerwise` explains: a bug of ours turns the cache off with
-a traceback in the log, and the engine goes on.
+a traceback in the log, and the engine continues.
 """
 
 import os
@@ -63,17 +63,17 @@ _NO_PLAN = StepPlan()
 _IDLE_STEP_S = 0.0005
 _SUMMARY_EVERY_S = 60.0
 _MAX_FAILURES = 32
-"""Loads that fail cost more than none, and a worker in another process that is off has no other way to say so."""
+"""Failing loads cost more than none, and a worker in another process whose cache is off cannot report it otherwise."""
 
 
 def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:
-    """Every request that waits for a load hears that there is none."""
+    """Report a failed load to every request that waits for one."""
     failed, self._unanswered = self._unanswered, set()
     return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
 
 
 def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorMetadata:
-    """Requests that were promised a load wait for it, so one that is not planned is refused aloud."""
+    """Requests that were promised a load wait for it, so a load that is not planned is refused explicitly."""
     refused, self._unplanned = tuple(sorted(self._unplanned)), set()
     number = 0 if self._held is None else self._held.number
     plan = StepPlan(refused=refused, number=number)
@@ -81,7 +81,7 @@ def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnector
 
 
 def _last_figures(self: "KVTiersConnector") -> Stats | None:
-    """The scheduler's half says once that the cache is off."""
+    """The scheduler half reports once that the cache is off."""
     figures, self._figures = self._figures, None
     return Stats(dict(OFF)) if isinstance(figures, SchedulerFigures) else None
 
@@ -100,7 +100,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's connector to the tiers. One object in the scheduler, one in each worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises ConfigError for settings that cannot be honoured: better no engine than one with another cache."""
+        """Raises ConfigError for settings that cannot be honoured: better no engine than one with a different cache."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
@@ -117,7 +117,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_cache_manager: Any = None
         self._held: HeldBlocks | None = None
         self._in_process = in_one_process(vllm_config)
-        self._number = self._acknowledged = 0  # of the last plan that this worker has been given, and has said
+        self._number = self._acknowledged = 0  # of the last plan received, and the last one reported
         self._sources = HitSources(self._settings)
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config)
@@ -168,7 +168,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._layerwise.blocks:  # asked by every layer of every step
+        if self._layerwise.blocks:  # called by every layer in every step
             self._layers.wait_for(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._layerwise.are_filled = self._worker.layers.forward_ended()
-            # vLLM calls this, too, when the forward pass has raised: what it was to compute is not in the blocks.
+            # vLLM also calls this when the forward pass has raised: then its results are not in the blocks.
             is_computed = self._layerwise.are_filled and sys.exc_info()[0] is None
             (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
             self._worker.finish_stores(wait=not self._step.number)
@@ -207,7 +207,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(_last_figures)
     def get_kv_connector_stats(self) -> Stats | None:
         if self._scheduler is not None and self._scheduler.costs is not None:
-            self._scheduler.costs.step_ended()  # vLLM's scheduler asks once for each step's output, in their order
+            self._scheduler.costs.step_ended()  # vLLM's scheduler calls this once for each step's output, in order
         return None if self._figures is None else self._figures.take()
 
     @classmethod
@@ -234,7 +234,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         settings, _ = load(extra_config, os.environ)
-        return settings.load != "async" or settings.store != "async"  # a full graph leaves the hooks of layers out
+        return settings.load != "async" or settings.store != "async"  # a full graph skips the hooks of layers
 
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -243,7 +243,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None or tokens is None:
             return 0, False
         matched = self._scheduler.match(tokens, num_computed_tokens)
-        # vLLM ends a forward pass at this boundary, where it finds one itself among its own blocks.
+        # vLLM ends a forward pass at this boundary, as at one that it finds among its own blocks.
         request.shared_prefix_boundary = max(
             request.shared_prefix_boundary, self._scheduler.junction(request.request_id)
         )
@@ -284,12 +284,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
 
     def has_pending_push_work(self) -> bool:
-        # Or vLLM would fall idle before it has its blocks back, or we our chunks.
+        # Else vLLM would become idle before its blocks, or our chunks, are released.
         is_waiting = self._promised.are_under_way or self._nodes.has_unsent
         return is_waiting or (self._held is not None and self._held.is_waiting)
 
     def has_pending_block_frees(self) -> bool:
-        return self._held is not None and self._held.will_free()  # vLLM waits for these then, and preempts nobody
+        return self._held is not None and self._held.will_free()  # vLLM then waits for these and preempts no request
 
     @guarded(_last_events)
     def take_events(self) -> Iterable[BlockStored | BlockRemoved]:
@@ -312,17 +312,17 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         try:
             release(self._engine.id, self._role.name)
-        except Exception:  # noqa: BLE001  # whatever it is, it must not keep the engine from ending
+        except Exception:  # noqa: BLE001  # no error may keep the engine from ending
             _log.exception("shutting the cache down failed; the engine goes on shutting down")
 
-    # What the hooks are made of.
+    # The bodies of the hooks.
 
     def _start_scheduler(self, failure_policy: str) -> None:
         warn_of_failure_policy(failure_policy)
         try:
-            if not self.off and self._engine.cache is None:  # then workers in other processes have registered theirs
+            if not self.off and self._engine.cache is None:  # workers in other processes have registered theirs by now
                 bind_scheduler(self._engine, self._vllm_config, self._settings)
-            if not self.off:  # else the reason has been logged
+            if not self.off:  # otherwise the reason has been logged
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
                     lambda space: Weights(space, self._vllm_config),
@@ -330,7 +330,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 assert self._engine.cache is not None
                 self._figures = SchedulerFigures(self._scheduler, self._engine.cache)
                 self._steps = StepReader(self._vllm_config, self._scheduler)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it must cost the cache only
+        except Exception as error:  # noqa: BLE001  # an unforeseen error may cost only the cache
             self.turn_off(f"starting the scheduler's half raised {type(error).__name__}: {error}", error)
 
     def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -344,13 +344,13 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._figures = WorkerFigures(self._worker)
         except ConfigError:
             self.shutdown()
-            raise  # the user can mend it, and should before the engine serves
-        except Exception as error:  # noqa: BLE001  # what we did not foresee must cost the cache only
+            raise  # the user can fix it, and should before the engine serves
+        except Exception as error:  # noqa: BLE001  # an unforeseen error may cost only the cache
             self.turn_off(f"binding to the engine's cache raised {type(error).__name__}: {error}", error)
 
     @guarded(always(None))
     def _start_events(self) -> None:
-        """If vLLM was told to publish KV events. Else none are made, and the cache keeps no record for them."""
+        """Start KV events if vLLM is to publish them. Otherwise none are made, and the cache keeps no record."""
         config, cache = self._vllm_config.kv_events_config, self._engine.cache
         if config is not None and config.enable_kv_cache_events and self._scheduler is not None and cache is not None:
             hash_tokens = hash_tokens_of(self._kv_cache_manager)
@@ -359,7 +359,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _start_holding(self) -> None:
-        """For workers whose stores go on behind the step. Others, or if nothing may be in flight, finish them in it."""
+        """For workers whose stores continue after the step. Others, or if none may be in flight, finish them in it."""
         facts, scheduler = self._engine.facts, self._scheduler
         if (
             scheduler is not None
@@ -369,12 +369,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ):
             self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
 
-    @guarded(lambda self: self._number)  # off: what was under way then was waited for, and nothing has begun since
+    @guarded(lambda self: self._number)  # off: all copies in flight were awaited, and none has begun since
     def _stored_through(self) -> int:
         return 0 if self._worker is None else self._worker.stored_through
 
     def _worker_said(self, said: Any) -> None:
-        """Also while the cache is off: workers in other processes may still be reading."""
+        """Handle workers' reports, even while the cache is off: workers in other processes may still be reading."""
         try:
             if isinstance(said, Acknowledged):
                 self._heard(said)
@@ -384,11 +384,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 and worker is not None
                 and not (self._requests or envs.VLLM_ENABLE_V1_MULTIPROCESSING)
             ):
-                # Nobody steps an engine in its caller's process that has no requests, not even to get blocks back.
+                # An engine in its caller's process is not stepped without requests, even to get blocks back.
                 worker.finish_stores()
                 rank, report = self._engine.share.rank, worker.take_layerwise(wait=True)
                 self._heard(Acknowledged({rank: worker.stored_through}, {rank: RankAnswer(report)}))
-        except Exception as error:  # noqa: BLE001  # as `guarded` has it
+        except Exception as error:  # noqa: BLE001  # as in `guarded`
             self.turn_off(f"giving blocks back raised {type(error).__name__}: {error}", error)
 
     def _heard(self, said: Acknowledged) -> None:
@@ -399,7 +399,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if report.ended and not self.off:
             self._loads_ended(report.ended, report.failed)
         elif report.ended and self._scheduler is not None:
-            self._scheduler.loads_ended(report.ended, report.failed)  # the chunks are leased for as long
+            self._scheduler.loads_ended(report.ended, report.failed)  # the chunks are leased until then
 
     @guarded(always(None))
     def _loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
@@ -408,8 +408,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if failed and self._steps is not None:
                 self._steps.look_again()
             for request_id in self._requests.keys() & set(failed):
-                # Computed now: vLLM has it before others whose loads have ended, and would wait with a second load of
-                # it for the very blocks that they hold.
+                # Compute it now: vLLM schedules it before others whose loads have ended, and a second load of it would
+                # wait for the very blocks that they hold.
                 request, tokens = self._requests[request_id]
                 self._requests[request_id] = (request, replace(tokens, controls=replace(tokens.controls, loads=False)))
             if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
@@ -432,7 +432,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return known[1]
 
     def _drop(self, request_id: str) -> None:
-        """What is known of it holds no more."""
+        """Forget everything about this request: it is no longer valid."""
         self._requests.pop(request_id, None)
         self._promised.forget(request_id)
         if self._scheduler is not None:
@@ -444,7 +444,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._follow_weights()
         is_waiting = self._scheduler.is_waiting() or self.has_pending_push_work()
         if is_waiting and scheduler_output.total_num_scheduled_tokens == 0:
-            # The engine has nothing to compute and asks again at once. Its busy loop would keep the interpreter from
+            # The engine has nothing to compute and steps again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.
             time.sleep(_IDLE_STEP_S)
         for request_id in self._sessions.follow(scheduler_output, self._requests):
@@ -476,7 +476,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         answer = None if half is None else answer_to_proxy(request, half.given_tokens, self._engine.id, settings)
         self._drop(request.request_id)
         if not self._requests and time.monotonic() >= self._summary_at_s:
-            # vLLM's API server kills this process without a chance for last words, so they come when it falls idle.
+            # vLLM's API server kills this process without warning, so the summary is logged when it becomes idle.
             self._engine.log_summary()
             self._summary_at_s = time.monotonic() + _SUMMARY_EVERY_S
         return False, answer

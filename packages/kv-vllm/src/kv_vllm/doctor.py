@@ -17,7 +17,7 @@ def check(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def judged(version: str | None) -> Finding:
-    """Whether this version of vLLM is one that we know."""
+    """Whether this version of vLLM is a tested one."""
     ours = f"kv-vllm {version_of('kv-vllm')}"
     if version is None:
         advice = f"pip install '{INSTALL}' in the environment that serves"

@@ -1,11 +1,11 @@
-"""vLLM's protocol for disaggregated prefill: what its proxies put into `kv_transfer_params`, and what we answer there.
+"""vLLM's protocol for disaggregated prefill: what its proxies put into `kv_transfer_params`, and our answers.
 
 A proxy sends a prompt with `do_remote_decode` to the engine that computes it, with `max_tokens` 1, takes
 `kv_transfer_params` from the answer and sends them with the same prompt to the engine that decodes. The names are those
 of vLLM's NixlConnector, so that proxies written for it work unchanged (docs/disaggregated.md).
 
-To us the answer says one thing: how many tokens are stored or being stored. Where they are is not taken from a request:
-the engine that decodes finds them by their keys in its own cache, and in those peers that its own settings name.
+We read one thing from the answer: how many tokens are stored or being stored. Their location is not taken from a
+request: the decode engine finds them by their keys in its own cache, and in those peers that its own settings name.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ from vllm.v1.request import RequestStatus
 def with_handover(controls: Controls, params: object, prompt_tokens: int) -> Controls:
     """The controls of a request whose proxy hands its prompt over, or has had it computed elsewhere.
 
-    params: its `kv_transfer_params`. What is wrong in them changes nothing, as another connector may mean it. Where the
-    number of tokens is missing, the last token is not waited for, as no engine that we know of stores it then.
+    params: its `kv_transfer_params`. Invalid ones are ignored, because they may be meant for another connector. If the
+    number of tokens is missing, the last token is not waited for, because no engine known to us stores it then.
     """
     if not isinstance(params, Mapping):
         return controls
@@ -39,7 +39,7 @@ def with_handover(controls: Controls, params: object, prompt_tokens: int) -> Con
 def answer_to_proxy(
     request: Any, given_tokens: Callable[[str], int], engine_id: str, settings: Settings
 ) -> dict[str, Any] | None:
-    """What the proxy must send to the decode engine with the prompt; None: that engine computes it.
+    """The parameters for the proxy to send to the decode engine with the prompt; None: that engine computes it.
 
     request: vLLM's, which has just ended.
     given_tokens: for a request, how many of its first tokens are stored.
@@ -57,7 +57,7 @@ def answer_to_proxy(
         "do_remote_decode": False,
         "remote_engine_id": engine_id,
         "remote_request_id": request.request_id,
-        "remote_block_ids": [],  # blocks are vLLM's own; what is handed over has keys
+        "remote_block_ids": [],  # blocks are vLLM's own; chunks that are handed over have keys
         "remote_host": host,
         "remote_port": port,
         "remote_num_tokens": stored_tokens,
@@ -65,7 +65,7 @@ def answer_to_proxy(
 
 
 def _address(settings: Settings) -> tuple[str, int]:
-    """Where other hosts read what this engine stores, for people and logs; none if its settings do not say."""
+    """The address at which other hosts read this engine's chunks, for people and logs; empty if not configured."""
     try:
         listen = read_host_port(settings.peers.listen, "peers.listen")
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Blocks of vLLM that a store is reading: held in vLLM's block pool, and released when all ranks are done.
+"""vLLM's blocks that a store is reading: held in vLLM's block pool, and released when all ranks are done.
 
 To vLLM a held block looks like one that another request shares. So it is not reused, whatever becomes of the request
 that filled it, and it stays in vLLM's own prefix cache.
@@ -28,5 +28,5 @@ class PoolBlocks:
 
 
 def held_blocks(kv_cache_manager: Any, shape: ConnectShape, *, ranks: int) -> HeldBlocks:
-    """The held blocks of the engine to which this manager belongs."""
+    """The held blocks of this manager's engine."""
     return HeldBlocks(PoolBlocks(kv_cache_manager.block_pool), shape, ranks=ranks)

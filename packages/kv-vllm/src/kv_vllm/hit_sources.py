@@ -11,20 +11,20 @@ _SOURCES: Final[Mapping[str, CacheHitSource]] = {
     "dram": CacheHitSource.HOST,
     "disk": CacheHitSource.DISK,
 }
-"""By type. Other tiers use vLLM's fallback, which also means "a remote store"."""
+"""By a tier's type. Other tiers use vLLM's fallback, which also means "a remote store"."""
 
 
 class HitSources:
     """The source in vLLM's terms for each tier of these settings."""
 
     def __init__(self, settings: Settings) -> None:
-        """A server that is joined has tiers of its own: those that are named after their type are known here too."""
+        """A joined server has its own tiers: those that are named after their type are known here too."""
         types = {str(tier.get("name") or tier["type"]): str(tier["type"]) for tier in settings.tiers}
         elsewhere = CacheHitSource.EXTERNAL_UNSPECIFIED
         self._sources = {**_SOURCES, **{name: _SOURCES.get(kind, elsewhere) for name, kind in types.items()}}
 
     def of(self, tokens_by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
-        """The tokens of a hit by source. If they are not those that were offered, the source is unknown."""
+        """The tokens of a hit by source. If their number is not the one offered, the source is unknown."""
         if tokens != sum(tokens_by_tier.values()):
             return {CacheHitSource.EXTERNAL_UNSPECIFIED: tokens} if tokens else {}
         found: dict[CacheHitSource, int] = {}

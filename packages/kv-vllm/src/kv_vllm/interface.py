@@ -16,7 +16,7 @@ TESTED: Final = ("0.32", "0.33")
 """The versions of vLLM that this was written for and tested with."""
 TESTED_NAMES: Final = " and ".join(TESTED)
 INSTALL: Final = "vllm>=0.32,<0.34"
-"""What to ask an installer for."""
+"""The requirement to give to an installer."""
 
 
 def is_tested(version: str) -> bool:
@@ -54,7 +54,7 @@ CALLS: Final[Mapping[str, Sequence[str]]] = {
 
 
 def interface_differences() -> Iterator[str]:
-    """A text for everything in which this vLLM is another than the one that this was written for."""
+    """A text for every difference between this vLLM and the interface that this was written for."""
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
     from vllm.v1.core.block_pool import BlockPool
@@ -92,7 +92,7 @@ def interface_differences() -> Iterator[str]:
 
 
 def check_interface() -> str:
-    """Why this vLLM cannot be served; "" if it can. An untested version is logged."""
+    """Why this vLLM cannot be used; "" if it can. An untested version is logged."""
     from vllm.version import __version__ as version
 
     differences = list(interface_differences())

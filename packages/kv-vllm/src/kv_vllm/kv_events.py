@@ -1,13 +1,13 @@
-"""vLLM's KV events for chunks that enter and leave the pool, for routers that send a prompt to where it is held.
+"""vLLM's KV events for chunks that enter and leave the pool, for routers that send a prompt to an engine that has it.
 
 vLLM publishes what `take_events` returns next to its own events, if `--kv-events-config` enables them; otherwise
 nothing is created here and the cache keeps no record. A chunk is announced as vLLM's blocks, with the hashes, parents
-and tokens that vLLM's own events have for them, so a router has one tree in which `medium` tells device and pool apart.
+and tokens that vLLM's own events have for them, so a router has one tree in which `medium` tells device from pool.
 
 The cache knows keys, which cannot be turned back into tokens. Tokens are taken from requests: from those that store a
 chunk, which is announced when it has entered the pool, and from those that load a chunk that was already there (from a
-lower tier, an earlier process or another engine), which is announced by its load. So everything announced is there, and
-something may be there that nobody here has requested yet.
+lower tier, an earlier process or another engine), which is announced by its load. So everything announced is in the
+pool, but the pool may contain chunks that no request of this engine has used yet.
 
 A chunk whose parent has left cannot be hit, so it is not announced: `kv_vllm.block_tree`.
 
@@ -35,7 +35,7 @@ from vllm.v1.core.kv_cache_utils import (
 from kv_vllm.block_tree import BlockTree
 
 _MAX_EXPECTED: Final = 1 << 12
-"""Limit of chunks that requests are about to store. Those that were held or refused never arrive, and are dropped when
+"""Limit of chunks that requests are about to store. Those already held, or refused, never arrive and are dropped when
 others follow."""
 ChunkId = bytes
 """A key without its group and shard: the tenant, and the chunk of a prefix."""
@@ -43,7 +43,7 @@ ChunkId = bytes
 
 @dataclass(slots=True)
 class _Chunk:
-    """One that a request was seen with.
+    """A chunk that a request was seen with.
 
     stored: the events that announce it.
     missing: its keys that have not entered the pool.
@@ -64,7 +64,7 @@ class ChunkEvents:
         hash_tokens: int,
         shards: Sequence[int] | None = None,
     ) -> None:
-        """changes_since: what entered and left the pool. hash_tokens: how many tokens one of vLLM's hashes is for.
+        """changes_since: the chunks that entered and left the pool. hash_tokens: tokens that one vLLM hash covers.
         shards: those that the pool has; None: all."""
         whole = [number for number, group in enumerate(shape.groups) if group.coverage.kind == "all"]
         self._groups = whole
@@ -82,14 +82,14 @@ class ChunkEvents:
         """Note what a step will load and store. request_of: vLLM's request with this id; None: it is gone."""
         for store in plan.stores:
             if (request := request_of(store.request_id)) is not None:
-                # Nobody but the engine that a prompt is handed over to finds its partial chunk.
+                # Only the engine that a prompt is handed over to can find its partial chunk.
                 for chunk, digest in enumerate(store.digests[: -1 if store.tail_tokens else None]):
                     keys = self._keys(plan.space_id, store.tenant, digest)
                     if keys and (name := _id_of(keys[0])) not in self._announced and name not in self._expected:
                         self._expect(name, self._events_of(request, chunk), keys)
         for load in plan.loads:
             if (request := request_of(load.request_id)) is not None:
-                self._follow()  # what it loads may have left before and come back: in that order
+                self._follow()  # the chunks that it loads may have left and come back: keep that order
                 for chunk, digest in enumerate(load.digests, load.first_chunk):
                     keys = self._keys(plan.space_id, load.tenant, digest)
                     if keys and (name := _id_of(keys[0])) not in self._announced:
@@ -145,7 +145,7 @@ class ChunkEvents:
             self._tree.hold(event)
 
     def _retract(self, name: ChunkId) -> None:
-        """It has left, and may be on its way back: a step that was planned ahead stores it again."""
+        """The chunk has left, but may come back: a step that was planned ahead stores it again."""
         stored = self._announced.pop(name, None)
         if stored is None:
             return
@@ -190,7 +190,7 @@ class ChunkEvents:
         ]
 
     def _hashes(self, request: Any, chunk: int, block_tokens: int) -> Iterator[tuple[Any, list[Any]]]:
-        """vLLM's of the chunk's blocks, and that of the block before."""
+        """vLLM's hashes of the chunk's blocks, and that of the block before."""
         hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, block_tokens)
         per_chunk = self._shape.chunk_tokens // block_tokens
         first = chunk * per_chunk
@@ -203,5 +203,5 @@ def _id_of(key: ChunkKey) -> ChunkId:
 
 
 def hash_tokens_of(kv_cache_manager: Any) -> int:
-    """How many tokens one of a request's `block_hashes` is for."""
+    """How many tokens one of a request's `block_hashes` covers."""
     return int(kv_cache_manager.coordinator.block_pool.hash_block_size)

@@ -1,4 +1,4 @@
-"""The two hooks that vLLM calls in every layer of attention, before and after it."""
+"""The two hooks that vLLM calls before and after every attention layer."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from kv_tiers.attach.guard import always, guarded
 
 
 class LayerPlace(NamedTuple):
-    """Which layer of which of our groups."""
+    """The number of one of our groups, and of a layer in it."""
 
     group: int
     layer: int
 
 
 class LayerHooks:
-    """A worker's. Layers that are not known here keep nothing of ours, or cannot be told apart."""
+    """A worker's hooks. Layers not known here hold none of our chunks, or cannot be told apart."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -24,7 +24,7 @@ class LayerHooks:
         self._computes: dict[str, LayerPlace] = {}
 
     def bound(self, places: Mapping[str, LayerPlace]) -> None:
-        """Where each layer is, by vLLM's names, those that compute KV before those that share it."""
+        """Set the place of each layer, by vLLM's names, those that compute KV before those that share it."""
         self._places = places
         firsts = {place: name for name, place in reversed(list(places.items()))}
         self._computes = {name: place for place, name in firsts.items()}
@@ -38,7 +38,7 @@ class LayerHooks:
 
     @guarded(always(None))
     def computed(self, layer_name: str, step: StepPlan) -> None:
-        """The forward pass has this layer behind it, in a step that stores something."""
+        """The forward pass has computed this layer, in a step that stores something."""
         place = self._computes.get(layer_name)
         if place is not None and self._engine.worker is not None:
             self._engine.worker.layer_computed(step, place.group, place.layer)

@@ -1,11 +1,11 @@
-"""Layerwise loads as vLLM carries them: what a step assumes to be filled because we promised so, and what its ranks say
-of that.
+"""Layerwise loads in vLLM's messages: the blocks that a step assumes to be filled because we promised so, and the
+ranks' reports on them.
 
-vLLM computes on a synchronous load without asking whether it succeeded. It learns of a failure at the end of the step,
-by block, and then recomputes those requests, unless it has already scheduled their next step. Under asynchronous
+vLLM computes with a synchronous load without checking whether it succeeded. It learns of a failure at the end of the
+step, by block, and then recomputes those requests, unless it has already scheduled their next step. Under asynchronous
 scheduling it has, and would return a token computed from blocks that were never filled
 (https://github.com/vllm-project/vllm/issues/49250). There a failure therefore ends the engine, as a failed device does
-anyway: it is the only way not to answer wrongly.
+anyway: it is the only way to avoid a wrong answer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,11 +23,11 @@ from kv_tiers.attach.pools import PoolPart
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseStep:
-    """What the scheduler says of layerwise loads with each plan, also to a worker that cannot read the plan.
+    """The scheduler's message about layerwise loads with each plan, even to a worker that cannot read the plan.
 
-    blocks: that this step is to fill.
-    requests: whose loads are in the plan.
-    pool: where the scheduler is, and what it would promise from; None: workers know, or nothing is promised.
+    blocks: those that this step is to fill.
+    requests: those whose loads are in the plan.
+    pool: the part of the pool that the scheduler would promise from; None: workers know it, or nothing is promised.
     """
 
     blocks: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class LayerwiseStep:
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer:
-    """What one rank says of them.
+    """One rank's report on them.
 
     report: loads that have ended.
     ready: how many of each pool's first bytes it can copy from.
@@ -48,11 +48,11 @@ class RankAnswer:
 
 
 NO_LAYERWISE: Final = LayerwiseStep()
-"""Of nearly every step."""
+"""The message of nearly every step."""
 
 
 class LayerwisePromised:
-    """The scheduler's connector: of which requests loads are synchronous, and what is under way of them."""
+    """In the scheduler's connector: the requests whose loads are synchronous, and those loads in flight."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -64,7 +64,7 @@ class LayerwisePromised:
 
     @property
     def are_under_way(self) -> bool:
-        """Whether chunks are leased until workers report, so that the engine has to go on stepping to hear of it."""
+        """Whether chunks are leased until workers report, so that the engine has to go on stepping to get it."""
         return bool(self._sent)
 
     def promise(self, request_id: str, *, is_layerwise: bool) -> None:
@@ -72,7 +72,7 @@ class LayerwisePromised:
         (self._requests.add if is_layerwise else self._requests.discard)(request_id)
 
     def allocated(self, request_id: str, blocks: Iterable[int]) -> bool:
-        """vLLM takes the promise. False: it is not one of these, and the request waits for its load."""
+        """vLLM has accepted the promise. False: the load is not layerwise, and the request waits for it."""
         if request_id not in self._requests:
             return False
         self._requests.discard(request_id)
@@ -80,11 +80,11 @@ class LayerwisePromised:
         return True
 
     def forget(self, request_id: str) -> None:
-        """It has ended."""
+        """The request has ended."""
         self._requests.discard(request_id)
 
     def to_send(self, plan: StepPlan) -> LayerwiseStep:
-        """What goes with the plan of the step that is built now."""
+        """The message that goes with the plan of the current step."""
         cache, ready = self._engine.cache, self._engine.ready
         pool = None if ready is None or cache is None else ready.wanted(cache.pool.name)
         if not self._blocks and pool == self._same.pool:
@@ -96,7 +96,7 @@ class LayerwisePromised:
         return LayerwiseStep(blocks, requests, pool)
 
     def heard(self, answers: Mapping[int, RankAnswer]) -> LayerwiseReport:
-        """What ranks have answered. Returns the loads that have ended on all of them."""
+        """Add ranks' answers. Returns the loads that have now ended on all of them."""
         half, ready = self._engine.scheduler, self._engine.ready
         if half is not None and any(answer.report.failed for answer in answers.values()):
             half.stop_layerwise()
@@ -116,7 +116,7 @@ def _given_up(self: "LayerwiseRank") -> RankAnswer:
 
 
 class LayerwiseRank:
-    """A worker's connector: what this step is to fill, and what the scheduler has heard of that."""
+    """In a worker's connector: the blocks that this step is to fill, and the last report to the scheduler."""
 
     def __init__(self, engine: Engine, *, is_asynchronous: bool) -> None:
         """is_asynchronous: vLLM schedules a step before it knows the outcome of the previous one."""
@@ -154,7 +154,7 @@ class LayerwiseRank:
         return blocks
 
     def news(self) -> RankAnswer | None:
-        """What the scheduler does not know yet; None: nothing."""
+        """The report that the scheduler does not have yet; None: there is none."""
         answer = self._answer()
         if not answer.report.ended and answer.ready == self._said.ready:
             return None

@@ -1,4 +1,4 @@
-"""Candidate layouts for what vLLM passes to `register_kv_caches`, described for `kv_cuda`.
+"""Candidate layouts of the tensors that vLLM passes to `register_kv_caches`, described for `kv_cuda`.
 
 Nothing is decided here. A candidate is an interpretation that the shapes allow; the canary finds the correct one.
 """
@@ -26,7 +26,7 @@ _TILES: Final = {
     "vLLM CPU, NEON with BFMMLA": ((8, 4), (4, 2)),
 }
 """Tiles of K and of V, (tokens, dims), by the name of the layout. AMX: measured, for bfloat16 and for fp8 under a model
-of bfloat16. NEON: read in vLLM's csrc/cpu/cpu_attn_neon_bfmmla.hpp, not measured."""
+of bfloat16. NEON: taken from vLLM's csrc/cpu/cpu_attn_neon_bfmmla.hpp, not measured."""
 
 
 def read_groups(
@@ -54,7 +54,7 @@ def read_groups(
 
 
 def _alike(needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor]) -> Iterator[NeededLayers]:
-    """Layers with different numbers of heads, or of other sizes, apart."""
+    """Separate layers with different numbers of heads, or different sizes."""
     names: dict[Any, list[str]] = {}
     for name in needed.names:
         tensor = kv_caches[name]
@@ -122,7 +122,7 @@ def _read_group(
 
 
 def _numbers(names: Sequence[str]) -> tuple[int, ...]:
-    """Of these layers in the model, as in the name model.layers.7.self_attn.attn; () if a name says none or several."""
+    """These layers' numbers in the model, as in model.layers.7.self_attn.attn; () if a name has none or several."""
     said = [[part for part in name.split(".") if part.isdecimal()] for name in names]
     return tuple(int(only) for (only,) in said) if all(len(parts) == 1 for parts in said) else ()
 
@@ -139,7 +139,7 @@ def _stored_dtype(kinds: set[str], dtype: torch.dtype, row_dtype: torch.dtype) -
 
 
 def _scales(layer: Any) -> tuple[float, float]:
-    """By what this layer's K and V are divided before they become one byte."""
+    """The divisors of this layer's K and V before they become one byte."""
     return float(layer._k_scale_float), float(layer._v_scale_float)
 
 
@@ -158,8 +158,8 @@ def layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iterator
     yield split_parts("vLLM K‖V", block=block, token=token, head=head, dim=dim, value_offset=head_dim, **sizes)
     if (head, token, dim) != (tokens * 2 * head_dim, 2 * head_dim, 1):
         return
-    # What the CPU backend really keeps in that shape: "vec" and "vec16" on x86. By vLLM's source, not measured, also
-    # VXE, VSX, RVV, and NEON without BFMMLA.
+    # What the CPU backend actually stores in that shape: "vec" and "vec16" on x86. According to vLLM's source, not
+    # measured, also VXE, VSX, RVV, and NEON without BFMMLA.
     yield transposed_keys("vLLM CPU, K transposed", block=block, **sizes)
     run = tokens * head_dim
     yield split_parts(
@@ -169,7 +169,7 @@ def layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iterator
         try:
             yield tiled_keys_and_values(name, block=block, keys=keys, values=values, **sizes)
         except InputError:
-            continue  # the tiles do not divide the block or the head, and so vLLM has not chosen them
+            continue  # the tiles do not divide the block or the head, so vLLM has not chosen them
 
 
 def _update(attention: list[Any], tensors: tuple[torch.Tensor, ...]) -> EngineUpdate:
@@ -184,7 +184,7 @@ def _mla_update(attention: list[Any], tensors: tuple[torch.Tensor, ...]) -> Engi
     def update(number: int, rows: dict[str, torch.Tensor], slots: torch.Tensor) -> None:
         layer, row = attention[number], rows["kv"]
         rank = layer.impl.kv_lora_rank
-        # The operation knows the cache without its axis of one head.
+        # The operation takes the cache without its axis of one head.
         layer.impl.do_kv_cache_update(
             row[:, 0, :rank].contiguous(),
             row[:, :, rank:].contiguous(),

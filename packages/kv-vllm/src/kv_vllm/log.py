@@ -11,7 +11,7 @@ _OURS: Final = ("kv_core", "kv_cuda", "kv_tiers", "kv_vllm")
 
 
 def join_vllm_log() -> None:
-    """Idempotent, and nothing where the root logger or ours have handlers, or vLLM's has none."""
+    """Idempotent. Does nothing if the root logger or ours have handlers, or vLLM's has none."""
     theirs = logging.getLogger("vllm")
     if logging.getLogger().handlers or not theirs.handlers:
         return

@@ -1,4 +1,4 @@
-"""The messages between the connector's two halves, which vLLM carries: each step a plan, and what has ended."""
+"""The messages between the connector's two halves, which vLLM carries: a plan for each step, and completions."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,14 +11,14 @@ from kv_vllm.layerwise import NO_LAYERWISE, LayerwiseStep, RankAnswer
 
 
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """A step plan on its way to the workers, as plain data if they are in other processes; None if it contains nothing
-    but its number.
+    """A step plan for the workers, as plain data if they are in other processes; None if it contains nothing but its
+    number.
 
     waiting: requests that wait until their load is reported. Sent next to the plan, so that a worker that cannot read
         the plan can answer them too.
-    number: the plan's, `StepPlan.number`, which such a worker acknowledges likewise.
-    layerwise: what such a worker has to know of the step's layerwise loads, and all of where the scheduler's pool is.
-    to_nodes: of an engine over several nodes, what the scheduler says to the others.
+    number: the plan's, `StepPlan.number`, which such a worker acknowledges too.
+    layerwise: the step's layerwise loads, as such a worker needs them, and, for every worker, the scheduler's pool.
+    to_nodes: in an engine over several nodes, the scheduler's message to the others.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
 
 
 class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
-    """What workers have completed.
+    """The workers' completions.
 
     through: by rank, the number of the latest plan that was read, together with all before it.
-    layerwise: by rank, what it says of layerwise loads.
-    from_nodes: of an engine over several nodes, what the others answer.
+    layerwise: by rank, its report on layerwise loads.
+    from_nodes: in an engine over several nodes, the others' answers.
     """
 
     def __init__(

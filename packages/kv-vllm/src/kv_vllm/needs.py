@@ -1,8 +1,8 @@
 """Translates each `KVCacheSpec` of vLLM into the coverage that its group needs, or the reason why it is not cached.
 
-A `KVCacheSpec` says how vLLM keeps the blocks of a group of layers; here it becomes a `Coverage`. Whether the bytes are
-where we think is up to the canary (`kv_cuda.canary`, `kv_cuda.states`). A spec that is not listed here is refused,
-because blocks kept in another way would be misread.
+A `KVCacheSpec` describes how vLLM manages the blocks of a group of layers; here it becomes a `Coverage`. The canary
+(`kv_cuda.canary`, `kv_cuda.states`) verifies where the bytes are. A spec that is not listed here is refused, because
+blocks managed in another way would be misread.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ from kv_cuda.canary import Refusal
 
 @dataclass(frozen=True, slots=True)
 class NeededLayers:
-    """Layers of one of vLLM's groups with one spec: they share a block table, and maybe with layers of other specs.
+    """Layers of one of vLLM's groups with one spec: they share a block table, perhaps with layers of other specs.
 
     table: the group's number.
-    names: of the layers that have a cache of their own.
+    names: of the layers that have their own cache.
     spec: vLLM's.
-    coverage: what they need of a prefix.
+    coverage: the part of a prefix that they need.
     """
 
     table: int
@@ -44,7 +44,7 @@ def needed_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Neede
     found: list[NeededLayers] = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
-            continue  # vLLM makes it anew from another group after a load
+            continue  # vLLM recreates it from another group after a load
         if getattr(group, "host_resident", False):
             return refused(
                 table, group.kv_cache_spec, "keeps its blocks in host memory, where vLLM manages them itself"
@@ -60,7 +60,7 @@ def needed_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Neede
 
 
 def coverage_of(spec: Any) -> Coverage | str | None:
-    """The coverage of layers with this spec; or why they cannot be cached; None: they keep nothing."""
+    """The coverage of layers with this spec, or why they cannot be cached; None: they have no cache."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         CrossAttentionSpec,
@@ -90,7 +90,7 @@ def coverage_of(spec: Any) -> Coverage | str | None:
     if kind in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec, RSWASpec):
         if spec.non_causal:
             return "is not causal: the KV of a token depends on the tokens behind it"
-        return ALL  # of reference windows (R-SWA) too: all tokens of a prompt see each other
+        return ALL  # reference windows (R-SWA) too: all tokens of a prompt see each other
     if kind is SlidingWindowMLASpec and spec.bounded_replay:
         return "has its window computed anew after every hit (bounded_replay), and vLLM's blocks of it serve no prefix"
     if kind in (SlidingWindowSpec, SlidingWindowMLASpec):
@@ -108,8 +108,8 @@ def coverage_of(spec: Any) -> Coverage | str | None:
 
 
 def keeps_prompts_only(kv_cache_config: Any) -> bool:
-    """Whether the KV of generated tokens is not what a prefill of them would compute: a reference window (R-SWA) shows
-    a generated token the prompt and the last few, and each token of a prompt all before it."""
+    """Whether the KV of generated tokens differs from what a prefill of them would compute: with a reference window
+    (R-SWA) a generated token sees the prompt and the last few tokens, and each token of a prompt all before it."""
     from vllm.v1.kv_cache_interface import RSWASpec
 
     groups = kv_cache_config.kv_cache_groups
@@ -127,7 +127,7 @@ def _by_spec(group: Any) -> Iterator[tuple[Any, list[str]]]:
     for name in group.layer_names:
         spec = group.kv_cache_spec.kv_cache_specs.get(name)
         if spec is None:
-            continue  # it uses the cache of another layer, and has no spec
+            continue  # it uses another layer's cache and has no spec
         names = next((known for other, known in alike if other == spec), None)
         if names is None:
             alike.append((spec, [name]))

@@ -1,6 +1,6 @@
-"""An engine over several nodes: what its scheduler and its other nodes say to each other, as the connector carries it.
+"""An engine over several nodes: the messages between its scheduler and its other nodes, which the connector carries.
 
-On one node nothing is said.
+On one node there are none.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from kv_vllm.parallel import rank_share
 
 
 def _refusals(self: "NodeMail") -> tuple[FromNode, ...]:
-    """While the cache of this node is off."""
+    """The answers while the cache of this node is off."""
     return () if self._agent is None else self._agent.refuse_all()
 
 
 class NodeMail:
-    """One connector's, in either role."""
+    """The messages of one connector, in either role."""
 
     def __init__(self, engine: Engine, vllm_config: Any) -> None:
         self._engine = engine
@@ -31,12 +31,12 @@ class NodeMail:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the next step has something to say."""
+        """Whether the next step has a message to send."""
         nodes = self._engine.nodes
         return nodes is not None and nodes.has_unsent
 
     def to_send(self) -> ToNodes | None:
-        """What goes with a step's plan."""
+        """The message that goes with a step's plan."""
         nodes = self._engine.nodes
         return None if nodes is None else ToNodes(self._engine.terms, nodes.take())
 
@@ -47,21 +47,21 @@ class NodeMail:
     # In the workers.
 
     def registered(self) -> None:
-        """This worker's rank is known now. The first rank of each node but the scheduler's answers for it."""
+        """This worker's rank is known now. On each node except the scheduler's, the first rank answers for the node."""
         if self._config.parallel_config.nnodes_within_dp > 1:
             share = rank_share(self._config)
             if share.node and share.is_first_here:
                 self._agent = NodeAgent(share, self._engine.served)
 
     def hear(self, said: ToNodes) -> None:
-        """What came with a step's plan: before it is followed."""
+        """Handle the message that came with a step's plan, before the plan is executed."""
         self._engine.agree(said.terms)
         if self._agent is not None:
             self._agent.hear(said.messages)
 
     @guarded(_refusals)
     def answers(self) -> tuple[FromNode, ...]:
-        """What goes with the step's output."""
+        """The answers that go with the step's output."""
         return () if self._agent is None else self._agent.take()
 
     # For `guarded`.

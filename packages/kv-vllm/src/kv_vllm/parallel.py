@@ -2,8 +2,8 @@
 
 Tensor parallelism divides the heads of every layer into shards, one per rank, and a chunk has as many. With fewer heads
 than ranks (or one latent for all of them, in MLA), several ranks have the same shard: one of them stores it and all
-load it. Pipeline stages have layers of their own, and so shards of their own. Expert parallelism divides nothing that
-is cached. Parallelism over tokens is refused here, by name.
+load it. Each pipeline stage has its own layers, and so its own shards. Expert parallelism divides nothing that is
+cached. Parallelism over tokens is refused here, by name.
 """
 
 import re
@@ -16,24 +16,24 @@ from kv_tiers.settings import Settings
 
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 _REPLICA = re.compile(r"_dp(\d+)$")
-"""The suffix that vLLM appends to the engine id of each data-parallel replica, even where its configuration says that
-it is alone."""
+"""The suffix that vLLM appends to the engine id of each data-parallel replica, even where its configuration describes
+it as the only one."""
 
 
 def rank_share(vllm_config: Any) -> RankShare:
     """The shard of this process's rank; in the scheduler's process, rank 0's.
 
     Raises:
-        ConfigError: vLLM's heads cannot be divided among its ranks.
+        ConfigError: vLLM's heads cannot be divided between its ranks.
     """
     ranks, stages = (
         int(getattr(vllm_config.parallel_config, f"{kind}_parallel_size")) for kind in ("tensor", "pipeline")
     )
     model = vllm_config.model_config
     if draft_model(vllm_config) is not None:
-        distinct = ranks  # its layers are in the chunks too, and its heads are other heads
+        distinct = ranks  # its layers are in the chunks too, with other heads
     elif model.is_hybrid or model.has_inner_state or model.is_attention_free:
-        distinct = ranks  # states are cut finer than heads of attention: no two ranks have the same
+        distinct = ranks  # states are divided more finely than attention heads: no two ranks have the same
     else:
         distinct = 1 if model.use_mla else int(model.get_total_num_kv_heads())
     rank, stage = _place(ranks, stages)
@@ -42,7 +42,7 @@ def rank_share(vllm_config: Any) -> RankShare:
 
 
 def draft_model(vllm_config: Any) -> Any | None:
-    """vLLM's configuration of the model whose layers guess tokens; None where nothing with layers does."""
+    """vLLM's configuration of the model whose layers guess tokens; None if no model with layers does."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _DRAFTS_WITHOUT_LAYERS:
         return None
@@ -50,8 +50,8 @@ def draft_model(vllm_config: Any) -> Any | None:
 
 
 def guesses_from_hidden_states(vllm_config: Any) -> bool:
-    """Whether tokens are guessed by a head that is given, at each place, the model's hidden state there and the token
-    behind it: EAGLE's, MTP's and their kin. A draft model has its own KV of the same tokens at the same places."""
+    """Whether tokens are guessed by a head that gets, at each position, the model's hidden state and the next token:
+    EAGLE, MTP and the like. A draft model has its own KV of the same tokens at the same positions."""
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.use_eagle())
 
@@ -72,9 +72,9 @@ def _place(ranks: int, stages: int) -> tuple[int, int]:
 
 
 def replica_of(vllm_config: Any) -> Replica | None:
-    """Which of several data-parallel replicas this is; None if there is one.
+    """Which of several data-parallel replicas this is; None if there is only one.
 
-    Those of a host share one private server, which the first of them there starts.
+    Replicas of a host share one private server, which the first of them starts.
     """
     engine_id = str(vllm_config.kv_transfer_config.engine_id)
     marked = _REPLICA.search(engine_id)
@@ -86,10 +86,10 @@ def replica_of(vllm_config: Any) -> Replica | None:
 
 
 def check_parallelism(vllm_config: Any, settings: Settings) -> None:
-    """Refuse what this release cannot serve.
+    """Refuse parallelism that this release cannot serve.
 
     Raises:
-        ConfigError: ranks have other layers or other tokens than we would take them for.
+        ConfigError: ranks would have other layers or other tokens than we assume.
     """
     parallel = vllm_config.parallel_config
     for name, flag in (

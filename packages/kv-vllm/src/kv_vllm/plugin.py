@@ -4,7 +4,7 @@ CONNECTOR_NAME = "KVTiersConnector"
 
 
 def register() -> None:
-    """Make `kv_connector="KVTiersConnector"` known to vLLM. Idempotent: vLLM may call it more than once a process."""
+    """Register `kv_connector="KVTiersConnector"` with vLLM. Idempotent: vLLM may call it more than once per process."""
     from kv_vllm.log import join_vllm_log
 
     join_vllm_log()

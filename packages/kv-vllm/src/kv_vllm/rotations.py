@@ -1,7 +1,7 @@
-"""How vLLM's models rotate their keys, for what a calibration of the codec `kvtc` is compared with.
+"""How vLLM's models rotate their keys, to check a calibration of the codec `kvtc` against.
 
-A connector is not given the model. But models get their rotary embeddings from one function, which keeps them for the
-next layer that asks for the same, in this process and until the engine ends.
+A connector has no access to the model. But models get their rotary embeddings from one function, which caches them for
+the next layer with the same parameters, in this process and until the engine ends.
 """
 
 from typing import Any
@@ -17,20 +17,20 @@ from numpy.typing import NDArray
 def check_calibration(vllm_config: Any, calibration: Calibration, share: RankShare) -> None:
     """
     Raises:
-        ConfigError: the calibration is for keys that are rotated otherwise than this engine's, or vLLM does not say.
+        ConfigError: the calibration is for keys rotated differently from this engine's, or vLLM does not report how.
     """
     if vllm_config.model_config.using_transformers_backend():
-        return  # it computes what `kv judge` saw
+        return  # it computes what `kv judge` measured
     check_rotations(
         calibration, made_rotations(), stage=share.shard * share.stages // share.shards, stages=share.stages
     )
 
 
 def made_rotations() -> list[EngineRotation]:
-    """Those that models of this process have asked vLLM for.
+    """The rotations that models of this process have requested from vLLM.
 
     Raises:
-        ConfigError: this vLLM does not keep them where those do that this was written for.
+        ConfigError: this vLLM does not cache them where the supported versions do.
     """
     from vllm.model_executor.layers import rotary_embedding
 
@@ -41,7 +41,7 @@ def made_rotations() -> list[EngineRotation]:
         EngineRotation(
             head_dim=int(one.head_size),
             rotated=int(one.rotary_dim),
-            neighbours=not getattr(one, "is_neox_style", True),  # a class that has one way alone has this
+            neighbours=not getattr(one, "is_neox_style", True),  # a class that supports only one way uses this
             frequencies=_frequencies(one),
         )
         for one in kept.values()
@@ -50,7 +50,7 @@ def made_rotations() -> list[EngineRotation]:
 
 
 def _frequencies(embedding: Any) -> NDArray[np.float64] | None:
-    """Of its table of cosines and sines, [positions, rotated]; None where it has another."""
+    """From its table of cosines and sines, [positions, rotated]; None if it has another form."""
     table = getattr(embedding, "cos_sin_cache", None)
     if table is None or table.ndim != 2 or len(table) < 2 or table.shape[1] != embedding.rotary_dim:
         return None

@@ -1,8 +1,8 @@
-"""Which model vLLM serves, with all its settings from which other KV follows.
+"""Which model vLLM serves, with all its settings that change the KV.
 
-A checkpoint and its configuration do not settle that: an option of the command line may quantise weights, read another
+A checkpoint and its configuration do not determine that: a command-line option may quantise weights, read another
 configuration, restrict adapters to some layers or prepare images in another way. Two engines that differ in one of them
-must not share chunks, through a disk above all, and neither a chunk's size nor its bytes would tell.
+must not share chunks, above all through a disk, and neither a chunk's size nor its bytes would reveal it.
 `tests/engine/test_served.py` sorts every field of vLLM's sections, so a new one cannot be missed.
 """
 
@@ -51,8 +51,8 @@ COUNTED: Final[Mapping[str, Mapping[str, object]]] = {
     },
     "": {"additional_config": None},
 }
-"""By section of vLLM's configuration the fields that count, beside those that `served_model` treats one by one, and the
-value of each that is not worth a word. Whatever is false is not worth one either."""
+"""By section of vLLM's configuration, the fields that count besides those that `served_model` handles one by one, and
+the value of each that is not recorded. A false value is never recorded."""
 
 _FROM_THE_MODEL: Final = frozenset(
     {
@@ -60,22 +60,22 @@ _FROM_THE_MODEL: Final = frozenset(
         *("pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
     }
 )
-"""The formats whose weights are the model's own files. Another one's (tensorizer's, a cache's, a plugin's) come from
-anywhere, so nothing here identifies them."""
+"""The formats whose weights are the model's own files. Those of another format (tensorizer's, a cache's, a plugin's)
+come from anywhere, so nothing here identifies them."""
 
 
 def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
-    """Which model vLLM was told to serve, and how. kv_scales: a digest of those of a quantised cache, if it has any."""
+    """The model that vLLM is to serve, and how. kv_scales: a digest of the scales of a quantised cache, if any."""
     model, draft = vllm_config.model_config, draft_model(vllm_config)
     load_format = str(vllm_config.load_config.load_format)
-    # Weights that come from elsewhere than the directory of the configuration (an object store) have no name here.
+    # Weights that do not come from the directory of the configuration (an object store) have no name here.
     source = str(getattr(model, "model_weights", "") or model.model)
     own = getattr(model.hf_config, "quantization_config", None)
     quantized = own.get("quant_method") if isinstance(own, dict) else None
     given = getattr(model, "hf_overrides", None)
     read = {str(key): value for key, value in model.hf_config.to_dict().items()}
-    # A function may change anything, and the model's own file says nothing where another was read: then what vLLM made
-    # of it is what was given.
+    # A function may change anything, and the model's own file is irrelevant if another was read: then the configuration
+    # that vLLM derived is recorded.
     is_elsewhere = callable(given) or bool(model.hf_config_path) or model.config_format != "auto"
     return ServedModel(
         engine="vllm",
@@ -98,7 +98,7 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
 
 
 def _settings_that_count(vllm_config: Any) -> dict[str, object]:
-    """Those that the user has changed, by their names."""
+    """The settings that the user has changed, by their names."""
     found: dict[str, object] = {}
     for section, fields in COUNTED.items():
         holder = vllm_config.model_config if section == "multimodal_config" else vllm_config
@@ -109,7 +109,7 @@ def _settings_that_count(vllm_config: Any) -> dict[str, object]:
                 found[f"{section}.{name}".lstrip(".")] = value
     if found.get("load_config.load_format") in ("dummy", "hf"):  # the first is named by its seed; the other is auto
         del found["load_config.load_format"]
-    if found.get("lora_config.lora_dtype") == vllm_config.model_config.dtype:  # what auto becomes
+    if found.get("lora_config.lora_dtype") == vllm_config.model_config.dtype:  # the value that auto resolves to
         del found["lora_config.lora_dtype"]
     scales = "multimodal_config.mm_encoder_fp8_scale_path"
     if scales in found:

@@ -1,9 +1,9 @@
 """Streaming sessions: requests of vLLM whose prompt grows while they live.
 
 When a turn has ended, vLLM keeps the computed tokens, drops the last sampled one, and appends the next input; all of
-that is the prompt from then on. Nothing that was stored becomes wrong: only computed tokens are stored, and the prompt
-of a lookup is computed before the turn ends. The exception is a session that lost its blocks before its next input
-came: vLLM then starts it anew, and so do we.
+that is the prompt from then on. No stored chunk becomes wrong: only computed tokens are stored, and the prompt of a
+lookup is computed before the turn ends. The exception is a session that lost its blocks before its next input arrived:
+vLLM then restarts it, and so do we.
 """
 
 from dataclasses import replace
@@ -19,8 +19,8 @@ class Sessions:
         self._prompt_tokens: dict[str, int] = {}
 
     def is_another(self, request: Any) -> bool:
-        """Whether vLLM starts the session anew with another prompt than before. Called when vLLM looks the request up,
-        which it does only if the request has no blocks.
+        """Whether vLLM restarts the session with a different prompt. Called when vLLM looks the request up, which it
+        does only if the request has no blocks.
         """
         return request.resumable and self._look(request) not in (None, request.num_prompt_tokens)
 
@@ -39,7 +39,7 @@ class Sessions:
             before = self._look(request)
             if request.mm_features:
                 dropped.append(new.req_id)
-            elif known.keep_tokens == before:  # else generated tokens are kept as well
+            elif known.keep_tokens == before:  # else generated tokens are stored as well
                 requests[new.req_id] = (request, replace(known, keep_tokens=request.num_prompt_tokens))
         return dropped
 

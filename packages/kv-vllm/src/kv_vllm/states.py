@@ -1,8 +1,8 @@
 """vLLM's states of linear layers, described for `kv_cuda.states`.
 
-vLLM hands over each layer's blocks as bytes, and the layer itself takes its states from them (`MambaBase`). When vLLM
-resumes from a state it moves states between blocks too (v1/worker/mamba_utils.py), with functions of the model that say
-which bytes a state consists of. Ours must be the same.
+vLLM provides each layer's blocks as bytes, and the layer itself takes its states from them (`MambaBase`). When vLLM
+resumes from a state it also moves states between blocks (v1/worker/mamba_utils.py), with functions of the model that
+define the bytes of a state. Ours must be the same.
 
 With speculation a step leaves one state for each guess, in consecutive blocks, and after sampling vLLM moves the state
 of the last accepted token to its place (`postprocess_mamba_align_gpu`). The synchronous scheduler offers a boundary in
@@ -59,7 +59,7 @@ def read_states(
 
 
 def settled_states(vllm_config: Any, scheduler_output: Any, request: Any) -> tuple[EngineState, ...]:
-    """Those of the states that vLLM hands over in this step that will be final when its forward pass has ended."""
+    """The states that vLLM offers in this step and that will be final when its forward pass has ended."""
     offered = scheduler_output.kv_connector_block_state.boundary_state_offloads.get(request.request_id, ())
     states = tuple(EngineState(*state) for state in offered)
     if not states or vllm_config.speculative_config is None or vllm_config.scheduler_config.async_scheduling:
@@ -70,14 +70,14 @@ def settled_states(vllm_config: Any, scheduler_output: Any, request: Any) -> tup
 
 
 def _order() -> str:
-    """Which way round vLLM keeps the states of convolutions, which a setting of its environment decides."""
+    """The axis order of vLLM's convolution states, which an environment variable decides."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return "dim first" if is_conv_state_dim_first() else "dim last"
 
 
 def _why_other_bytes(vllm_config: Any, spec: Any, states: Any) -> str | None:
-    """None if vLLM, carrying the state of a block elsewhere, carries the bytes of the layer's views and no others."""
+    """None if vLLM, when it moves the state of a block, moves exactly the bytes of the layer's views."""
     functions = _copy_functions(vllm_config, spec)
     if functions is None:
         return "of a model that does not say how vLLM carries its states"

@@ -1,13 +1,13 @@
 """Our figures in vLLM's own `/metrics` and log, by a fixed set of names.
 
-Each half reports what has changed since it was last asked, which vLLM does once a step: the scheduler half what was
-requested and found, the workers' halves what was copied. vLLM adds up its workers and the scheduler and carries the
-sums to the process that serves `/metrics`, where `PromMetrics` has a metric for each name. So the figures are the same
-wherever the halves and the cache are.
+Each half reports the changes since vLLM's last call, one per step: the scheduler half the tokens requested and found,
+the workers' halves the bytes copied. vLLM adds up its workers and the scheduler and sends the sums to the process that
+serves `/metrics`, where `PromMetrics` has a metric for each name. So the figures are the same wherever the halves and
+the cache are.
 
 A step in which nothing was counted costs the comparison of a few numbers. The pool's use is queried only if something
-else has changed; of a server at most once a second, and when the last request has ended. Without vLLM's statistics log
-(`disable_log_stats`) nobody carries the figures anywhere, but vLLM asks for them all the same.
+else has changed; from a server at most once a second, and when the last request has ended. Without vLLM's statistics
+log (`disable_log_stats`) the figures are discarded, although vLLM still collects them.
 """
 
 import time
@@ -51,7 +51,7 @@ _OF_WORKER: Final[Mapping[str, str]] = {
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are untyped here
-    """What has changed since the last step, as plain data: figures by name, and `TIER_TOKENS` by tier."""
+    """The changes since the last step, as plain data: figures by name, and `TIER_TOKENS` by tier."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -72,13 +72,13 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: of one interval."""
+        """The figures of one interval, for vLLM's log."""
         by_tier = {f"{TIER_TOKENS}[{tier}]": tokens for tier, tokens in self.data.get(TIER_TOKENS, {}).items()}
         return {name: value for name, value in self.data.items() if name != TIER_TOKENS} | by_tier
 
 
 class Changes:
-    """Some counters of one half under the names of figures, as changes since it was last asked."""
+    """Some counters of one half under the names of figures, as changes since the last call."""
 
     def __init__(self, counts: object, named: Mapping[str, str]) -> None:
         """named: by the name of each figure (at least two), the attribute of `counts` that counts it."""
@@ -98,7 +98,7 @@ class Changes:
 
 
 class SchedulerFigures:
-    """What the scheduler half reports once a step."""
+    """The figures that the scheduler half reports once per step."""
 
     def __init__(self, half: SchedulerHalf, cache: LocalCache | RemoteCache) -> None:
         self._half, self._cache = half, cache
@@ -109,7 +109,7 @@ class SchedulerFigures:
         self._has_said_on = False
 
     def take(self) -> Stats | None:
-        """None: there is nothing to say."""
+        """None: nothing has changed."""
         data = self._changes.take()
         if not self._has_said_on:
             self._has_said_on = True
@@ -140,20 +140,20 @@ OFF: Final[Mapping[str, int]] = {"on": 0}
 
 
 class WorkerFigures:
-    """What a worker half reports once a step."""
+    """The figures that a worker half reports once per step."""
 
     def __init__(self, half: WorkerHalf) -> None:
         self._changes = Changes(half.counts, _OF_WORKER)
 
     def take(self) -> Stats | None:
-        """None: there is nothing to say."""
+        """None: nothing has changed."""
         data = self._changes.take()
         return Stats(data) if data else None
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The figures as metrics: `vllm:kv_tiers_` and the name, with vLLM's labels. By the `vllm` in their names vLLM
-    finds those to take out of the registry when an engine has ended, and `LLM.get_metrics` those to give."""
+    """The figures as metrics: `vllm:kv_tiers_` and the name, with vLLM's labels. By the `vllm` in their names, vLLM
+    finds those to unregister when an engine has ended, and `LLM.get_metrics` those to return."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Translates what vLLM's scheduler has put into a step for `kv_core.connect`."""
+"""Translates the steps of vLLM's scheduler for `kv_core.connect`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from kv_vllm.states import settled_states
 class Step:
     """A step. scheduled: the requests that may have something to store.
 
-    tokens: computed by the step, of all requests.
-    most_tokens: of one request.
-    pairs: of tokens and what they attend to, of our requests; 0 if no prompt is computed.
+    tokens: computed by the step, over all requests.
+    most_tokens: the most of one request.
+    pairs: of a token and one that it attends to, over our requests; 0 if no prompt is computed.
     """
 
     scheduled: list[Scheduled]
@@ -38,12 +38,12 @@ class StepReader:
         self._seen: set[str] = set()
 
     def look_again(self) -> None:
-        """Examine every request in the next step, because what was stored of some may no longer count."""
+        """Examine every request in the next step, because some may have to be stored again."""
         self._quiet.end()
 
     def read(self, output: Any, requests: Mapping[str, tuple[Any, RequestTokens]]) -> Step:
         """
-        output: vLLM's `SchedulerOutput`. requests: those that are ours, by their ids.
+        output: vLLM's `SchedulerOutput`. requests: ours, by id.
         """
         given, block_state = output.num_scheduled_tokens, output.kv_connector_block_state
         tokens = output.total_num_scheduled_tokens
@@ -60,7 +60,7 @@ class StepReader:
             request, known = requests[request_id]
             computed_tokens = request.num_computed_tokens + new_tokens
             pairs += new_tokens * (computed_tokens - new_tokens / 2)
-            # vLLM copies the whole table when asked, and most steps of most requests complete no chunk.
+            # vLLM copies the whole table on request, and most steps of most requests complete no chunk.
             if request_id in handed_over or self._half.completes_chunk(known, computed_tokens):
                 states = settled_states(self._vllm_config, output, request)
                 scheduled.append(Scheduled(known, computed_tokens, block_state.get_block_ids(request_id), states))
@@ -69,7 +69,7 @@ class StepReader:
         return Step(scheduled, tokens, most, pairs)
 
     def planned(self, step: Step, plan: StepPlan) -> None:
-        """The step is handed to the workers with this plan."""
+        """The step was sent to the workers with this plan."""
         if (costs := self._half.costs) is not None:
             counts = step.most_tokens >= MIN_PREFILL_TOKENS and not plan.loads
             costs.step_scheduled(step.tokens, step.pairs, counts=counts)

@@ -17,13 +17,13 @@ from kv_vllm.needs import keeps_prompts_only
 from kv_vllm.weights import adapter_identity
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""A hash of an item's content, as vLLM makes it: of 32 bytes, or 64 of SHA-512."""
+"""A hash of an item's content, as vLLM makes it: 32 bytes, or 64 bytes for SHA-512."""
 
 
 def request_reader(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, engine: Engine
 ) -> Callable[[Any], RequestTokens | None]:
-    """`request_tokens` for one engine, with what is known of it by then."""
+    """`request_tokens` for one engine, with the state of that engine at each call."""
     prompts_only = keeps_prompts_only(kv_cache_config)
     unasked = chosen(settings, None, "")
     pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
@@ -57,18 +57,19 @@ def request_tokens(
 ) -> RequestTokens | None:
     """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity.
 
-    Without one are prompts given as embeddings, streaming sessions with media, adapters that are reloaded in place or
-    whose files have not been read yet, and requests that ask not to read caches, as those do that pool every token.
+    The following have none: prompts given as embeddings, streaming sessions with media, adapters that are reloaded in
+    place or whose files have not been read yet, and requests that skip reading caches, such as those that pool every
+    token.
 
     settings: the defaults of requests.
     adapter_identity: the identity of a `LoRARequest`'s content; None: not known. Without this function no adapter has
         one.
-    tiers: the names of the cache's.
+    tiers: the names of the cache's tiers.
     prompts_only: the KV of generated tokens differs from that of a prompt (`kv_vllm.needs`), and is never stored.
     pools_parts: the model's pooler gives the same result if only the last part of a prompt is computed. If not, pooling
         requests are excluded.
-    unasked: what `chosen` says of a request without options; None: not known.
-    here: this engine's name and no other's: what clients call an image is known by that name here alone.
+    unasked: the result of `chosen` for a request without options; None: not known.
+    here: a name unique to this engine: a client's name for an image is valid only here.
     """
     lora = request.lora_request
     if request.pooling_params is not None and not pools_parts:
@@ -98,8 +99,8 @@ def request_tokens(
 
 def _items(features: Any, here: str) -> Iterator[Item]:
     for feature in features or ():
-        # A client may give a name of its own (`uuid`) to what it sends, and another client or the next day give it to
-        # something else, which no other engine and no restart can know.
+        # A client may give its own name (`uuid`) to an item, and another client may later give that name to a different
+        # one, which neither another engine nor this one after a restart can detect.
         is_digest = _DIGEST.fullmatch(feature.mm_hash or feature.identifier) is not None
         name = feature.identifier if is_digest else f"{feature.identifier}@{here}"
         yield Item(name, feature.mm_position.offset, feature.mm_position.length)

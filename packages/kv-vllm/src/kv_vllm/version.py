@@ -1,4 +1,4 @@
-"""Finds the installed version of vLLM, whatever its distribution is called."""
+"""Finds the installed version of vLLM, whatever the name of its distribution."""
 
 from importlib.metadata import PackageNotFoundError, version
 

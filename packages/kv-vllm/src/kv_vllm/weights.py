@@ -1,11 +1,10 @@
 """Detects when the weights that vLLM serves may have changed.
 
-vLLM does not tell a connector about weights that are updated in place. All its operations that do so go through its
+vLLM does not notify a connector about weights that are updated in place. All such operations go through its
 executor's `collective_rpc` in the scheduler's process: `reload_weights`, `update_weights` and related calls, `sleep`,
-`wake_up`, a user's function or method of a worker extension. So that is observed, and any call that is not known to
-leave the weights alone counts as a change. Code that writes weights past it must call
-`reset_prefix_cache(reset_connector=True)`, which is passed on to us and counts as well, because nothing says why it was
-called.
+`wake_up`, a user's function or method of a worker extension. So these calls are observed, and any that is not
+known to leave the weights alone counts as a change. Code that writes weights without them must call
+`reset_prefix_cache(reset_connector=True)`, which is passed on to us and counts as well, because no reason is given.
 """
 
 import functools
@@ -21,7 +20,7 @@ _log = limited_logger(__name__)
 
 LEAVES_WEIGHTS_ALONE: Final = frozenset(
     {
-        # What vLLM 0.32 calls by itself while it starts, serves and ends, and what only reads.
+        # Calls that vLLM 0.32 itself makes while it starts, serves and ends, and calls that only read.
         "add_lora",
         "check_health",
         "compile_or_warm_up_model",
@@ -63,7 +62,7 @@ _LOCK: Final = threading.Lock()
 
 
 class Weights(EngineWeights):
-    """The weights of an engine of vLLM's."""
+    """The weights of a vLLM engine."""
 
     def __init__(self, space: LiveKeySpace, vllm_config: Any) -> None:
         super().__init__(space)
@@ -73,11 +72,11 @@ class Weights(EngineWeights):
             _WATCHES[self._engine_id] = self
 
     def adapter(self, lora: Any) -> str | None:
-        """The adapter of a `LoRARequest`, as `Adapters.identity` has it."""
+        """The identity of a `LoRARequest`'s adapter, from `Adapters.identity`."""
         return self.adapters.identity(lora.lora_int_id, lora.lora_name, lora.lora_path)
 
     def called(self, method: object, args: tuple[Any, ...]) -> None:
-        """vLLM has the workers do this, which may change weights or an adapter."""
+        """vLLM has its workers run this method, which may change weights or an adapter."""
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         if method == "add_lora":
             lora = args[0] if args else None
@@ -94,12 +93,12 @@ class Weights(EngineWeights):
 
 
 def adapter_identity(weights: EngineWeights | None) -> Callable[[Any], str | None] | None:
-    """How the content of a request's adapter is named; None: it has no name."""
+    """The function that names the content of a request's adapter; None: adapters have no names."""
     return weights.adapter if isinstance(weights, Weights) else None
 
 
 def _watch(vllm_config: Any) -> None:
-    """See what the executor of this engine is called with. Once a class, for the process's life."""
+    """Observe the calls to this engine's executor. Installed once per class, for the process's life."""
     from vllm.v1.executor.abstract import Executor
 
     executor = Executor.get_class(vllm_config)
@@ -113,13 +112,13 @@ def _watch(vllm_config: Any) -> None:
             if _leaves_weights_alone(self, method) and method != "add_lora":
                 return call(self, method, *args, **kwargs)
             given = kwargs.get("args", args[1] if len(args) > 1 else ())
-            if method == "add_lora":  # what changes after this may or may not be what is loaded
+            if method == "add_lora":  # a later change of the files may or may not be loaded
                 _tell(self, method, given)
                 return call(self, method, *args, **kwargs)
             try:
                 return call(self, method, *args, **kwargs)
             finally:
-                # Also where it failed: some workers may have done it. Afterwards, since steps are planned afterwards.
+                # Even if it failed: some workers may have done it. After the call, because steps are planned after it.
                 _tell(self, method, given)
 
         collective_rpc._kv_watched = True  # type: ignore[attr-defined]
@@ -134,7 +133,7 @@ def _leaves_weights_alone(executor: Any, method: object) -> bool:
 
 @functools.cache
 def declared_calls(extension: str) -> frozenset[str]:
-    """What the worker extension of this name declares: none where it cannot be read. vLLM has loaded it by then."""
+    """The methods that this worker extension declares; none if it cannot be read. vLLM has loaded it by then."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     if not extension:
@@ -144,7 +143,7 @@ def declared_calls(extension: str) -> frozenset[str]:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"{names!r} is not a collection of methods' names")
         return frozenset(names)
-    except Exception as error:  # noqa: BLE001  # somebody else's module; without it every call counts as a change
+    except Exception as error:  # noqa: BLE001  # a third party's module; without it every call counts as a change
         _log.warning("%s.%s is ignored: %s", extension, DECLARATION, error)
         return frozenset()
 
@@ -154,7 +153,7 @@ def _tell(executor: Any, method: object, args: Any) -> None:
         watching = _WATCHES.get(str(executor.vllm_config.kv_transfer_config.engine_id))
         if watching is not None:
             watching.called(method, tuple(args))
-    except Exception as error:  # noqa: BLE001  # the engine's own call, which has nothing to do with us
+    except Exception as error:  # noqa: BLE001  # the engine's own call must not fail because of us
         _log.exception("what vLLM's workers did was not understood, so nothing kept may be used: %s", error)
         for each in list(_WATCHES.values()):
             each.identity.changed("a call to vLLM's workers was not understood")

@@ -12,7 +12,7 @@ from typing import Final
 
 
 class StateKind(Enum):
-    __hash__ = object.__hash__  # as of `kv_core.connect.request.Phase`
+    __hash__ = object.__hash__  # as in `kv_core.connect.request.Phase`
     JUNCTION = "prompts part here"
     TAIL = "the last whole chunk of a prompt"
     STEP = "a forward pass happened to end here"
@@ -24,13 +24,13 @@ _PRIOR_STATES: Final = 8.0
 _MIN_WORTH: Final = 1 / 8
 """Fraction of the best kind's hits below which a kind is not worth storing."""
 _TRIED: Final = 16
-"""Of a kind that is not worth it, one in this many is stored all the same."""
+"""Of a kind that is not worth storing, one in this many is stored anyway."""
 _REMEMBERED: Final = 1 << 16
 _HALVED_AT: Final = 1024.0
 
 
 class StateAdmission:
-    """One scheduler's. Constant time and a bounded memory."""
+    """One scheduler's statistics. Constant time per call, bounded memory."""
 
     def __init__(self) -> None:
         self._stored = dict.fromkeys(StateKind, _PRIOR_STATES)
@@ -39,7 +39,7 @@ class StateAdmission:
         self._kind_of: OrderedDict[bytes, StateKind] = OrderedDict()  # by digest, the oldest first
 
     def admits(self, digest: bytes, kind: StateKind) -> bool:
-        """Whether to store the state at the end of this chunk. It is taken to be stored if so."""
+        """Whether to store the state at the end of this chunk. If so, it is counted as stored."""
         if self.worth(kind) < _MIN_WORTH * max(map(self.worth, StateKind)):
             self._refused[kind] += 1
             if self._refused[kind] % _TRIED:
@@ -60,5 +60,5 @@ class StateAdmission:
             self._hits[kind] += 1
 
     def worth(self, kind: StateKind) -> float:
-        """Hits for each state of this kind that was stored, lately."""
+        """Recent hits per stored state of this kind."""
         return self._hits[kind] / self._stored[kind]

@@ -22,7 +22,7 @@ class Controls:
     hands_over_tokens: another engine continues after this many tokens of the prompt (`kv_core.connect.handover`): they
         are stored including the last, partial chunk, and held in the pool until they are read. 0: none does.
     awaits_tokens: another engine is storing this many tokens of the prompt. 0: none is.
-    tiers: the tiers that may be read and written for it, beside the pool; None: all.
+    tiers: the tiers that may be read and written for it, besides the pool; None: all.
     tags: part of the root of its chain (docs/formats/keys.md), so that only requests with the same tags share chunks.
     """
 

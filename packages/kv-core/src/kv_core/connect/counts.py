@@ -9,8 +9,8 @@ class SchedulerCounts:
 
     requests: requests seen.
     lookups: requests looked up; once per request, and again after a preemption, however often the engine asked.
-    tokens_asked, tokens_hit: tokens of those.
-    tokens_declined: tokens of those hit that were recomputed, because that was estimated to be faster.
+    tokens_asked, tokens_hit: tokens that those lookups asked for, and tokens that they found.
+    tokens_declined: tokens found that were recomputed, because that was estimated to be faster.
     loads: loads for which blocks were allocated.
     loads_layerwise: of those, loads within the step itself.
     tokens_to_load: tokens of those, counted once per load, however often the engine asked.
@@ -21,9 +21,9 @@ class SchedulerCounts:
     loads_refused: loads with an inconsistent allocation.
     stores: steps of requests that had something to store.
     handovers_given: requests whose prompt was stored for another engine.
-    handovers_taken: requests that were told what another engine stores.
-    handovers_late: of those, requests that waited for some of it in vain, and computed it.
-    states_refused: states that the engine handed over and that were not worth their room.
+    handovers_taken: requests that expected chunks stored by another engine.
+    handovers_late: of those, requests that waited for some chunks in vain and computed them.
+    states_refused: states that the engine offered and that were not worth storing.
     """
 
     requests: int = 0
@@ -51,11 +51,11 @@ class WorkerCounts:
     """Counts since the half was created.
 
     loads_finished, loads_failed: requests.
-    tokens_loaded: of those that did not fail.
-    bytes_loaded: the same, as whole payloads.
+    tokens_loaded: tokens of loads that did not fail.
+    bytes_loaded: their whole payloads.
     chunks_stored: chunks committed.
     bytes_stored: their payloads.
-    tokens_stored: of those, by one group's chunks of shard 0: a group that needs the whole prefix, if there is one.
+    tokens_stored: their tokens, by one group's chunks of shard 0: one that needs the whole prefix, if there is one.
     stores_failed: leases that were aborted.
     chunks_dropped: chunks not stored because too much was in flight already.
     layers_stored_early: layers of stores, gathered while later layers were still to be computed.

@@ -25,15 +25,15 @@ class CopyEvent(Protocol):
         """
 
     def hold_engine(self) -> None:
-        """Order what the engine enqueues from now on after the arrival of the bytes. The caller goes on, unless the
-        engine has no queue: then this is `wait`.
+        """Make everything that the engine enqueues from now on run after the bytes have arrived. Returns at once,
+        unless the engine has no queue: then this is `wait`.
         """
 
 
 class DeviceCopier(Protocol):
     """Copies between host extents and the engine's paged cache. One for each group and worker.
 
-    A call that raises has left nothing under way.
+    A call that raises has left no copy in flight.
     """
 
     @property
@@ -46,7 +46,7 @@ class DeviceCopier(Protocol):
         complete when `store` returns."""
 
     def attach(self, pool: str, view: memoryview) -> None:
-        """Make the host pool called `pool` known, and pin it where the device wants that. The view is writable."""
+        """Register the host pool called `pool`, and pin it where the device requires that. The view is writable."""
 
     def load(self, plan: TransferPlan) -> CopyEvent:
         """Host to device: scatter every copy's bytes to its slots. Tokens that the plan does not name are untouched.
@@ -64,21 +64,21 @@ class DeviceCopier(Protocol):
 
 
 class LayerwiseStore(Protocol):
-    """A store whose layers are gathered as the engine computes them. It keeps what it copies between alive."""
+    """A store whose layers are gathered as the engine computes them. It keeps the memory at both ends alive."""
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
 
     def gather(self, layers: Sequence[int]) -> CopyEvent:
         """Gather these layers of every chunk of the plan, each computed by what the engine has enqueued so far."""
 
 
 class LayerwiseCopier(DeviceCopier, Protocol):
-    """A copier that says of each layer when it is there, and takes each as it comes."""
+    """A copier that reports when each layer has arrived, and stores each layer as it is computed."""
 
     def prepare(self, extents: Sequence[HostExtent]) -> None:
-        """Make all ready that copies of these need beside their plan, so that it cannot be missing then.
+        """Prepare everything that copies of these extents need besides their plan, so that they cannot lack it later.
 
         Raises:
             ConfigError: the system does not let this process lock so much memory.
@@ -89,9 +89,9 @@ class LayerwiseCopier(DeviceCopier, Protocol):
         """Like `load`, layer by layer: the events of the first layer, the second and so on, in order of completion."""
 
     def store_layers(self, plan: TransferPlan) -> LayerwiseStore | None:
-        """Begin a store of which no layer is computed yet; nothing is read before `LayerwiseStore.gather` asks for it.
+        """Begin a store before any of its layers is computed; nothing is read before `LayerwiseStore.gather`.
 
-        None: such a plan gains nothing by it, or cannot be taken apart: `store` it once all layers are computed.
+        None: the plan gains nothing by this, or cannot be split into layers: `store` it once all layers are computed.
 
         Raises:
             InputError: as for `load`.

@@ -27,7 +27,7 @@ _SURPRISE = 0.67
 
 @dataclass(slots=True)
 class _Step:
-    """began_s: when it was scheduled. tokens, pairs: what it computes; no tokens: it does not count."""
+    """began_s: when it was scheduled. tokens, pairs: what it computes; 0 tokens: the step is not a sample."""
 
     began_s: float
     tokens: float = 0.0
@@ -35,10 +35,10 @@ class _Step:
 
 
 class EngineCosts:
-    """One engine's. It belongs to the scheduler's thread."""
+    """The costs of one engine. Used only on the scheduler's thread."""
 
     def __init__(self, clock: Clock, *, use: Use = "auto", prefill_tokens_per_second: float = 0.0) -> None:
-        """prefill_tokens_per_second: what is known of the engine beforehand; 0: it is learnt."""
+        """prefill_tokens_per_second: the engine's speed if it is known in advance; 0: it is learnt."""
         self.use = use
         self._clock = clock
         self._given = (1.0 / prefill_tokens_per_second, 0.0) if prefill_tokens_per_second > 0 else None
@@ -64,14 +64,14 @@ class EngineCosts:
         return Costs(computed_tokens, self._compute_cost(), self._load_cost(), stores, layerwise_tokens)
 
     def prolonged_s(self, first_token: int, last_token: int, prompt_tokens: int) -> float | None:
-        """By how much a layerwise load of `first_token … last_token` makes its step longer than to compute what it
-        leaves of the prompt; None: not known."""
+        """By how much a layerwise load of `first_token … last_token` prolongs its step beyond the time that computing
+        the rest of the prompt takes; None: not known."""
         costs = Costs(first_token, self._compute_cost(), self._load_cost(), layerwise_tokens=prompt_tokens)
         return None if costs.compute is None else costs.load_s(first_token, last_token)
 
     def chose(self, *, to_load: bool) -> None:
-        """What the pool held is loaded, or not because computing is estimated to be faster. That estimate is tested
-        from time to time, ever less often while it is confirmed.
+        """Chunks in the pool are loaded, or they are not because computing is estimated to be faster. That estimate is
+        tested periodically, less and less often while it is confirmed.
         """
         if to_load and not self._retry_at_s:
             self._retry_after_s = _RETRY_S
@@ -79,12 +79,12 @@ class EngineCosts:
             self._retry_at_s = self._clock.now_s() + self._retry_after_s
 
     def load_began(self, request_id: str, tokens: int) -> None:
-        """Its plan is made."""
+        """The load was planned."""
         if len(self._loads) < _MAX_UNDER_WAY:
             self._loads[request_id] = self._clock.now_s(), tokens
 
     def load_ended(self, request_id: str, *, failed: bool) -> None:
-        """The engine knows of it."""
+        """The end of the load was reported."""
         began = self._loads.pop(request_id, None)
         if began is None or failed:
             return
@@ -101,11 +101,11 @@ class EngineCosts:
     def step_scheduled(self, tokens: int, pairs: float, *, counts: bool) -> None:
         """A step was handed to the device.
 
-        tokens: that it computes, of all requests.
-        pairs: of tokens and what they attend to: for each request its new tokens times the middle of their places.
-        counts: it computes a prompt, and loads nothing.
+        tokens: number that it computes, over all requests.
+        pairs: of a token and one that it attends to: for each request, its new tokens times their mean position.
+        counts: whether the step is a sample: it computes a prompt and loads nothing.
         """
-        if len(self._steps) == _MAX_UNDER_WAY:  # nobody says when they end
+        if len(self._steps) == _MAX_UNDER_WAY:  # their ends are not reported
             self._steps.clear()
         step = _Step(self._clock.now_s())
         if counts:
@@ -113,7 +113,7 @@ class EngineCosts:
         self._steps.append(step)
 
     def step_ended(self) -> None:
-        """The oldest of those under way has ended."""
+        """The oldest step in flight has ended."""
         if not self._steps:
             return
         step = self._steps.popleft()
@@ -125,7 +125,7 @@ class EngineCosts:
             self._compute.add(features, took_s)
 
     def take_measured(self) -> list[Measured]:
-        """Estimates that were put to the test since this was asked last."""
+        """Estimates that were compared with measurements since the last call."""
         measured, self._measured = self._measured, []
         return measured
 
@@ -134,7 +134,7 @@ class EngineCosts:
             self._measured.append(Measured("load" if what == "load" else "compute", estimated_s, took_s))
 
     def _compute_cost(self) -> tuple[float, float] | None:
-        # The fixed part of a step is paid for the rest of the prompt too, whatever is loaded.
+        # The fixed part of a step is paid for the rest of the prompt anyway, however much is loaded.
         if self._given is not None:
             return self._given
         learnt = self._compute.coefficients

@@ -1,9 +1,9 @@
 """Disaggregated prefill: what a hand-over adds to a request on the prefill side and on the decode side.
 
-A hand-over is a hit in a shared cache (docs/adr/0025), so there is little to add. The engine that computes stores the
-last, partial chunk as well, under the digest of exactly those tokens, and has everything kept in the pool until it is
-read. The engine that decodes knows how many tokens to expect. It asks again while some of them are still being written,
-for a bounded time, and computes what has not come by then.
+A hand-over is a hit in a shared cache (docs/adr/0025), so there is little to add. The prefill engine also stores the
+last, partial chunk, under the digest of exactly those tokens, and has all chunks held in the pool until they are read.
+The decode engine knows how many tokens to expect. While some of them are still being written it repeats its lookup, for
+a bounded time, and then computes what has not arrived.
 """
 
 from math import inf
@@ -20,29 +20,29 @@ MIN_TAIL_TOKENS: Final = 16
 """A last chunk of fewer tokens is not stored: computing them takes no longer than a step does anyway."""
 _FIRST_RETRY_S: Final = 0.002
 _MAX_RETRY_S: Final = 0.008
-"""An engine that has nothing else to do asks in each of its steps, so this is what the last chunk may be late by."""
+"""An otherwise idle engine asks in every step, so this is how late the last chunk may be noticed."""
 
 
 class HandOvers:
     """The hand-overs of one engine. Used on the scheduler's thread; per-request state is in `Tracked`."""
 
     def __init__(self, shape: ConnectShape, clock: Clock, *, wait_s: float = 0.0, hold_s: float = 0.0) -> None:
-        """wait_s: how long a request may wait for what it was told to expect. hold_s: how long what is handed over
-        stays in the pool unless it is read before."""
+        """wait_s: how long a request may wait for the chunks that it expects. hold_s: how long chunks that are handed
+        over stay in the pool unless they are read earlier."""
         self._shape = shape
         self._clock = clock
         self._wait_s = wait_s
         self._hold_ms = round(hold_s * 1000)
         self._has_whole_groups = any(group.coverage.kind == "all" for group in shape.groups)
 
-    # Of the engine that computes the prompt.
+    # On the prefill side.
 
     def hold_ms(self, request: RequestTokens) -> int:
-        """How long what this request stores is kept in the pool for another engine; 0: like any other chunk."""
+        """How long this request's chunks are held in the pool for another engine; 0: they are not held."""
         return self._hold_ms if request.controls.hands_over_tokens else 0
 
     def tail_to_store(self, request: RequestTokens, tracked: Tracked | None, computed_tokens: int) -> int:
-        """How many tokens the last, partial chunk has that the step completes that is to be stored; 0: there is none.
+        """The number of tokens of the last, partial chunk if this step completes it and it is to be stored; else 0.
 
         A hit is a whole number of chunks for windows and states, so only models without them have such chunks.
         """
@@ -55,14 +55,14 @@ class HandOvers:
         return tail if tail >= MIN_TAIL_TOKENS and request.controls.storable(tokens) == tokens else 0
 
     def given_tokens(self, tracked: Tracked) -> int:
-        """How many leading tokens have been stored, or are on their way to the pool."""
+        """How many leading tokens have been stored, or are being stored."""
         return tracked.stored_chunks * self._shape.chunk_tokens + tracked.stored_tail_tokens
 
-    # Of the engine that decodes.
+    # On the decode side.
 
     def tail_to_load(self, request: RequestTokens, tracked: Tracked) -> Digest:
-        """The digest of the last, partial chunk that this request was told of; empty: of none. All of the request's
-        tokens have been hashed."""
+        """The digest of the last, partial chunk that this request expects; empty: it expects none. All of the
+        request's tokens have been hashed."""
         keys, tokens = tracked.keys, request.controls.awaits_tokens
         is_whole_prompt = tokens == keys.tokens and tokens % self._shape.chunk_tokens >= MIN_TAIL_TOKENS
         return (keys.tail_digest() or b"") if self._cuts and is_whole_prompt else b""
@@ -73,9 +73,9 @@ class HandOvers:
         return awaited is not None and self._clock.now_s() < min(awaited.retry_at_s, awaited.until_s)
 
     def lacks(self, request: RequestTokens, tracked: Tracked) -> bool:
-        """Whether something that the request was told of is not there.
+        """Whether chunks that the request expects are missing.
 
-        Which states are stored is not said, so groups of layers that need the whole prefix tell for all.
+        The request does not name the states that are stored, so the groups that need the whole prefix stand for all.
         """
         chunk_tokens, tokens = self._shape.chunk_tokens, request.controls.awaits_tokens
         if self._shape.chunk.is_plain:
@@ -104,7 +104,8 @@ class HandOvers:
         return True
 
     def is_taken(self, request: RequestTokens, tracked: Tracked) -> bool:
-        """Whether nothing need be kept for this request any more, once in its life: what it loads is promised to it."""
+        """Whether chunks need no longer be held for this request, because those that it loads are promised to it.
+        True once per request."""
         is_first = request.controls.awaits_tokens > 0 and not tracked.has_taken
         tracked.has_taken = tracked.has_taken or is_first
         return is_first

@@ -16,13 +16,13 @@ from kv_core.connect.step import StepPlan, StoreStep
 
 
 class EngineBlocks(Protocol):
-    """The engine's blocks by number, as far as others than requests may own them too."""
+    """The engine's blocks by number, which owners other than requests can share."""
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Become an owner of these too: they are not reused until they are released."""
+        """Become a further owner of these blocks: they are not reused until they are released."""
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Own them no longer. In the order in which they should be used again."""
+        """Stop owning these blocks, listed in the order in which they should be reused."""
 
     def is_ours_alone(self, block: int) -> bool:
         """Whether this block has no other owner."""
@@ -35,7 +35,7 @@ class HeldBlocks:
         """ranks: how many workers there are."""
         self._engine = engine
         kinds = {group.table: group.coverage.kind for group in shape.groups}
-        # A state is stored from the block that the engine names, and the rest of its table is the engine's to move.
+        # A state is stored from the block that the engine names; the engine may move the rest of its table.
         self._whole_tables = [table for table, kind in kinds.items() if kind != "state"]
         self._through = dict.fromkeys(range(ranks), 0)
         self._plans: deque[tuple[int, list[int]]] = deque()
@@ -53,7 +53,7 @@ class HeldBlocks:
         return replace(plan, number=self.number)
 
     def acknowledge(self, through: Mapping[int, int]) -> None:
-        """Workers have said, by rank, that they are done with this plan and all before it. To hear it again is well."""
+        """Workers have reported, by rank, that they have finished this plan and all before it. Repeats are harmless."""
         for rank, number in through.items():
             self._through[rank] = max(number, self._through[rank])
         read = min(self._through.values())
@@ -72,7 +72,7 @@ class HeldBlocks:
         return bool(self._plans)
 
     def will_free(self) -> bool:
-        """Whether the engine gets blocks to use from what is held, if it waits for that."""
+        """Whether the engine gets free blocks if it waits until the held ones are released."""
         return any(map(self._engine.is_ours_alone, self._holds))
 
     def _blocks(self, store: StoreStep) -> list[int]:

@@ -30,8 +30,8 @@ class RequestTokens:
 
     @property
     def kept_tokens(self) -> int:
-        """How many of its tokens may be stored. Tokens beyond those that are known are guesses (speculation, or a step
-        scheduled ahead), and not kept."""
+        """How many of its tokens may be stored. Tokens beyond the known ones are guesses (speculation, or a step
+        scheduled ahead) and are not stored."""
         return self.controls.storable(min(self.keep_tokens, len(self.tokens)))
 
 
@@ -53,10 +53,10 @@ class EngineState:
 class Scheduled:
     """A request in this step.
 
-    request: as it was when it asked.
+    request: as it was looked up.
     computed_tokens: how many of its first tokens are computed after the forward pass.
     blocks: its block tables.
-    states: what the engine hands over of it.
+    states: its states that the engine hands over.
     """
 
     request: RequestTokens

@@ -24,16 +24,16 @@ LoadMode = Literal["async", "layerwise", "auto"]
 """How chunks get into the engine's blocks: between its steps; within a step, layer by layer; or whichever is better."""
 
 StoreMode = Literal["async", "layerwise"]
-"""How chunks get from the engine's blocks: behind the step that completes them, or each layer as it is computed."""
+"""How chunks get from the engine's blocks: after the step that completes them, or each layer as it is computed."""
 
 
 @dataclass(slots=True)
 class _Batch:
     """The layerwise loads of one step.
 
-    requests: whose they are.
-    plan: of all their copies; None: there could be none.
-    layers: when the bytes of each layer have arrived.
+    requests: the requests that they are for.
+    plan: all their copies; None: they could not be planned.
+    layers: for each layer, the event that its bytes have arrived.
     waits: how often the forward pass has waited for a layer.
     is_retried: the copies were made again in one piece.
     failure: why the blocks do not hold what they should, or "".
@@ -49,18 +49,18 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseReport:
-    """Requests whose layerwise loads have ended, the chunks not read any more. failed: those of them that failed."""
+    """Requests whose layerwise loads have ended; their chunks are no longer read. failed: those that failed."""
 
     ended: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
 
 
 NONE_ENDED: Final = LayerwiseReport()
-"""Of nearly every step."""
+"""The report of nearly every step."""
 
 
 class LayerLoads:
-    """A worker's: at most one batch in a step, and those of earlier steps whose copies have not ended."""
+    """A worker's layerwise loads: at most one batch per step, and earlier batches whose copies have not ended."""
 
     def __init__(self, copier: LayerwiseCopier) -> None:
         self._copier = copier
@@ -69,7 +69,7 @@ class LayerLoads:
         self._expected: set[str] = set()
 
     def expect(self, requests: Iterable[str]) -> None:
-        """The scheduler has promised these, and has their chunks leased until it hears that they have ended."""
+        """The scheduler has promised these, and keeps their chunks leased until it learns that they have ended."""
         self._expected.update(requests)
 
     def start(self, requests: Sequence[str], plan: TransferPlan) -> None:
@@ -86,7 +86,7 @@ class LayerLoads:
         self._now = _Batch(tuple(requests), failure=why)
 
     def wait_for(self, layer: int | None) -> None:
-        """The forward pass reads this layer next; None: a layer that may read any."""
+        """The forward pass reads this layer next; None: it may read any layer."""
         batch = self._now
         if batch is None or batch.failure:
             return
@@ -99,7 +99,7 @@ class LayerLoads:
                 return
 
     def forward_ended(self) -> bool:
-        """Whether the step's forward pass has found in the blocks what it was promised."""
+        """Whether the step's forward pass found the promised bytes in the blocks."""
         batch, self._now = self._now, None
         if batch is None:
             return True
@@ -112,7 +112,7 @@ class LayerLoads:
                 batch.failure = batch.failure or str(error)
         if batch.failure:
             _log.error("a layerwise load has failed: %s", batch.failure)
-            self._settle(batch)  # nothing may be written to blocks that are computed anew
+            self._settle(batch)  # nothing may be written to blocks that are recomputed
         self._ending.append(batch)
         return not batch.failure
 
@@ -133,7 +133,7 @@ class LayerLoads:
         return LayerwiseReport(frozenset(ended), frozenset(failed))
 
     def give_up(self) -> LayerwiseReport:
-        """After `close`: all that is still expected counts as failed."""
+        """After `close`: all loads that are still expected count as failed."""
         if not self._expected:
             return NONE_ENDED
         ended, self._expected = frozenset(self._expected), set()
@@ -146,14 +146,14 @@ class LayerLoads:
         self._ending, self._now = [], None
 
     def _copy_again(self, batch: _Batch, failed: Exception) -> None:
-        """Before anything is computed on what has failed: the same chunks to the same blocks, and wait. The step is
-        late, and right."""
+        """Copy the same chunks to the same blocks again, and wait, before anything is computed from them. The step is
+        late, but correct."""
         if batch.is_retried or batch.plan is None:
             batch.failure = batch.failure or str(failed)
             return
         batch.is_retried = True
         _log.warning("a layerwise load has failed, and is made again in one piece: %s", failed)
-        for event in batch.layers:  # none of the first attempt comes after the second
+        for event in batch.layers:  # no copy of the first attempt may follow the second
             with suppress(KVError):
                 event.wait()
         batch.layers = ()

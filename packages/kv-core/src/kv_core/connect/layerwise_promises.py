@@ -1,8 +1,8 @@
-"""Layerwise loads as the scheduler half promises them: leased before the engine hears of them, and until every rank has
-said that its copies have ended.
+"""Layerwise loads in the scheduler half: leased before they are offered to the engine, until every rank has reported
+that its copies have ended.
 
-The chunks are leased a second time beside the request's promise, with all shards of each: a rank copies its own
-(`kv_core.connect.layerwise`), and takes no lease that could be refused when it is too late to say so.
+The chunks are leased a second time, in addition to the request's promise, with all shards of each. A rank copies its
+own shard (`kv_core.connect.layerwise`) and takes no lease, which could be refused when it is too late to report that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ from kv_core.service import CacheService, Holder, ReadLease
 class LayerwiseRule:
     """Which loads the scheduler half promises for the step itself.
 
-    always: all that are possible; else those whose copy is estimated to be hidden by the computation, or delays nobody
-        else.
+    always: all that are possible; else those whose copy is estimated to be hidden by the computation, or delays no
+        other request.
     is_ready: whether memory of the pool is ready for the devices of all ranks (`LayerwiseCopier.prepare`). False: it
         is not, and the load runs between steps.
     """
@@ -28,7 +28,7 @@ class LayerwiseRule:
     is_ready: Callable[[Sequence[HostExtent]], bool]
 
     def lease(self, service: CacheService, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | None:
-        """Everything that a load needs to succeed; None: not all of it could be had."""
+        """Lease everything that a load needs to succeed; None: some of it is not available."""
         lease = service.load(keys, holder, lasting=True)
         if not isinstance(lease, ReadLease):
             return None
@@ -46,8 +46,8 @@ class RanksReports:
         self._failed: set[str] = set()
 
     def heard(self, by_rank: Mapping[int, LayerwiseReport], *, ranks: int) -> LayerwiseReport:
-        """What these have reported. Returns the loads that have now ended on all of `ranks` ranks; failed: those of
-        them that have failed on any."""
+        """Add these reports. Returns the loads that have now ended on all of `ranks` ranks; failed: those that failed
+        on any."""
         for rank, report in by_rank.items():
             self._failed |= report.failed
             for request_id in report.ended:

@@ -32,7 +32,7 @@ class QuietSteps:
         self._left = _NEVER
 
     def looked_at(self, request: RequestTokens, computed_tokens: int) -> None:
-        """A request of that step was examined; it ends at `computed_tokens`, and what it completes is stored."""
+        """A request of that step was examined: it will have `computed_tokens`, and what that completes is stored."""
         if (left := tokens_to_store(self._shape, request, computed_tokens)) < self._left:
             self._left = left
 

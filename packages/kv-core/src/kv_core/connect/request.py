@@ -1,7 +1,7 @@
 """The life cycle of a request as a table: which events are valid in which phase, and when its promise is released.
 
-An engine says little: it asks for a match, allocates blocks, reports that a load ended, finishes the request. It does
-not say that a request was preempted; a request that is looked up again after it ran must have been. A promise (the
+An engine reports little: it asks for a match, allocates blocks, reports that a load ended, finishes the request. It
+does not report preemptions; a request that is looked up again after it ran must have been preempted. A promise (the
 lease of a lookup) lasts exactly while the request is `PENDING`, `PROMISED`, `LOADING`, `FILLING` or `DRAINING`, so
 leaving these phases is the one place where it is released.
 """
@@ -14,7 +14,7 @@ from kv_core.errors import MisuseError
 
 
 class Phase(Enum):
-    __hash__ = object.__hash__  # in C: Enum's own is a call in Python, and the table is read with every event
+    __hash__ = object.__hash__  # in C: Enum's own is Python code, and the table is read for every event
     WAITING = "nothing is promised"
     PENDING = "slower tiers bring up more than could be promised; the engine asks again"
     PROMISED = "chunks are leased for it, and the engine knows how many"
@@ -45,12 +45,12 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
     (Phase.WAITING, Event.FINISH): Phase.GONE,
     (Phase.PENDING, Event.PEND): Phase.PENDING,
     (Phase.PENDING, Event.PROMISE): Phase.PROMISED,
-    (Phase.PENDING, Event.MISS): Phase.WAITING,  # what was hoped for did not come
+    (Phase.PENDING, Event.MISS): Phase.WAITING,  # the promotion brought nothing
     (Phase.PENDING, Event.ADMIT): Phase.RUNNING,  # the engine did not wait for the answer
     (Phase.PENDING, Event.FINISH): Phase.GONE,
-    (Phase.PROMISED, Event.PROMISE): Phase.PROMISED,  # asked again while it waits for blocks
-    (Phase.PROMISED, Event.PEND): Phase.PENDING,  # the promise has gone, and other nodes are asked anew
-    (Phase.PROMISED, Event.MISS): Phase.WAITING,  # the engine found as much by itself meanwhile
+    (Phase.PROMISED, Event.PROMISE): Phase.PROMISED,  # looked up again while it waits for blocks
+    (Phase.PROMISED, Event.PEND): Phase.PENDING,  # the promise has ended, and other nodes are queried again
+    (Phase.PROMISED, Event.MISS): Phase.WAITING,  # the engine has as much in its own blocks by now
     (Phase.PROMISED, Event.LOAD): Phase.LOADING,
     (Phase.PROMISED, Event.FILL): Phase.FILLING,
     (Phase.PROMISED, Event.ADMIT): Phase.RUNNING,  # the engine declined what we offered

@@ -26,7 +26,7 @@ from kv_core.service import CacheService, Holder, ReadLease
 
 
 class SchedulerHalf:
-    """One engine's. Not thread-safe: it belongs to the scheduler's thread."""
+    """The scheduler half of one engine. Not thread-safe: used only on the scheduler's thread."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class SchedulerHalf:
         layerwise: LayerwiseRule | None = None,
         handovers: HandOvers | None = None,
     ) -> None:
-        """name: tells this engine's holders apart from other engines' on the same cache. costs: learns what the engine
-        takes; without them whatever is held is loaded. layerwise: which loads run in a step; None: none do. It is for
-        one group of layers that needs the whole prefix. handovers: None: no request waits for
-        another engine, and no chunk is protected for one."""
+        """name: distinguishes this engine's holders from other engines' in the same cache. costs: learns how long the
+        engine's work takes; without it, whatever is held is loaded. layerwise: which loads run within a step; None:
+        none. It requires one group of layers that needs the whole prefix. handovers: None: no request waits for another
+        engine, and no chunk is held for one."""
         self._service = service
         self._shape = shape
         self._space = shape.space
@@ -50,7 +50,7 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[LoadStep] = []
         self._refused: list[str] = []
-        self._blocks: dict[Holder, int] = {}  # given in this step
+        self._blocks: dict[Holder, int] = {}  # allocated in this step
         self._pending = 0
         self._admission = StateAdmission()
         self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
@@ -63,19 +63,20 @@ class SchedulerHalf:
         """How many tokens beyond `computed_tokens` (a whole number of blocks) the engine may load.
 
         None: slower tiers are bringing up more; leave the request waiting and ask again in the next step. That ends
-        within a bounded time, and once for a request, unless it is preempted. A request that may not load, or not so
-        little, is not looked up. What computing is estimated to be quicker than (`kv_core.cost`) is not offered.
+        within a bounded time and happens once per request, unless it is preempted. A request that may not load, or not
+        so few tokens, is not looked up. Chunks that are estimated to be quicker to compute (`kv_core.cost`) are not
+        offered.
 
         At least one token is always left to compute: the engine needs a logit. Cheap to call again: while the promise
         stands, nothing is hashed or looked up.
         """
         tracked = self._track(request)
         if tracked.phase is Phase.FILLING:
-            return None  # preempted; what it had is still being copied, which will soon be over
+            return None  # preempted; its load is still being copied, which will soon end
         if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
             raise MisuseError(f"request {request.request_id} was looked up while it is {tracked.phase.name}")
         if tracked.phase is Phase.RUNNING:
-            tracked.mixed = tracked.is_counted = False  # preempted: what it had in blocks is gone
+            tracked.mixed = tracked.is_counted = False  # preempted: its blocks are gone
         if computed_tokens and self._engine_has_old_blocks:
             tracked.mixed = True
         chunk_tokens = self._shape.chunk_tokens
@@ -83,7 +84,7 @@ class SchedulerHalf:
         worthwhile = max(1, request.controls.min_load_tokens)
         offered = 0
         if self._space is None:
-            # Nothing is held of it, and nothing promised: there are no names to hold it by.
+            # Without a key space its chunks have no keys, so nothing of it is held or promised.
             self._move(request.request_id, tracked, Event.MISS)
             return 0
         in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
@@ -100,7 +101,7 @@ class SchedulerHalf:
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
                 if plan.ended is Ended.PENDING or self._handovers.awaits(request, tracked, self.costs):
                     self._move(request.request_id, tracked, Event.PEND)
-                    if tracked.awaited is not None:  # only a lookup that begins anew searches lower tiers again
+                    if tracked.awaited is not None:  # only a new lookup searches the lower tiers again
                         self._service.end(self._holder(request.request_id))
                     return None
                 tracked.may_wait = False
@@ -123,17 +124,17 @@ class SchedulerHalf:
         return offered
 
     def is_layerwise(self, request_id: str) -> bool:
-        """Whether what this request was offered last is loaded in the very step in which it gets its blocks, so that
-        the engine considers it computed from then on. Otherwise the engine waits until the load is reported as ended.
+        """Whether the tokens last offered to this request are loaded in the step in which it gets its blocks, so that
+        the engine considers them computed from then on. Otherwise the engine waits until the load is reported as ended.
         """
         tracked = self._tracked.get(request_id)
         return tracked is not None and tracked.layerwise is not None
 
     def allocated(self, request_id: str, external_tokens: int, blocks: tuple[Sequence[int], ...]) -> None:
-        """The engine gave blocks; `external_tokens` of what we offered are to be loaded into them.
+        """The engine has allocated blocks; `external_tokens` of the offered tokens are to be loaded into them.
 
-        A load that does not add up (another count than offered, a table too short) is refused here, where the numbers
-        are, and reported as failed by the workers: the engine then computes the tokens itself.
+        An inconsistent load (a count that was not offered, a table too short) is refused here, where the numbers are
+        known, and reported as failed by the workers: the engine then computes the tokens itself.
         """
         tracked = self._tracked.get(request_id)
         if tracked is None:
@@ -151,7 +152,7 @@ class SchedulerHalf:
             len(table) * block_tokens >= last for table, block_tokens in zip(blocks, self._shape.tables, strict=False)
         )
         if offered is None:
-            # No promise, no lease: there is nothing that could be loaded. The engine must hear so.
+            # No promise, no lease: there is nothing to load, and the engine must be told.
             self._refused.append(request_id)
             self.counts.loads_refused += 1
             return
@@ -161,7 +162,7 @@ class SchedulerHalf:
         if external_tokens != offered or not fits:
             if layerwise is None:
                 self._refused.append(request_id)
-            else:  # nobody will report it: the engine goes by its own record of what the step was to fill
+            else:  # no worker will report it: the engine goes by its own record of what the step was to fill
                 self._move(request_id, tracked, Event.LOADED)
             self.counts.loads_refused += 1
             return
@@ -191,13 +192,13 @@ class SchedulerHalf:
             self.counts.tokens_by_tier[tier] = self.counts.tokens_by_tier.get(tier, 0) + tokens
 
     def sources(self, request_id: str) -> dict[str, int]:
-        """How many of the tokens that were offered last come from each tier: of a chunk, the slowest of its parts'."""
+        """How many of the last offered tokens come from each tier: a chunk counts for the slowest tier of its parts."""
         tracked = self._tracked.get(request_id)
         return {} if tracked is None else tracked.offered_by_tier(self._shape.chunk_tokens)
 
     def junction(self, request_id: str) -> int:
-        """The boundary, in tokens, up to which others have computed this prompt as well, while the state that a hit
-        would need there is missing: a forward pass that ends there makes it a hit for the next. 0: there is none."""
+        """The boundary, in tokens, up to which other requests have computed this prompt, although the state that a hit
+        needs there is missing: a forward pass that ends there makes it a hit for the next request. 0: none."""
         tracked = self._tracked.get(request_id)
         return tracked.junction if tracked is not None and self._has_states else 0
 
@@ -247,7 +248,7 @@ class SchedulerHalf:
                 self._move(request_id, tracked, Event.LOADED)
 
     def given_tokens(self, request_id: str) -> int:
-        """How many of its leading tokens another engine can load: they are stored, or on their way to the pool."""
+        """How many of its leading tokens another engine can load: those that are stored, or being stored."""
         tracked = self._tracked.get(request_id)
         tokens = 0 if tracked is None or tracked.mixed else self._handovers.given_tokens(tracked)
         self.counts.handovers_given += tokens > 0
@@ -270,7 +271,7 @@ class SchedulerHalf:
         return self._space
 
     def name_weights(self, space: KeySpace) -> None:
-        """Which weights the engine serves is known now. Nothing was loaded or stored before."""
+        """Set the key space once the engine's weights are known. Nothing was loaded or stored before."""
         assert self._space is None
         self._space = space
         for tracked in self._tracked.values():
@@ -279,27 +280,27 @@ class SchedulerHalf:
     def weights_changed(self, space: KeySpace | None) -> None:
         """The engine's weights may have changed; their KV belongs in `space` (None: not known yet).
 
-        What is held stays under its keys: it is right for engines with the old weights. What the engine has in its own
-        blocks belongs to the old weights, and must not be stored under a new key.
+        Chunks already held stay under their keys: they are right for engines with the old weights. The KV in the
+        engine's own blocks belongs to the old weights and must not be stored under a new key.
         """
         self._space = space
         self._engine_has_old_blocks = True
-        # A layerwise load cannot be taken back: as a running request, it goes on with the KV of the weights before.
+        # A layerwise load cannot be taken back: like a running request, it continues with the KV of the old weights.
         self._refused += [load.request_id for load in self._loads if not load.extents]
         self._loads = [load for load in self._loads if load.extents]
         for request_id, tracked in self._tracked.items():
             tracked.store_again()
             tracked.offered_tokens = 0
-            # One that waits has blocks all the same, if a load has filled some.
+            # A waiting request has blocks too, if a load has filled some.
             fresh = tracked.phase is Phase.WAITING and not tracked.has_loaded
             tracked.mixed = not (fresh or tracked.phase in (Phase.PENDING, Phase.PROMISED))
             self._rename(tracked)
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
-                self._service.end(self._holder(request_id))  # the next question finds no promise to renew
+                self._service.end(self._holder(request_id))  # the next lookup finds no promise to renew
 
     def reset(self, *, engine_is_empty: bool = False) -> None:
-        """Forget everything held. Promises made before are void, and so are the leases of what is loading now: the
-        workers will report it as failed.
+        """Forget everything held. Earlier promises are void, and so are the leases of the loads in progress: the
+        workers will report those as failed.
 
         engine_is_empty: the engine has forgotten what is in its own blocks, too.
         """
@@ -309,16 +310,16 @@ class SchedulerHalf:
         for request_id, tracked in self._tracked.items():
             tracked.store_again()
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
-                self._service.end(self._holder(request_id))  # the next question finds no promise to renew
+                self._service.end(self._holder(request_id))  # the next lookup finds no promise to renew
 
     def close(self, *, but_filling: bool = False) -> None:
         """Release every promise and forget every request; for an engine that continues without us.
 
-        but_filling: but for those that workers in other processes may be copying layer by layer, until they report it
+        but_filling: except those that workers in other processes may be copying layer by layer, until they report it
             (`loads_ended`).
         """
         filling = {request_id for request_id, tracked in self._tracked.items() if but_filling and tracked.is_filling}
-        filling -= {load.request_id for load in self._loads}  # which no worker will hear of
+        filling -= {load.request_id for load in self._loads}  # no worker will receive these
         for request_id in self._tracked.keys() - filling:
             self._service.end(self._holder(request_id))
             del self._tracked[request_id]
@@ -329,11 +330,11 @@ class SchedulerHalf:
         return self._pending > 0
 
     def stop_layerwise(self) -> None:
-        """One of those loads has failed, which must not happen: from now on all run between steps."""
+        """A layerwise load has failed, which must not happen: from now on all loads run between steps."""
         self._layerwise = None
 
     def tracked_phases(self) -> dict[str, Phase]:
-        """Every request we know and where it stands; empty when the engine is idle."""
+        """Every tracked request and its phase; empty when the engine is idle."""
         return {request_id: tracked.phase for request_id, tracked in self._tracked.items()}
 
     def _holder(self, request_id: str) -> str:
@@ -390,7 +391,7 @@ class SchedulerHalf:
         )
 
     def _lease_layerwise(self, request: RequestTokens, tracked: Tracked) -> ReadLease | None:
-        """The chunks that are offered, leased once more by where they are; None: they are loaded between steps."""
+        """A second lease of the offered chunks, with their places in the pool; None: they are loaded between steps."""
         rule, shape, chunk_tokens = self._layerwise, self._shape.chunk, self._shape.chunk_tokens
         first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
         if rule is None or not (rule.always or self._suits_layerwise(tracked, first, last, len(request.tokens))):
@@ -448,7 +449,7 @@ class SchedulerHalf:
         if tail_tokens and (tail := tracked.keys.tail_digest()) and tracked.keys.tokens == entry.computed_tokens:
             digests = (*digests, tail)
         else:
-            tail_tokens = 0  # or it has generated more meanwhile
+            tail_tokens = 0  # it has generated more meanwhile
         tracked.stored_chunks, tracked.stored_tail_tokens = chunks, tail_tokens
         admitted = {boundary for boundary in boundaries if self._admits(request, tracked, boundary)}
         states = tuple(
@@ -480,7 +481,7 @@ class SchedulerHalf:
         return admitted
 
     def _move(self, request_id: str, tracked: Tracked, event: Event, *, had_promise: bool = False) -> None:
-        """Advance the request's life, and give its promise back where the table says that it ends."""
+        """Advance the request's phase, and release its promise where the table ends it."""
         before = tracked.phase
         tracked.phase = advance(before, event)
         self._pending += (tracked.phase is Phase.PENDING) - (before is Phase.PENDING)
@@ -488,7 +489,7 @@ class SchedulerHalf:
             self._service.end(self._holder(request_id))
             tracked.promised_chunks, tracked.layerwise = 0, None
         if before is Phase.RUNNING and tracked.phase is not Phase.RUNNING:
-            # Preempted: its blocks are gone and will be other blocks. What we hold of it we hold; the rest comes again.
+            # Preempted: its blocks are gone, and it will get others. Chunks already held stay held; the rest follow.
             tracked.store_again()
         if tracked.phase is Phase.GONE:
             del self._tracked[request_id]

@@ -28,16 +28,15 @@ class GroupShape:
 class ConnectShape:
     """
     scheme: how digests are made.
-    space: the key space that the scheduler begins with; None while which weights the engine serves is not known. The
-        workers take it from each plan.
+    space: the key space that the scheduler begins with; None while the engine's weights are not known. The workers
+        take it from each plan.
     groups: of layers, in the order of the keys.
-    shards: how many different shares of every chunk there are. Ranks may have the same one.
-    loads, stores: whether this engine takes chunks and whether it leaves any, as its role says.
-    cuts_chunks: whether a chunk may be stored of which only the first tokens are there. Not where the engine's blocks
-        are stored as they are.
-    shifted: whether a layer has at each place the KV of the token behind it too, as a head has that guesses from the
-        model's hidden states (EAGLE, MTP). What it has at a chunk's last place depends on a token that is not in the
-        key.
+    shards: number of different shares of every chunk. Several ranks may have the same one.
+    loads, stores: whether this engine loads chunks and whether it stores them, according to its role.
+    cuts_chunks: whether a chunk may be stored with only its first tokens. Not where the engine's blocks are stored
+        verbatim.
+    shifted: whether a layer's KV at each position also depends on the next token, as in a draft head that reads the
+        model's hidden states (EAGLE, MTP). Its KV at a chunk's last position depends on a token that is not in the key.
     """
 
     scheme: ChainScheme
@@ -69,10 +68,10 @@ class ConnectShape:
         return ChunkShape(self.chunk_tokens, tuple(group.coverage for group in self.groups), self.shards)
 
     def loadable(self, chunks: int, usable_tokens: int) -> int:
-        """How many leading tokens of a prompt the engine may leave out, if so many leading chunks are held.
+        """How many leading tokens of a prompt the engine need not compute if this many leading chunks are held.
 
-        usable_tokens: of the prompt, at most. With a shifted layer the last token of the last chunk is computed once
-        more, and so what that layer has of it; but not of windows and states, which serve a chunk's end alone.
+        usable_tokens: the upper limit. With a shifted layer the last token of the last chunk is recomputed, and with it
+        that layer's KV; but not with windows and states, which serve only a chunk's end.
         """
         return min(chunks * self.chunk_tokens - (self.shifted and self.chunk.is_plain), usable_tokens)
 
@@ -80,7 +79,7 @@ class ConnectShape:
 def check_blocks(chunk_tokens: int, block_tokens: int) -> None:
     """
     Raises:
-        ConfigError: a chunk is no whole number of the engine's blocks.
+        ConfigError: a chunk is not a whole number of the engine's blocks.
     """
     if chunk_tokens % block_tokens:
         nearest = max(1, round(chunk_tokens / block_tokens)) * block_tokens
@@ -95,8 +94,8 @@ NO_BLOCK = 0
 
 
 def load_from(group: GroupShape, first_token: int, last_token: int) -> int:
-    """The first token that a load of `first_token … last_token` moves into this group's blocks: from there on they are
-    needed for the next token, and the engine has those before `first_token`. `last_token` itself if it moves none."""
+    """The first token that a load of `first_token … last_token` moves into this group's blocks: the next token
+    needs them from there on, and the engine has those before `first_token`. `last_token` itself if it moves none."""
     needed = group.coverage.first_token(last_token)
     if needed >= last_token:
         return last_token
@@ -104,9 +103,9 @@ def load_from(group: GroupShape, first_token: int, last_token: int) -> int:
 
 
 def stored_from(group: GroupShape, table: Sequence[int], chunks: int, chunk_tokens: int) -> int:
-    """The first chunk of the trailing ones whose bytes the engine still has, as far as any hit can need them.
+    """The first of the trailing chunks of which the engine still has all bytes that a hit can need.
 
-    table: of a request whose first `chunks` chunks are computed. The engine has given away what its window has left.
+    table: of a request whose first `chunks` chunks are computed. The engine has freed the blocks before its window.
     """
     first = chunks
     for chunk in reversed(range(chunks)):
@@ -120,8 +119,8 @@ def stored_from(group: GroupShape, table: Sequence[int], chunks: int, chunk_toke
 
 
 def without_holes(table: Sequence[int]) -> list[int]:
-    """The table with each missing block replaced by the block that follows it: what no hit needs of a chunk is filled
-    with other tokens of the same request, never with another's.
+    """The table with each missing block replaced by the block that follows it: the parts of a chunk that no hit
+    needs are filled with other tokens of the same request, never of another.
     """
     filled = list(table)
     for at in reversed(range(len(filled) - 1)):

@@ -2,7 +2,7 @@
 
 A plan may travel to another process, so it consists of lists, dicts, strings, ints and bytes only: any serialiser can
 carry it, no class has to be unpickled, and `from_plain` validates what arrives. It names chunks by the digests of their
-prefix, never by extents or pointers; each worker derives the keys of its own shard and asks the cache.
+prefix, never by extents or pointers; each worker derives the keys of its own shard and queries the cache.
 """
 
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ class LoadStep:
 
     request_id: the engine's.
     first_chunk: number of the chunk that `digests[0]` names.
-    digests: of as many chunks as the tokens to be loaded reach over.
+    digests: of all chunks that the tokens to be loaded touch.
     tenant: the tag in the keys, see `tenant_tag`. The salt stays with the scheduler.
-    blocks: for each of the engine's block tables, the request's from the prompt's first token on.
-    first_token, last_token: places in the prompt. Of a group that does not need the whole prefix, only what it needs
-        of them is to be filled (`kv_core.connect.shape.load_from`).
-    extents: of a layerwise load (`kv_core.connect.layerwise`) where each chunk is in the pool, shard by shard: the
-        scheduler has leased them all until it hears from every rank that the load has ended. Empty: the worker leases
-        them, and loads between two steps.
+    blocks: for each of the engine's block tables, the request's blocks from the prompt's first token on.
+    first_token, last_token: positions in the prompt. In a group that does not need the whole prefix, only the part of
+        them that it needs is filled (`kv_core.connect.shape.load_from`).
+    extents: for a layerwise load (`kv_core.connect.layerwise`), the place of each chunk in the pool, shard by shard.
+        The scheduler leases them all until every rank has reported that the load has ended. Empty: the worker leases
+        the chunks and loads them between two steps.
     """
 
     request_id: str
@@ -72,8 +72,8 @@ class StoreStep:
     states: those to store, of groups that have states.
     tail_tokens: the last digest names a partial chunk of this many tokens, at the end of a prompt that another engine
         continues. 0: it is a whole chunk like the others.
-    hold_ms: hold them in the pool this long for another engine, unless it reads them before; 0: no hold.
-    tiers: the tiers that they may go down to; None: all.
+    hold_ms: hold them in the pool this long for another engine, unless it reads them earlier; 0: no hold.
+    tiers: the tiers that they may be spilled to; None: all.
     """
 
     request_id: str
@@ -92,11 +92,11 @@ class StepPlan:
 
     loads: before the forward pass.
     stores: after it.
-    refused: requests whose allocation did not add up; their loads are reported as failed without touching a byte.
-    space_id: the fingerprint of the key space that the loads and stores are in. It is the scheduler's to say, since
-        other weights in a running engine are another key space, from one step to the next.
-    number: of the last plan with stores whose blocks the engine keeps until every worker has acknowledged it
-        (`kv_core.connect.held`), this one's if it has any: workers need not wait for the copies. 0: it keeps none.
+    refused: requests whose allocation was inconsistent; their loads are reported as failed without touching a byte.
+    space_id: the fingerprint of the key space that the loads and stores are in. The scheduler decides it, because
+        new weights in a running engine change the key space from one step to the next.
+    number: of the last plan with stores whose blocks the engine holds until every worker has acknowledged it
+        (`kv_core.connect.held`); this one's if it has any. So workers need not wait for the copies. 0: none are held.
     """
 
     loads: tuple[LoadStep, ...] = ()
@@ -173,7 +173,7 @@ class StepReport:
 
 
 NO_REPORT: Final = StepReport()
-"""Of most steps."""
+"""The report of most steps."""
 
 
 def _load(entry: Plain) -> LoadStep:
@@ -209,7 +209,7 @@ def _tables(entry: Plain) -> tuple[tuple[int, ...], ...]:
 
 
 def _sequence(entry: Plain, length: int | None = None) -> list[Plain] | tuple[Plain, ...]:
-    # Serialisers disagree on lists and tuples, so both are welcome.
+    # Serialisers disagree on lists and tuples, so both are accepted.
     if not isinstance(entry, list | tuple) or (length is not None and len(entry) != length):
         raise InputError(
             f"the step plan has {type(entry).__name__} where a list{f' of {length}' if length else ''} belongs"

@@ -1,11 +1,11 @@
-"""The worker half's stores: chunks that a step completes, on their way from the engine's blocks to the pool.
+"""The worker half's stores: copies chunks that a step completes from the engine's blocks to the pool.
 
-Their room is reserved all at once, over all groups of layers. Then they are gathered, either behind the forward pass,
-in one piece for each group, or layer by layer while later layers are computed, where the copier can. Either way they
+Their slots are reserved all at once, over all groups of layers. Then they are gathered: after the forward pass, in one
+piece for each group, or layer by layer while later layers are computed, where the copier can. Either way they
 are committed together once every byte is there, in this step or a later one, so a chunk never lacks a layer.
 
-What the engine does not say of a layer costs only the head start: the layer is gathered behind the forward pass. What
-it says of a layer twice was computed in parts, or anew, so the layer is gathered once more there.
+A layer that the engine does not report loses only the head start: it is gathered after the forward pass. A layer that
+is reported twice was computed in parts, or recomputed, so it is gathered once more after the pass.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class _Part:
     group: its number.
     plan: what is gathered.
     by_layers: gathers single layers; None: the copier takes all at once.
-    gathered: the layers that have been.
+    gathered: the layers gathered so far.
     """
 
     group: int
@@ -59,15 +59,15 @@ class _Part:
 
 @dataclass(slots=True)
 class _Store:
-    """A request's chunks on their way to the pool, over all groups.
+    """A request's chunks in flight to the pool, over all groups.
 
-    number: of the plan that they were stored by.
-    lease: on their room.
+    number: of the plan that stores them.
+    lease: on their slots.
     nbytes: of their payloads.
     tokens: of one group's, as `WorkerCounts.tokens_stored` counts them.
-    parts: what is still to be gathered of them; none once all is under way.
-    copying: when what is under way has arrived.
-    failure: why they are given up, once nothing is copied any more.
+    parts: those still to be gathered; none once all copies have begun.
+    copying: the completion of each copy that has begun.
+    failure: why the store is aborted, once its copies have ended.
     """
 
     number: int
@@ -80,7 +80,7 @@ class _Store:
 
 
 class Stores:
-    """One rank's. Not thread-safe: it belongs to the worker's thread."""
+    """The stores of one rank. Not thread-safe: used only on the worker's thread."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Stores:
         max_in_flight_bytes: int,
         by_layers: bool,
     ) -> None:
-        """copiers: one for each group; none: this rank stores nothing. counts: to count in. by_layers: layers are
-        gathered as `layer_computed` names them."""
+        """copiers: one for each group; none: this rank stores nothing. counts: the counters to update. by_layers:
+        layers are gathered as `layer_computed` reports them."""
         self._service = service
         self._shape = shape
         self._copiers = copiers
@@ -107,13 +107,13 @@ class Stores:
         self._storing: list[_Store] = []
         self._in_flight_bytes = 0
         self._number = 0
-        self._begun: StepPlan | None = None  # whose forward pass goes on
-        self._computed: set[tuple[int, int]] = set()  # the groups and layers that it has behind it
+        self._begun: StepPlan | None = None  # its forward pass is running
+        self._computed: set[tuple[int, int]] = set()  # the groups and layers that it has passed
         whole = (number for number, group in enumerate(shape.groups) if group.coverage.kind == "all")
         self._counted_group = next(whole, 0)
 
     def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
-        """The forward pass of this plan's step has this layer of this group behind it."""
+        """The forward pass of this plan's step has computed this layer of this group."""
         if not self._by_layers or not self._copiers:
             return
         if self._begun is not plan:
@@ -132,7 +132,7 @@ class Stores:
                     self._gather(store, partial(self._gather_layer, part.by_layers, layer))
 
     def start(self, plan: StepPlan) -> None:
-        """The forward pass of this plan's step is over: gather what is left of what it stores."""
+        """The forward pass of this plan's step is over: gather the rest of its stores."""
         if self._begun is not plan:
             self._begin(plan)
         self._begun = None
@@ -142,12 +142,12 @@ class Stores:
                 self._gather(store, partial(self._gather_rest, part))
 
     def abandon(self, plan: StepPlan) -> None:
-        """The forward pass of this plan's step has failed, and what it should have computed is stored by nobody."""
+        """The forward pass of this plan's step has failed: none of its chunks are stored."""
         self._give_up_begun("the forward pass has failed")
         self._number, self._begun = plan.number, None
 
     def finish(self, *, wait: bool) -> None:
-        """Publish what has been gathered, as `WorkerHalf.finish_stores` has it."""
+        """Publish what has been gathered; see `WorkerHalf.finish_stores`."""
         if not self._storing:
             return
         storing, self._storing = self._storing, []
@@ -167,11 +167,11 @@ class Stores:
 
     @property
     def through(self) -> int:
-        """The number of the last plan up to which nothing is read any more."""
+        """The number of the last plan that, like all before it, no longer reads any blocks."""
         return min((store.number - 1 for store in self._storing), default=self._number)
 
     def close(self) -> Iterator[CopyEvent]:
-        """What is under way, to be waited for; nothing of it is published. The holder's end gives the room back."""
+        """The copies in flight, to be waited for; none of them is published. The end of the holder frees the slots."""
         storing, self._storing = self._storing, []
         self._in_flight_bytes, self._begun = 0, None
         return (event for store in storing for event in store.copying)
@@ -189,7 +189,7 @@ class Stores:
                 store.parts, store.failure = [], store.failure or CopyFailed(why)
 
     def _reserve_store(self, space_id: bytes, step: StoreStep) -> None:
-        """Reserve room for what the groups keep of this step, all at once."""
+        """Reserve slots for everything that the groups store of this step, all at once."""
         gathers = [gather for group in range(len(self._copiers)) if (gather := self._of_group(step, group)).chunks]
         whole: list[tuple[int, int, ChunkKey]] = []
         others: list[tuple[int, int, ChunkKey]] = []
@@ -199,7 +199,7 @@ class Stores:
             needs_all = self._shape.groups[gather.group].coverage.kind == "all"
             named = whole if needs_all else others
             named += zip(gather.chunks, itertools.repeat(gather.group), keys)
-        named = sorted(whole) + others  # as a lookup has them: by chunks, and then the others
+        named = sorted(whole) + others  # in a lookup's order: by chunks, and then the others
         lease = self._reserve([key for _, _, key in named], step)
         if lease is None:
             return
@@ -223,7 +223,7 @@ class Stores:
         return _Part(gather.group, plan, self._copiers[gather.group].store_layers(plan) if self._by_layers else None)
 
     def _gather(self, store: _Store, gather: Callable[[], Iterable[CopyEvent]]) -> None:
-        """After a failure nothing more; what is under way ends before the room is given back."""
+        """Does nothing after a failure; copies in flight end before the slots are released."""
         if store.failure is None:
             try:
                 store.copying += gather()
@@ -241,7 +241,7 @@ class Stores:
         return [part.by_layers.gather(rest)] if rest else []
 
     def _in_order(self, store: _Store) -> list[CopyEvent]:
-        """What is gathered once more comes after what it replaces, also where copies have no queue."""
+        """Order a repeated gather after the one that it replaces, even where copies have no queue."""
         for event in store.copying:
             event.hold_engine()
         return []
@@ -286,7 +286,7 @@ class Stores:
         return tokens
 
     def _reserve(self, keys: Sequence[ChunkKey], step: StoreStep) -> WriteLease | None:
-        """Room for the leading ones of these that are not held and may be on their way as well; None: for none."""
+        """Slots for the leading keys that are not held and still fit among the bytes in flight; None: for none."""
         begin = partial(self._service.begin_store, holder=self._holder, hold_s=step.hold_ms / 1000, tiers=step.tiers)
         lease = begin(keys) if keys else None
         if lease is not None and self._number and lease.keys:
@@ -294,7 +294,7 @@ class Stores:
             sums = itertools.accumulate(extent.nbytes for extent in lease.extents)
             fit = sum(1 for nbytes in sums if nbytes <= room)
             if not self._storing:
-                fit = max(fit, 1)  # or nothing of chunks that are larger than all that may be on its way
+                fit = max(fit, 1)  # else chunks larger than the limit would never be stored
             if fit < len(lease.keys):
                 self._service.release(lease)
                 self._counts.chunks_dropped += len(lease.keys) - fit
@@ -319,7 +319,7 @@ class Stores:
                 store.failure = store.failure or error
 
     def _is_copied(self, store: _Store) -> bool:
-        """Whether no copy of it is under way any more."""
+        """Whether none of its copies is in flight any more."""
         for event in store.copying:
             try:
                 if not event.done():

@@ -12,11 +12,11 @@ from kv_core.service import ReadLease
 
 @dataclass(slots=True)
 class Awaited:
-    """What a request expects from another engine and is not there yet (`kv_core.connect.handover`).
+    """The wait for chunks that another engine has yet to store (`kv_core.connect.handover`).
 
     until_s: when it stops waiting.
-    retry_at_s: when the cache is asked again.
-    retry_s: the interval until the time after that.
+    retry_at_s: when the lookup is repeated.
+    retry_s: the interval after that.
     """
 
     until_s: float
@@ -34,11 +34,11 @@ class Tracked:
     chunk_keys: of its chunks, chunk-major.
     promised_chunks: how many are leased for it.
     pays: whether loading them pays.
-    tiers: for each of those, the tier that it came from.
+    tiers: for each promised chunk, the tier that it came from.
     junction: the boundary, in tokens, where other prompts diverge from it while a window or a state is missing there.
     offered_from: how many tokens the engine had itself when it was offered more.
     offered_tokens: how many more.
-    layerwise: the chunks that it is offered, if they are to be loaded in the step itself.
+    layerwise: the lease of the chunks offered to it, if they are to be loaded in the step itself.
     has_loaded: a load was begun, so its blocks may hold what was loaded.
     stored_chunks: number of leading chunks that are stored or need not be.
     tail: the digest of the last, partial chunk that another engine hands over; empty if there is none.
@@ -46,7 +46,7 @@ class Tracked:
     awaited: what it is waiting for from another engine.
     has_awaited: it no longer waits for another engine.
     has_taken: other engines need not hold anything for it any more.
-    may_wait: until slower tiers have had their chance.
+    may_wait: it may still wait for slower tiers.
     is_counted: its lookup is in the counts.
     mixed: its blocks may hold KV of other weights than the key space's: never stored.
     """
@@ -80,7 +80,7 @@ class Tracked:
         return (*whole[first_chunk:last_chunk], *tail)
 
     def offered_by_tier(self, chunk_tokens: int) -> dict[str, int]:
-        """How many of the tokens that were offered last come from each tier."""
+        """How many of the last offered tokens come from each tier."""
         first, last = self.offered_from, self.offered_from + self.offered_tokens
         tokens: Counter[str] = Counter()
         for chunk in range(first // chunk_tokens, min(-(-last // chunk_tokens), len(self.tiers))):
@@ -90,9 +90,9 @@ class Tracked:
 
     @property
     def is_filling(self) -> bool:
-        """Whether the engine may be computing on what is being loaded layer by layer."""
+        """Whether the engine may be computing with blocks that are being loaded layer by layer."""
         return self.layerwise is not None and self.phase in (Phase.FILLING, Phase.DRAINING)
 
     def store_again(self) -> None:
-        """Nothing of it counts as stored any more."""
+        """No longer count any of it as stored."""
         self.stored_chunks = self.stored_tail_tokens = 0

@@ -30,10 +30,10 @@ class _Load:
     """One request's load, over all groups.
 
     step: what is to be loaded, and where.
-    lease: on everything that it takes; None if it could not be had.
-    copying: when the copy into each group's blocks has arrived.
+    lease: on all its chunks; None if it was refused.
+    copying: the completion of the copy into each group's blocks.
     failure: the first reason to give it up, or "".
-    suspect: what to forget then, so that it does not fail again.
+    suspect: the keys to forget then, so that they do not fail again.
     """
 
     step: LoadStep
@@ -64,7 +64,7 @@ class _Part:
 
 
 class WorkerHalf:
-    """One rank's. Not thread-safe: it belongs to the worker's thread."""
+    """The worker half of one rank. Not thread-safe: used only on the worker's thread."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class WorkerHalf:
         stores_layers: bool = False,
     ) -> None:
         """copiers: one for each group, in the order of `shape.groups`. shard: which share of a chunk it has.
-        rank: tells it from others with the same share; the shard's number if not said. stores: of these one does.
-        max_in_flight_bytes: what may be on its way to the pool while the engine goes on. More is not stored.
-        stores_layers: layers are stored as they are computed, where a copier can."""
+        rank: distinguishes it from others with the same share; default: the shard. stores: of these, one rank does.
+        max_in_flight_bytes: the most in flight to the pool while the engine continues. Chunks beyond it are not stored.
+        stores_layers: layers are stored as they are computed, where a copier supports it."""
         self._service = service
         self._shape = shape
         self._copiers = tuple(copiers)
@@ -125,7 +125,7 @@ class WorkerHalf:
         self._finish_loads()
 
     def take_layerwise(self, *, wait: bool = False) -> LayerwiseReport:
-        """Layerwise loads that have ended since this was asked last. wait: for all whose forward pass is over."""
+        """Layerwise loads that have ended since the last call. wait: for all whose forward pass is over."""
         report = self.layers.take_ended(wait=wait)
         if report.ended:
             self.counts.loads_finished += len(report.ended - report.failed)
@@ -133,29 +133,29 @@ class WorkerHalf:
         return report
 
     def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
-        """The forward pass of this step goes on behind this layer of this group: begin to store it, if layers are
-        stored so."""
+        """The forward pass of this step has computed this layer of this group: begin to store it, if layers are stored
+        singly."""
         self._stores.layer_computed(plan, group, layer)
 
     def start_stores(self, plan: StepPlan) -> None:
-        """Gather what this step's chunks still lack, or all of them, behind the forward pass."""
+        """After the forward pass, gather what this step's chunks still lack, or all of them."""
         self._stores.start(plan)
 
     def abandon_stores(self, plan: StepPlan) -> None:
-        """This step's forward pass has failed: its chunks are not what their keys say."""
+        """This step's forward pass has failed: its chunks do not match their keys."""
         self._stores.abandon(plan)
 
     def finish_stores(self, *, wait: bool = True) -> None:
         """Publish what has been gathered.
 
-        wait: for all of it; after this the engine may give the blocks to anyone. False: the engine keeps the blocks
-            until it reads in `stored_through` that they are not needed any more.
+        wait: for all of it; the engine may then reuse the blocks. False: the engine holds the blocks until
+            `stored_through` shows that they are no longer needed.
         """
         self._stores.finish(wait=wait)
 
     @property
     def stored_through(self) -> int:
-        """The number of the last plan up to which nothing is read any more."""
+        """The number of the last plan that, like all before it, no longer reads any blocks."""
         return self._stores.through
 
     def poll(self) -> StepReport:
@@ -170,7 +170,7 @@ class WorkerHalf:
         return report
 
     def close(self) -> None:
-        """Release everything. Loads in progress are not reported: nobody is left to receive it."""
+        """Release everything. Loads in progress are not reported: the engine no longer polls."""
         for load in self._loading.values():
             for event in load.copying:
                 self._settle(event)
@@ -198,7 +198,7 @@ class WorkerHalf:
         self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in self._own(step.extents))
 
     def _own(self, extents: Sequence[HostExtent]) -> Sequence[HostExtent]:
-        """This shard's, of those of all."""
+        """This shard's extents among those of all shards."""
         return extents[self._shard :: self._shape.shards]
 
     def _keys(self, space_id: bytes, digests: Sequence[bytes], tenant: bytes, group: int) -> list[ChunkKey]:

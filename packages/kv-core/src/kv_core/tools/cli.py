@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _register_keys(commands)
     doctor.register(commands)
-    if words[:1] != ["keys"]:  # what others add may import much, and `kv keys` need not wait for it
+    if words[:1] != ["keys"]:  # other packages' commands may import much, and `kv keys` need not wait for that
         _register_others(commands)
     try:
         args = parser.parse_args(words)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InputError, ConfigError) as error:
         return _complain(str(error))
     except BrokenPipeError:
-        sys.stdout = io.StringIO()  # the reader has gone; keep the interpreter from flushing into it at exit
+        sys.stdout = io.StringIO()  # the reader is gone; keep the interpreter from flushing into it at exit
         return 0
     except OSError as error:
         return _complain(f"{error.filename or 'input'}: {error.strerror or error}")
@@ -74,7 +74,7 @@ def _register_others(commands: Any) -> None:
     for entry in sorted(importlib.metadata.entry_points(group=COMMANDS), key=lambda entry: entry.name):
         try:
             entry.load()(commands)
-        except Exception as error:  # noqa: BLE001  # another package's fault must not take `kv` away
+        except Exception as error:  # noqa: BLE001  # another package's fault must not break `kv`
             print(f"kv: the command {entry.name!r} of {entry.value} cannot be used: {error}", file=sys.stderr)
 
 
@@ -153,7 +153,7 @@ def prompt_space(args: argparse.Namespace, scheme: ChainScheme) -> KeySpace | No
     """The key space; None if no model is named.
 
     Raises:
-        InputError: options of a space without its model, or a group that there cannot be.
+        InputError: options of a space without its model, or an invalid group.
     """
     if args.model is not None:
         space = KeySpace(args.model, args.revision, args.dtype, args.format_fingerprint, args.world, scheme.name)
@@ -170,7 +170,7 @@ def prompt_root(args: argparse.Namespace, scheme: ChainScheme, salt: str | None)
 
 
 def prompt_items(args: argparse.Namespace) -> list[Item]:
-    """Its images and the like."""
+    """The prompt's images and the like."""
     return [_item(text) for text in args.item]
 
 
@@ -241,7 +241,7 @@ def _secret(path: str | None, algorithm: Algorithm) -> bytes:
     if algorithm != "blake2b":
         raise InputError(f"{algorithm} takes no secret; choose blake2b, or leave the secret out")
     file = Path(path)
-    found = file.stat()  # before it is opened, as a pipe would keep us waiting
+    found = file.stat()  # before opening, because opening a pipe would block
     if not stat.S_ISREG(found.st_mode):
         raise InputError(f"--secret-file {path} is not a file")
     if stat.S_IMODE(found.st_mode) & 0o077:
@@ -269,10 +269,10 @@ def _item(text: str) -> Item:
 
 
 def prompt_tokens(args: argparse.Namespace) -> Iterator[list[int]]:
-    """Its tokens, a part at a time.
+    """The prompt's tokens, a part at a time.
 
     Raises:
-        InputError: there is no prompt, or something in it is no token.
+        InputError: there is no prompt, or something in it is not a token.
     """
     if (args.file is None) == (args.text is None):
         raise InputError("give either FILE with token ids (- for standard input) or --text FILE")
@@ -307,10 +307,10 @@ def _tokenized(text: str, tokenizer_path: str, *, special: bool) -> list[int]:
 
 
 def read_tokens(stream: TextIO) -> Iterator[list[int]]:
-    """Token ids out of text, a part at a time: numbers with spaces or single commas between, or one JSON list.
+    """Token ids from text, a part at a time: numbers separated by spaces or single commas, or one JSON list.
 
     Raises:
-        InputError: names the word that is no token, and its place.
+        InputError: names the word that is not a token, and its position.
     """
     text = stream.read(_READ_CHARS)
     if text.lstrip()[:1] == "[":
@@ -319,7 +319,7 @@ def read_tokens(stream: TextIO) -> Iterator[list[int]]:
     position = 0
     while text:
         more = stream.read(_READ_CHARS)
-        # The last number may go on in the next part, and so may the comma after it: both wait for it.
+        # The last number may continue in the next part, and so may the comma after it: hold both back.
         cut = len(text.rstrip(string.whitespace + ",").rstrip(string.digits)) if more else len(text)
         numbers = _numbers(text[:cut], position, whole=not more)
         position += len(numbers)

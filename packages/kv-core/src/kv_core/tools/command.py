@@ -13,7 +13,7 @@ INTERRUPTED = 130
 
 def run_command(module: str) -> int:
     """Import this module and run its `main`; its exit status."""
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so where somebody has it ignored
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so where SIGINT is ignored
     if is_ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     run = import_module(module).main

@@ -1,4 +1,4 @@
-"""`kv doctor`: what this machine supports, and how to fix what it does not.
+"""`kv doctor`: what this machine supports, and how to fix the rest.
 
 Each package checks what it depends on, through the entry-point group `kv_core.doctor`: a function from `DoctorOptions`
 to findings. A finding that is `wrong` keeps something from working; a `note` costs speed or a feature.
@@ -28,7 +28,7 @@ class Finding:
 
     state: "ok", "note" or "wrong".
     what: the thing examined.
-    found: how it is.
+    found: its state.
     advice: what to do about it; empty only where all is well.
     """
 
@@ -58,14 +58,14 @@ def findings(options: DoctorOptions) -> Iterator[Finding]:
     for entry in sorted(importlib.metadata.entry_points(group=CHECKS), key=lambda entry: entry.name):
         try:
             yield from entry.load()(options)
-        except Exception as error:  # noqa: BLE001  # the other packages' findings are wanted all the more
+        except Exception as error:  # noqa: BLE001  # the other packages' findings are wanted in any case
             yield Finding(
                 "wrong", entry.name, f"{entry.value} failed: {error!r}", "report this; the other findings stand"
             )
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version; None if it is not."""
+    """The installed version; None if the distribution is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""Copies on a CPU that a thread makes layer by layer while the engine computes: loads, before it needs the layer, and
-stores, once it has computed it.
+"""Copies on a CPU that a thread makes layer by layer while the engine computes: loads, before it needs a layer, and
+stores, once it has computed one.
 
-One thread copies the layers in their order. Whoever waits for a layer that it has not begun copies that layer itself,
-so a thread that gets no processor delays nobody by more than the layer it is at.
+One thread copies the layers in their order. A caller that waits for a layer that has not begun copies it itself, so a
+thread that gets no processor delays a caller by no more than the layer it is copying.
 """
 
 import os
@@ -18,8 +18,8 @@ _MIN_BYTES: Final = 2 << 20
 
 
 def pays_behind(nbytes: int) -> bool:
-    """Whether a thread may have these bytes copied before the engine needs them. It runs where its creator may: an
-    engine that is bound to one processor would wait for it."""
+    """Whether a thread may have these bytes copied before the engine needs them. It runs on its creator's
+    processors: an engine that is bound to a single one would wait for it."""
     if hasattr(os, "sched_getaffinity"):
         return nbytes >= _MIN_BYTES and len(os.sched_getaffinity(0)) > 1
     return nbytes >= _MIN_BYTES and (os.cpu_count() or 1) > 1
@@ -43,7 +43,7 @@ class LayerCopy:
             if self._copy is not None:
                 try:
                     self._copy()
-                except Exception as error:  # noqa: BLE001  # it belongs to everyone who waits for this layer
+                except Exception as error:  # noqa: BLE001  # every caller that waits for this layer gets it
                     self._failure = error
                 self._copy = None
         if self._failure is not None:
@@ -62,11 +62,11 @@ def copy_behind(layers: Sequence[Callable[[], None]]) -> list[LayerCopy]:
 
 @cache
 def copying_thread() -> ThreadPoolExecutor:
-    """The one of this process."""
+    """The only one in this process."""
     return ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
 
 
 def _copy_all(copies: Sequence[LayerCopy]) -> None:
     for copy in copies:
-        with suppress(Exception):  # raised again for those who wait
+        with suppress(Exception):  # raised again for callers that wait
             copy.wait()

@@ -1,7 +1,7 @@
 """Whole blocks in C, on a CPU: what `CpuCopier` does with torch's strided copies, in one call for all chunks of a plan.
 
 A strided copy in torch costs tens of microseconds before it moves a byte, and a small model's block is moved in two.
-Where a part is transposed, the C function works in squares of a cache line each way and needs no scratch.
+Where a part is transposed, the C function works in squares with sides of one cache line and needs no scratch.
 """
 
 from array import array
@@ -19,11 +19,11 @@ class CompiledBlocks:
     def __init__(self, kernels: Kernels, runs: Sequence[torch.Tensor], chunk_layer: int) -> None:
         """
         runs: of layers, [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each.
-        chunk_layer: from one layer to the next in a chunk, in words.
+        chunk_layer: distance from one layer to the next in a chunk, in words.
         """
         self._kernels = kernels
         self._runs: list[tuple[int, Place, Place]] = []
-        self._memory: list[object] = []  # what these places are in
+        self._memory: list[object] = []  # the memory that these places point into
         first = 0
         for run in runs:
             (layers, _, *sizes), (layer, block, *strides) = run.shape, run.stride()
@@ -38,10 +38,10 @@ class CompiledBlocks:
 
     def copy(self, blocks: Sequence[tuple[int, int, int]], pool: Place, *, to_engine: bool, layers: slice) -> None:
         """blocks: runs of them: the pool's word at which a run's first token lies in the first layer, the first block,
-        how many there are. layers: which of the runs of layers.
+        and the number of blocks. layers: which of the runs of layers.
 
         Raises:
-            MisuseError: some of it is beyond the pool or the engine's memory. Nothing was copied.
+            MisuseError: a part lies beyond the pool or the engine's memory. Nothing was copied.
         """
         for first, shape, engine in self._runs[layers]:
             given = array("q", [number for at, block, count in blocks for number in (at + first, block, count)])

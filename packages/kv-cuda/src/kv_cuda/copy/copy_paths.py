@@ -4,11 +4,11 @@
     staged   the copy engine fills or empties a small ring in device memory; the kernel moves between ring and blocks
     driver   the driver's batched copies, run by run: no kernel at all, for long runs only
 
-For each direction, a table says from which run length on (contiguous bytes on both sides) which path is fastest. The
+For each direction, a table gives the fastest path by run length (contiguous bytes on both sides). The
 built-in table is an estimate; `kv bench copy` measures it on the device and writes a file that is used from then on.
 
 There are two more paths between files and the device (`kv_cuda.files.direct`). Which is faster depends on the medium:
-`kv bench copy --file DIRECTORY` measures it, and another file has the result for each directory.
+`kv bench copy --file DIRECTORY` measures it and writes the result for each directory to another file.
 """
 
 import json
@@ -38,7 +38,7 @@ class CopyPaths:
     store: tuple[tuple[int, CopyPath], ...] = ((0, "staged"), (256 << 10, "driver"))
 
     def choose(self, direction: Direction, run_bytes: int, *, may_stage: bool, can_drive: bool) -> CopyPath:
-        """may_stage, can_drive: whether the copy at hand can go that way at all; direct always can."""
+        """may_stage, can_drive: whether this copy can be staged, or made by the driver, at all; direct always works."""
         table = self.load if direction == "load" else self.store
         copy_path = [copy_path for shortest, copy_path in table if run_bytes >= shortest][-1]
         if copy_path == "driver" and not can_drive:
@@ -80,7 +80,7 @@ def read_copy_paths(path: Path) -> CopyPaths:
     """The measured table, or the built-in one where nothing was measured.
 
     Raises:
-        ConfigError: the file is none that `write_copy_paths` writes.
+        ConfigError: the file was not written by `write_copy_paths`.
     """
     return _read(path, lambda saved: CopyPaths(load=_table(saved["load"]), store=_table(saved["store"])), CopyPaths())
 
@@ -95,7 +95,7 @@ def read_file_copy_paths(path: Path) -> FileCopyPaths:
 
 
 def write_copy_paths(path: Path, copy_paths: CopyPaths) -> None:
-    """Put the table in its place at once, private to the user."""
+    """Write the table atomically, private to the user."""
     _write(path, {"load": copy_paths.load, "store": copy_paths.store})
 
 
@@ -135,7 +135,7 @@ def _write(path: Path, table: Mapping[str, object]) -> None:
 
 
 def fastest(rates: Mapping[int, Mapping[CopyPath, float]]) -> tuple[tuple[int, CopyPath], ...]:
-    """The table that follows from GB/s by length of run and path. Below the shortest measured its winner holds."""
+    """The table that follows from GB/s by run length and path. The shortest run's winner also holds below it."""
     table: list[tuple[int, CopyPath]] = []
     for run_bytes in sorted(rates):
         best = max(rates[run_bytes], key=rates[run_bytes].__getitem__)

@@ -1,8 +1,8 @@
 """The CPU copier: gather and scatter between the engine's blocks and host extents.
 
 A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why), but a thread
-copies many bytes of a store or of a layerwise load (`behind`). Whole blocks are moved in C where that is installed
-(`compiled`). What is left is moved by few large torch calls that release the GIL and use torch's own threads: one call
+copies large stores and layerwise loads (`behind`). Whole blocks are moved in C where that is installed
+(`compiled`). The rest is moved by a few large torch calls that release the GIL and use torch's own threads: one call
 per part and run of adjacent blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the
 innermost), one strided copy would jump a row of memory per element. The block then goes through a scratch buffer in the
 engine's own axis order, which stays in the processor's cache, so that each of the two passes is regular on one side.
@@ -10,10 +10,10 @@ Measured on two cores for a 16 MiB chunk of vLLM's CPU layout, K alone: 1.6 → 
 scattered in bfloat16, where memmove takes 0.65 ms. The size of the scratch buffer hardly matters between 0.5 and 16
 MiB.
 
-Tiled parts (`Tile`) are copied as they are, in the widest words: the two adjacent elements of dim that a matrix unit
-wants together are one word of twice the size, about three times as fast as element by element on one thread. Where it
-wants two adjacent tokens together there is no such word, and a scatter uses one call for each of them, so that torch's
-innermost loop is not two elements long (one thread, bfloat16: 1.6 → 2.6 GB/s where memmove makes 7.4).
+Tiled parts (`Tile`) are copied as they are, in the widest words: two adjacent elements of dim that a matrix unit needs
+together are one word of twice the size, about three times as fast as element by element on one thread. Where it needs
+two adjacent tokens together there is no such word, and a scatter makes one call for each of them, so that torch's
+innermost loop is not two elements long (one thread, bfloat16: 1.6 → 2.6 GB/s where memmove reaches 7.4).
 
 Everything uses device-neutral torch calls, so tensors on a GPU work too, synchronously and slowly.
 """
@@ -50,7 +50,7 @@ _MAX_SHORT_TILE = 4
 
 _MAX_THREADS_AS_QUICK = 4
 _MAX_BYTES_OF_ONE_THREAD = 4 << 20
-"""C uses one thread and is two to three times as quick as one of torch's; more of these share a copy of many bytes."""
+"""C uses one thread, two to three times as fast as one of torch's; more of torch's than that share a large copy."""
 
 _DONE = DoneEvent()
 
@@ -60,12 +60,12 @@ class _Part:
     """One part over runs of layers, counted in words.
 
     runs: [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each, of the engine's memory.
-    word: what is moved at once, one element or a few neighbours of dim.
+    word: the unit that is moved, one element or a few neighbours in dim.
     tile: tokens of a tile.
-    heads: of a token's row.
-    dims: words of a head's row, in tiles.
+    heads: number in a token's row.
+    dims: words in a head's row, as (tiles, words per tile).
     transposed: dim is not the innermost axis.
-    interleaved: tokens are, in short tiles.
+    interleaved: tokens are interleaved, in short tiles.
     """
 
     runs: list[torch.Tensor]
@@ -95,7 +95,7 @@ class _LayersBehind:
 
 
 class CpuCopier:
-    """A `kv_core.connect.device.DeviceCopier` for one group of layers. Not thread-safe: its scratch is its own."""
+    """A `kv_core.connect.device.DeviceCopier` for one group of layers. Not thread-safe: it has one scratch buffer."""
 
     def __init__(
         self,
@@ -108,10 +108,10 @@ class CpuCopier:
         pays_behind: Callable[[int], bool] = pays_behind,
     ) -> None:
         """
-        tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
+        tensors: in the layout's order, on one device; the copier keeps them, and so the engine's cache, alive.
         compiled: whether functions in C may be used, which copy the same bytes.
         stores_behind: whether `store` may return before a thread has copied many bytes.
-        pays_behind: whether a copy of so many bytes is made by a thread.
+        pays_behind: whether a copy of this many bytes is made by a thread.
 
         Raises:
             InputError: layout and tensors disagree, or the format is not one of this layout's.
@@ -127,7 +127,7 @@ class CpuCopier:
         ]
         self._kernels = installed_kernels() if compiled and self._device.type == "cpu" else None
         self._compiled = self._in_c([part.runs for part in self._parts])
-        self._compiled_layers: list[CompiledBlocks] = []  # the same a layer at a time, from the first use on
+        self._compiled_layers: list[CompiledBlocks] = []  # the same layer by layer, made on first use
         self._pays_behind = pays_behind
         self._stores_behind = stores_behind and bool(self._compiled) and pays_behind(sys.maxsize)
         self._aligned = max(part.word.itemsize for part in self._parts)
@@ -137,7 +137,7 @@ class CpuCopier:
         self._scratch: torch.Tensor | None = None
 
     def attach(self, pool: str, view: memoryview) -> None:
-        """Make a pool known. Bytes at its end that fill no element are left alone.
+        """Register a pool. Bytes at its end that do not fill an element are left alone.
 
         Raises:
             InputError: the view is read-only, or shorter than one element.
@@ -148,10 +148,10 @@ class CpuCopier:
         self._keep(pool, torch.frombuffer(view, dtype=torch.uint8, count=nbytes))
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
-        """Make a pool known that is a tensor, uint8 in one axis, on the device of the engine's. The copier keeps it.
+        """Register a pool that is a tensor, uint8 in one axis, on the engine's device. The copier keeps it alive.
 
         Raises:
-            InputError: it is no such tensor, or does not begin at an element.
+            InputError: it is not such a tensor, or does not begin at an element.
         """
         known = device_pool(pool, memory, self._device).bytes
         if known.storage_offset() % self._aligned or known.numel() < self._aligned:
@@ -188,8 +188,8 @@ class CpuCopier:
         return _DONE
 
     def load_layers(self, plan: TransferPlan) -> Sequence[Event]:
-        """Like `load`, with an event for each layer. Many bytes are copied behind the call, by a thread or by those who
-        wait (`behind`); the pools that they are in are kept alive until then."""
+        """Like `load`, with an event for each layer. Large loads are copied after the call, by a thread or by callers
+        that wait (`behind`); their pools are kept alive until then."""
         chunks = self._checked(plan, to_engine=True)
         copy = self._copy_of_layer(chunks, to_engine=True)
         if copy is None:
@@ -198,7 +198,7 @@ class CpuCopier:
         return copy_behind([partial(copy, layer) for layer in range(self._layout.layers)])
 
     def store_layers(self, plan: TransferPlan) -> "_LayersBehind | None":
-        """A thread gathers many bytes, or those who wait. None: few are gathered more quickly in one piece."""
+        """A thread, or a caller that waits, gathers large stores. None: small ones are quicker in one piece."""
         copy = self._copy_of_layer(self._checked(plan, to_engine=False), to_engine=False)
         return None if copy is None else _LayersBehind(self._layout.layers, copy)
 
@@ -214,14 +214,14 @@ class CpuCopier:
         return lambda layer: copy(slice(layer, layer + 1))
 
     def _in_thread(self, chunks: Sequence[ChunkWork]) -> bool:
-        """Whether a thread can make this copy, and it pays."""
+        """Whether a thread can make this copy, and whether that pays."""
         whole = bool(self._compiled) and not any(work.parts for work in chunks)
         return whole and self._pays_behind(len(chunks) * self._format.nbytes)
 
     def _copy_of(
         self, compiled: Sequence[CompiledBlocks], chunks: Sequence[ChunkWork], *, to_engine: bool
     ) -> Callable[[slice], None]:
-        """Copies these of the runs of layers, on any thread; it keeps the pools alive."""
+        """Copies the given runs of layers, on any thread; it keeps the pools alive."""
         pools, alive = dict(self._pools), list(self._words.values())
 
         def copy(layers: slice) -> None:
@@ -231,7 +231,7 @@ class CpuCopier:
         return copy
 
     def store(self, plan: TransferPlan) -> Event:
-        """Where stores may be behind, a thread gathers many bytes, or those who wait."""
+        """Where stores may end after the call, a thread, or a caller that waits, gathers large ones."""
         chunks = self._checked(plan, to_engine=False)
         if not self._stores_behind or not self._in_thread(chunks):
             self._copy_all(chunks, to_engine=False)
@@ -251,7 +251,7 @@ class CpuCopier:
                 self._move_parts(work, to_engine=to_engine)
 
     def _in_c(self, runs: Sequence[Sequence[torch.Tensor]]) -> list[CompiledBlocks]:
-        """For the runs of layers of each part; empty: there are no functions in C."""
+        """For each part's runs of layers; empty: there are no functions in C."""
         return [
             CompiledBlocks(self._kernels, each, self._format.layer_bytes // part.word.itemsize)
             for part, each in zip(self._parts, runs, strict=True)
@@ -375,7 +375,7 @@ class CpuCopier:
 
 
 def _tile_pieces(offset: int, tokens: int, tile: int) -> Iterator[tuple[int, int, slice, slice]]:
-    """Tokens `offset … offset + tokens` of a block, as what is the same tokens of one or more tiles.
+    """Tokens `offset … offset + tokens` of a block, in pieces that cover the same tokens of one or more tiles.
 
     Yields (first of them, how many, tiles, tokens inside each tile).
     """
@@ -391,7 +391,7 @@ def _tile_pieces(offset: int, tokens: int, tile: int) -> Iterator[tuple[int, int
 def check_dtype(layout: PagedLayout) -> None:
     """
     Raises:
-        InputError: elements of the layout's dtype have another size, or one that no word has.
+        InputError: elements of the layout's dtype have another size, or a size that no word has.
     """
     if layout.itemsize not in _WORDS or getattr(torch, layout.dtype).itemsize != layout.itemsize:
         raise InputError(f"layout {layout.name}: an element of {layout.dtype} has not {layout.itemsize} bytes")
@@ -407,7 +407,7 @@ def _over_layers(layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.
     bases = [start // word.itemsize for start in starts]
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     distances = {after - before for before, after in pairwise(bases)}
-    # Layers that share one tensor are at a distance of 0: right one by one, refused by torch as one view.
+    # Layers that share one tensor are at a distance of 0: correct one by one, but torch refuses them as one view.
     if len(storages) == 1 and len(distances) == 1 and min(distances) > 0:
         runs = [(tensors[0], bases[0], len(tensors), min(distances))]
     else:
@@ -438,7 +438,7 @@ def _over_layers(layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.
 def _widest_words(
     part: PartLayout, tensors: Sequence[torch.Tensor], shape: CopyShape
 ) -> tuple[PartLayout, int, int, torch.dtype]:
-    """The part, its heads and dims in the widest words in which both sides keep whole neighbours of dim."""
+    """The part, its heads and dims in the widest words that on both sides are whole neighbours in dim."""
     neighbours = part.dim_tile.size if part.dim_tile is not None and part.dim == 1 else 1
     nbytes = neighbours * shape.itemsize
     if neighbours > 1 and nbytes in _WORDS and nbytes <= _MAX_WORD_BYTES:

@@ -42,10 +42,10 @@ _PROGRAMS_ON_DEVICE = 32
 class _Group:
     """All copies of one chunk.
 
-    copies: what the plan says of it.
-    copy_path: how its bytes go.
+    copies: its copies in the plan.
+    copy_path: the path that its bytes take.
     start: its first token in the lists of tokens.
-    tokens: how many it has there.
+    tokens: its number of tokens there.
     """
 
     copies: tuple[Copy, ...]
@@ -56,7 +56,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A plan that can be made.
+    """A plan that was validated.
 
     direction: of its copies.
     tokens: in all of them.
@@ -79,7 +79,7 @@ class _LayersOfGpu:
 
 
 class GpuCopier:
-    """A `kv_core.connect.device.DeviceCopier` for one group of layers. Of one thread at a time."""
+    """A `kv_core.connect.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class GpuCopier:
         *,
         copy_paths: CopyPaths | None = None,
     ) -> None:
-        """tensors: as the layout has them, on one device; the copier keeps them, and so the engine's cache, alive.
+        """tensors: in the layout's order, on one device; the copier keeps them, and so the engine's cache, alive.
 
         Raises:
-            InputError: layout and tensors disagree, the format is not one of this layout's, or the layout's rows are no
-                runs of bytes (`CpuCopier` takes those).
+            InputError: layout and tensors disagree, the format is not one of this layout's, or the layout's rows
+                are not runs of bytes (`CpuCopier` takes those).
         """
         shape = copy_shape(layout, len(tensors), chunk_format)
         check_dtype(layout)
@@ -103,7 +103,7 @@ class GpuCopier:
         self._range = nvtx_ranges(self._device)
         self._copy_paths = CopyPaths() if copy_paths is None else copy_paths
         self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
-        # Neighbouring bytes on both sides; 0 where not even a whole row is.
+        # Bytes contiguous on both sides; 0 where not even a whole row is.
         part = shape.parts[0]
         row = shape.heads * shape.head_dim
         is_dense = part.token == row or layout.block_tokens == 1
@@ -119,18 +119,18 @@ class GpuCopier:
         }
 
     def attach(self, pool: str, view: memoryview) -> None:
-        """Make a pool known. Its memory is pinned piece by piece as it is used.
+        """Register a pool. Its memory is pinned piece by piece as it is used.
 
         Raises:
-            InputError: the view is read-only or empty, or does not begin where words do.
+            InputError: the view is read-only or empty, or does not begin at a word.
         """
         self._know(pool, host_pool(pool, view, self._device, self._format.nbytes))
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
-        """Make a pool known that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
+        """Register a pool that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
 
         Raises:
-            InputError: it is no such memory, or does not begin where words do.
+            InputError: it is not such memory, or does not begin at a word.
         """
         self._know(pool, device_pool(pool, memory, self._device))
 
@@ -172,7 +172,7 @@ class GpuCopier:
         return event
 
     def store_layers(self, plan: TransferPlan) -> "_LayersOfGpu":
-        """Each layer is gathered behind what the engine has enqueued when it is asked for."""
+        """Each layer is gathered after everything that the engine has enqueued when `gather` is called."""
         checked = self._checked(plan, "store")
         pools = {extent.pool: self._pools[extent.pool] for extent in checked.chunks}
 
@@ -185,7 +185,7 @@ class GpuCopier:
         return _LayersOfGpu(self._layout.layers, gather)
 
     def _planes(self, layers: Sequence[int]) -> list[Span]:
-        """Of these layers, part by part."""
+        """The planes of these layers, part by part."""
         firsts = range(0, self._kernel.plane_count, self._layout.layers)
         return [(first + layer, 1) for first in firsts for layer in layers]
 
@@ -198,7 +198,7 @@ class GpuCopier:
         return _Checked(direction, plan.tokens, chunks, list(self._launches(plan, direction)))
 
     def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[Event]:
-        """One event for each step, which is the planes that have then been moved."""
+        """One event for each step; a step is the planes that have been moved when it completes."""
         with self._range(f"kv {checked.direction}: {checked.tokens} tokens"):
             return self._enqueue(checked, steps)
 
@@ -215,7 +215,7 @@ class GpuCopier:
                     self._launch(groups, lists, checked.chunks, spans, pipeline, to_engine=to_engine)
                 events.append(pipeline.end())
         except BaseException:
-            pipeline.end().wait()  # the caller gives up the memory that the rest of it is on its way to
+            pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
             raise
         return events
 
@@ -242,13 +242,13 @@ class GpuCopier:
         if self._pools[copies[0].extent.pool].is_on_device:
             return "direct"
         chunk, block = self._format.chunk_tokens, self._layout.block_tokens
-        # On its way in a chunk may bring along what is not asked for; on its way out it would overwrite.
+        # A load may copy more of a chunk than is needed; a store would overwrite the rest of it.
         may_stage = 2 * tokens > chunk if direction == "load" else tokens == chunk
         can_drive = self._can_drive and not any(copy.first_slot % block or copy.tokens % block for copy in copies)
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
     def _upload(self, groups: list[_Group], pipeline: "_CopyPipeline") -> torch.Tensor | None:
-        """The lists of tokens on the device; None: not needed."""
+        """The lists of tokens on the device; None if they are not needed."""
         if all(group.copy_path == "driver" for group in groups):
             return None
         return pipeline.upload(*self._lists(groups))
@@ -279,10 +279,10 @@ class GpuCopier:
                     pipeline.staged(tokens, chunk, span, to_engine=to_engine)
 
     def _lists(self, groups: Sequence[_Group]) -> tuple[np.ndarray, np.ndarray]:
-        """Each token's slot, and where its row is in a plane of its chunk, in bytes."""
+        """Each token's slot, and the offset in bytes of its row in a plane of its chunk."""
         copies = [copy for group in groups for copy in group.copies]
         tokens = np.array([copy.tokens for copy in copies])
-        behind = np.arange(tokens.sum()) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # each copy's first token
+        behind = np.arange(tokens.sum()) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # offsets in each copy
         slots = np.repeat([copy.first_slot for copy in copies], tokens) + behind
         rows = (np.repeat([copy.first_token for copy in copies], tokens) + behind) * self._kernel.row_bytes
         return slots, rows
@@ -336,11 +336,11 @@ class _CopyPipeline:
         return self._copies.record()
 
     def upload(self, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """[2, tokens] on the device, until what is launched next has read them."""
+        """[2, tokens] on the device, valid until the next launch has read them."""
         if self._filled + len(slots) > self.list_tokens:
             self._list, self._filled = self._unused_list(), 0
         first, end = self._filled, self._filled + len(slots)
-        self._filled = -(-end // 2) * 2  # a list at an odd place would be another kernel, see `compile`
+        self._filled = -(-end // 2) * 2  # a list at an odd position would need another kernel, see `compile`
         given, there = (lists[self._list][:, first:end] for lists in (self._lists, self._on_device))
         given[0] = torch.from_numpy(slots)
         given[1] = torch.from_numpy(rows)
@@ -352,12 +352,12 @@ class _CopyPipeline:
         return there
 
     def _unused_list(self) -> int:
-        """Another one, that nothing reads any more. The caller is in a step of the engine's and waits for none."""
+        """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""
         for number, used in enumerate(self._used):
             if number != self._list and used.done():
                 return number
         self._add_list()
-        self.kernels.follow_current()  # what had this memory before may still be at work on it
+        self.kernels.follow_current()  # the memory's previous user may still access it
         return len(self._lists) - 1
 
     def _add_list(self) -> None:
@@ -406,6 +406,6 @@ class _CopyPipeline:
         if self._ring is None:
             nbytes = -(-self._planes_a_slot * self._kernel.plane_bytes // 256) * 256
             self._ring = torch.empty((_RING_SLOTS, nbytes), dtype=torch.uint8, device=self._device)
-            # What had this memory before may still be at work on it, in the queue of its last user.
+            # This memory's previous user may still be working on it, in its own queue.
             self._free = [self.kernels.record()] * _RING_SLOTS
         return self._ring

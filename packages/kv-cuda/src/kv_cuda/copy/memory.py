@@ -15,7 +15,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A host pool as a copier has it.
+    """A pool as a copier uses it.
 
     bytes: its memory, uint8.
     pinned: None where there is nothing to pin.
@@ -37,14 +37,14 @@ class Pool:
         return self.bytes[extent.offset : extent.offset + extent.nbytes]
 
     def release(self) -> None:
-        """Nothing may be copied to or from there any more."""
+        """Release the pool: nothing may be copied to or from it any more."""
         if self.pinned is not None:
             give_back_mapping(self.pinned)
 
 
 def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: int) -> Pool:
     """
-    chunk_bytes: of each chunk that is kept there.
+    chunk_bytes: of each chunk that is stored there.
 
     Raises:
         InputError: the view is read-only or empty.
@@ -65,7 +65,7 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: in
 def device_pool(name: str, memory: torch.Tensor, device: torch.device) -> Pool:
     """
     Raises:
-        InputError: `memory` is no run of bytes on that device.
+        InputError: `memory` is not a run of bytes on that device.
     """
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device != device:
         raise InputError(f"pool {name!r} must be a run of uint8 on {device}, as one axis")

@@ -13,7 +13,7 @@ MakeRange = Callable[[str], AbstractContextManager[object]]
 
 
 def nvtx_ranges(device: torch.device) -> MakeRange:
-    """Makes a range from its name. Not on a CUDA device: one that does nothing."""
+    """A function that makes a range from its name; for a device without CUDA, a range that does nothing."""
     if device.type != "cuda":
         return lambda _: nullcontext()
     return torch.cuda.nvtx.range

@@ -1,9 +1,9 @@
 """Host memory registered with the CUDA driver, so that it can be copied asynchronously and read over the bus.
 
-The pool is ordinary mapped memory that knows nothing of devices; a process that drives a GPU registers its own mapping
-of it. This happens in slices, because registering costs time for every page (and makes it resident), and a pool may be
-large and mostly empty. A pool is handed out from its start, so when a slice is used a thread registers the next, and
-the engine's step waits for the very first slice alone. Pages that do not exist until then are placed near the GPU.
+The pool is ordinary mapped memory, independent of devices; a process that drives a GPU registers its own mapping of it.
+This happens in slices, because registering costs time for every page (and makes it resident), and a pool may be large
+and mostly empty. A pool is allocated from its start, so when a slice is used a thread registers the next one, and
+the engine's step waits only for the very first slice. Pages that do not exist until then are placed near the GPU.
 
 A registration belongs to this process's mapping: two engines with one pool each register it, and a forked child has
 none.
@@ -27,7 +27,7 @@ from kv_cuda.copy import numa
 _log = limited_logger(__name__)
 
 SLICE_BYTES: Final = 64 << 20
-"""Until its pages exist and are locked take some tens of milliseconds."""
+"""Creating and locking its pages takes some tens of milliseconds."""
 _ALREADY_REGISTERED: Final = 712
 
 
@@ -40,7 +40,7 @@ class Registrar(Protocol):
 
 
 class CudaRegistrar:
-    """Through torch's runtime, for one device: a thread that has chosen none would make a context on the first."""
+    """Through torch's runtime, for one device: a thread that has not chosen one would create a context on the first."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class CudaRegistrar:
         return status
 
     def _clear_error(self) -> None:
-        """The runtime keeps an error until somebody asks, who would be the engine, after a launch of its own."""
+        """Clear the runtime's stored error, which the engine would otherwise find after a launch of its own."""
         with suppress(RuntimeError):
             torch.empty(1, device=self._device).fill_(1.0)
 
@@ -78,7 +78,7 @@ class PinnedMapping:
     ) -> None:
         """Nothing is registered yet. Slices begin and end at multiples of `slice_bytes` from the mapping's start.
 
-        node: where the pages shall be, of several NUMA nodes.
+        node: the NUMA node where the pages should be, if there are several.
         """
         self._node = node
         self._address, self._bytes, self._slice = address, nbytes, slice_bytes
@@ -86,16 +86,16 @@ class PinnedMapping:
         self._lock = threading.Lock()
         self._registered: set[int] = set()
         self._ahead: threading.Thread | None = None
-        self._is_refused = False  # what was not needed yet, so that it is not tried again and again
+        self._is_refused = False  # a slice not needed yet was refused: do not retry it every time
         self._process = os.getpid()
 
     @property
     def pinned_bytes(self) -> int:
-        """What is registered, with the slice that is registered ahead."""
+        """The bytes registered, including the slice that is registered ahead."""
         return sum(min(self._slice, self._bytes - at * self._slice) for at in self._registered)
 
     def is_inherited(self) -> bool:
-        """It is a parent process's, and worth nothing here."""
+        """Whether it belongs to a parent process, and is useless here."""
         return os.getpid() != self._process
 
     def pin(self, offset: int, nbytes: int) -> None:
@@ -120,7 +120,7 @@ class PinnedMapping:
             self._ahead.start()
 
     def unpin(self) -> None:
-        """Undo all of it: nothing may be copied to or from there any more. In a forked child it does nothing."""
+        """Unregister everything: nothing may be copied to or from it any more. Does nothing in a forked child."""
         if self.is_inherited():
             return
         if self._ahead is not None:
@@ -134,10 +134,10 @@ class PinnedMapping:
             with self._lock:
                 self._register(at)
         except ConfigError:
-            self._is_refused = True  # whoever needs the slice is told
+            self._is_refused = True  # the caller that needs the slice gets the error
 
     def _register(self, at: int) -> None:
-        """Under the lock. Nothing happens where the slice is registered."""
+        """Call it under the lock. Does nothing if the slice is registered."""
         if at in self._registered:
             return
         start = at * self._slice
@@ -167,10 +167,10 @@ _shared_lock = threading.Lock()
 def share_mapping(
     address: int, nbytes: int, registrar: Registrar, *, slice_bytes: int, node: int | None = None
 ) -> PinnedMapping:
-    """The one registration of this memory in this process, for all copiers that use it (one a group of layers).
+    """The one registration of this memory in this process, for all copiers that use it (one per group of layers).
 
-    It must outlive them all, because a kernel that reads memory which is not registered any more takes the GPU's whole
-    context down. slice_bytes, node: as the first of them wants it; their chunks are of one size.
+    It must outlive them all, because a kernel that reads memory that is no longer registered destroys the GPU's whole
+    context. slice_bytes, node: those of the first copier apply; their chunks are of one size.
     """
     with _shared_lock:
         shared = _shared.get((address, nbytes))
@@ -182,7 +182,7 @@ def share_mapping(
 
 
 def give_back_mapping(mapping: PinnedMapping) -> None:
-    """One user less; the last one's leaving undoes the registration."""
+    """Remove one user; after the last one the memory is unregistered."""
     with _shared_lock:
         for place, shared in list(_shared.items()):
             if shared.mapping is mapping:

@@ -1,4 +1,4 @@
-"""Validates a transfer plan against a layout and divides it into few pieces that move whole blocks. Pure arithmetic."""
+"""Validates a transfer plan against a layout and divides it into few moves of blocks and parts. Pure arithmetic."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class PartOfBlock:
 
 @dataclass(frozen=True, slots=True)
 class ChunkWork:
-    """All that happens to one chunk."""
+    """All copies of one chunk."""
 
     extent: HostExtent
     whole: tuple[WholeBlocks, ...]
@@ -42,10 +42,10 @@ class ChunkWork:
 
 @dataclass(frozen=True, slots=True)
 class CopyShape:
-    """A layout as a format asks for it: in `blocks` a page is a run of bytes, one head whose "tokens" are a plain cut.
+    """A layout as a format needs it: in `blocks` a page is a run of bytes, one head, cut evenly into "tokens".
 
     parts: where each part lies.
-    itemsize: of what `parts` count in, bytes.
+    itemsize: bytes of the unit that `parts` count in.
     heads, head_dim: of a token's row in one layer of one part.
     """
 
@@ -70,7 +70,7 @@ def copy_shape(layout: PagedLayout, tensors: int, chunk_format: ChunkFormat) -> 
     expected = layout.blocks_format(tokens, chunk_format.origin) if opaque else layout.canonical_format(tokens)
     if chunk_format != expected:
         raise InputError(f"the format is not that of layout {layout.name}: {chunk_format} where {expected} fits")
-    # A canary may try such a layout; copied from, its parts' blocks would come to lie on each other.
+    # A canary may try such a layout; in a copy, its parts' blocks would overlap.
     if len({part.block for part in layout.parts}) > 1:
         raise InputError(f"layout {layout.name}: its parts' blocks are at different distances")
     if opaque:
@@ -88,8 +88,8 @@ def validate_and_split(
     pools: bytes of each known pool.
 
     Raises:
-        InputError: a slot, a token of a chunk or a byte of a pool that does not exist; one that would be written twice;
-            or the plan cuts a block in two and the format keeps blocks whole.
+        InputError: a slot, a token of a chunk or a byte of a pool does not exist or would be written twice; or the
+            plan splits a block and the format stores only whole blocks.
     """
     if plan.chunk_tokens != chunk_format.chunk_tokens:
         raise InputError(f"the plan's chunks have {plan.chunk_tokens} tokens, the format's {chunk_format.chunk_tokens}")
@@ -115,7 +115,7 @@ def validate_and_split(
 
 
 def _refuse_repeats(copies: Sequence[Copy], *, to_engine: bool) -> None:
-    """Two writers of one place would race on a device. One place may be read by many, as prompts share blocks."""
+    """Two writers of one place would race on a device. One place may be read repeatedly: prompts share blocks."""
     if len(copies) < 2:
         return
     if to_engine:

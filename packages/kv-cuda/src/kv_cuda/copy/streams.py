@@ -1,6 +1,6 @@
-"""Streams and events of a device as the copiers use them, with stand-ins for CPUs, where a copy is complete on return.
+"""Streams and events of a device for the copiers, with stand-ins for CPUs, where a copy is complete on return.
 
-All ordering of copies is here: what waits for what on the device, and how the host learns that it is done. No call
+All ordering of copies is here: what waits for what on the device, and how the host detects completion. No call
 waits for the whole device.
 """
 
@@ -23,19 +23,19 @@ class Event(Protocol):
 
 
 class Queue(Protocol):
-    """Work that happens in order."""
+    """Work that runs in order."""
 
     def running(self) -> AbstractContextManager[None]:
-        """torch and Triton put what is called meanwhile into this queue."""
+        """A context in which torch's and Triton's calls go to this queue."""
 
     def record(self) -> Event:
-        """The point after everything that is in the queue now."""
+        """The point after everything now in the queue."""
 
     def follow(self, event: Event) -> None:
-        """Make what is enqueued from now on wait on the device for that event."""
+        """Make all work enqueued from now on wait on the device for that event."""
 
     def follow_current(self) -> None:
-        """The same for everything that the caller's own queue, the engine's, holds now."""
+        """Likewise for everything now in the caller's current queue, the engine's."""
 
 
 class DoneEvent:
@@ -52,7 +52,7 @@ class DoneEvent:
 
 
 class HostQueue:
-    """On a CPU: everything has happened when it returns."""
+    """On a CPU: everything is complete when a call returns."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -69,7 +69,7 @@ class HostQueue:
 
 
 class CudaEvent:
-    """An event of a stream. An error of the device, even of other work, is `CopyFailed`."""
+    """An event of a stream. An error of the device, even from other work, raises `CopyFailed`."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
@@ -92,7 +92,7 @@ class CudaEvent:
 
 
 class CudaQueue:
-    """A stream of its own."""
+    """A separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -3,7 +3,7 @@
 Availability is determined once and without touching cuFile, because opening cuFile's driver never returns if the kernel
 lacks it. Three things are required: NVIDIA's kernel module, its devices (a container has the first without the second),
 and kvikio outside its compatibility mode, which copies through its own host memory; our staged path does that with one
-copy fewer.
+copy less.
 
 kvikio: https://docs.rapids.ai/api/kvikio/stable/
 """
@@ -31,7 +31,7 @@ class NoCuFile:
 
     why: what is missing.
     advice: what to do about it.
-    has_module: the kernel could.
+    has_module: whether the kernel has the module.
     """
 
     why: str
@@ -40,7 +40,7 @@ class NoCuFile:
 
 
 def find_cufile(device: torch.device, *, proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> Files | NoCuFile:
-    """cuFile for memory of this device. proc, dev: what /proc and /dev are."""
+    """cuFile for memory of this device. proc, dev: the paths of /proc and /dev."""
     if device.type != "cuda":
         return NoCuFile("the blocks are not on a GPU", "")
     return what_is_missing(kvikio_version(), proc=proc, dev=dev) or _load()
@@ -74,7 +74,7 @@ def _load() -> Files | NoCuFile:
     if defaults.is_compat_mode_preferred():
         advice = "see that KVIKIO_COMPAT_MODE is not ON and that gdscheck -p finds the driver"
         return NoCuFile("kvikio is in compatibility mode", advice, has_module=True)
-    if defaults.get("num_threads") == 1:  # as it comes; a user who set another number meant it
+    if defaults.get("num_threads") == 1:  # the default; another number is the user's choice
         defaults.set("num_threads", _THREADS)
     return CuFiles(kvikio)
 
@@ -129,7 +129,7 @@ class _Pending:
 
 @contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """kvikio says what is wrong by several exceptions."""
+    """kvikio reports failures by several exceptions: raise `OSError` instead."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:

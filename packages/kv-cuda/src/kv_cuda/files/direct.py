@@ -1,16 +1,15 @@
 """Chunks between a tier's files and the engine's blocks: the direct path, and the staged path as its fallback.
 
-    direct   cuFile moves the bytes between the file and a ring in the device's memory; their checksum is taken there
-    staged   the system moves them between the file and a ring in pinned host memory; the host takes the checksum
+    direct   cuFile moves the bytes between the file and a ring in the device's memory; their checksum is computed there
+    staged   the system moves them between the file and a ring in pinned host memory; the host computes the checksum
 
 In both, one half of the ring is filled or emptied by the files while the other is gathered or scattered by the group's
 own copier, for which a ring is a pool like any other. Bytes are scattered only after their checksum has been verified,
-and what is written gets the checksum that the other path will compute, so both paths may be used on the same file at
-any time (docs/adr/0014).
+and both paths write the same checksum, so both may be used on the same file at any time (docs/adr/0014).
 
-The direct path is used if cuFile is available and was measured to be faster (`kv bench copy --file`). What it does not
-deliver completely is requested from the staged path; if that succeeds, this copier does not use the direct path again,
-and logs it once. Bytes that both paths read and found wrong are damaged; a failed read says nothing about the bytes.
+The direct path is used if cuFile is available and was measured to be faster (`kv bench copy --file`). Chunks that it
+does not deliver completely go through the staged path; if that succeeds, this copier does not use the direct path again
+and logs that once. Bytes that both paths read and found wrong are damaged; a failed read says nothing about the bytes.
 """
 
 import os
@@ -46,10 +45,10 @@ _MAX_OPEN_FILES: Final = 128
 def make_direct_copier(
     layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat
 ) -> "DirectCopier":
-    """With a copier of its own, so that a thread may use it beside the engine's.
+    """A direct copier with its own group copier, so that a thread may use it alongside the engine's.
 
     Raises:
-        InputError: layout, tensors and format do not go together.
+        InputError: layout, tensors and format do not fit together.
     """
     device = tensors[0].device
     copier = make_copier(layout, tensors, chunk_format)
@@ -73,9 +72,9 @@ class Carried:
 class _Chunk:
     """One chunk of a call.
 
-    at: its place among the extents that were given.
-    file: where it lies, or is to lie.
-    copies: where its tokens go; their extent is replaced by one of the ring's.
+    at: its index among the given extents.
+    file: its place, or the place reserved for it.
+    copies: its copies; their extent is replaced by one in the ring.
     """
 
     at: int
@@ -85,13 +84,13 @@ class _Chunk:
 
 _Failures = dict[int, Damaged | ReadFailed]
 _Transfer = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
-"""Loads or stores chunks through a ring; reasons for failures, by their `at`, are put into the last argument."""
+"""Loads or stores chunks through a ring; the last argument receives reasons for failures, by their `at`."""
 
 
 class DirectCopier:
-    """For one group of layers. Calls block for as long as files do: they are for a thread that may wait, one at a time.
+    """For one group of layers. Calls block as long as file I/O does: make them on a thread that may wait, one by one.
 
-    Loads and stores come after what the calling thread's current stream holds when they are called.
+    Loads and stores run after everything in the calling thread's current stream at the time of the call.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class DirectCopier:
         copy_paths: FileCopyPaths | None = None,
     ) -> None:
         """
-        copier: of the group, for that format and device. It must not be at work in another thread during a call.
+        copier: of the group, for that format and device. No other thread may use it during a call.
         cufile: from `find_cufile`, or any `Files` for memory of the device.
         """
         self._copier, self._format = copier, chunk_format
@@ -114,7 +113,7 @@ class DirectCopier:
 
     @property
     def has_direct_path(self) -> bool:
-        """It is there, and has not failed where the staged one did not."""
+        """Whether the path exists and has not failed where the staged one succeeded."""
         return self._direct is not None
 
     def load(
@@ -145,7 +144,7 @@ class DirectCopier:
         outcomes: list[LoadOutcome] = [Absent()] * len(files)
         for chunk in chunks:
             outcomes[chunk.at] = failed.get(chunk.at, Loaded(chunk.file.nbytes))
-        # All of them were put into one queue.
+        # All of them are in one queue.
         return Carried(outcomes, events[-1])
 
     def store(
@@ -153,12 +152,12 @@ class DirectCopier:
     ) -> list[bytes | None]:
         """Write chunks from their blocks, which must not change meanwhile; the checksum of each that was written.
 
-        files: room for the prompt's chunks from `first_chunk` on, each a whole one; None where there is none. The
-            answer is as a tier's `commit` takes it, and what it makes durable.
+        files: room for the prompt's chunks from `first_chunk` on, whole chunks only; None where there is none. The
+            result is what a tier's `commit` takes, which makes the chunks durable.
 
         Raises:
             InputError, ConfigError: as for `load`.
-            CopyFailed: the device failed, or will not have these bytes kept. Nothing may be committed.
+            CopyFailed: the device failed, or does not allow these bytes to be kept. Nothing may be committed.
         """
         size = self._format.chunk_tokens
         first_token, last_token = first_chunk * size, (first_chunk + len(files)) * size
@@ -171,7 +170,7 @@ class DirectCopier:
         return written
 
     def close(self) -> None:
-        """Wait for what is under way and let go of rings and files."""
+        """Wait for transfers in flight and release rings and files."""
         for ring in (self._staged, self._direct):
             if ring is not None:
                 ring.close()
@@ -236,7 +235,7 @@ class DirectCopier:
         return chunks
 
     def _carry(self, chunks: Sequence[_Chunk], direction: Direction, transfer: _Transfer) -> _Failures:
-        """By the direct path what may go there, by the staged one the rest and what did not arrive. Why some failed."""
+        """Use the direct path where possible, the staged one for the rest and for failures. Returns why some failed."""
         failed_direct: _Failures = {}
         direct = self._direct
         left = list(chunks)
@@ -259,7 +258,7 @@ class DirectCopier:
 
 
 class _Ring:
-    """Two halves of memory that files fill and the copier empties in turn, or the other way round."""
+    """Two halves of memory that files fill and the copier empties in turn, or vice versa."""
 
     def __init__(
         self,
@@ -274,16 +273,16 @@ class _Ring:
         """sums: the checksums of the chunks in these rows of the ring.
 
         Raises:
-            OSError: the memory cannot be made ready for files.
+            OSError: the memory cannot be registered for file transfers.
         """
         self.name = name
         self._files, self._copier, self._format, self._sums = files, copier, chunk_format, sums
         self._half_chunks = _half_chunks(chunk_format)
         rows, row_bytes = 2 * self._half_chunks, _row_bytes(chunk_format)
-        # Zeros, as what is written to a file behind a chunk must be nobody's.
+        # Zeros, because the padding written behind a chunk must not expose other data.
         self.memory = aligned_zeros(rows * row_bytes, device)
         self._rows = self.memory.view(rows, row_bytes)
-        # What had this memory before may be at work on it still, and files know nothing of the device's queues.
+        # The memory's previous user may still access it, and file transfers do not follow the device's queues.
         queue = make_queue(device)
         queue.follow_current()
         queue.record().wait()
@@ -297,7 +296,7 @@ class _Ring:
         self._sums(self._rows[:1])
 
     def load(self, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
-        """The events of what was scattered, in order."""
+        """Load chunks; the events of the scattered ones, in order."""
         events = []
         halves = self._halves(chunks)
         with self._finishing():
@@ -311,7 +310,7 @@ class _Ring:
         return events
 
     def store(self, chunks: Sequence[_Chunk], written: list[bytes | None], failed: _Failures) -> None:
-        """written: where checksums go, by the chunks' `at`; also of those that fail."""
+        """written: receives the checksums, by the chunks' `at`, including those of chunks that fail."""
         halves = self._halves(chunks)
         with self._finishing():
             for number, (half, batch) in enumerate(halves):
@@ -331,7 +330,7 @@ class _Ring:
         for file in self._open.values():
             file.close()
         self._open.clear()
-        with suppress(OSError):  # the memory goes all the same
+        with suppress(OSError):  # the memory is released anyway
             self._files.unregister(self.memory)
         self._files.close()
 
@@ -342,7 +341,7 @@ class _Ring:
 
     @contextmanager
     def _finishing(self) -> Iterator[None]:
-        """No transfer outlives the call, however that ends: files are given back after it, and may be others' then."""
+        """No transfer outlives the call, however it ends: the files are released after it and may then be reused."""
         try:
             yield
         finally:
@@ -353,7 +352,7 @@ class _Ring:
                 begun.clear()
 
     def _begin(self, half: int, chunks: Sequence[_Chunk], *, writing: bool) -> None:
-        """Whole pages of every chunk between its file and its row."""
+        """Begin to move whole pages of every chunk between its file and its row."""
         for row, chunk in enumerate(chunks, half * self._half_chunks):
             try:
                 file = self._opened(chunk.file.path, writable=writing)
@@ -409,12 +408,12 @@ class _Ring:
         return TransferPlan(tuple(copies), self._format.chunk_tokens)
 
     def _opened(self, path: str, *, writable: bool) -> OpenFile:
-        """Once for all its chunks, but anew when another file has taken its place."""
+        """The open file: one for all its chunks, reopened when another file has replaced it."""
         found = os.stat(path)
         name = (path, found.st_dev, found.st_ino, writable)
         file = self._open.pop(name, None) or self._files.open(path, writable=writable)
         self._open[name] = file
-        if len(self._open) > _MAX_OPEN_FILES:  # more than a ring has chunks, so nobody uses the oldest
+        if len(self._open) > _MAX_OPEN_FILES:  # more than a ring has chunks, so the oldest is not in use
             self._open.popitem(last=False)[1].close()
         return file
 

@@ -1,4 +1,4 @@
-"""Files as the direct path needs them, and the implementation by ordinary system calls.
+"""The file interface of the direct path, and its implementation by ordinary system calls.
 
 Moving bytes between a file and memory is an interface of three calls, so that cuFile (`kv_cuda.files.cufile`, device
 memory) and system calls (host memory) are interchangeable. A transfer starts at once and is waited for later. Any
@@ -17,12 +17,12 @@ PAGE_BYTES: Final = 4096
 _MEMORY_ALIGNED: Final = 64 << 10
 """The page size of GPU memory as cuFile registers it."""
 _THREADS: Final = 4
-"""As many as keep a disk busy; each makes one system call at a time."""
+"""Enough to keep a disk busy; each makes one system call at a time."""
 _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def aligned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory for transfers, uint8 in one axis, that begins at a page of the device's or the host's."""
+    """Memory for transfers, uint8 in one axis, that begins at a page of the device or the host."""
     memory = torch.zeros(nbytes + _MEMORY_ALIGNED, dtype=torch.uint8, device=device)
     skipped = -memory.data_ptr() % _MEMORY_ALIGNED
     return memory[skipped : skipped + nbytes]
@@ -40,7 +40,7 @@ class Transfer(Protocol):
 
 
 class OpenFile(Protocol):
-    """memory: a run of bytes (uint8 in one axis), left alone by others until the transfer was waited for."""
+    """memory: a run of bytes (uint8 in one axis), not to be used otherwise until the transfer has been waited for."""
 
     def read(self, memory: torch.Tensor, offset: int) -> Transfer: ...
 
@@ -55,7 +55,7 @@ class Files(Protocol):
     def open(self, path: str, *, writable: bool) -> OpenFile: ...
 
     def register(self, memory: torch.Tensor) -> None:
-        """Make this memory ready for many transfers."""
+        """Prepare this memory for many transfers."""
 
     def unregister(self, memory: torch.Tensor) -> None: ...
 
@@ -64,7 +64,7 @@ class Files(Protocol):
 
 
 class HostFiles:
-    """`Files` for memory of the host, past the system's cache where file, place and memory allow it."""
+    """`Files` for host memory, bypassing the page cache where file, offset and memory allow it."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-files")
@@ -124,7 +124,7 @@ def _read(file: int, memory: memoryview, offset: int) -> int:
     done = 0
     while done < len(memory) and (got := os.preadv(file, [memory[done:]], offset + done)):
         done += got
-        if got % PAGE_BYTES:  # only the file's end has such a length, and past the cache none may start there
+        if got % PAGE_BYTES:  # only the file's end has such a length, and no uncached read may start there
             break
     return done
 

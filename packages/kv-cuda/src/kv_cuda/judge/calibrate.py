@@ -1,12 +1,12 @@
 """Calibrates the codec `kvtc` for a model: `kv judge --calibrate`.
 
-The codec turns keys back to position 0, so how the model rotates them must be known, and is not believed but shown: the
-same text is computed at other positions, and its keys, turned back, must be the same in every layer. Models may rotate
-all elements of a key or the first ones, halves or neighbours, and layers may not rotate at all. A model of which none
-of that is so is refused.
+The codec turns keys back to position 0, so it must know how the model rotates them. This is not assumed but verified:
+the same text is computed at other positions, and its keys, turned back, must be the same in every layer. Models may
+rotate all elements of a key or the first ones, halves or neighbours, and layers may not rotate at all. A model to which
+none of that applies is refused.
 
-Shown is what transformers computes. An engine may store the elements of its keys in another order (vLLM's Llama 4
-does); `kv_tiers.attach.rotations` compares the calibration with what the engine says when it starts.
+This verifies what transformers computes. An engine may store the elements of its keys in another order (vLLM's Llama 4
+does); `kv_tiers.attach.rotations` compares the calibration with what the engine reports at start.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ MOST_CONTEXTS: Final = 6
 _SHOWN_TOKENS: Final = 64
 _SHIFT_TOKENS: Final = 1000
 _LARGEST_DIFFERENCE: Final = 0.02
-"""Of keys at two positions, relative to their norm, for each pair of elements. A wrong frequency makes it about 1,
+"""Between keys at two positions, relative to their norm, for each pair of elements. A wrong frequency makes it about 1,
 float32's rounding 0.0001."""
 _SMALL_PAIR: Final = 0.05
-"""Of a layer's usual pair of elements: rounding of what smaller ones are computed from may be as large as they are."""
+"""As a fraction of a layer's usual pair of elements. Rounding errors may be as large as smaller pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rotation:
-    """frequencies: for each layer, [head_dim / 2], 0 of what is not turned.
+    """frequencies: for each layer, [head_dim / 2], 0 for elements that are not turned.
     rotated, neighbours: as in `kv_tiers.codecs.channel_order`.
     """
 
@@ -44,10 +44,10 @@ class _Rotation:
 
 
 def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
-    """What was learnt, a `kv_tiers.codecs.learning.Learning`.
+    """The learnt calibration, a `kv_tiers.codecs.learning.Learning`.
 
     text: tokens.
-    ranks: the most that an engine may divide the model's heads among.
+    ranks: the most that an engine may divide the model's heads between.
 
     Raises:
         ConfigError: the model rotates its keys in a way not known here, or has layers of several shapes, or there is
@@ -80,7 +80,7 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
 
 
 def through_calibrated(path: str) -> ThroughCodec:
-    """The trip with this calibration, named after it.
+    """The round trip with this calibration, named after it.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -90,15 +90,15 @@ def through_calibrated(path: str) -> ThroughCodec:
 
 
 def _frequencies(model: Model) -> list[NDArray[np.float64]]:
-    """For each layer, radians a token, of as many pairs of elements as are said to be turned. Empty: of no layer."""
+    """For each layer, radians per token of every pair of elements that the model reports as turned. Empty: no layer."""
     found = []
     for table in model.rotations(_SHOWN_TOKENS):
         cos, sin = (_once(one) for one in table)
-        # YaRN makes all keys longer by one factor, which changes nothing of how they turn.
+        # YaRN makes all keys longer by one factor, which does not change their rotation.
         length = np.hypot(cos[0, 0], sin[0, 0])
         cos, sin = cos / length, sin / length
         rough = np.arctan2(sin[1], cos[1])
-        # What the model has is exact where an angle's tangent is not.
+        # The model's own frequencies are exact, those from an angle's tangent are not.
         exact = [one for one in model.frequencies() if one.shape == rough.shape and np.allclose(one, rough, 1e-4, 1e-9)]
         chosen = exact[0] if exact else rough.astype(np.float64)
         angles = np.arange(_SHOWN_TOKENS)[:, None] * chosen
@@ -109,8 +109,8 @@ def _frequencies(model: Model) -> list[NDArray[np.float64]]:
 
 
 def _once(table: NDArray[Any]) -> NDArray[Any]:
-    """Of cosines or sines, [tokens, elements], one for each pair. Most models have them twice, for each of two elements
-    that turn together: one half behind the other, or as neighbours.
+    """Of cosines or sines, [tokens, elements], one for each pair. Most models list them twice, for both elements that
+    turn together: one half after the other, or as neighbours.
     """
     half = table.shape[1] // 2
     if np.array_equal(table[:, :half], table[:, half:]):
@@ -121,10 +121,10 @@ def _once(table: NDArray[Any]) -> NDArray[Any]:
 
 
 def _shown(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.float64]]) -> _Rotation:
-    """How the model rotates the keys of its layers, of which these frequencies are what it says.
+    """How the model rotates the keys of its layers, for which it reports these frequencies.
 
     Raises:
-        ConfigError: whatever is tried, keys that are turned back differ by their position.
+        ConfigError: with every rotation tried, keys that are turned back differ by their position.
     """
     here, there = (model.keys_at(text, first) for first in (0, _SHIFT_TOKENS))
     head_dim = here[0].shape[-1]
@@ -135,7 +135,7 @@ def _shown(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.f
     for neighbours in (False, True):
         found: list[NDArray[np.float64]] = []
         for one, other, said in zip(here, there, frequencies or [nothing] * len(here), strict=True):
-            # A layer may not do what the model has frequencies for.
+            # A layer may not rotate, although the model has frequencies for it.
             fitting = [each for each in (said, nothing) if _is_shown(one, other, each, neighbours)]
             if not fitting:
                 break
@@ -153,9 +153,9 @@ def _shown(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.f
 
 
 def _is_shown(here: NDArray[Any], there: NDArray[Any], frequencies: NDArray[np.float64], neighbours: bool) -> bool:
-    """Whether keys at two positions, [heads, tokens, head_dim], are the same when they are turned back so.
+    """Whether keys at two positions, [heads, tokens, head_dim], are the same when turned back this way.
 
-    Pair by pair: where a small part of a key is rotated, or one with small numbers, the others would hide it.
+    Pair by pair: where only a small part of a key is rotated, or one with small numbers, the rest would hide it.
     """
     if 2 * len(frequencies) > here.shape[-1]:
         return False
@@ -167,7 +167,7 @@ def _is_shown(here: NDArray[Any], there: NDArray[Any], frequencies: NDArray[np.f
 
 
 def _turned_back(keys: NDArray[Any], first: int, frequencies: NDArray[np.float64], neighbours: bool) -> NDArray[Any]:
-    """keys: [heads, tokens, head_dim], of which the first elements are turned, as many as there are frequencies for."""
+    """keys: [heads, tokens, head_dim], whose first elements are turned, as many as there are frequencies for."""
     count = len(frequencies)
     turned, others = keys[..., : 2 * count], keys[..., 2 * count :]
     firsts, seconds = (turned[..., ::2], turned[..., 1::2]) if neighbours else np.split(turned, 2, -1)

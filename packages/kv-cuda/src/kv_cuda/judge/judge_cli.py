@@ -13,7 +13,7 @@ from kv_core.format import QUANTISED, is_quantised_kind
 from kv_cuda.judge.verdict import FIRST_PARTS
 
 STEP = 0.4
-"""Of the codec `kvtc`: about six times smaller."""
+"""Of the codec `kvtc`: chunks become about six times smaller."""
 
 if TYPE_CHECKING:
     from kv_cuda.judge.verdict import Verdict
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("give --text, or --calibrate, or both")
     if args.calibrate and len(args.calibration) != 1:
         raise InputError("--calibrate writes one file: give --calibration FILE once")
-    # A codec that is judged is asked for by its calibration alone.
+    # A codec to be judged is named only by its calibration.
     names = args.formats or ([] if args.calibration else sorted(QUANTISED))
     trips: list[Trip] = [RoundTrip(name) for name in names if is_quantised_kind(name)]
     trips += [FirstParts()] if FIRST_PARTS in names else []

@@ -1,11 +1,11 @@
 """The judge: compares a model's continuation from KV that went through a format with that from exact KV.
 
 A window of text is a context and its continuation. The context is computed once; its keys and values are what a cache
-would have stored. The continuation is then predicted from them, exact and restored, token by token with the text's own
-tokens before it, and so is a greedy answer.
+would have stored. The continuation is then predicted from them, exact and restored, token by token after the text's own
+tokens, and a greedy answer is generated from both.
 
-The model runs in transformers, without an engine, in float32: rounding on the way to the logits costs as much as a good
-format does and would hide it. What is stored has the engine's dtype.
+The model runs in transformers, without an engine, in float32: rounding before the logits costs as much as a good format
+does and would hide it. The stored KV has the engine's dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +23,10 @@ from kv_cuda.judge.verdict import Finding, Verdict
 class Windows:
     """How text is cut.
 
-    context_tokens: whose KV is stored and loaded; a whole number of chunks is.
-    continuation_tokens: predicted behind each context.
-    greedy_tokens: generated behind each.
-    most: windows at the most.
+    context_tokens: tokens whose KV is stored and loaded, rounded down to whole chunks.
+    continuation_tokens: predicted after each context.
+    greedy_tokens: generated after each.
+    most: the largest number of windows.
     """
 
     context_tokens: int = 1024
@@ -49,12 +49,12 @@ class _Sums:
 
 
 class Model:
-    """A causal language model of transformers, asked with KV that is given to it."""
+    """A causal language model of transformers, run with given KV."""
 
     def __init__(self, name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> None:
         """
-        name: a directory, or what the Hugging Face hub calls it.
-        dtype: of keys and values, as an engine keeps them.
+        name: a directory, or the model's name on the Hugging Face hub.
+        dtype: of keys and values in an engine's cache.
 
         Raises:
             ConfigError: transformers is missing, or there is no such model.
@@ -76,10 +76,10 @@ class Model:
         return list(self._tokenizer(text).input_ids)
 
     def computed(self, tokens: Sequence[int]) -> Layers:
-        """The KV of these tokens, in the dtype in which it is kept.
+        """The KV of these tokens, in the dtype of the engine's cache.
 
         Raises:
-            ConfigError: the model keeps something else than keys and values of every token.
+            ConfigError: the model's cache is not just keys and values of every token.
         """
         cache = self._cache([])
         self._forward(tokens, cache)
@@ -89,14 +89,14 @@ class Model:
         return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in kept]
 
     def attended(self, tokens: Sequence[int]) -> Layers:
-        """Like `computed`, of the layers that have attention; others, which keep states, are left out."""
+        """Like `computed`, but only for the layers with attention; those with states are left out."""
         cache = self._fresh()
         self._forward(tokens, cache)
         kept = [cache.layers[number] for number in self._attention()]
         return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in kept]
 
     def predicted(self, layers: Layers, tokens: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [tokens, vocabulary], float32, of what follows each of these tokens behind the layers'."""
+        """Log-probabilities [tokens, vocabulary], float32, of the token after each of these, given the layers' KV."""
         logits = self._forward(tokens, self._cache(layers))
         return torch.log_softmax(logits[0].float(), -1)
 
@@ -110,10 +110,10 @@ class Model:
 
     def rotations(self, tokens: int) -> list[tuple[Any, Any]]:
         """For each layer with attention, the cosines and sines, each [tokens, rotated elements or half of them], by
-        which it rotates keys. Empty: the model has none, or not where others have them.
+        which it rotates keys. Empty: the model has none, or not in the usual place.
 
         Raises:
-            ConfigError: they cannot be had as from other models.
+            ConfigError: they cannot be obtained as from other models.
         """
         if getattr(self._model.base_model, "rotary_emb", None) is None:
             return []
@@ -122,7 +122,7 @@ class Model:
         try:
             embedding, config = self._model.base_model.rotary_emb, self._model.config
             for number in self._attention():
-                # Gemma rotates layers with a sliding window otherwise than those without.
+                # Gemma rotates layers with a sliding window differently from those without.
                 kind = [config.layer_types[number]] if hasattr(embedding, "layer_types") else []
                 cos, sin = embedding(some, positions, *kind)
                 made.append((cos[0].float().numpy(), sin[0].float().numpy()))
@@ -146,7 +146,7 @@ class Model:
 
     @property
     def max_tokens(self) -> int:
-        """The longest prompt that it is made for."""
+        """The longest prompt that the model supports."""
         return int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 1 << 17))
 
     def _attention(self) -> list[int]:
@@ -162,7 +162,7 @@ class Model:
         return DynamicCache(config=self._model.config)
 
     def _fresh(self) -> Any:
-        """An empty cache, of all tokens in every layer with attention, and of states if there are some."""
+        """An empty cache, for all tokens in every layer with attention, and for states if there are any."""
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
         made = self._as_configured()
@@ -170,8 +170,8 @@ class Model:
         return made if has_states else self._cache([])
 
     def _cache(self, layers: Layers) -> Any:
-        """A cache of all tokens in every layer, including layers with sliding windows: their mask hides what they do
-        not see.
+        """A cache of all tokens in every layer, including layers with sliding windows: their mask hides the tokens
+        outside the window.
         """
         from transformers import DynamicCache
 
@@ -182,7 +182,7 @@ class Model:
 
     @torch.inference_mode()
     def _forward(self, tokens: Sequence[int], cache: Any, first: int | None = None) -> torch.Tensor:
-        """first: the first token's position; None: behind what is in the cache."""
+        """first: the first token's position; None: after the tokens in the cache."""
         ids = torch.tensor([list(tokens)], device=self.device)
         places = {}
         if first is not None:
@@ -200,11 +200,11 @@ def judge(
 ) -> Verdict:
     """Measure each format on the text.
 
-    trips: one for each format; they add up what they cost.
+    trips: one for each format; they accumulate its costs.
     said: called with a line about progress.
 
     Raises:
-        ConfigError: the text is too short for one window, or the model is none that can be judged.
+        ConfigError: the text is too short for one window, or the model cannot be judged.
     """
     sums = {trip.name: _Sums() for trip in trips}
     shapes: tuple[tuple[int, int], ...] = ()

@@ -1,16 +1,16 @@
-"""Published formats, judged beside ours: nothing stores them, so each is a few lines of numpy that show what it would
-cost in quality and in bytes.
+"""Published formats, judged alongside ours: they are never stored, so each is a few lines of numpy that show what it
+would cost in quality and in bytes.
 
-`int8-channel`: keys in one byte with a scale for each channel of a chunk, values as `int8` has them.
+`int8-channel`: keys in one byte with a scale for each channel of a chunk, values as in `int8`.
 `kivi4`, `kivi2`: Liu et al., "KIVI", ICML 2024 (arXiv 2402.02750): keys by channel in groups of 64 tokens, values by
 token in groups of 64 channels, each group with a float16 scale and zero.
 `cachegen`: Liu et al., "CacheGen", SIGCOMM 2024 (arXiv 2310.07240): every tenth token an anchor of 8 bits, the others'
 differences to it in bins of .5, 1 and 1.5 standard deviations by thirds of the layers.
-`bf16m3`, `bf16m2`: so many bits of the mantissa, the exponents entropy coded.
-`uniform25`: one step a layer of keys and of values, a quarter of its standard deviation.
+`bf16m3`, `bf16m2`: 3 or 2 bits of the mantissa, the exponents entropy coded.
+`uniform25`: one step for a layer's keys and one for its values, a quarter of the standard deviation.
 
-The first four tokens, attention's sinks, stay exact in all but `int8-channel`, and count as 16 bits each. What a paper
-codes arithmetically is coded by zstd here, and its bytes are counted. Speeds are not measured. Transform coding (KVTC)
+The first four tokens, attention's sinks, stay exact in all but `int8-channel`, and count as 16 bits each. Where a paper
+uses arithmetic coding, zstd is used here, and its bytes are counted. Speeds are not measured. Transform coding (KVTC)
 is not here: it is the codec `kvtc` of tiers.
 """
 
@@ -39,8 +39,8 @@ class Plane:
     """One chunk's keys or values in one layer.
 
     numbers: [tokens, heads × head_dim], float32.
-    heads: of them. first: the first token's position in the prompt.
-    layer, layers: which it is, of how many.
+    heads: their number. first: the first token's position in the prompt.
+    layer, layers: the layer's number, and the number of layers.
     """
 
     numbers: Numbers
@@ -90,7 +90,7 @@ class Rival:
 
 
 def rivals() -> list[Rival]:
-    """All of them."""
+    """All rivals."""
     return [
         Rival("int8-channel", _int8_by_channel, sinks=0),
         Rival("kivi4", partial(_kivi, bits=4)),

@@ -1,5 +1,5 @@
 """Keys and values through a format and back, by the code that engines use: `RoundTrip` for a format of the pool,
-`ThroughCodec` for a lossy codec of tiers, `FirstParts` for one of which the first part of a chunk alone is read."""
+`ThroughCodec` for a lossy codec of tiers, `FirstParts` for one where only the first part of a chunk is read."""
 
 import time
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class Cost:
 
 
 class Trip(Protocol):
-    """One format's way there and back. name: as findings have it. cost: of all layers that went through it so far."""
+    """A round trip through one format. name: the one in findings. cost: of all layers so far."""
 
     name: str
     cost: Cost
@@ -114,7 +114,7 @@ class RoundTrip:
 
 class ThroughCodec:
     """A `Trip` of chunks of all layers through a codec of tiers. Layers of equal shape form one chunk, although an
-    engine may have them in several groups."""
+    engine may divide them into several groups."""
 
     def __init__(self, name: str, codec: Any) -> None:
         """codec: a `kv_tiers.codec.Codec`."""
@@ -145,7 +145,7 @@ class ThroughCodec:
         start = time.perf_counter()
         stored_bytes = encode(source, payload)
         encoded = time.perf_counter()
-        if stored_bytes is None:  # such a chunk is stored as it is, and read whole
+        if stored_bytes is None:  # such a chunk is stored unencoded, and read whole
             self.cost.add(exact, exact, len(source))
             return exact
         self.cost.add(exact, decoded, self._decode(payload[:stored_bytes], back))
@@ -154,18 +154,18 @@ class ThroughCodec:
         return decoded
 
     def _decode(self, payload: memoryview, back: memoryview) -> int:
-        """How many bytes of the payload it took."""
+        """Decode; returns the number of payload bytes read."""
         self._codec.decode(payload, back)
         return len(payload)
 
 
 class FirstParts(ThroughCodec):
-    """Chunks of which the first quarter is read back."""
+    """A `Trip` of chunks of which only the first quarter is read back."""
 
     def __init__(self) -> None:
         """
         Raises:
-            ConfigError: the codec is not installed, or a library that it needs.
+            ConfigError: the codec, or a library that it needs, is not installed.
         """
         super().__init__(FIRST_PARTS, plugin("kv_tiers.codecs", FIRST_PARTS)({}, None))
 
@@ -186,7 +186,7 @@ class FirstParts(ThroughCodec):
 
 
 def plugin(group: str, name: str) -> Any:
-    """What an entry point of kv-tiers names, which this package does not import.
+    """The object that an entry point of kv-tiers names; this package does not import kv-tiers.
 
     Raises:
         ConfigError: kv-tiers is not installed.
@@ -202,7 +202,7 @@ def through(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer's, each [1, heads, tokens, head_dim], by what takes and gives [tokens, heads, head_dim]."""
+    """One layer's, each [1, heads, tokens, head_dim], through a trip on [tokens, heads, head_dim]."""
     back = trip(keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous())
     return back[0].transpose(0, 1)[None].contiguous(), back[1].transpose(0, 1)[None].contiguous()
 

@@ -10,8 +10,8 @@ from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 
 VERSION: Final = 2
-"""Changes whenever the bytes of a judged format do, because findings on the old ones do not hold for the new. 1 judged
-`int8` and `fp8` with scales of rows alone."""
+"""Changes whenever the bytes of a judged format do, because findings on the old ones do not apply to the new. Version 1
+judged `int8` and `fp8` with only scales of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class Finding:
     """One format on one model.
 
     format: its name in the settings.
-    bits: stored, for each number of KV, with everything that belongs to it.
+    bits: stored bits per number of KV, everything included.
     kl: mean Kullback-Leibler divergence of the next token's distribution from exact KV's, in nats.
     top1: how often the likeliest next token is the same, from 0 to 1.
-    perplexity: of the continuations, against exact KV's: 0.01 is one per cent worse.
-    greedy: how many of the tokens that were generated greedily are those of exact KV, up to the first that is not, from
+    perplexity: of the continuations, relative to exact KV's: 0.01 is one per cent worse.
+    greedy: fraction of the greedily generated tokens, up to the first difference, that equal those from exact KV, from
         0 to 1.
-    worst: the largest error of a number, of the largest number of its head and token.
-    encode_gbs, decode_gbs: GB of exact KV a second, on the device that it was measured on; 0: not measured.
+    worst: the largest error of a number, relative to the largest number of its head and token.
+    encode_gbs, decode_gbs: GB of exact KV per second, on the device of the measurement; 0: not measured.
     """
 
     format: str
@@ -44,7 +44,7 @@ class Finding:
 class Verdict:
     """The verdict on one model with some text.
 
-    model: as it was named.
+    model: its name as given to `kv judge`.
     heads: for each layer, the number of KV heads and the dimension of each, which are compared at start.
     dtype: of the KV.
     tokens: number of tokens predicted for the figures.
@@ -73,7 +73,7 @@ def write_verdict(path: Path, verdict: Verdict) -> None:
 def read_verdict(path: Path) -> Verdict:
     """
     Raises:
-        ConfigError: there is no such file, or it is none of `kv judge`'s.
+        ConfigError: there is no such file, or `kv judge` did not write it.
     """
     try:
         said: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -92,23 +92,23 @@ def read_verdict(path: Path) -> Verdict:
 
 
 FIRST_PARTS: Final = "progressive"
-"""The codec whose first parts may be read alone: the name of its entry point in `kv_tiers.codecs`, and in findings."""
+"""The codec whose first parts may be read alone: its name as an entry point in `kv_tiers.codecs`, and in findings."""
 
 
 def demand(
     path: str, max_kl: float, formats: Sequence[ChunkFormat], *, approximate: bool = False, codec: str = ""
 ) -> None:
-    """Refuse formats that lose more than the operator allows, or of which nothing is known.
+    """Refuse formats that lose more than the operator allows, or that were not measured.
 
-    path: of the verdict; "" where only a bound was given.
-    max_kl: in nats; 0: nothing is demanded.
-    formats: of the engine's groups, as they were proved, of all heads or a rank's. Exact ones are always allowed.
+    path: of the verdict; "" if only a bound was given.
+    max_kl: in nats; 0: no bound.
+    formats: the proved ones of the engine's groups, with all heads or a rank's. Exact ones are always allowed.
     approximate: whether first parts of chunks are read alone.
-    codec: what findings call the lossy codec of the engine's tiers; "" without one.
+    codec: the name in findings of the lossy codec of the engine's tiers; "" without one.
 
     Raises:
-        ConfigError: a lossy format was not measured, or not on such a model, or loses more; or chunks of these formats
-            have no first parts.
+        ConfigError: a lossy format was not measured, or not on such a model, or loses more; or chunks of these
+            formats have no first parts.
     """
     if approximate:
         _check_approximable(formats)

@@ -1,10 +1,10 @@
 """Quantisation for `int8` and `fp8`: numbers to codes of one byte with scales, and back.
 
-A row is what one head has for one token in one layer of one part; a channel is one element of the head over the chunk's
+A row is one head's data for one token in one layer of one part; a channel is one element of the head over the chunk's
 tokens. Each channel is divided by a power of two, so that its largest magnitude is below 1, and then each row by a
 scale, so that it uses the whole range of codes. Thus neither a channel that is far larger than its neighbours, as in
-Gemma's keys, nor a row that is far smaller than others costs the rest its precision. A chunk's first tokens are stored
-exactly. docs/formats/quantised.md specifies the bytes and the bounds on the error.
+Gemma's keys, nor a row that is far smaller than others reduces the precision of the rest. A chunk's first tokens are
+stored exactly. docs/formats/quantised.md specifies the bytes and the bounds on the error.
 
 It uses torch operations on whatever device the bytes are, a few planes at a time through scratch memory that is reused,
 so that on a CPU the passes stay in the processor's cache, and on a GPU nothing is allocated. On a CPU, `int8` from
@@ -20,17 +20,17 @@ from kv_cuda.quantise.compiled import CompiledCodes, compiled_codes
 
 _LARGEST_CODE: Final = {"int8": 127.0, "fp8": 448.0}
 SMALLEST_SCALE: Final = 2.0**-60
-"""Rows with less, of what their channels leave of them, come back as zeros. With the least exponent of a channel a
-product is thereby never a subnormal float32, which devices may or may not flush to zero."""
+"""Rows with a smaller scale, after division by their channels', are restored as zeros. So even with a channel's least
+exponent no product is a subnormal float32, which devices may or may not flush to zero."""
 LARGEST_SCALE: Final = 2.0**118
-"""Chunks with a number beyond the largest code times this are refused. No product is thereby ever infinite."""
+"""Chunks with a number beyond the largest code times this are refused, so that no product is ever infinite."""
 _EXPONENTS: Final = (-40, 120)
 """The range of a channel's exponent."""
 _PIECE_NUMBERS: Final = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 class Codes:
-    """For one chunk format on one device. Of one queue at a time: the scratch is its own."""
+    """For one chunk format on one device. For one queue at a time: it has one set of scratch memory."""
 
     def __init__(
         self, exact: ChunkFormat, quantised: ChunkFormat, device: torch.device, *, may_compile: bool = True
@@ -54,15 +54,15 @@ class Codes:
         """Fill a chunk's codes and scales from its numbers, both uint8 of their format's size.
 
         largest: float32 scalar, raised to the chunk's largest magnitude divided by the largest code. The chunk is
-            worthless, and must not be stored, unless that is at most `LARGEST_SCALE`; a chunk with an infinity or a NaN
-            makes it one itself.
+            worthless, and must not be stored, unless that is at most `LARGEST_SCALE`; an infinity or a NaN in the chunk
+            makes it one, too.
         """
         if self._compiled is not None:
             self._raise(largest, torch.tensor(self._compiled.encode(exact, quantised)))
             return
         first_tokens, largest_code = self._quantised.exact_tokens, _LARGEST_CODE[self._quantised.kind]
         numbers, (codes, scales, leading, exponents) = self._numbers(exact), self._codes(quantised)
-        quantised.view(self._planes, -1)[:, -SCALE_BYTES:] = 0  # what aligns the next plane; exponents come over it
+        quantised.view(self._planes, -1)[:, -SCALE_BYTES:] = 0  # padding; exponents overwrite the rest
         for first in range(0, self._planes, self._step):
             piece = slice(first, min(first + self._step, self._planes))
             count = piece.stop - first
@@ -74,12 +74,12 @@ class Codes:
                 wide[:, :first_tokens] = 0.0
             peaks = self._of_channels(wide[:, first_tokens:])
             self._raise(largest, torch.amax(peaks, (0, 1, 2), out=self._peak))
-            bits = peaks.view(torch.int32)  # of numbers that are not negative: their exponents, and what is behind them
+            bits = peaks.view(torch.int32)  # of non-negative numbers: exponents, then mantissas
             bits.bitwise_right_shift_(23).sub_(126).clamp_(*_EXPONENTS)
             self._level(bits)
             exponents[piece] = bits.flatten(1)
             wide.mul_(bits.neg_().add_(127).bitwise_left_shift_(23).view(torch.float32).unsqueeze(1))
-            # Twice over memory at hand is many times faster on a CPU than torch's norm and aminmax. NaN stays NaN.
+            # Two passes over cached memory are many times faster on a CPU than torch's norm and aminmax. NaN stays NaN.
             torch.amax(wide, -1, out=scale)
             torch.amin(wide, -1, out=low)
             torch.maximum(scale, low.neg_(), out=scale).div_(largest_code)
@@ -120,7 +120,7 @@ class Codes:
         return torch.maximum(peaks, others.neg_(), out=peaks)
 
     def _level(self, exponents: torch.Tensor) -> None:
-        """Give a head's channels its largest exponent if theirs differ by at most one: scales of rows alone serve that
+        """Give a head's channels its largest exponent if theirs differ by at most one: scales of rows alone suit that
         head better. exponents: int32 [planes, heads, head_dim]."""
         count = len(exponents)
         top, alike = (scratch[:count, 0].view(torch.int32) for scratch in (self._high, self._low))
@@ -140,7 +140,7 @@ class Codes:
         return exact.view(getattr(torch, described.dtype)).view(shape)
 
     def _codes(self, quantised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes [planes, tokens, heads, head_dim], scales [planes, tokens, heads], the first tokens as they are
+        """Codes [planes, tokens, heads, head_dim], scales [planes, tokens, heads], the first tokens unquantised
         [planes, exact tokens, heads, head_dim], and exponents [planes, heads × head_dim]."""
         described = self._quantised
         planes = quantised.view(self._planes, described.layer_bytes)

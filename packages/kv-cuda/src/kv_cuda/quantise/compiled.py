@@ -8,7 +8,7 @@ from kv_cuda.kernels import Kernels, installed_kernels
 
 
 class CompiledCodes:
-    """For one pair of formats. Of one thread at a time: the scratch is its own."""
+    """For one pair of formats. For one thread at a time: it has one scratch buffer."""
 
     def __init__(self, exact: ChunkFormat, quantised: ChunkFormat, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -18,7 +18,7 @@ class CompiledCodes:
         self._scratch = np.empty(6 * exact.heads * exact.head_dim, np.uint8)
 
     def encode(self, exact: torch.Tensor, quantised: torch.Tensor) -> float:
-        """Fill the chunk. Its largest magnitude; where that is too large, the chunk is worthless."""
+        """Fill the chunk; returns its largest magnitude. If that is too large, the chunk is worthless."""
         peak = self._kernels.call("quantise", self._shape, exact.numpy(), quantised.numpy(), self._scratch)
         return float(np.array(peak << 16, np.uint32).view(np.float32))
 
@@ -29,7 +29,7 @@ class CompiledCodes:
 
 
 def compiled_codes(exact: ChunkFormat, quantised: ChunkFormat) -> CompiledCodes | None:
-    """None: these formats are none of those that C has, or it is not installed."""
+    """None: there is no C code for these formats, or it is not installed."""
     if (exact.dtype, quantised.kind) != ("bfloat16", "int8") or (kernels := installed_kernels()) is None:
         return None
     return CompiledCodes(exact, quantised, kernels)

@@ -1,9 +1,9 @@
-"""The copier for quantised chunks: bus, pool and lower tiers carry half of bfloat16, a quarter of float32.
+"""The copier for quantised chunks: bus, pool and lower tiers carry half the bytes of bfloat16, a quarter of float32.
 
 It wraps the copier of the exact, canonical bytes. For a store, that copier gathers a chunk into staging memory on the
 tensors' own device, torch computes codes and scales there, and only these cross to the host; a load is the reverse. So
-the computation runs where the numbers are, with every layout and copier. Two staging buffers per direction let one
-chunk be transferred while another is computed; they are allocated on first use and kept. Ordering is by streams:
+the computation runs where the numbers are, with any layout and copier. Two staging buffers per direction let one
+chunk be transferred while another is computed; they are allocated on first use and retained. Ordering is by streams:
 nothing waits for the device, and on a CPU everything is complete on return.
 
 A chunk that cannot be represented is not stored: one with an infinity, a NaN or a number beyond the range of scales
@@ -35,11 +35,11 @@ class StagingCopier(DeviceCopier, Protocol):
     """A copier whose pool may be memory of the device itself."""
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
-        """Make `memory` known, uint8 in one axis."""
+        """Register `memory`, uint8 in one axis."""
 
 
 class QuantisingCopier:
-    """A `kv_core.connect.device.DeviceCopier` for one group of layers. Of one thread at a time."""
+    """A `kv_core.connect.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(
         self, layout: PagedLayout, chunk_format: ChunkFormat, exact: StagingCopier, device: torch.device
@@ -59,7 +59,7 @@ class QuantisingCopier:
         self._checks: list[_ScaleCheck] = []
 
     def attach(self, pool: str, view: memoryview) -> None:
-        """Make a pool known. Its memory is pinned piece by piece as it is used.
+        """Register a pool. Its memory is pinned piece by piece as it is used.
 
         Raises:
             InputError: the view is read-only or empty.
@@ -67,10 +67,10 @@ class QuantisingCopier:
         self._pools[pool] = host_pool(pool, view, self._device, self._format.nbytes)
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
-        """Make a pool known that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
+        """Register a pool that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
 
         Raises:
-            InputError: it is no such memory.
+            InputError: it is not such memory.
         """
         self._pools[pool] = device_pool(pool, memory, self._device)
 
@@ -111,10 +111,10 @@ class QuantisingCopier:
         return [self.load(plan)] * self._layout.layers
 
     def store_layers(self, plan: TransferPlan) -> None:
-        """A chunk is encoded as a whole."""
+        """None: a chunk is encoded as a whole."""
 
     def store(self, plan: TransferPlan) -> Event:
-        """Chunks are stored whole, or `InputError`. Nothing of the plan may be kept if the event says `CopyFailed`."""
+        """Chunks are stored whole, else `InputError`. If the event raises `CopyFailed`, commit nothing of the plan."""
         by_chunk = self._checked(plan, to_engine=False)
         for _, copies in by_chunk:
             tokens = sum(copy.tokens for copy in copies)
@@ -131,19 +131,19 @@ class QuantisingCopier:
             for chunk, copies in by_chunk:
                 pipeline.store(chunk, copies, check)
         except BaseException:
-            pipeline.end().wait()  # as `GpuCopier` has it
+            pipeline.end().wait()  # as in `GpuCopier`
             raise
         return _CheckedEvent(pipeline.end_with(check), check, self._checks)
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[tuple[torch.Tensor, list[Copy]]]:
-        """Each chunk's bytes in its pool, and what is to be moved."""
+        """Each chunk's bytes in its pool, and its copies."""
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         validate_and_split(plan, self._layout, self._format, nbytes, to_engine=to_engine)
         return [(self._pools[extent.pool].chunk(extent), copies) for extent, copies in plan.by_chunk().items()]
 
 
 class _ScaleCheck:
-    """The largest scale of a store, on the device and as the host reads it once it has arrived."""
+    """The largest scale of a store, on the device and, once it has arrived, on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = torch.empty((), device=device)
@@ -151,7 +151,7 @@ class _ScaleCheck:
 
 
 class _CheckedEvent:
-    """A store's event. `used`: where its verdict goes when it has been read, for another store."""
+    """A store's event. `used`: receives its check once that has been read, for reuse by another store."""
 
     def __init__(self, arrived: Event, check: _ScaleCheck, used: list[_ScaleCheck]) -> None:
         self._arrived, self._check, self._used = arrived, check, used
@@ -174,7 +174,7 @@ class _CheckedEvent:
         if self._largest is None:
             self._largest = float(self._check.on_host)
             self._used.append(self._check)
-        if not self._largest <= LARGEST_SCALE:  # NaN is not either
+        if not self._largest <= LARGEST_SCALE:  # also true for NaN
             raise CopyFailed(
                 "the KV to be stored has an infinity, a NaN or a number too large for one byte and a scale "
                 f"(the largest scale is {self._largest:.3g}, the limit {LARGEST_SCALE:.3g})"
@@ -239,14 +239,14 @@ class _CopyPipeline:
         self._free[turn] = self._work.record()
 
     def _next(self) -> tuple[int, torch.Tensor, torch.Tensor, Codes]:
-        """The turn, its staging for exact and for quantised bytes, and what turns them into each other."""
+        """The turn, its staging for exact and for quantised bytes, and the codes that convert them."""
         if self._staging is None:
             exact, quantised = (
                 torch.empty((_STAGED_CHUNKS, _rounded(each.nbytes)), dtype=torch.uint8, device=self._device)
                 for each in (self._exact, self._quantised)
             )
             self._copier.attach_tensor(self._name, exact.view(-1))
-            # What had this memory before may still be at work on it, in the queue of its last user.
+            # The memory's previous user may still access it, in its own queue.
             self._free = [self._work.record()] * _STAGED_CHUNKS
             self._staging = exact, quantised, Codes(self._exact, self._quantised, self._device)
         exact, quantised, codes = self._staging
@@ -254,7 +254,7 @@ class _CopyPipeline:
         return turn, exact[turn, : self._exact.nbytes], quantised[turn, : self._quantised.nbytes], codes
 
     def _staged(self, turn: int, copies: Sequence[Copy]) -> TransferPlan:
-        """The same tokens and slots, with the staging in the pool's place."""
+        """The same tokens and slots, with the staging buffer in place of the pool."""
         extent = HostExtent(self._name, turn * _rounded(self._exact.nbytes), self._exact.nbytes)
         return TransferPlan(tuple(replace(copy, extent=extent) for copy in copies), self._exact.chunk_tokens)
 

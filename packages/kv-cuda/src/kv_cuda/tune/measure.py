@@ -23,8 +23,8 @@ class Measured:
 
     layout: its name.
     direction: load or store.
-    copy_path: which.
-    run_bytes: length of a run of neighbouring bytes.
+    copy_path: the path.
+    run_bytes: length of a contiguous run of bytes.
     chunk_bytes: of a chunk.
     gbps: GB/s.
     limit_gbps: of a plain copy of the same bytes, pinned memory ↔ device.
@@ -125,7 +125,7 @@ def measure_layout(
 
 
 def copy_paths_from(measured: Sequence[Measured]) -> CopyPaths:
-    """The table that follows."""
+    """The table that follows from the measurements."""
     tables = {}
     for direction in ("load", "store"):
         rates: dict[int, dict[CopyPath, float]] = {}
@@ -156,7 +156,7 @@ def _copy(to: torch.Tensor, origin: torch.Tensor) -> None:
 
 
 def paired_s(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
-    """Medians of two things timed in turn."""
+    """Medians of two calls timed alternately."""
     times: tuple[list[float], list[float]] = ([], [])
     for round_number in range(_ROUNDS + 2):
         for call, kept in zip((ours, theirs), times, strict=True):

@@ -28,11 +28,11 @@ class MeasuredFile:
 
     directory: where the files are.
     direction: load or store.
-    copy_path: which.
+    copy_path: the path.
     chunk_bytes: of a chunk.
     gbps: GB/s.
-    limit_gbps: of the same bytes between the files and the host's memory, past the system's cache where the file
-        system can, without checksum or copy.
+    limit_gbps: of the same bytes between the files and host memory, bypassing the page cache where the file system
+        can, without checksum or copy.
     """
 
     directory: str
@@ -46,7 +46,7 @@ class MeasuredFile:
 def measure_files(
     device: torch.device, directory: Path, cufile: Files | NoCuFile, sizes: Sizes | None = None
 ) -> Iterator[MeasuredFile]:
-    """Each path that there is, as it becomes known. Takes twice the chunks' bytes of room there for a while.
+    """Each path that exists, as it becomes known. Temporarily needs twice the chunks' bytes of disk space there.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -94,7 +94,7 @@ def _measure(
     plain = _Plain(path, room, slot - PAGE_BYTES)
     try:
         checksums = copier.store(room, table, block_tokens=layout.block_tokens)
-        plain.read()  # so that what it writes below is what the chunks are
+        plain.read()  # so that its writes below leave the chunks' bytes unchanged
         written = [replace(extent, checksum=checksum) for extent, checksum in zip(room, checksums, strict=True)]
         moves: list[tuple[Direction, Callable[[], None], Callable[[], None]]] = [
             ("store", lambda: _store(copier, room, table, layout.block_tokens), plain.write),
@@ -103,7 +103,7 @@ def _measure(
         for direction, ours, theirs in moves:
             our_s, their_s = paired_s(ours, theirs)
             if (copy_path == "direct") != copier.has_direct_path:
-                return  # it failed, which the log says; what was measured is not this path
+                return  # it failed, which is logged; the measurement is not of this path
             ours_gbps, limit_gbps = (moved / seconds / 1e9 for seconds in (our_s, their_s))
             yield MeasuredFile(directory, direction, copy_path, described.nbytes, ours_gbps, limit_gbps)
     finally:

@@ -13,10 +13,10 @@ _MAX_PAGES: Final = 1 << 16
 
 
 class Chains:
-    """Bounded: what was seen longest ago is forgotten. Not thread-safe."""
+    """Bounded: the pages seen longest ago are forgotten. Not thread-safe."""
 
     def __init__(self, max_pages: int = _MAX_PAGES) -> None:
-        """max_pages: that are remembered."""
+        """max_pages: the number of pages remembered."""
         self._max_pages = max_pages
         self._before: OrderedDict[str, str] = OrderedDict()  # a page's hash → the hash of the page before it
 
@@ -29,7 +29,7 @@ class Chains:
             self._before.popitem(last=False)
 
     def before(self, page: str) -> list[str]:
-        """The pages in front of this one, from the prompt's first, or from the first that is known."""
+        """The pages before this one, from the prompt's first, or from the first that is known."""
         found: list[str] = []
         while (page := self._before.get(page, "")) and len(found) < self._max_pages:
             found.append(page)

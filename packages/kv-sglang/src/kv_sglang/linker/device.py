@@ -24,7 +24,7 @@ class DevicePool:
     """One pool of the device.
 
     pages: their format and layout.
-    copier: makes one, for a thread.
+    copier: makes a copier for one thread.
     replicated: every rank has the same bytes (MLA).
     """
 

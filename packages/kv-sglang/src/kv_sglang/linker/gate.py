@@ -12,9 +12,9 @@ from kv_cuda.copy.streams import Event
 class _Batch:
     """Loads that started together.
 
-    layers: copies on their way, by layer.
-    over: nothing more will come.
-    landed: all arrived.
+    layers: copies in flight, by layer.
+    over: no more will follow.
+    landed: all have arrived.
     """
 
     layers: list[Event] = field(default_factory=list)
@@ -25,8 +25,8 @@ class _Batch:
 class LayerGate:
     """SGLang's `layer_done_counter`: it numbers batches of loads, and lets a forward pass through layer by layer.
 
-    A layer that never arrives blocks nobody: the pass goes on with whatever the slots contain, and `finish` reports it
-    before any result is used. One side opens and fills batches, another thread waits for them.
+    A layer that never arrives blocks nothing: the pass continues with whatever the slots contain, and `finish` reports
+    it before any result is used. One side opens and fills batches, another thread waits for them.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LayerGate:
         self.consumer_index = -1
 
     def open(self) -> int:
-        """A new batch's number."""
+        """Open a batch; returns its number."""
         with self._changed:
             self._opened += 1
             self._batches[self._opened] = _Batch()
@@ -49,18 +49,18 @@ class LayerGate:
             self._changed.notify_all()
 
     def end(self, number: int, *, landed: bool) -> None:
-        """Nothing is written for this batch any more."""
+        """End this batch: nothing more is written for it."""
         with self._changed:
             batch = self._batches[number]
             batch.over, batch.landed = True, landed
             self._changed.notify_all()
 
     def set_consumer(self, index: int) -> None:
-        """Which batch the next forward pass reads; -1: none."""
+        """Set the batch that the next forward pass reads; -1: none."""
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """The forward pass is about to read this layer, of this rank's first."""
+        """The forward pass is about to read this layer; layers are counted from this rank's first."""
         with self._changed:
             batch = self._batches.get(self.consumer_index)
             if batch is None:
@@ -68,11 +68,11 @@ class LayerGate:
             self._changed.wait_for(lambda: len(batch.layers) > layer or batch.over)
             event = batch.layers[layer] if len(batch.layers) > layer else None
         if event is not None:
-            with suppress(CopyFailed):  # the loading thread sees it too, and ends the batch as not landed
+            with suppress(CopyFailed):  # the loading thread gets it too, and ends the batch as not landed
                 event.hold_engine()
 
     def finish(self, number: int) -> bool:
-        """Wait until nothing is written for this batch, and forget it. True if all of it arrived; so for no batch."""
+        """Wait until nothing is written for this batch, and forget it. True if all of it arrived, or there is none."""
         with self._changed:
             batch = self._batches.get(number)
             if batch is None:

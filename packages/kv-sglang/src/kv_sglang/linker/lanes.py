@@ -1,9 +1,9 @@
-"""Loads and stores between the host pool and SGLang's blocks on the device, each on a thread of its own.
+"""Loads and stores between the host pool and SGLang's blocks on the device, each on its own thread.
 
-What must be decided at once (is the page there, does it stay) is decided on the caller's thread; the copies, which take
-time, are not made there. SGLang asks several ranks the same and relies on equal answers, so no answer depends on how
-far a thread has got: an accepted load is carried out, and an offered store gets its turn. An error on a thread is a bug
-or a device fault, and turns the cache off; the thread continues, so that nobody waits in vain.
+Immediate decisions (is the page there, does it stay) are made on the caller's thread, but not the copies, which take
+time. SGLang makes the same calls on several ranks and relies on equal answers, so no answer depends on the progress of
+a thread: an accepted load is carried out, and an offered store gets its turn. An error on a thread is a bug or a device
+fault, and turns the cache off; the thread continues, so that no caller waits in vain.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from kv_sglang.pages import PageStore, PoolBinding
 from kv_sglang.pools import first_slots
 
 MAX_WAITING_PAGES: Final = 4096
-"""Limit of pages waiting to be stored. SGLang keeps them on the device until their turn; pages beyond are not
+"""Limit of pages waiting to be stored. SGLang keeps them on the device until their turn; pages beyond it are not
 stored."""
 _END_S: Final = 30.0
 
@@ -33,7 +33,7 @@ TurnOff = Callable[[str, BaseException], None]
 
 
 class Point(Protocol):
-    """A point in the device's work, as torch's events are."""
+    """A point in the device's work, such as torch's events."""
 
     def synchronize(self) -> None:
         """Return when it has been reached."""
@@ -41,8 +41,8 @@ class Point(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One request's pages, leased by `holder`, the slots of the device that they go to, one a token, and the tiers that
-    they come from."""
+    """One request's pages, leased by `holder`, their slots on the device, one per token, and the tiers that they come
+    from."""
 
     lease: ReadLease
     holder: str
@@ -51,7 +51,7 @@ class _Load:
 
 
 class Loads:
-    """Pages of waiting requests on their way to the device, batch by batch. Its methods belong to one thread."""
+    """Loads pages of waiting requests to the device, batch by batch. Call its methods from one thread."""
 
     def __init__(self, store: PageStore, copier: LayerwiseCopier, turn_off: TurnOff) -> None:
         """copier: between chunks and the device. gate: where forward passes wait for the layers."""
@@ -72,7 +72,7 @@ class Loads:
     def take(self, request: str, hashes: Sequence[str], indices: torch.Tensor) -> bool:
         """Load exactly these pages with the next batch. False: they are gone.
 
-        indices: the device's slots, one a token.
+        indices: the device's slots, one per token.
         """
         holder = f"{self._store.name}-load-{next(self._numbers)}"
         tiers = self._store.tiers_of(self._asker(request))
@@ -86,14 +86,14 @@ class Loads:
         return True
 
     def give_back(self, request: str) -> bool:
-        """Do not load what this request took. False: it took nothing, or its batch has started."""
+        """Cancel this request's load. False: it took nothing, or its batch has started."""
         load = self._taken.pop(request, None)
         if load is not None:
             self._store.cache.end(load.holder)
         return load is not None
 
     def start(self, known: Point) -> int:
-        """Load what was taken. The batch's number at the gate; -1: there is nothing to load.
+        """Load everything that was taken. Returns the batch's number at the gate; -1: there is nothing to load.
 
         known: when the slots can be read.
         """
@@ -105,13 +105,13 @@ class Loads:
         return number
 
     def reset(self) -> None:
-        """Finish what has started, and give back all else."""
+        """Finish the loads that have started, and cancel the others."""
         for request in list(self._taken):
             self.give_back(request)
         self.gate.finish_all()
 
     def close(self) -> None:
-        """The same, and let go of the pool's memory."""
+        """The same, and release the pool's memory."""
         self.reset()
         self._batches.put(None)
         self._thread.join(_END_S)
@@ -145,7 +145,7 @@ class Loads:
             self.gate.let_through(number, event)
         for event in events:
             event.wait()
-        # Bytes that did not stay put while they were read may be another page's.
+        # Bytes that did not stay in place while they were read may belong to another page.
         released = [store.cache.release(load.lease) for load in loads]
         for load, is_good in zip(loads, released, strict=True):
             store.count_loaded(load.lease, load.tiers, is_good=is_good)
@@ -154,7 +154,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Pages to be stored, those in front of them in the prompt, and what must have happened on the device before."""
+    """Pages to be stored, those before them in the prompt, and the points that the device must have reached first."""
 
     hashes: Sequence[str]
     before: Sequence[str]
@@ -163,7 +163,7 @@ class _Offer:
 
 
 class Stores:
-    """Pages on their way out, in the order in which they were offered. Its methods belong to one thread."""
+    """Stores pages in the order in which they were offered. Call its methods from one thread."""
 
     def __init__(self, store: PageStore, turn_off: TurnOff) -> None:
         self._store = store
@@ -181,7 +181,7 @@ class Stores:
     ) -> None:
         """Store these pages, or answer `False` in their turn. They must stay on the device until then.
 
-        before: the pages in front of them. indices: the device's slots, one a token. written: when they can be read.
+        before: the pages before them. indices: the device's slots, one per token. written: when they can be read.
         """
         with self._changed:
             has_room = self._waiting_pages + len(hashes) <= MAX_WAITING_PAGES
@@ -189,17 +189,17 @@ class Stores:
             self._put(_Offer(hashes, before, indices, written) if has_room else False)
 
     def answer_in_turn(self, stored: bool) -> None:
-        """Answered in turn without a copy: another rank stores them, or nobody does."""
+        """Give this answer in turn without a copy: another rank stores the pages, or none does."""
         with self._changed:
             self._put(stored)
 
     def answered(self) -> int:
-        """How many answers wait for `take_answer`."""
+        """How many answers are waiting for `take_answer`."""
         with self._changed:
             return len(self._answers)
 
     def take_answer(self) -> bool:
-        """Whether the pages offered first, of those not answered yet, are stored."""
+        """Whether the pages of the oldest offer not answered yet are stored."""
         with self._changed:
             return self._answers.popleft()
 
@@ -210,7 +210,7 @@ class Stores:
             self._answers.clear()
 
     def close(self) -> None:
-        """The same, and end."""
+        """The same, and end the thread."""
         self.reset()
         with self._changed:
             self._put(None)

@@ -1,12 +1,12 @@
 """SGLang's external linker: pages directly between its device blocks and our host memory. Experimental.
 
 Each method translates its arguments and makes one call; the logic is in `kv_sglang.linker.lanes`. All are called on the
-scheduler's main thread, so none copies or waits for a tier: only host memory is promised, and what slower tiers hold is
-promoted for a later lookup. SGLang changed this interface three times in five weeks, so arguments that it adds are
-accepted and ignored.
+scheduler's main thread, so none copies or waits for a tier: only pages in host memory are promised, and those in slower
+tiers are promoted for a later lookup. SGLang changed this interface three times in five weeks, so arguments that it
+adds are accepted and ignored.
 
-A load that was promised and then fails cannot become a miss: SGLang aborts its requests (503). It takes a lease that
-expires while it is being read, or a failing device. Any other error turns the cache off, and every lookup from then on
+A load that was promised and then fails cannot become a miss: SGLang aborts its requests (503). This happens only if a
+lease expires while it is being read, or the device fails. Any other error turns the cache off, and every later lookup
 is a miss.
 """
 
@@ -71,8 +71,8 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
     ) -> None:
         """
         Raises:
-            ConfigError: settings that cannot be honoured, a model that cannot be served, or an SGLang whose interface
-                is another.
+            ConfigError: the settings cannot be honoured, the model cannot be served, or SGLang's interface is a
+                different one.
         """
         check_interface()
         self.forward_stream = forward_stream
@@ -112,7 +112,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         return list(range(1, self._loads.ready(rid, hashes) + 1))
 
     def load(self, rid: str, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> bool:
-        # Every rank must answer the same, so each of them comes here, whatever happened to it.
+        # Every rank must give the same answer, so each takes part, even if its cache is off.
         return self._all_ranks(self._take(rid, transfers)) or self._let_go(rid)
 
     @guarded(always(False))
@@ -136,7 +136,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
     # Out.
 
     def offload(self, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> bool:
-        # Ranks count each other's answers, so there is one to every offer, at once or in its turn.
+        # Ranks count each other's answers, so there is one for every offer, at once or in its turn.
         if not self._offer(transfers):
             self._stores.answer_in_turn(not self._writes)
         return True
@@ -161,7 +161,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
     # The rest.
 
     def reset(self) -> None:
-        """SGLang empties its caches. What was stored stays."""
+        """SGLang empties its caches. Stored pages stay."""
         self._loads.reset()
         self._stores.reset()
         if self._attached.watch is not None:
@@ -174,7 +174,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         self._attached.close()
 
     def _all_ranks(self, answer: bool) -> bool:
-        """Whether all of them say so."""
+        """Whether all ranks give this answer."""
         if self._ranks == 1:
             return answer
         agreed = torch.tensor([int(answer)], dtype=torch.int)
@@ -183,7 +183,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
 
 
 def check_interface() -> None:
-    """SGLang must call what is implemented here.
+    """Check that SGLang calls what is implemented here.
 
     Raises:
         ConfigError: it does not; the text says what differs and what to install.
@@ -199,7 +199,7 @@ def check_interface() -> None:
 def refuse_what_is_not_served(params: Any, components: Collection[ComponentType]) -> None:
     """
     Raises:
-        ConfigError: the model, or how it is spread, is none that the linker serves.
+        ConfigError: the linker does not serve this model or this parallelism.
     """
     names = sorted(component.name for component in components if component is not ComponentType.FULL)
     refused = {

@@ -1,7 +1,7 @@
 """Moves a prompt's pages between SGLang's blocks on the device and the cache, for a hand-over.
 
-Unlike a hit, a hand-over has no other way out: SGLang aborts a request whose pages do not arrive. So a page is stored
-whatever the request says of storing, is held for the engine that decodes, and is waited for within the bounds of
+Unlike a hit, a hand-over has no fallback: SGLang aborts a request whose pages do not arrive. So a page is stored
+whatever the request's options for storing, is held for the decode engine, and is waited for within the bounds of
 `handover`. Every call comes from a thread that may wait.
 """
 
@@ -26,18 +26,18 @@ _LONGEST_WAIT_S: Final = 0.05
 _NUMBERS: Final = itertools.count()
 
 Wanted = Callable[[], bool]
-"""Whether SGLang still has the pages for this request. Once false, they may be another's."""
+"""Whether SGLang still has the pages for this request. Once false, they may belong to another."""
 
 
 class Exchange:
-    """One thread's. copier: between chunks and the device."""
+    """For one thread. copier: between chunks and the device."""
 
     def __init__(
         self, store: PageStore, copier: Copier, in_doubt: Callable[[], bool], *, wait_s: float, hold_s: float
     ) -> None:
-        """in_doubt: whether what the engine has may be of other weights than the key space's.
-        wait_s: how long another's store, room, or a page that is not there, is waited for.
-        hold_s: how long what is stored is held, and how long a page that is on its way is waited for.
+        """in_doubt: whether the engine's pages may belong to other weights than the key space's.
+        wait_s: how long to wait for another's store, for room, or for a page that is missing.
+        hold_s: how long stored pages are held, and how long to wait for a page that is being promoted.
         """
         self._store = store
         self._binding = PoolBinding(copier)
@@ -47,11 +47,11 @@ class Exchange:
         self._name = f"{store.name}-hand-over-{next(_NUMBERS)}"
 
     def put(self, names: Names, first: int, slots: Sequence[int], is_wanted: Wanted) -> str:
-        """Store pages `first …` of the prompt from `slots`, the first slot of each. Empty, or why they are not there.
+        """Store pages `first …` of the prompt from `slots`, the first slot of each. Empty, or why they are not stored.
 
-        Nothing is stored of what was read after the pages were not wanted any more.
+        Nothing that was read after the pages were no longer wanted is stored.
         """
-        # In this order: the pages are of the weights that the keys name, if they were so before the keys were made.
+        # In this order: pages not in doubt before the keys were made have the weights that the keys name.
         in_doubt = self._in_doubt()
         last = first + len(slots)
         before = self._store.keys(names.hashes[max(0, last - MAX_KEYS) : first])
@@ -62,7 +62,7 @@ class Exchange:
         wait = _Waiting(self._wait_s)
         while is_wanted():
             refused = self._put(before, dict(zip(keys, slots, strict=True)), tail, names.tail_tokens, is_wanted)
-            # What another thread is storing is found once that has committed it.
+            # Pages that another thread is storing are found once it has committed them.
             found = self._store.cache.lookup(keys, self._name).chunks
             self._store.cache.end(self._name)
             if found == len(keys):
@@ -72,9 +72,9 @@ class Exchange:
         return "the request has ended"
 
     def get(self, names: Names, first: int, slots: Sequence[int], is_wanted: Wanted, lock: threading.Lock) -> str:
-        """Load pages `first …` of the prompt to `slots`. Empty, or why they are not there.
+        """Load pages `first …` of the prompt to `slots`. Empty, or why they are not loaded.
 
-        lock: held while the device is written to, so who holds it knows that nothing is written.
+        lock: held while the device is written to, so that nothing is written while another thread holds it.
         """
         keys = self._store.keys(names.hashes[first : first + len(slots)])
         if not keys:
@@ -97,7 +97,7 @@ class Exchange:
             self._store.cache.taken(keys)
 
     def close(self) -> None:
-        """Let the pool's memory go. Nothing may be under way."""
+        """Release the pool's memory. No copy may be in flight."""
         self._binding.unbind()
 
     def _put(
@@ -108,13 +108,13 @@ class Exchange:
         tail_tokens: int,
         is_wanted: Wanted,
     ) -> str:
-        """Store what is not held; why not all of it."""
+        """Store pages that are not held; returns why some were refused, or an empty string."""
         cache = self._store.cache
         keys = list(place)
         try:
             lease = cache.begin_store([*before, *keys], self._name, hold_s=self._hold_s)
             if not place.keys() >= set(lease.keys):
-                # An earlier page has left the pool, and its bytes are not here to be written again.
+                # An earlier page has left the pool, and its bytes are not available to be written again.
                 cache.release(lease)
                 lease = cache.begin_store(keys, self._name, hold_s=self._hold_s)
             if lease.keys:
@@ -128,7 +128,7 @@ class Exchange:
     def _plan(
         self, lease: WriteLease, place: dict[ChunkKey, int], tail: ChunkKey | None, tail_tokens: int
     ) -> TransferPlan:
-        """A partial page's chunk is filled with its own tokens, so that nothing of another request is in it."""
+        """A partial page's chunk is filled up with its own tokens, so that it contains nothing of another request."""
         pairs = list(zip(lease.keys, lease.extents, strict=True))
         plan = self._store.plan((extent, place[key]) for key, extent in pairs if key != tail)
         if not lease.keys or lease.keys[-1] != tail:
@@ -152,21 +152,21 @@ class Exchange:
                 plan = self._store.plan(zip(lease.extents, slots, strict=True))
                 self._binding.on(cache.pool).load(plan).wait()
         finally:
-            # Bytes that did not stay put while they were read may be another page's.
+            # Bytes that did not stay in place while they were read may belong to another page.
             is_good = cache.release(lease)
         self._store.count_loaded(lease, tiers, is_good=is_good)
         return "" if is_good else "pages left the cache while they were read"
 
 
 class _Waiting:
-    """Pauses that grow, until the time is over."""
+    """Growing pauses until the time is over."""
 
     def __init__(self, most_s: float) -> None:
         self._until = time.monotonic() + most_s
         self._next_s = _FIRST_WAIT_S
 
     def again(self) -> bool:
-        """False at once if the time is over."""
+        """Pause; False at once if the time is over."""
         left = self._until - time.monotonic()
         if left <= 0:
             return False

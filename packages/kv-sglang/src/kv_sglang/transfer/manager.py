@@ -1,9 +1,9 @@
 """SGLang's transfer backend `kv`: its bootstrap, heartbeat and states are SGLang's own, the pages go through the cache.
 
-SGLang creates one manager a rank, and a sender or receiver a request. Between the engines go only short messages, over
-the sockets that SGLang's managers have for them: the decode engine says where it is, the prefill engine how many pages
-of the prompt are in the cache, and with the last of them SGLang's metadata, which contain the first token. Each side
-names the prompt's pages itself, from its own request, so no message can have other pages loaded than the prompt's.
+SGLang creates one manager per rank, and a sender or receiver per request. The engines exchange only short messages,
+over the sockets that SGLang's managers have for them: the decode engine reports its address, the prefill engine how
+many pages of the prompt are in the cache and, with the last of them, SGLang's metadata, which contain the first token.
+Each side names the prompt's pages itself, from its own request, so no message can cause other pages to be loaded.
 """
 
 import ctypes
@@ -43,14 +43,14 @@ _STATUS: Final = b"KV_STATUS"
 _HERE: Final = b"KV_HERE"
 _PAGES: Final = b"KV_PAGES"
 _BATCH_BYTES: Final = 16 << 20
-"""What is stored before the other side is told, and what is copied while a room cannot be closed."""
+"""Bytes stored before the other side is notified, and bytes copied while a room cannot be closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
     """A rank of a decode engine that waits for a request. The names are those that SGLang's classes look for.
 
-    prefix_tokens: that it has already.
+    prefix_tokens: those that it has already.
     """
 
     endpoint: str
@@ -60,7 +60,7 @@ class _Peer:
 
 
 class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes are untyped here
-    """One rank's."""
+    """The manager of one rank."""
 
     kv_status_msg_tag = _STATUS
     kv_status_msg_carries_reason = True
@@ -71,7 +71,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     ) -> None:
         """
         Raises:
-            ConfigError: a model, or a way to spread it, whose pages cannot be handed over.
+            ConfigError: pages of this model, or with this parallelism, cannot be handed over.
         """
         _refuse_what_is_not_served(args, server_args)
         check_hashes()
@@ -85,7 +85,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     # Before it serves.
 
     def attach_pool(self, pool: Any, allocator: Any) -> None:
-        """Join the cache and start. pool: the engine's on the device. allocator: cleared when its caches are emptied.
+        """Join the cache and start. pool: the engine's, on the device. allocator: cleared when its caches are emptied.
 
         Raises:
             ConfigError: the settings cannot be honoured, or the pool cannot be described.
@@ -140,7 +140,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             message = self.server_socket.recv_multipart()
             try:
                 hear(message)
-            except Exception:  # noqa: BLE001  # whoever reaches the port may send anything
+            except Exception:  # noqa: BLE001  # any process that reaches the port may send anything
                 _log.exception("a message about a hand-over was not understood")
 
     # The prefill engine's side.
@@ -161,7 +161,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         _, room_text, endpoint, port, prefix, required, dummy = message
         room = int(room_text)
         if self.request_status.get(room) not in (None, KVPoll.Bootstrapping):
-            return  # late, of a request that had the same number
+            return  # late, from a request that had the same number
         peers = self.transfer_infos.setdefault(room, {})
         address = endpoint.decode("ascii"), int(port)
         peers[f"{address}"] = _Peer(*address, int(prefix), dummy == b"1")
@@ -207,7 +207,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             event.synchronize()
         try:
             why = self._store(exchange, room, leaving, peers, start=start, slots=slots, aux_index=aux_index)
-        except Exception as error:  # noqa: BLE001  # whatever it is, SGLang must hear of it
+        except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be stored")
             why = f"{type(error).__name__}: {error}"
         if why:
@@ -226,7 +226,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         slots: list[int],
         aux_index: int | None,
     ) -> str:
-        """Empty, or why the pages are not all there."""
+        """Store pages and notify the peers. Empty, or why not all pages are stored."""
         names = leaving.names
         first = start + max(peer.prefix_tokens for peer in peers) // int(self.kv_args.page_size)
         targets = [peer for peer in peers if not peer.is_dummy]
@@ -243,7 +243,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         return ""
 
     def _tell(self, peers: Sequence[_Peer], room: int, names: Names, pages: int, metadata: Sequence[bytes]) -> None:
-        """Pages up to this number are in the cache."""
+        """Notify the peers that pages up to this number are in the cache."""
         last = names.hashes[pages - 1].encode("ascii")
         parts = [_PAGES, b"%d" % room, b"%d" % self._prefill_unique_rank(), b"%d" % pages, last, *metadata]
         for peer in peers:
@@ -251,7 +251,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._send_multipart_locked(address.to_tcp(), parts, is_ipv6=address.is_ipv6)
 
     def _metadata(self, index: int) -> list[bytes]:
-        """What SGLang hands over beside the KV: the first token, and what is known of it."""
+        """The data that SGLang hands over besides the KV: the first token and its details."""
         args = self.kv_args
         return [
             ctypes.string_at(address + index * nbytes, nbytes)
@@ -269,7 +269,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._lanes.add(room, lambda exchange: exchange.need_not(hashes))
 
     def build_receiver_registration_message(self) -> list[bytes]:
-        """A peer is known by its requests: nothing has to be registered."""
+        """A peer is identified by its requests: nothing has to be registered."""
         return [b"KV_HELLO"]
 
     def build_receiver_metadata_message(
@@ -302,7 +302,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._lanes.add(int(room), job)
         elif not self.handle_abort_ack_message(list(message)) and (said := self.parse_kv_status_message(list(message))):
             room_number, status, prefill_rank, reason = said
-            if status == KVPoll.Failed:  # that all is there is known here first
+            if status == KVPoll.Failed:  # success is known here first
                 self.apply_prefill_status(
                     bootstrap_room=room_number, status=status, prefill_rank=prefill_rank, failure_reason=reason
                 )
@@ -316,7 +316,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             return  # it was given up
         try:
             why = self._fetch(exchange, coming, pages, last, metadata)
-        except Exception as error:  # noqa: BLE001  # whatever it is, SGLang must hear of it
+        except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be loaded")
             why = f"{type(error).__name__}: {error}"
         if why:
@@ -326,7 +326,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=rank)
 
     def _fetch(self, exchange: Exchange, coming: Coming, pages: int, last: str, metadata: Sequence[bytes]) -> str:
-        """Load the pages up to this number. Empty, or why they are not all there."""
+        """Load the pages up to this number. Empty, or why not all are loaded."""
         hashes = coming.names.hashes
         if not 0 < pages <= len(hashes) or hashes[pages - 1] != last:
             return "the prefill engine names the prompt's pages otherwise: it has another prompt, page size or adapter"
@@ -356,7 +356,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     # Both.
 
     def close_room(self, room: int) -> None:
-        """Before SGLang frees the request's blocks."""
+        """Call this before SGLang frees the request's blocks."""
         with self._rooms:
             open_here = self._leaving.pop(room, None), self._coming.pop(room, None)
         for each in open_here:
@@ -365,7 +365,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
 
 class _ClosesRoom:
-    """For both sides of a request: SGLang frees its blocks right after either of these."""
+    """For both sides of a request: SGLang frees its blocks right after either of these calls."""
 
     kv_mgr: KVManager
     bootstrap_room: int
@@ -422,7 +422,7 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
 def _refuse_what_is_not_served(args: Any, server_args: Any) -> None:
     """
     Raises:
-        ConfigError: the model, or how it is spread, is none whose pages are handed over.
+        ConfigError: pages of this model, or with this parallelism, are not handed over.
     """
     refused = {
         "a model with " + ", ".join(str(kind.value) for kind in args.state_types): bool(args.state_types),

@@ -1,7 +1,7 @@
-"""Makes `--disaggregation-transfer-backend kv` known to SGLang, by its plugins' entry point and hooks.
+"""Registers `--disaggregation-transfer-backend kv` with SGLang, through its plugins' entry point and hooks.
 
-SGLang runs this in each of its processes, whatever backend is chosen, so it imports nothing but SGLang's own modules
-for the choice, and what it hooks does nothing for another backend. The choice of a name is a public call of SGLang; the
+SGLang runs this in each of its processes, whatever backend is chosen, so it imports only SGLang's own modules for the
+choice, and its hooks do nothing for another backend. Adding a name to the choices is a public call of SGLang; the
 classes behind a name are an enumeration and a function, which plugins replace.
 """
 
@@ -55,13 +55,13 @@ def _class_of(original: Any, backend: Any, class_type: Any) -> Any:
 
 
 def _attach_pool(made: Any, queue: Any) -> None:
-    """SGLang gives a manager the addresses of its blocks; their layout is the pool's."""
+    """SGLang gives a manager only the addresses of its blocks; their layout comes from the pool."""
     if queue.transfer_backend.value == NAME:
         made.attach_pool(queue.token_to_kv_pool, queue.scheduler.token_to_kv_pool_allocator)
 
 
 def _name_sent(created: bool, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """SGLang does not tell a sender whose pages it sends. One of warm-up requests sends nothing."""
+    """SGLang does not tell a sender which request's pages it sends. A warm-up request's sender sends nothing."""
     if created and hasattr(req.disagg_kv_sender, "name_pages"):
         from kv_sglang.names import names_of
 

@@ -1,7 +1,7 @@
-"""What is under way for one request on either side of a hand-over, and the threads that carry it.
+"""The state of one request on either side of a hand-over, and the threads that do the work.
 
-SGLang frees a request's blocks as soon as it gives the request up, and they are another's at once. So a room is closed
-before that: after it nothing that is read from the blocks is kept, and nothing is written to them.
+SGLang frees a request's blocks as soon as it gives up the request, and they may be reused at once. So a room is closed
+before that: from then on nothing that is read from the blocks is stored, and nothing is written to them.
 """
 
 import queue
@@ -18,7 +18,7 @@ from kv_sglang.transfer.exchange import Exchange
 _log = limited_logger(__name__)
 
 LANES: Final = 4
-"""Threads that carry pages: a request whose pages are waited for delays a quarter of the others, not all."""
+"""Threads that move pages: a request that waits for its pages delays a quarter of the others, not all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class Leaving:
     """A request of the prefill engine.
 
     names: of its prompt's pages.
-    is_open: SGLang still has its blocks.
+    is_open: whether SGLang still has its blocks.
     """
 
     names: Names
@@ -42,9 +42,9 @@ class Coming:
 
     names: of its prompt's pages.
     first: the first page that it lacks.
-    slots: where that page and those after it go, the first slot of each.
-    aux_index: where its first token goes, among SGLang's metadata.
-    loaded: how many pages of the prompt are there.
+    slots: the first slot of that page and of each one after it.
+    aux_index: the place of its first token among SGLang's metadata.
+    loaded: how many pages of the prompt have been loaded.
     lock: held while its blocks are written to.
     """
 
@@ -57,7 +57,7 @@ class Coming:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        """Returns once nothing is written: what is being copied then, a few megabytes, is waited for."""
+        """Return once nothing is written: a copy in flight, of a few megabytes, is waited for."""
         with self.lock:
             self.is_open = False
 
@@ -66,7 +66,7 @@ Job = Callable[[Exchange], None]
 
 
 class Lanes:
-    """Threads, each with an exchange of its own. The jobs of one room run in their order."""
+    """Threads, each with its own exchange. The jobs of one room run in order."""
 
     def __init__(self, make_exchange: Callable[[], Exchange]) -> None:
         self._queues: list[queue.SimpleQueue[Job]] = [queue.SimpleQueue() for _ in range(LANES)]
@@ -77,7 +77,7 @@ class Lanes:
             run.start()
 
     def add(self, room: int, job: Job) -> None:
-        """job: it does not raise for anything but a bug, and tells SGLang itself what became of the request."""
+        """job: raises only for a bug, and reports the request's outcome to SGLang itself."""
         self._queues[room % LANES].put(job)
 
 

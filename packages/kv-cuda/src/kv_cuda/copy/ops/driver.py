@@ -1,4 +1,4 @@
-"""Batched copies by the driver: many long runs of bytes in one call, by the device's copy engines, without a kernel.
+"""Batched copies by the driver: many long runs of bytes in one call, on the device's copy engines, without a kernel.
 
 `cudaMemcpyBatchAsync` (CUDA 13 through cuda-bindings) takes any number of (source, destination, bytes). It needs
 neither multiprocessors nor a ring buffer, but takes time for each run, so it suits runs of many kilobytes.
@@ -25,7 +25,7 @@ def _runtime() -> Any | None:
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether copies of this device can go that way."""
+    """Whether copies of this device can be made that way."""
     return device.type == "cuda" and _runtime() is not None
 
 

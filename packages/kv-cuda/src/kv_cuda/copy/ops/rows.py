@@ -1,7 +1,7 @@
 """Gather and scatter of token rows in one launch over all layers: the Triton kernel and its arguments.
 
-A *row* is what one token has in one layer of one part, `heads × head_dim` elements. In a chunk the rows of adjacent
-tokens are adjacent; in the engine's cache each is where its slot says, divided into *runs* of adjacent bytes (one per
+A *row* is one token's data in one layer of one part, `heads × head_dim` elements. In a chunk the rows of adjacent
+tokens are adjacent; in the engine's cache each is at its slot's place, divided into *runs* of adjacent bytes (one per
 head, or the whole row if heads are adjacent). A *plane* is one layer of one part. The kernel iterates over tiles of
 some tokens × one plane and moves 16 bytes per thread if everything is aligned to 16 (Triton makes 128-bit loads and
 stores of pairs of 8-byte words; a test finds them in the PTX). It uses as many programs as it is given, so that a copy
@@ -34,8 +34,8 @@ _TILE_BYTES = 16 << 10
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-# No value of a call may make another kernel, which would be compiled in the middle of serving: neither a small address,
-# which Triton takes for 32 bits unless told otherwise, nor lists of tokens that begin at an odd place.
+# No argument value may need another kernel, which would be compiled in the middle of serving: neither a small address,
+# which Triton takes for 32 bits unless annotated, nor lists of tokens that begin at an odd position.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["base", "tokens", "first_plane", "plane_count", "plane_bytes"],
     do_not_specialize_on_alignment=["slots", "rows"],
@@ -56,10 +56,10 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
     TILE: tl.constexpr,  # tokens in a tile
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr,  # what every address and distance is a multiple of, in bytes
+    ALIGNED: tl.constexpr,  # every address and distance is a multiple of this, in bytes
     TO_ENGINE: tl.constexpr,
 ):
-    """Scatter rows to their slots, or gather them. One program takes every `num_programs`th tile."""
+    """Scatter rows to their slots, or gather them. Each program takes every `num_programs`th tile."""
     tiles = tl.cdiv(tokens, TILE)
     word = tl.arange(0, WIDTH)
     for number in range(tl.program_id(0), tiles * plane_count, tl.num_programs(0)):
@@ -90,7 +90,7 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
 
 @dataclass(frozen=True, slots=True)
 class RowKernel:
-    """`move_rows` for one cache and one chunk format: all that does not change from call to call."""
+    """`move_rows` for one cache and one chunk format: everything that does not change from call to call."""
 
     planes: torch.Tensor
     host_planes: np.ndarray
@@ -105,7 +105,7 @@ class RowKernel:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The kernel's compile-time arguments but for the direction."""
+        """The kernel's compile-time arguments except the direction."""
         width = 1 << (self.row_words - 1).bit_length()
         return {
             "BLOCK_TOKENS": self.block_tokens,
@@ -144,11 +144,11 @@ class RowKernel:
 def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor], plane_bytes: int) -> RowKernel:
     """For a cache of this layout, seen as `shape`.
 
-    tensors: as the layout has them. plane_bytes: between a chunk's planes. Chunks must begin at multiples of
+    tensors: in the layout's order. plane_bytes: between a chunk's planes. Chunks must begin at multiples of
         `RowKernel.aligned`.
 
     Raises:
-        InputError: a part whose innermost axis is not `dim`: such rows are no runs of bytes, see `CpuCopier`.
+        InputError: a part whose innermost axis is not `dim`: such rows are not runs of bytes, see `CpuCopier`.
     """
     parts, heads, dims, itemsize = shape.parts, shape.heads, shape.head_dim, shape.itemsize
     if any(part.is_tiled or (part.dim != 1 and dims > 1) for part in parts):
@@ -165,7 +165,7 @@ def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Te
                 part.token * itemsize,
                 part.head * itemsize,
             )
-    # A distance that is never used (one head, one token a block) must not spoil the alignment.
+    # A distance that is never used (one head, one token per block) must not reduce the alignment.
     counts = (2, layout.blocks, layout.block_tokens, heads)
     used = [int(value) for column, count in enumerate(counts) if count > 1 for value in table[:, column]]
     aligned = math.gcd(16, row_bytes, run_bytes, plane_bytes, *used)
@@ -185,7 +185,7 @@ def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Te
 
 
 def _check_reach(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor]) -> None:
-    """The kernel checks no address: every element must lie in its tensor's storage."""
+    """Check that every element lies in its tensor's storage, because the kernel checks no address."""
     for number, part in enumerate(shape.parts):
         for tensor in layout.of_part(tensors, number):
             start = tensor.storage_offset() * tensor.element_size()

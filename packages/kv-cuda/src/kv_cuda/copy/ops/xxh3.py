@@ -1,8 +1,8 @@
-"""The checksum of chunks, XXH3 of 128 bits, computed on the device.
+"""The checksum of chunks, 128-bit XXH3, computed on the device.
 
 The algorithm of docs/formats/chunk.md is usually written sequentially, but its expensive part is parallel. The input is
 divided into stripes of 64 bytes, eight lanes each, and blocks of 16 stripes. A stripe adds to each lane a number that
-depends on the stripe alone, so the sums of all blocks are computed at once (`sum_blocks`, at the speed of the memory).
+depends only on the stripe, so the sums of all blocks are computed at once (`sum_blocks`, at the speed of the memory).
 Only the scramble after each block depends on what came before; `fold_blocks` does that with one program per chunk, over
 a sixteenth of the bytes. The final merge, of eight numbers, runs on the host.
 
@@ -54,8 +54,8 @@ _KEYS: Final = np.array(
     [*_words(0), *_words(64), *_words(128), *_words(121), *_START],
     np.uint64,
 ).view(np.int64)
-"""What the kernels read: the secret in words, of which stripe s takes eight from word s on and a scramble the last
-eight; the words of the last stripe; the lanes' first values."""
+"""The kernels' constants: the secret in words, of which stripe s uses eight from word s on and a scramble the last
+eight; the words for the last stripe; the lanes' initial values."""
 _LAST_KEYS: Final = tl.constexpr(24)
 _SCRAMBLE_KEYS: Final = tl.constexpr(16)
 _START_KEYS: Final = tl.constexpr(32)
@@ -68,7 +68,7 @@ def sum_blocks(  # type: ignore[no-untyped-def]  # a kernel's arguments have no 
     keys,  # *i64, `_KEYS`
     chunk_bytes,  # between chunks, a multiple of 16
     blocks,
-    whole_stripes,  # of a chunk, without its last, which `fold_blocks` adds
+    whole_stripes,  # of a chunk, except its last, which `fold_blocks` adds
     TILE: tl.constexpr,
 ):
     """The contribution of each block of each chunk to the lanes. One program handles `TILE` blocks of one chunk."""
@@ -84,7 +84,7 @@ def sum_blocks(  # type: ignore[no-untyped-def]  # a kernel's arguments have no 
     key = tl.load(keys + stripe[:, None] + lane[None, :]).to(tl.uint64, bitcast=True)
     mixed = data ^ key[None, :, :]
     product = tl.where(there, (mixed & 0xFFFFFFFF) * (mixed >> 32), 0)
-    # Each lane takes the words of its neighbour as they are.
+    # Each lane adds its neighbour's words unchanged.
     even, odd = tl.split(tl.reshape(tl.sum(data, 1), (TILE, 4, 2)))
     total = tl.sum(product, 1) + tl.reshape(tl.join(odd, even), (TILE, 8))
     out = sums + (chunk * blocks + block.to(tl.int64))[:, None] * 8 + lane[None, :]
@@ -102,7 +102,7 @@ def fold_blocks(  # type: ignore[no-untyped-def]
     blocks,  # the last of them is not scrambled
     AHEAD: tl.constexpr,
 ):
-    """The lanes of each chunk after all its blocks, in order, and its last stripe. One program a chunk."""
+    """The lanes of each chunk after all its blocks, in order, and its last stripe. One program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, 8)
     scramble = tl.load(keys + _SCRAMBLE_KEYS + lane).to(tl.uint64, bitcast=True)
@@ -116,7 +116,7 @@ def fold_blocks(  # type: ignore[no-untyped-def]
     for block in range(scrambled // AHEAD * AHEAD, scrambled):
         total = _scrambled(total + tl.load(of_chunk + block * 8).to(tl.uint64, bitcast=True), scramble)
     total += tl.load(of_chunk + scrambled * 8).to(tl.uint64, bitcast=True)
-    # The last 64 bytes, which begin anywhere and may have been added in part already.
+    # The last 64 bytes, which may begin anywhere and may already have been added in part.
     byte = tl.arange(0, 8)
     ends = (chunks + chunk * chunk_bytes + nbytes - 64).to(tl.pointer_type(tl.uint8))
     last_key = tl.load(keys + _LAST_KEYS + lane).to(tl.uint64, bitcast=True)
@@ -134,14 +134,14 @@ def _scrambled(total, key):  # type: ignore[no-untyped-def]
 
 
 class ChunkSums:
-    """Checksums of chunks of one size. Of one thread at a time; what it needs in device memory it allocates once."""
+    """Checksums of chunks of one size. For one thread at a time; allocates its device memory once."""
 
     def __init__(self, device: torch.device, nbytes: int, max_chunks: int) -> None:
         """
-        nbytes: of a chunk. max_chunks: asked about in one call.
+        nbytes: of a chunk. max_chunks: the most in one call.
 
         Raises:
-            InputError: chunks so small that the checksum is another one.
+            InputError: the chunks are so small that XXH3 uses another algorithm.
         """
         if nbytes < MIN_BYTES:
             raise InputError(f"chunks of {nbytes} bytes; their checksum is taken on a device from {MIN_BYTES} on")
@@ -153,7 +153,7 @@ class ChunkSums:
         self._lanes = torch.empty((max_chunks, 8), dtype=torch.int64, device=device)
 
     def of(self, chunks: torch.Tensor) -> list[bytes]:
-        """xxh3_128 of the first bytes of each row, in its canonical form. On the current stream, and waits for it.
+        """xxh3_128 of the first bytes of each row, in its canonical form. Runs on the current stream, and waits for it.
 
         chunks: uint8 [chunks, …] on the device, rows at multiples of 16 bytes.
 
