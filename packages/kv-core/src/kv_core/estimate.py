@@ -24,13 +24,13 @@ _FAR_OFF_LOG: Final = log(1.6)
 _FEW: Final = 4
 """This many consecutive samples, each far off, are a change."""
 _SEVERAL: Final = 12
-_OFF_ON_AVERAGE: Final = 0.18
+_OFF_ON_AVERAGE: Final = 0.18  # a logarithm: 20 %
 _SPREADS: Final = 1.5
 """Samples are a change if the mean of their log ratios to the expectation exceeds both 20 % and this many standard
 deviations of a single one, which is five of their mean."""
 _AMOUNT: Final = 1
 """The index of the feature that measures the amount of work. Where samples leave it open, time is assumed to be
-proportional to it: the fit includes one more sample that says so, with a hundredth of the weight of all."""
+proportional to it: the fit penalises every other feature, by one sample and a hundredth of the weight of all."""
 
 
 class Estimator:

@@ -4,7 +4,7 @@ import time
 
 
 class MonotonicClock:
-    """Roughly the seconds since this machine started: never set back, never adjusted."""
+    """Roughly the seconds since this machine started: never set back, and never stepped."""
 
     def now_s(self) -> float:
         return time.monotonic()

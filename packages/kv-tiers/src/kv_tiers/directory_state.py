@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DirectoryState:
-    """The directory as this server sees it. All but the first seven only grow.
+    """The directory as this server sees it. The figures from `entries` on only grow.
 
     why: it cannot be reached, or refuses what is written; empty: all is well.
     lag_s: since it was last read up to its end.

@@ -20,7 +20,7 @@ _log = limited_logger(__name__)
 
 LEAVES_WEIGHTS_ALONE: Final = frozenset(
     {
-        # Calls that vLLM 0.32 itself makes while it starts, serves and ends, and calls that only read.
+        # Calls that vLLM (0.32 and 0.33) itself makes while it starts, serves and ends, and calls that only read.
         "add_lora",
         "check_health",
         "compile_or_warm_up_model",

@@ -54,8 +54,8 @@ class Loads:
     """Loads pages of waiting requests to the device, batch by batch. Call its methods from one thread."""
 
     def __init__(self, store: PageStore, copier: LayerwiseCopier, turn_off: TurnOff) -> None:
-        """copier: between chunks and the device. gate: where forward passes wait for the layers."""
-        self.gate = LayerGate()
+        """copier: between chunks and the device. turn_off: called with the reason after a failure that ends loading."""
+        self.gate = LayerGate()  # where forward passes wait for the layers
         self._store = store
         self._binding = PoolBinding(copier)
         self._turn_off = turn_off

@@ -46,6 +46,7 @@ class Coming:
     aux_index: the place of its first token among SGLang's metadata.
     loaded: how many pages of the prompt have been loaded.
     lock: held while its blocks are written to.
+    is_open: whether SGLang still has its blocks.
     """
 
     names: Names

@@ -56,7 +56,7 @@ class _Query:
     prefix_chunks, lacking: as its first final plan has them.
     open: by node, the number of the question that it has not answered.
     found: by node, its last answer.
-    is_over: all have agreed, or a promise was lost. The next lookup begins anew.
+    is_over: it has been answered, by all nodes or without them. The next lookup begins anew.
     is_lost: a node has lost its promise.
     """
 

@@ -15,14 +15,15 @@ class Probes:
         self._due_s = 0.0
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to probe it now. If so, the next probe is not due before this one has ended."""
+        """Whether to probe it now. If so, the next one is not due until this one has ended, or five minutes
+        have passed."""
         if now_s < self._due_s:
             return False
         self._due_s = now_s + _MAX_S
         return True
 
     def ended(self, now_s: float, *, was_right: bool) -> None:
-        """was_right: the tier was about as slow as estimated; else it is worth another probe at once."""
+        """was_right: the tier was about as slow as estimated; else another probe is due soon."""
         if was_right:
             self._due_s = now_s + self._after_s
             self._after_s = min(2 * self._after_s, _MAX_S)

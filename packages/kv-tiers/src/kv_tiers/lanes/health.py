@@ -1,8 +1,8 @@
 """The health of a tier as its lane sees it: from the outcomes of calls and from what the tier reports.
 
-A tier that fails is down, and the lane backs off, briefly at first and then twice as long each time, until a load
-succeeds. Waiting for a load rather than a probe matters for a device whose probes succeed and whose reads fail: it
-would otherwise be retried for ever at the shortest interval.
+A tier that fails is down, and the lane backs off, briefly at first and then twice as long each time up to a limit,
+until a load succeeds. Waiting for a load rather than a probe matters for a device whose probes succeed and whose reads
+fail: it would otherwise be retried for ever at the shortest interval.
 
 Nothing here locks or calls a tier: the lane does, and holds its one lock around every call.
 """

@@ -9,8 +9,9 @@ one is discarded at once, so that the next lookup is a miss and not the same fau
 An idle lane checks whether the rest of some payload is wanted (`when_idle`), and interrupts reading it as soon as there
 is other work. A lane that is never idle reads a step of it now and then (`RestTurns`).
 
-A tier that raises is down: nothing is sent to it until a probe succeeds. Probes become ever rarer. A job that does not
-return within `stuck_s` has the same effect until it does; its memory stays in use, as its thread may still write there.
+A tier that raises is down: nothing is sent to it until a probe succeeds; probes become rarer, up to a limit. A job that
+does not return within `stuck_s` has the same effect until it does; its memory stays in use, as its thread may still
+write there.
 """
 
 import logging

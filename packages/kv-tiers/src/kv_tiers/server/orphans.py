@@ -39,7 +39,7 @@ class Orphan:
 
     cache: the cache of the leases.
     leases: by their numbers.
-    pid: of the process; 0 if the kernel does not provide it.
+    pid: of the process; 0 if the kernel gives no descriptor by which its end is known.
     deadline_s: when they end in that case.
     """
 

@@ -155,7 +155,7 @@ def _described(
         "history_keys": first.history_keys,
         "remembered_s": first.remembered_s,
         "is_whole": first.is_whole,
-        # A salt may be a secret, so salts are named by their place on the command line and not by their text.
+        # A salt may be a secret, and JSON is often kept in a file: salts are named by their place on the command line.
         "salts": [
             {
                 "salt": _salt_name(number, one),

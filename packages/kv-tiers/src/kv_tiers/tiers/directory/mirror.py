@@ -233,7 +233,7 @@ class Mirror:
             for host in self._hosts.values():
                 self._believe(host)
 
-    # Repairs. Between `begin_repair` and its end the host's entries wait.
+    # Repairs. Between `begin_repairs` and its end the host's entries wait.
 
     def begin_repairs(
         self, most: int, now_s: float, can_query: Callable[[HostPort], bool] = lambda _: True
