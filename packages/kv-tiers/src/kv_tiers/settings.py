@@ -88,8 +88,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Tokens of a request beyond this number are not stored; 0: no limit."""
     stores_in_flight_bytes: Bytes = 2 << 30
     """How much each worker may have in flight from its device to the pool while the engine continues with the next
-    steps. Chunks beyond that are not stored. 0: a step ends when all that it stores is in the pool. vLLM only; a CPU
-    always copies at once."""
+    steps. Chunks beyond that are not stored. 0: a step ends when all that it stores is in the pool. vLLM only."""
     host: HostConfig = HostConfig()
     tiers: list[dict[str, Any]] = []
     """The tiers below the host pool, hottest first: for each its type (disk, redis, valkey, s3, mooncake, shared_fs,
