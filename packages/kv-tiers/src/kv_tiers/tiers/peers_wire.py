@@ -16,9 +16,8 @@ Frames and keys are those of `kv_tiers.messages`. The listening side begins:
     Sum     ->  Summed: checksums of what is here, for the directory (`tiers.directory`)
     List    ->  Listed: names of what is here, of some shards
 
-`Refused` may come instead of `Welcome` and `Held`, and ends the conversation, as everything malformed does. A peer is
-trusted no more than any medium: sizes are checked before use, and the lane that reads a chunk verifies its header and
-bytes.
+`Refused` may come instead of `Welcome`, and ends the conversation, as everything malformed does. A peer is trusted no
+more than any medium: sizes are checked before use, and the lane that reads a chunk verifies its header and bytes.
 """
 
 import secrets
