@@ -99,10 +99,10 @@ def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
             process.send_signal(signal.SIGTERM)
             process.wait(END_S)
             # The private server ends after vLLM has.
-            until(lambda: "the KV cache ends" in log.read_text(), END_S)
+            until(lambda: "the KV cache is closed" in log.read_text(), END_S)
             said = log.read_text()
         assert len(re.findall(r"INFO .*the KV cache is on: chunks of 128 tokens in a pool of 64 MiB", said)) == 1, said
-        assert len(re.findall(f"INFO .*the KV cache ends: {end}, and 4 chunks entered the pool", said)) == 1, said
+        assert len(re.findall(f"INFO .*the KV cache is closed: {end}, and 4 chunks entered the pool", said)) == 1, said
         # Neither a socket nor a lock is left.
         until(lambda: not [path for path in runtime.rglob("*") if not path.is_dir()], END_S)
     assert len(set(answers)) == 1
@@ -120,6 +120,6 @@ def test_replicas_share_a_private_server_and_its_disk(spelling_llama: str, tmp_p
             said += [complete(url, PROMPT, replica=replica) for replica in (0, 1, 0)]
             process.send_signal(signal.SIGTERM)
             process.wait(END_S)
-            until(lambda: "the KV cache ends" in log.read_text(), END_S)
+            until(lambda: "the KV cache is closed" in log.read_text(), END_S)
     assert [found for _, found in said] == [0, 512, 512, 512, 512, 512]
     assert len({answer for answer, _ in said}) == 1

@@ -90,17 +90,17 @@ def test_tags_set_requests_apart(oracle: Oracle) -> None:
 
 
 WRONG: list[tuple[Any, str, Controls]] = [
-    ({"kv_tiers": {"stor": False}}, "kv_tiers has no 'stor', which is left out; did you mean 'store'?", Controls()),
+    ({"kv_tiers": {"stor": False}}, "kv_tiers has no 'stor', which is ignored; did you mean 'store'?", Controls()),
     ({"kv_tiers": {"store": "no", "load": False}}, "store is 'no', expected `bool`", Controls(loads=False)),
     ({"kv_tiers": {"min_load_tokens": -1}}, "min_load_tokens is -1, expected `int` >= 0", Controls()),
     ({"kv_tiers": {"max_store_tokens": True}}, "max_store_tokens is True, expected `int | null`", Controls()),
     ({"kv_tiers": {3: 4}}, "kv_tiers has no 3", Controls()),
     ({"kv_tiers": ["store"]}, "kv_tiers is ['store'] and left out", Controls()),
-    ({"kv_tier": {"store": False}}, "'kv_tier' is left out; did you mean 'kv_tiers'?", Controls()),
+    ({"kv_tier": {"store": False}}, "'kv_tier' is ignored; did you mean 'kv_tiers'?", Controls()),
     ([1], "[1] is left out", Controls()),
     ({"kv_tiers": {"tags": {"a": 1}}}, "nothing of this request is loaded", Controls(loads=False, stores=False)),
     ({"kv_tiers": {"tags": {"a b": "c"}}}, "nothing of this request", Controls(loads=False, stores=False)),
-    ({"kv_tiers": {"tiers": ["disc"]}}, "no tier 'disc', which is left out; did you mean 'disk'", Controls(tiers=())),
+    ({"kv_tiers": {"tiers": ["disc"]}}, "no tier 'disc', which is ignored; did you mean 'disk'", Controls(tiers=())),
     ({"kv_tiers": {"tiers": ["disk", "nvme"]}}, "there are disk, host", Controls(tiers=("disk",))),
     ({"kv_tiers": {"tiers": "disk"}}, "only the pool is read and written", Controls(tiers=())),
     ({"kv_tiers": {"tiers": [1]}}, "only the pool is read and written", Controls(tiers=())),

@@ -72,13 +72,13 @@ def test_a_model_whose_rotation_is_not_known_is_not_calibrated(
         return [(np.cos(one), np.sin(one)) for one in angles]
 
     monkeypatch.setattr(model, "rotations", slower)
-    with pytest.raises(ConfigError, match="rotates the keys of layer 0 in a way that codec kvtc does not know"):
+    with pytest.raises(ConfigError, match="rotates the keys of layer 0 in a way that codec kvtc does not support"):
         calibrate(model, tokens)
     longer = 1 + np.arange(64)[:, None] / 640
     monkeypatch.setattr(model, "rotations", lambda _: [(longer * cos, longer * sin) for cos, sin in rotations(64)])
     with pytest.raises(ConfigError, match="rotates its keys in a way"):
         calibrate(model, tokens)
-    with pytest.raises(ConfigError, match="1024 tokens of text or more"):
+    with pytest.raises(ConfigError, match="at least 1024 tokens of text"):
         calibrate(model, tokens[:500])
 
 

@@ -86,7 +86,7 @@ def read(
             (8, 2, 32, 64),
             "group 1 .*CrossAttentionSpec.*encoder",
         ),
-        ([KVCacheGroupSpec(["a"], UNKNOWN)], (8, 2, 32, 64), "CircularBufferSpec.*does not know"),
+        ([KVCacheGroupSpec(["a"], UNKNOWN)], (8, 2, 32, 64), "CircularBufferSpec.*does not support"),
         ([KVCacheGroupSpec(["a"], FULL, host_resident=True)], (8, 2, 32, 64), "in host memory"),
         ([KVCacheGroupSpec(["a"], FULL)], (12, 2, 32, 64), r"\(12, 2, 32, 64\) for 8 blocks of 32"),
         ([KVCacheGroupSpec(["a"], FULL)], (8, 2, 32 * 64), r"\(8, 2, 2048\) for 8 blocks"),

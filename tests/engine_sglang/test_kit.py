@@ -264,6 +264,6 @@ def test_an_sglang_that_names_pages_otherwise_is_refused_at_start() -> None:
 
     with (
         mock.patch("sglang.srt.mem_cache.utils.get_hash_str", return_value=["00", "11"]),
-        pytest.raises(ConfigError, match="names its pages otherwise"),
+        pytest.raises(ConfigError, match="names its pages differently"),
     ):
         attach.check_hashes()

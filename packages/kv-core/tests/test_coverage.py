@@ -99,5 +99,5 @@ def test_a_coverage_that_cannot_be_is_refused(made: dict[str, object]) -> None:
     "made", [{"chunk_tokens": 0}, {"chunk_tokens": 1, "shards": 0}, {"chunk_tokens": 1, "groups": ()}]
 )
 def test_a_chunk_without_keys_is_refused(made: dict[str, object]) -> None:
-    with pytest.raises(InputError, match="at least one of each"):
+    with pytest.raises(InputError, match="each must be at least 1"):
         ChunkShape(**made)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "heads": 3,
             "head_dim": 5,
         },
-        "2 tokens of 3 heads of 5 are no multiple of 4 bytes",
+        "2 tokens of 3 heads of 5 are not a multiple of 4 bytes",
     ),
     ({"kind": "blocks", "block_tokens": 3}, "not a multiple of the engine's block of 3"),
 ]

@@ -321,7 +321,7 @@ def test_shares_that_cannot_be_are_refused() -> None:
         (lambda: KEY.split_layers(0), "0 layers"),
         (lambda: KEY.split_layers(65536), "65536 layers"),
         (lambda: KEY.split_layers(2)[1].split_layers(2), "names layer 1 alone"),
-        (lambda: replace(SPACE, model="other").spell(KEY), "not of the key space of other"),
+        (lambda: replace(SPACE, model="other").spell(KEY), "does not belong to the key space of other"),
     ]:
         with pytest.raises(InputError, match=text):
             call()

@@ -39,12 +39,13 @@ def test_a_line_says_how_many_were_left_out_before_it(caplog: pytest.LogCaptureF
     assert len(caplog.messages) == BURST
     assert caplog.messages[0] == "client 0 did 100% of it"
     assert (
-        caplog.messages[-1] == f"client {BURST - 1} did 100% of it (from here on one line like this in {EVERY_S:g} s)"
+        caplog.messages[-1]
+        == f"client {BURST - 1} did 100% of it (from now on at most one line like this in {EVERY_S:g} s)"
     )
     late = logging.LogRecord(log.name, logging.WARNING, "", 0, "client %d did 100%% of %s", (100, "it"), None)
     late.created += EVERY_S
     log.handle(late)
-    assert caplog.messages[-1] == f"client 100 did 100% of it ({100 - BURST} more like this were left out before)"
+    assert caplog.messages[-1] == f"client 100 did 100% of it ({100 - BURST} more like this were suppressed before)"
     assert LIMIT.left_out() == 0
 
 

@@ -49,5 +49,5 @@ def test_a_chunk_of_no_keys_is_a_bug(keys_per_chunk: int) -> None:
 
 def test_answers_that_end_amid_a_chunk_are_a_bug() -> None:
     """Else a share that was never asked for would look held."""
-    with pytest.raises(MisuseError, match="2 keys a chunk"):
+    with pytest.raises(MisuseError, match="2 keys per chunk"):
         leading_run([True, True, True], 2)

@@ -20,7 +20,7 @@ def test_cufile_is_looked_for_without_touching_it(tmp_path: Path) -> None:
     assert "without the nvidia-fs module" in str(missing("26.10"))
     (proc / "driver/nvidia-fs").mkdir(parents=True)
     (proc / "driver/nvidia-fs/version").write_text("version: 2.20")
-    assert "its devices are not here" in str(missing("26.10"))
+    assert "its devices are missing" in str(missing("26.10"))
     (dev / "nvidia-fs0").touch()
     without = missing(None)
     assert without is not None and without.advice == "pip install 'kv-cuda[gds]'"

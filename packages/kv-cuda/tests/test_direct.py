@@ -472,7 +472,7 @@ def test_what_does_not_go_together_is_refused(slab: Slab, copiers: Copiers) -> N
         load(copier, extents, CHUNK)
     with pytest.raises(InputError, match=r"an extent of 5 bytes for chunks of"):
         load(copier, [replace(extents[0], nbytes=5)], CHUNK)
-    with pytest.raises(InputError, match="room for a chunk, and has none"):
+    with pytest.raises(InputError, match="reserved room, with no chunk"):
         load(copier, [replace(extents[0], checksum=None)], CHUNK)
     with pytest.raises(InputError, match="do not reach token"):
         copier.load(extents, TABLE[:3], block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)

@@ -182,7 +182,7 @@ def test_layers_are_stored_one_by_one_and_each_as_it_is_then(copy_path: CopyPath
     assert pool == chunk
     copier.detach("pool")
     copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
-    with pytest.raises(CopyFailed, match="was let go"):  # its memory may not be there any more
+    with pytest.raises(CopyFailed, match="was detached"):  # its memory may not be there any more
         store.gather((0,))
 
 
@@ -416,7 +416,7 @@ def test_the_table_follows_from_what_was_measured(tmp_path: Path) -> None:
 def test_a_file_that_is_no_table_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
     path = tmp_path / "copy-paths.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="remove it, or measure anew: kv bench copy"):
+    with pytest.raises(ConfigError, match="remove it, or measure again: kv bench copy"):
         read_copy_paths(path)
 
 
@@ -506,7 +506,7 @@ def test_which_path_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: 
 def test_a_file_that_says_no_paths_of_files_is_refused(tmp_path: Path, directories: str) -> None:
     path = tmp_path / "file-copy-paths.json"
     path.write_text(f'{{"version": 1, "directories": {directories}}}')
-    with pytest.raises(ConfigError, match="remove it, or measure anew: kv bench copy"):
+    with pytest.raises(ConfigError, match="remove it, or measure again: kv bench copy"):
         read_file_copy_paths(path)
 
 

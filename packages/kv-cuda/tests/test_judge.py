@@ -137,7 +137,7 @@ def test_a_format_is_refused_with_its_figure(tmp_path: Path) -> None:
     demand(str(path), 0.01, [stored("int8", heads=1)])  # a rank's share of three
     with pytest.raises(ConfigError, match=r"divergence of 0.002 on a model, and judge.max_kl allows 0.001"):
         demand(str(path), 0.001, [stored("int8")])
-    with pytest.raises(ConfigError, match="says nothing of format fp8"):
+    with pytest.raises(ConfigError, match="does not cover format fp8"):
         demand(str(path), 0.01, [stored("fp8")])
     with pytest.raises(ConfigError, match="no layers with 2 heads of 64"):
         demand(str(path), 0.01, [stored("int8", heads=2)])
@@ -169,9 +169,9 @@ def test_a_codec_of_tiers_needs_a_verdict_of_its_own_calibration(tmp_path: Path)
     demand(str(path), 0.004, [exact], codec="kvtc-00aa")
     with pytest.raises(ConfigError, match=r"format kvtc-00aa has a KL divergence of 0.004"):
         demand(str(path), 0.003, [exact], codec="kvtc-00aa")
-    with pytest.raises(ConfigError, match="says nothing of format kvtc-00bb"):
+    with pytest.raises(ConfigError, match="does not cover format kvtc-00bb"):
         demand(str(path), 0.004, [exact], codec="kvtc-00bb")
-    with pytest.raises(ConfigError, match="says nothing of format int8"):
+    with pytest.raises(ConfigError, match="does not cover format int8"):
         demand(str(path), 0.004, [stored("int8")], codec="kvtc-00aa")
     with pytest.raises(ConfigError, match=r"set judge\.verdict"):
         demand("", 0.004, [exact], codec="kvtc-00aa")
@@ -224,10 +224,10 @@ def test_exact_formats_need_no_verdict() -> None:
     ("text", "message"),
     [
         ("", "Expecting value"),
-        ("[]", "is no file of `kv judge`"),
+        ("[]", "is not a file of `kv judge`"),
         ('{"version": 1}', "other versions of the formats"),
-        ('{"version": 2, "findings": [{"kl": 1}]}', "is no file of `kv judge`"),
-        (json.dumps({"version": 2, "findings": [], "heads": [[1]]}), "is no file of `kv judge`"),
+        ('{"version": 2, "findings": [{"kl": 1}]}', "is not a file of `kv judge`"),
+        (json.dumps({"version": 2, "findings": [], "heads": [[1]]}), "is not a file of `kv judge`"),
     ],
 )
 def test_what_is_no_verdict_is_named(text: str, message: str, tmp_path: Path) -> None:

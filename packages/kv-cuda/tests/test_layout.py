@@ -20,15 +20,15 @@ k, v = TRUE.parts
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ((k, replace(v, offset=0)), "two elements of a block lie on each other"),
-        ((k, replace(v, offset=1)), "lie on each other"),
-        ((replace(k, token=0), v), "lie on each other"),
-        ((replace(k, dim=1), v), "lie on each other"),
+        ((k, replace(v, offset=0)), "two elements of a block overlap"),
+        ((k, replace(v, offset=1)), "overlap"),
+        ((replace(k, token=0), v), "overlap"),
+        ((replace(k, dim=1), v), "overlap"),
         ((k, replace(v, offset=-1)), "part v has a negative offset"),
         ((replace(k, head=-8), v), "part k has a negative head"),
-        ((k, replace(v, offset=TRUE.page_elements)), "the blocks of part k lie on each other"),
-        ((replace(k, block=TRUE.page_elements - 1), v), "the blocks of part k lie on each other"),
-        ((replace(k, block=8), replace(v, block=8)), "the blocks of part k lie on each other"),
+        ((k, replace(v, offset=TRUE.page_elements)), "the blocks of part k overlap"),
+        ((replace(k, block=TRUE.page_elements - 1), v), "the blocks of part k overlap"),
+        ((replace(k, block=8), replace(v, block=8)), "the blocks of part k overlap"),
         ((), "has no parts"),
     ],
 )
@@ -43,7 +43,7 @@ def test_parts_and_blocks_may_lie_anywhere_as_long_as_they_do_not_meet() -> None
     assert far.canonical_format(8) == TRUE.canonical_format(8)
     with pytest.raises(InputError, match="not one run"):
         far.blocks_format(8, "x")
-    with pytest.raises(InputError, match="the blocks of part k lie on each other"):
+    with pytest.raises(InputError, match="the blocks of part k overlap"):
         replace(far, blocks=BLOCKS + 1)
     assert not any(cache.layout.blocks_are_runs for name, cache in CACHES.items() if name.startswith("SGLang"))
 
@@ -52,9 +52,9 @@ def test_in_tensors_of_their_own_parts_may_have_the_same_places_but_no_two_eleme
     layout = CACHES["SGLang on the device, float32"].layout
     key, value = layout.parts
     assert (key.offset, key.block) == (value.offset, value.block)
-    with pytest.raises(InputError, match="lie on each other"):
+    with pytest.raises(InputError, match="overlap"):
         replace(layout, own_tensors=False)
-    with pytest.raises(InputError, match="the blocks of part v lie on each other"):
+    with pytest.raises(InputError, match="the blocks of part v overlap"):
         replace(layout, parts=(key, replace(value, block=value.block - 1)))
 
 

@@ -501,7 +501,7 @@ def test_a_format_that_is_not_this_layout_s_is_refused() -> None:
     layout, tensors = NHD.layout, NHD.make()
     right = layout.quantised_format("int8", CHUNK)
     for wrong in (layout.canonical_format(CHUNK), replace(right, layers=1), replace(right, heads=1)):
-        with pytest.raises(InputError, match="none of layout NHD in one byte an element"):
+        with pytest.raises(InputError, match="not one of layout NHD with one byte per element"):
             QuantisingCopier(
                 layout, wrong, CpuCopier(layout, tensors, layout.canonical_format(CHUNK)), tensors[0].device
             )

@@ -84,7 +84,7 @@ def test_views_of_other_bytes_are_refused(
 def test_layers_on_the_same_bytes_are_refused() -> None:
     tensors, views = engine()
     refused = prove_states(group(tensors=(tensors[0],) * 2, views=(views[0],) * 2))
-    assert isinstance(refused, Refusal) and "on other states" in refused.reason
+    assert isinstance(refused, Refusal) and "overlaps other states" in refused.reason
 
 
 @pytest.mark.parametrize("fields", [{"state_bytes": 200}, {"state_bytes": 160}, {"blocks": 6}, {"blocks": 3}])

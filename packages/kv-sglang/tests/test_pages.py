@@ -200,7 +200,7 @@ def test_what_cannot_be_described_is_refused_by_name() -> None:
 def test_a_pool_that_keeps_its_pages_elsewhere_is_refused(make_pool: MakePool) -> None:
     pool = make_pool("mha", "page_first")
     pool.get_page_buffer_meta = lambda indices: ([0, 0], [])
-    with pytest.raises(ConfigError, match=r"keeps its pages elsewhere .* tested with SGLang 0\.5\.23"):
+    with pytest.raises(ConfigError, match=r"does not store its pages where .* tested with SGLang 0\.5\.23"):
         describe(pool, "kv")
 
 

@@ -115,8 +115,8 @@ def test_what_cannot_be_followed_is_said_and_tags_are_not_ignored(
     with caplog.at_level(logging.WARNING):
         pages.note(tags={"a": "b"}, min_load_tokens=5, tiers=["dsk"])
     (line,) = caplog.messages
-    assert line.startswith("request req-7: custom_params: tags cannot be followed with this engine; nothing of this")
-    assert "min_load_tokens cannot be followed with this engine; it is left out" in line
+    assert line.startswith("request req-7: custom_params: tags is not supported by this engine; nothing of this")
+    assert "min_load_tokens is not supported by this engine; it is ignored" in line
     assert "there is no tier 'dsk'" in line
     assert pages.pages.of(hashes(PROMPT)) == [Controls(loads=False, stores=False, tiers=())] * 4
 

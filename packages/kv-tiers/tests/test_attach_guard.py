@@ -68,5 +68,5 @@ def test_what_an_engine_calls_otherwise_is_named() -> None:
         "load takes ['request', 'blocks', 'more'], not ['blocks', 'request']",
         "Engine has no gone",
     ]
-    assert list(unknown_calls(Engine, ["load"])) == ["Engine also wants flush"]
+    assert list(unknown_calls(Engine, ["load"])) == ["Engine also requires flush"]
     assert list(field_differences(Grown, ["waiting", "swapped", "gone"])) == ["Grown has no gone"]

@@ -47,16 +47,18 @@ def test_keys_in_another_order_are_refused_and_the_same_are_not(rotated: int, ne
     of_a_vision_tower = made(1e4, 4, head_dim=4)
     check_rotations(calibration, [of_a_vision_tower, right])
     for wrong in (made(1e4, rotated, neighbours=not neighbours), made(1e4, rotated - 2, neighbours=neighbours)):
-        with pytest.raises(ConfigError, match=f"rotates {wrong.rotated} of 8 elements.* stores keys in another order"):
+        with pytest.raises(
+            ConfigError, match=f"rotates {wrong.rotated} of 8 elements.* stores keys in a different order"
+        ):
             check_rotations(calibration, [wrong, of_a_vision_tower])
-    with pytest.raises(ConfigError, match="rotates nothing that it tells of"):
+    with pytest.raises(ConfigError, match="rotates nothing that it reports"):
         check_rotations(calibration, [of_a_vision_tower])
 
 
 def test_every_base_must_be_the_engines_and_layers_without_rotation_ask_for_none() -> None:
     calibration = calibrated(1e4, 1e6, 0)
     check_rotations(calibration, [made(1e6), made(1e4)])
-    with pytest.raises(ConfigError, match="other frequencies"):
+    with pytest.raises(ConfigError, match="different frequencies"):
         check_rotations(calibration, [made(1e4)])
     check_rotations(calibrated(0, 0), [])
     # An engine that does not say its frequencies is believed as to them.
@@ -72,5 +74,5 @@ def test_frequencies_in_bfloat16_are_the_same_and_one_pair_is_halves_and_neighbo
 def test_a_stage_is_asked_for_its_own_layers() -> None:
     calibration = calibrated(1e4, 1e6)
     check_rotations(calibration, [made(1e6)], stage=1, stages=2)
-    with pytest.raises(ConfigError, match="other frequencies"):
+    with pytest.raises(ConfigError, match="different frequencies"):
         check_rotations(calibration, [made(1e6)], stage=0, stages=2)

@@ -255,7 +255,9 @@ def test_weights_that_take_long_to_read_are_named_in_the_background_and_it_says_
     assert gate.reached.wait(30)
     assert live.now is None
     said = [
-        record.getMessage() for record in caplog.records if "nothing is loaded or stored until then" in record.message
+        record.getMessage()
+        for record in caplog.records
+        if "nothing is loaded or stored until that is done" in record.message
     ]
     assert len(said) == 1
     gate.open.set()
@@ -294,7 +296,7 @@ def test_weights_that_cannot_be_known_have_a_name_of_this_engine_alone_and_it_sa
     first, second = (LiveWeights(served(source), memory=NOWHERE) for _ in range(2))
     assert first.now is not None and second.now is not None
     assert first.now.revision != second.now.revision
-    assert "lives no longer than this engine" in caplog.text
+    assert "live no longer than this engine" in caplog.text
     ranks = [LiveWeights(served(source), engine="both ranks'", memory=NOWHERE).now for _ in range(2)]
     assert ranks[0] == ranks[1] != first.now
 
@@ -425,4 +427,4 @@ class TestAdapters:
         other = Adapters(NOWHERE)
         assert None not in (here, there := self.known(other, 4, "one", "org/unknown")) and here != there
         other.close()
-        assert "lives no longer than this engine" in caplog.text
+        assert "live no longer than this engine" in caplog.text

@@ -35,7 +35,8 @@ class Coverage:
     def __post_init__(self) -> None:
         if _SPELLED.fullmatch(str(self)) is None or (self.tokens and self.kind in ("all", "state")):
             raise InputError(
-                f"no coverage is {self.kind!r} of {self.tokens} tokens; it is all, state, window:TOKENS or local:TOKENS"
+                f"no coverage is {self.kind!r} of {self.tokens} tokens; choose all, state, window:TOKENS or "
+                "local:TOKENS"
             )
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ class Coverage:
         found = _SPELLED.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             raise InputError(
-                f"there is no coverage {str(text)[:40]!r}; it is all, state, window:TOKENS or local:TOKENS"
+                f"there is no coverage {str(text)[:40]!r}; choose all, state, window:TOKENS or local:TOKENS"
             )
         bare, kind, tokens = found.groups()
         return cls(cast(CoverageKind, bare or kind), int(tokens or 0))
@@ -94,8 +95,8 @@ class ChunkShape:
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1 or self.shards < 1 or not self.groups:
             raise InputError(
-                f"chunks of {self.chunk_tokens} tokens in {len(self.groups)} groups and {self.shards} shards; there is "
-                "at least one of each"
+                f"chunks of {self.chunk_tokens} tokens in {len(self.groups)} groups and {self.shards} shards; each "
+                "must be at least 1"
             )
 
     @cached_property

@@ -104,8 +104,8 @@ class ChunkFormat:
             )
         if self.codes_bytes % SCALE_BYTES:
             raise InputError(
-                f"format {self.kind}: {self.chunk_tokens} tokens of {self.heads} heads of {self.head_dim} are no "
-                f"multiple of {SCALE_BYTES} bytes, so the scales behind them would lie askew"
+                f"format {self.kind}: {self.chunk_tokens} tokens of {self.heads} heads of {self.head_dim} are not a "
+                f"multiple of {SCALE_BYTES} bytes, so the scales after them would be misaligned"
             )
 
     @property

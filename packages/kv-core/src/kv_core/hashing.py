@@ -49,7 +49,7 @@ class Item:
         for name in ("first_token", "tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-                raise InputError(f"an item's {name} is {value!r}; it must be a whole number from 0")
+                raise InputError(f"an item's {name} is {value!r}; it must be a whole number of at least 0")
         if not self.tokens:
             raise InputError("an item fills 0 tokens; leave it out")
         self.encoded()  # so that text that is not Unicode is refused here and not in the middle of a chain
@@ -91,8 +91,8 @@ class ChainScheme:
                 raise InputError(f"{self.algorithm} takes no secret; choose blake2b, or leave the secret out")
         elif not _MIN_SECRET_BYTES <= len(self.secret) <= _MAX_SECRET_BYTES:
             raise InputError(
-                f"blake2b needs a secret of {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes, "
-                f"and {len(self.secret)} were given; 32 random bytes serve well"
+                f"blake2b needs a secret of {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes, and {len(self.secret)} "
+                "were given; 32 random bytes are a good choice"
             )
 
     @property
@@ -208,7 +208,7 @@ def _sized(data: bytes) -> bytes:
 
 def _utf8(text: str) -> bytes:
     if not isinstance(text, str):
-        raise InputError(f"salt, lora and tags are text, and a {type(text).__name__} is not")
+        raise InputError(f"salt, lora and tags must be text, not {type(text).__name__}")
     try:
         return text.encode()
     except UnicodeEncodeError:

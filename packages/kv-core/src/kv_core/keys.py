@@ -98,7 +98,7 @@ class ChunkKey(bytes):
             InputError: not the bytes of a key.
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise InputError(f"a chunk key is bytes, not {_shortened(data)}")
+            raise InputError(f"a chunk key must be bytes, not {_shortened(data)}")
         key = cls(data)
         if len(key) not in KEY_BYTES:
             raise InputError(f"a chunk key has {KEY_BYTES[0]} or {KEY_BYTES[1]} bytes, not {len(key)}")
@@ -232,7 +232,7 @@ class KeySpace:
         chosen = range(self.world) if shards is None else _chosen(shards)
         for shard in chosen:
             if not 0 <= shard < self.world:
-                raise InputError(f"shard {shard} of a key space with {self.world} shards (they count from 0)")
+                raise InputError(f"shard {shard} of a key space with {self.world} shards (shards are numbered from 0)")
         return keys_in(self.fingerprint, digests, groups=groups, shards=chosen, tenant=tenant)
 
     def spell(self, key: ChunkKey) -> str:
@@ -242,7 +242,7 @@ class KeySpace:
             InputError: the key belongs to another space.
         """
         if key.space_id != self.fingerprint:
-            raise InputError(f"{key!r} is not of the key space of {self.model}")
+            raise InputError(f"{key!r} does not belong to the key space of {self.model}")
         parts = [_escape(self.model), str(self.world), str(key.shard), key.digest.hex(), _escape(self.dtype)]
         tenant = "" if key.tenant == NO_TENANT else key.tenant.hex()
         layer = "" if key.layer is None else str(key.layer)
@@ -278,7 +278,7 @@ class KeySpace:
         key = space.key(_unhex(parts[3], "a digest", {32, 64}), group, shard, tenant=tenant)
         key = ChunkKey(key[: _PREFIX_BYTES - 2] + layer.to_bytes(2, "big") + key.digest)
         if space.spell(key) != text:
-            raise InputError(f"not the one way to spell this key: {_shortened(text)}")
+            raise InputError(f"not the canonical spelling of this key: {_shortened(text)}")
         return space, key
 
 
@@ -344,7 +344,7 @@ def tenant_tag(salt: str | None) -> bytes:
     try:
         encoded = salt.encode()
     except (AttributeError, UnicodeEncodeError):
-        raise InputError("a salt is text of valid Unicode") from None  # and it is not repeated here: it is a secret
+        raise InputError("a salt must be valid Unicode text") from None  # and it is not repeated here: it is a secret
     return hashlib.sha256(_TENANT_MESSAGE + struct.pack("<Q", len(encoded)) + encoded).digest()[:TENANT_BYTES]
 
 
@@ -359,7 +359,7 @@ def _check_tags(tags: tuple[tuple[str, str], ...]) -> None:
         if not isinstance(name, str) or not _TAG_NAME.fullmatch(name):
             raise InputError(f"the tag name {_shortened(name)} is not 1 to 64 of A-Z a-z 0-9 . _ -")
         if name in _RESERVED_TAGS:
-            raise InputError(f"the tag name {name!r} is taken: a spelled key uses it for itself")
+            raise InputError(f"the tag name {name!r} is reserved for the spelling of keys")
         if number and tags[number - 1][0] == name:
             raise InputError(f"the tag {name!r} is given twice")
         _check_text(f"tag {name}", value)

@@ -80,9 +80,9 @@ class LimitFilter(logging.Filter):
             return False
         note = ""
         if left_out:
-            note = f" ({left_out} more like this were left out before)"
+            note = f" ({left_out} more like this were suppressed before)"
         elif self._limit.is_last_of_burst(kind):
-            note = f" (from here on one line like this in {EVERY_S:g} s)"
+            note = f" (from now on at most one line like this in {EVERY_S:g} s)"
         if note:
             # The arguments are filled in first: they may contain a per cent sign.
             record.msg, record.args = record.getMessage() + note, None

@@ -60,5 +60,5 @@ def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:
         if of_this_chunk == keys_per_chunk:
             chunks, of_this_chunk = chunks + 1, 0
     if of_this_chunk:
-        raise MisuseError(f"{keys_per_chunk} keys a chunk, and the last chunk was asked for by {of_this_chunk} only")
+        raise MisuseError(f"{keys_per_chunk} keys per chunk, but only {of_this_chunk} were given for the last chunk")
     return chunks, Ended.ALL_HELD

@@ -152,7 +152,7 @@ def _why_blocks_cannot(group: LayerGroup) -> str | None:
     try:
         return _why_blocks_do_not_stand_alone(group)
     except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
-        return f"its update cannot be tried: {error}"
+        return f"its update cannot be tested: {error}"
 
 
 def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:

@@ -79,7 +79,7 @@ def _exact(
                 chunk_format,
                 copy_paths=measured(device, copy_paths_file, read_copy_paths, CopyPaths()),
             )
-        _log.warning("triton is not installed: chunks are copied by torch, which is right and slow")
+        _log.warning("triton is not installed: chunks are copied by torch, which is correct but slow")
     return CpuCopier(layout, tensors, chunk_format, stores_behind=stores_behind)
 
 

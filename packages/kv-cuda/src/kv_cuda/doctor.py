@@ -39,7 +39,7 @@ def _no_gpu() -> Finding:
     if ctypes.util.find_library("cuda") is None:
         return Finding("ok", "GPU", "no NVIDIA driver here: chunks are copied by torch, on the CPU")
     if torch.version.cuda is None:
-        advice = "install the CUDA build of torch (https://pytorch.org/get-started/locally) where a GPU shall be used"
+        advice = "install the CUDA build of torch (https://pytorch.org/get-started/locally) if a GPU is to be used"
         return Finding(
             "wrong", "GPU", f"there is a driver, but torch {torch.__version__} was built without CUDA", advice
         )
@@ -55,7 +55,7 @@ def _device(number: int, options: DoctorOptions) -> Iterator[Finding]:
     found = f"{properties.name}, {properties.total_memory >> 30} GiB, {chip}, {properties.multi_processor_count} SMs"
     yield Finding("ok", name, found)
     if (node := node_of(device)) is not None:
-        yield Finding("ok", f"{name}, NUMA", f"its bus is at node {node}: the host pool's pages are taken there")
+        yield Finding("ok", f"{name}, NUMA", f"its bus is at node {node}: the host pool's pages are allocated there")
     if (properties.major, properties.minor) < (8, 0):
         advice = "the kernels are compiled and tested for sm_80, sm_90 and sm_100; expect torch's own copies to be used"
         yield Finding("note", name, f"older than sm_80 (it is {chip})", advice)

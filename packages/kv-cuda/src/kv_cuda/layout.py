@@ -111,8 +111,8 @@ class PagedLayout:
     def _check_tile(self, part: PartLayout, name: str, tile: Tile | None, length: int) -> None:
         if tile is not None and (tile.size < 1 or tile.stride < 0 or length % tile.size):
             raise InputError(
-                f"layout {self.name}: part {part.name} has {name} {tile.size} at {tile.stride}; "
-                f"tiles must divide the axis's {length} and lie at no negative stride"
+                f"layout {self.name}: part {part.name} has {name} {tile.size} at {tile.stride}; tiles must divide the "
+                f"axis's {length} and must not have a negative stride"
             )
 
     @property
@@ -217,13 +217,13 @@ class PagedLayout:
             return
         page = self._places()
         if len(np.unique(page)) != page.size:
-            raise InputError(f"layout {self.name}: two elements of a block lie on each other")
+            raise InputError(f"layout {self.name}: two elements of a block overlap")
         alike = len({part.block for part in self.parts}) == 1
         for part in self.parts:
             # K and V at different distances are only tried by a canary: their blocks must be at least a page apart.
             meet = _meet(page.reshape(-1), part.block, self.blocks) if alike else part.block <= page.max()
             if self.blocks > 1 and meet:
-                raise InputError(f"layout {self.name}: the blocks of part {part.name} lie on each other")
+                raise InputError(f"layout {self.name}: the blocks of part {part.name} overlap")
 
 
 def _along(index: npt.NDArray[np.int64], stride: int, tile: Tile | None) -> npt.NDArray[np.int64]:

@@ -58,12 +58,12 @@ def prove_states(group: StateGroup) -> Proof | Refusal:
         return Refusal(f"the engine's cache has {group.blocks} blocks, and the canary needs 4")
     try:
         if (why := _why_not_inside(group)) is not None:
-            return Refusal(f"the canary does not find the engine's states: {why}")
+            return Refusal(f"the canary cannot find the engine's states: {why}")
         layout, described = _layout(group), _format(group)
         if (why := _why_not_carried(group, layout, described)) is not None:
-            return Refusal(f"the canary carried a state wrongly: {why}")
+            return Refusal(f"the canary copied a state incorrectly: {why}")
     except (KVError, RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
-        return Refusal(f"the engine's states cannot be tried: {error}")
+        return Refusal(f"the engine's states cannot be tested: {error}")
     return Proof(layout, described, f"states of {group.state_bytes} bytes, format blocks")
 
 
@@ -101,7 +101,7 @@ def _why_not_inside(group: StateGroup) -> str | None:
             first = view.data_ptr() - start
             length = view[0].numel() * view.element_size()
             if view.shape[0] != group.blocks or view.stride(0) * view.element_size() != stride:
-                return "a state is not at the distance of its blocks"
+                return "the stride of a state is not that of its blocks"
             if not view[0].is_contiguous() or first < 0 or first + length > group.state_bytes:
                 return f"a state reaches from byte {first} to {first + length} of {group.state_bytes}"
             ends.append((first, first + length))
@@ -128,17 +128,17 @@ def _why_not_carried(group: StateGroup, layout: PagedLayout, described: ChunkFor
         before = _pages(group, touched)
         copier.store(TransferPlan((Copy(extent, 0, source, 1),), 1)).wait()
         if _pages(group, touched) != before:
-            return "taking a state out changed a block"
+            return "reading a state changed a block"
         copier.load(TransferPlan((Copy(extent, 0, target, 1),), 1)).wait()
         after = _pages(group, touched)
         for layer, views in enumerate(group.views):
             for number, view in enumerate(views):
                 if not torch.equal(_bytes(view[source]), written[layer][number]):
-                    return f"state {number} of layer {layer} is on other states"
+                    return f"state {number} of layer {layer} overlaps other states"
                 if not torch.equal(_bytes(view[target]), written[layer][number]):
                     return f"state {number} of layer {layer} is not what was written"
         if any(after[place] != before[place] for place in after if place[1] != target):
-            return "putting a state back changed another block"
+            return "writing a state back changed another block"
     copier.detach(_POOL)
     return None
 

@@ -122,15 +122,15 @@ def check_hashes() -> None:
     ours = [digest.hex() for digest in digests_of(ChainScheme("sha256", 4), tokens)]
     if theirs != ours:
         raise ConfigError(
-            f"this SGLang names its pages otherwise than {TESTED}, with which kv-sglang is tested: use that version, "
-            "or leave out --hicache-storage-backend"
+            f"this SGLang names its pages differently from {TESTED}, with which kv-sglang is tested: use that "
+            "version, or leave out --hicache-storage-backend"
         )
 
 
 def other_sglang(what: str, differences: Sequence[str], otherwise: str = "") -> ConfigError:
     """The error for an SGLang whose storage or linker interface differs from the one implemented here."""
     return ConfigError(
-        f"SGLang {version('sglang')} has another {what} interface than {TESTED}, with which kv-sglang is tested: "
+        f"SGLang {version('sglang')} has a different {what} interface from {TESTED}, with which kv-sglang is tested: "
         f"{'; '.join(differences)}; install sglang=={TESTED}" + (f", or {otherwise}" if otherwise else "")
     )
 
@@ -161,7 +161,7 @@ def attach(
     alone = rank.ranks == rank.stages == 1 and not settings.server.socket and not _would_lose_what_waits(settings)
     if not alone and not settings.server.socket and rank.nodes > 1:
         raise ConfigError(
-            f"the engine's ranks are on {rank.nodes} machines, where no private server reaches them all: start "
+            f"the engine's ranks are on {rank.nodes} machines, and no private server can reach them all: start "
             "kv-server on each and give its server.socket"
         )
     # The parent is the same for all ranks of an engine, and no other engine's while it lives.
@@ -240,8 +240,8 @@ def _divisions(calibration: Calibration, rank: Rank, pools: Mapping[str, PoolPag
     """
     if rank.stages > 1:
         raise ConfigError(
-            f"codec kvtc: the engine has {rank.stages} pipeline stages, whose pages SGLang does not name apart: use "
-            "tensor parallelism, or another codec"
+            f"codec kvtc: the engine has {rank.stages} pipeline stages, whose pages have the same names in SGLang: "
+            "use tensor parallelism, or another codec"
         )
     if not calibration.shape.order.is_usual:
         raise ConfigError(

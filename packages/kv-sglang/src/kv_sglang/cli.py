@@ -40,29 +40,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="TYPE:OPTION=VALUE,…",
-        help="what is below, hottest first; repeat it for more. With write=back, what waits is stored once the engine "
-        "has ended, by a process that outlasts it, for cold.drain_s (5 s) at most",
+        help=(
+            "a lower tier, hottest first; repeatable. With write=back, chunks still waiting are stored after the "
+            "engine has ended, by a process that outlives it, for at most cold.drain_s (5 s)"
+        ),
     )
     flags.add_argument("--socket", help="join the kv-server that listens there; capacity and tiers are then its own")
     flags.add_argument(
         "--page-size",
         type=int,
-        help="tokens a page, which is a chunk (default: the settings' chunk_tokens, or 64); as other engines have it",
+        help="tokens per page, which is a chunk (default: the settings' chunk_tokens, or 64); the same in all engines",
     )
     host = flags.add_mutually_exclusive_group()
     host.add_argument(
         "--hicache-size",
         type=int,
         metavar="GB",
-        help="SGLang's own host memory, a rank, in GB (default: what our capacity is). Without a size SGLang takes 80 "
-        "percent of what is left of the machine, or does not start",
+        help=(
+            "SGLang's own host memory per rank, in GB (default: our capacity). Without a size SGLang takes 80 "
+            "percent of the machine's remaining memory, or does not start"
+        ),
     )
     host.add_argument("--hicache-ratio", type=float, metavar="R", help="the same in multiples of its device memory")
     flags.add_argument(
         "--linker",
         action="store_true",
-        help="use SGLang's external linker in place of HiCache: no host memory of SGLang's own, and what only slower "
-        "tiers have is a miss the first time; experimental",
+        help=(
+            "use SGLang's external linker instead of HiCache: SGLang uses no host memory of its own, and chunks that "
+            "only lower tiers have are a miss the first time; experimental"
+        ),
     )
     flags.add_argument("--config-file", help="a file with the settings: YAML, TOML or JSON")
     flags.set_defaults(run=_flags)

@@ -50,7 +50,7 @@ def start(wanted: Wanted) -> Ask:
         until = time.monotonic() + _REST_S
         while not engine.flush_cache().success:
             if time.monotonic() > until:
-                raise SystemExit("SGLang does not come to rest")
+                raise SystemExit("SGLang does not become idle")
             time.sleep(0.02)
 
     def ask(prompt: list[int]) -> Answer:

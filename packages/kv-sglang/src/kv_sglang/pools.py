@@ -146,8 +146,8 @@ def _check_addresses(pool: Any, layout: PagedLayout, layers: list[torch.Tensor])
     ours = [layer.data_ptr() + (part.offset + page * part.block) * size for layer in starts for part in layout.parts]
     if list(addresses) != ours:
         raise ConfigError(
-            f"SGLang's host pool in layout {pool.layout} keeps its pages elsewhere than kv-sglang reads them, which is "
-            f"tested with SGLang {TESTED}; use that version, or leave out --hicache-storage-backend"
+            f"SGLang's host pool in layout {pool.layout} does not store its pages where kv-sglang, tested with SGLang "
+            f"{TESTED}, reads them; use that version, or leave out --hicache-storage-backend"
         )
 
 

@@ -152,7 +152,7 @@ def follow_requests(pages: RequestPages) -> None:
     _FOLLOWED.add(pages)
     call = getattr(Scheduler, "_prefetch_kvcache", None)
     if call is None:
-        _log.warning("this SGLang looks for prompts otherwise: what requests say in %s is not followed", _FIELD)
+        _log.warning("this SGLang looks for prompts differently: the options of requests in %s are ignored", _FIELD)
         return
     with _LOCK:
         if not getattr(call, "_kv_followed", False):
@@ -169,7 +169,7 @@ def _followed(call: Any) -> Any:
                 tail = functools.partial(tail_of, req, self.tree_cache.page_size)
                 pages.note(str(req.rid), params, len(req.origin_input_ids), hashes, tail)
             except Exception:  # noqa: BLE001  # any error would end the engine
-                _log.exception("what request %s says in %s is not followed", req.rid, _FIELD)
+                _log.exception("the options of request %s in %s could not be read and are ignored", req.rid, _FIELD)
         answer = call(self, req, *args, **kwargs)
         for pages in list(_FOLLOWED):
             try:
@@ -178,7 +178,7 @@ def _followed(call: Any) -> Any:
                     matched = int(req.prefix_len) + int(req.host_hit_length)
                     pages.taken(own[: matched // self.tree_cache.page_size])
             except Exception:  # noqa: BLE001  # they stay held until their time is over
-                _log.exception("pages that request %s has already stay protected for it", req.rid)
+                _log.exception("pages that request %s already has stay protected for it", req.rid)
         return answer
 
     called._kv_followed = True  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         self._stats = _Stats()
         if getattr(storage_config, "attn_cp_size", 1) > 1:
             raise ConfigError(
-                "kv-sglang does not know which share of a page a rank of context parallelism has; start with "
+                "kv-sglang cannot tell which share of a page a rank of context parallelism has; start with "
                 "--attn-cp-size 1, or without --hicache-storage-backend"
             )
 

@@ -73,12 +73,12 @@ def check_approximate(tiers: Sequence[Mapping[str, object]], fingerprint: str) -
     for number, tier in enumerate(tiers):
         if tier.get("write") != "never" and not drops_parts(tier):
             raise ConfigError(
-                f"tiers[{number}]: a cache that reads approximations must not write any where exact chunks are: give "
-                "the tier write: never, and let engines without `approximate` fill it; only a tier with when_full: "
-                "drop_parts is the cache's own"
+                f"tiers[{number}]: a cache that reads approximations must not write any to a tier of exact chunks: "
+                "give the tier write: never, and let engines without `approximate` fill it; only a tier with "
+                "when_full: drop_parts belongs to the cache alone"
             )
     if exact_fingerprint(fingerprint) == fingerprint:
         raise ConfigError(
-            "tiers: approximate is an engine's own to allow: set it in the engine's settings, not in those of a "
+            "tiers: approximate is for each engine to allow: set it in the engine's settings, not in those of a "
             "kv-server that engines join"
         )

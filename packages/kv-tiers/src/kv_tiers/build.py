@@ -63,7 +63,8 @@ def build_local_cache(
         smallest = slot_bytes_for(chunk_bytes)
         raise ConfigError(
             f"a capacity of {config.capacity_bytes} bytes holds no chunk of this model, which takes {smallest} "
-            f"({spelled(smallest)}); write a capacity of at least {smallest} bytes, and for use a thousand times that"
+            f"({spelled(smallest)}); write a capacity of at least {smallest} bytes, and for real use a thousand times "
+            "that"
         )
     quotas = quotas_of(tenants)
     policy = make_policy(config.policy, max(1, slots - sum(quotas.values()) // slot_bytes_for(chunk_bytes)))

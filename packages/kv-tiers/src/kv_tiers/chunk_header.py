@@ -159,7 +159,7 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
     if len(data) != HEADER_BYTES:
         return Damaged(f"a header of {len(data)} bytes instead of {HEADER_BYTES}")
     if bytes(data[: len(MAGIC)]) != MAGIC:
-        return Damaged("no chunk's header")
+        return Damaged("not a chunk's header")
     fields = data[: _FIELDS.size]
     (
         _,
@@ -257,7 +257,7 @@ def verify_prefix(
         return verify(header, prefix, key=key, format_id=format_id, decoded_bytes=decoded_bytes)
     pieces, rest = divmod(prefix.nbytes, piece_bytes(decoded_bytes))
     if rest or not pieces:
-        return Damaged(f"{prefix.nbytes} bytes of {read.stored_bytes}, which is no whole piece")
+        return Damaged(f"{prefix.nbytes} bytes of {read.stored_bytes}, which is not a whole number of pieces")
     if not read.pieces:
         return WholeOnly()
     if checksum_of(prefix)[8:] != read.pieces[pieces - 1]:

@@ -44,7 +44,7 @@ def check_lease(lease_s: float) -> None:
         ConfigError: it is not positive.
     """
     if not lease_s > 0:
-        raise ConfigError(f"lease_s={lease_s}: a lease must last longer than nothing; 300 is the default")
+        raise ConfigError(f"lease_s={lease_s}: a lease must last longer than 0 s; 300 is the default")
 
 
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

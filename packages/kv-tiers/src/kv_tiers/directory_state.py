@@ -37,7 +37,7 @@ class DirectoryState:
 
     def spelled(self) -> str:
         """In one line, for people."""
-        away = f"fails ({self.why}), and what is known stays: " if self.why else ""
+        away = f"fails ({self.why}), and what is known is retained: " if self.why else ""
         listed = "this server is not listed" if self.listed is None else f"{self.listed:,} chunks of this server listed"
         return (
             f"{away}{self.hosts:,} other hosts, {self.exact:,} of them known exactly, with {self.names:,} chunks; "

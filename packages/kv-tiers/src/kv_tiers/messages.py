@@ -42,7 +42,7 @@ class Keys(Message):
         if nbytes not in KEY_BYTES or len(joined) % nbytes or len(joined) > nbytes * MAX_KEYS:
             raise InputError(f"{len(joined)} bytes are not up to {MAX_KEYS} keys of {nbytes} bytes")
         if set(joined[::nbytes]) != {KEY_VERSION}:
-            raise InputError(f"a chunk key of another version than {KEY_VERSION}")
+            raise InputError(f"a chunk key of a version other than {KEY_VERSION}")
         return [ChunkKey(key) for (key,) in struct.iter_unpack(f"{nbytes}s", joined)]
 
 

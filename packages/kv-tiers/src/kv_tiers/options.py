@@ -81,7 +81,7 @@ def byte_count(value: int | str, where: str) -> int:
     unit, fraction = _UNITS[found[3]], found[2] or ""
     nbytes, rest = divmod(int(found[1] + fraction) * unit, int("1" + "0" * len(fraction)))
     if rest:
-        raise ConfigError(f"{where} is {value!r}, which is no whole number of bytes")
+        raise ConfigError(f"{where} is {value!r}, which is not a whole number of bytes")
     return nbytes
 
 

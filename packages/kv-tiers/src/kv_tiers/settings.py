@@ -222,7 +222,7 @@ def read_file(path: str) -> dict[str, Any]:
     except ValueError as error:  # all three parsers raise this or a subclass
         raise ConfigError(f"{said} is not {_LANGUAGES[suffix]}: {error}") from None
     except KeyError:
-        raise ConfigError(f"{said} is of no kind that is known; end its name in {', '.join(_LANGUAGES)}") from None
+        raise ConfigError(f"{said} is of an unknown kind; end its name in {', '.join(_LANGUAGES)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
@@ -257,7 +257,7 @@ def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in pairs:
         if name in tree:
-            raise ValueError(f"{name!r} is there twice")
+            raise ValueError(f"{name!r} appears twice")
         tree[name] = value
     return tree
 
@@ -283,7 +283,7 @@ def _flatten(tree: Mapping[str, Any], origin: str, known: set[str], prefix: str 
             if value is not None:  # YAML has None where everything below is commented out
                 yield path, value
         else:
-            raise ConfigError(f"there is no setting {path!r}, as {origin} has it; {nearest(path, known | sections)}")
+            raise ConfigError(f"there is no setting {path!r} (in {origin}); {nearest(path, known | sections)}")
 
 
 def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -330,7 +330,7 @@ def _check_text(path: str, value: object, origin: str) -> None:
         except UnicodeEncodeError:
             is_bad = True
         if is_bad:
-            raise ConfigError(f"{path} in {origin} has a character that no name can have, such as \\0; leave it out")
+            raise ConfigError(f"{path} in {origin} has a character that no name may contain, such as \\0; leave it out")
     elif isinstance(value, Mapping):
         for name, part in value.items():
             if name != "salt":  # a salt may be any text

@@ -33,7 +33,7 @@ def read_tenants(listed: object, *, capacity_bytes: int) -> list[Tenant]:
             salt is repeated; the quotas exceed the pool.
     """
     if not isinstance(listed, Sequence) or not all(isinstance(one, Mapping) for one in listed):
-        raise ConfigError("tenants: write a list, of each tenant its name, its salt_file and its quota_bytes")
+        raise ConfigError("tenants: write a list with the name, salt_file and quota_bytes of each tenant")
     tenants = [_read(options, f"tenants[{number}]") for number, options in enumerate(listed)]
     _check_once(tenants)
     quotas = sum(tenant.quota_bytes or 0 for tenant in tenants)

@@ -111,7 +111,7 @@ def test_two_imports_of_one_file_write_into_their_own_slots_only(
         lease = real(keys, holder)
         monkeypatch.undo()
         again = import_prefix(tower.cache, exported, fingerprint=FINGERPRINT)
-        assert again.chunks == 0 and "being stored by others" in again.stopped
+        assert again.chunks == 0 and "being stored by another client" in again.stopped
         tower.store(others)
         return lease
 
@@ -184,10 +184,10 @@ def test_what_is_no_export_of_this_format_is_refused(exported: Path, tmp_path: P
     with pytest.raises(InputError, match="another format"):
         import_prefix(cache, exported, fingerprint="other")
     exported.write_bytes(exported.read_bytes()[:-1])
-    with pytest.raises(InputError, match="it was cut"):
+    with pytest.raises(InputError, match="it was truncated"):
         import_prefix(cache, exported, fingerprint=FINGERPRINT)
     exported.write_bytes(b"PK\x03\x04" * 100)
-    with pytest.raises(InputError, match="no exported prefix"):
+    with pytest.raises(InputError, match="not an exported prefix"):
         import_prefix(cache, exported, fingerprint=FINGERPRINT)
     with pytest.raises(InputError, match="cannot be read"):
         import_prefix(cache, tmp_path / "nowhere", fingerprint=FINGERPRINT)

@@ -55,7 +55,7 @@ def test_a_closed_cache_says_so_and_takes_no_harm() -> None:
 def test_a_pool_that_somebody_still_uses_is_not_unmapped_under_them() -> None:
     cache = make()
     borrowed = cache.pool.view[:10]
-    with pytest.raises(BufferError, match="still alive"):
+    with pytest.raises(BufferError, match="still exists"):
         cache.close()
     borrowed[:] = b"0123456789"
     borrowed.release()

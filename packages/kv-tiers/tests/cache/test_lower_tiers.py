@@ -243,7 +243,7 @@ def test_what_there_is_no_time_to_store_is_told_at_the_end(caplog: pytest.LogCap
     tower.store(KEYS[:4])
     with caplog.at_level("WARNING"):
         tower.close()
-    assert "4 chunks are not stored below after 0.0 s; a longer cold.drain_s" in caplog.text
+    assert "4 chunks were not stored in the lower tiers after 0.0 s; a longer cold.drain_s" in caplog.text
 
 
 def test_what_is_written_back_is_stored_when_the_cache_closes() -> None:
@@ -359,7 +359,7 @@ def test_a_tier_that_hangs_costs_its_wait_and_closing_says_so() -> None:
     tower.clock.advance(1.1)
     assert tower.ask(KEYS).ended is Ended.ABSENT
     assert tower.store(key_chain(3, branch="on")) == 3  # the engine goes on
-    with pytest.raises(BufferError, match="has not come back"):
+    with pytest.raises(BufferError, match="has not returned"):
         tower.cache.close()
     tower.tiers[0].let_go()
     until(lambda: not tower.lanes[0]._running)

@@ -315,7 +315,7 @@ def test_approximations_cannot_reach_a_tier_or_an_engine_that_did_not_allow_them
     for tiers, fingerprint, message in (
         ([READING | {"write": "through"}], "f approximate", r"tiers\[0\].*write: never"),
         ([READING, {"type": "dram", "name": "other", "capacity_bytes": "4MiB"}], "f approximate", r"tiers\[1\]"),
-        ([READING], "f", "an engine's own to allow"),
+        ([READING], "f", "for each engine to allow"),
     ):
         with pytest.raises(ConfigError, match=message):
             build_local_cache(SMALL, group_bytes=(5000,), fingerprint=fingerprint, tiers=tiers)
@@ -353,7 +353,7 @@ def test_a_private_server_has_approximations_and_one_that_engines_join_has_none(
         assert server is not None
         joining, _ = load_settings({"server": {"socket": str(server.socket)}}, {})
         if approximate:
-            with pytest.raises(ConfigError, match="an engine's own to allow"):
+            with pytest.raises(ConfigError, match="for each engine to allow"):
                 open_remote(joining, chunks, engine_id="two", is_first=True, facts={})
         else:
             open_remote(joining, chunks, engine_id="two", is_first=True, facts={})[0].close()

@@ -236,7 +236,7 @@ def test_what_decodes_to_another_chunk_is_damage(box: Box, monkeypatch: pytest.M
     monkeypatch.setattr(ZSTD, "decode", decode)
     outcome = box.load(KEYS[0])
     assert isinstance(outcome, Damaged)
-    assert "other bytes" in outcome.reason
+    assert "different bytes" in outcome.reason
 
 
 def test_the_settings_of_a_tier_name_its_codec() -> None:

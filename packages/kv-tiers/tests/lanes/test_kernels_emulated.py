@@ -57,7 +57,7 @@ class EmulatedKernels(CompiledKernels):
             if array.flags.writeable:
                 array[...] = there
         if answer == MISFIT:
-            raise MisuseError(f"kernel {name}: arrays whose sizes do not fit each other")
+            raise MisuseError(f"kernel {name}: arrays whose sizes do not match")
         return int(answer)
 
     def close(self) -> None:

@@ -268,7 +268,7 @@ def test_a_forged_calibration_whose_sums_would_overflow_is_refused(tmp_path: Pat
     calibration = Drawn().calibration()
     path = tmp_path / "large.kvtc"
     replace(calibration, forward=np.full_like(calibration.forward, 16_000)).write(path)
-    with pytest.raises(ConfigError, match="not near to orthonormal"):
+    with pytest.raises(ConfigError, match="not close to orthonormal"):
         read_calibration(path)
 
 
@@ -331,7 +331,7 @@ def test_a_forged_order_is_refused(tmp_path: Path, change: dict[str, object]) ->
     text = json.dumps(json.loads(whole[16 : 16 + text_bytes]) | change).encode()
     content = whole[:12] + struct.pack("<I", len(text)) + text + whole[16 + text_bytes :]
     path.write_bytes(content + hashlib.sha256(content).digest())
-    with pytest.raises(ConfigError, match="no file of"):
+    with pytest.raises(ConfigError, match="not a file of"):
         read_calibration(path)
 
 
@@ -390,7 +390,7 @@ def test_settings_are_refused_by_name_and_fingerprints_differ_by_calibration(wri
         calibration_of([{"type": "disk", "codec": {"type": "kvtc", "calibration": str(tmp_path / "none")}}])
     options = {"calibration": str(written)}
     assert make_kvtc_codec(options, TierContext(1 << 20, 1 << 20, marked)).name == "kvtc"
-    with pytest.raises(ConfigError, match="an engine's own to allow"):
+    with pytest.raises(ConfigError, match="for each engine to allow"):
         make_kvtc_codec(options, TierContext(1 << 20, 1 << 20, "f"))
     with pytest.raises(ConfigError, match="needs a calibration"):
         make_kvtc_codec({}, TierContext(1 << 20, 1 << 20, marked))

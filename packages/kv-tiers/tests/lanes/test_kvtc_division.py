@@ -226,7 +226,7 @@ def test_what_cannot_be_encoded_is_refused_by_its_name() -> None:
     whole = GroupLayers("group 0", canonical(6), tuple(range(6)))
     states = GroupLayers("group 1", OPAQUE, (), is_state=True)
     refused: dict[str, tuple[list[GroupLayers], int, int]] = {
-        "this model keeps states alone": ([states], 1, 1),
+        "this model has only states": ([states], 1, 1),
         "the chunks of group 2 are blocks in format blocks": ([whole, GroupLayers("group 2", OPAQUE, (6,))], 1, 1),
         "the chunks of group 3 are kv in format canonical": ([GroupLayers("group 3", LATENT, tuple(range(6)))], 1, 1),
         "does not say which layers the chunks of group 4 have": (
@@ -362,7 +362,7 @@ def test_a_calibration_for_ranks_has_whole_blocks_of_each_and_a_version_of_its_o
     for forged in (0, 128, 3, 256, 48, "32", 32.0, True):
         text = json.dumps(json.loads(files[4][16 : 16 + text_bytes]) | {"block_channels": forged}).encode()
         path.write_bytes(files[4][:12] + struct.pack("<I", len(text)) + text + files[4][16 + text_bytes :])
-        with pytest.raises(ConfigError, match="no file of `kv judge"):
+        with pytest.raises(ConfigError, match="not a file of `kv judge"):
             read_calibration(path)
 
 

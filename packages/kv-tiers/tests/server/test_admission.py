@@ -177,7 +177,7 @@ def test_a_session_holds_so_much_and_no_more(served: ThreadedServer, monkeypatch
     for holder in ("a", "b", "c"):
         assert cache.lookup(keys, holder).chunks == 3
     assert cache.lookup(keys, "d").ended is Ended.REFUSED
-    assert cache.load(keys, "d") == LoadFailed(tuple(keys), "this session holds as much as one may")
+    assert cache.load(keys, "d") == LoadFailed(tuple(keys), "this session holds as much as a session may")
     refused = cache.begin_store(key_chain(2, branch="more"), "w")
     assert refused.keys == ()
     assert "as much as" in refused.refused

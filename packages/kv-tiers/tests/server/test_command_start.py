@@ -168,7 +168,7 @@ def test_what_no_server_left_at_its_socket_is_left_alone(home: Path, name: str, 
     make(home / name)
     before = (home / name).lstat()
     line = refused(kv_server("--capacity", "1MiB", "--socket", str(home / "kv.sock")))
-    assert f"{home / name} is there, and no server left it; write another socket (--socket)" in line
+    assert f"{home / name} exists and was not left by a server; write another socket (--socket)" in line
     assert [path.name for path in home.iterdir()] == [name]
     assert os.path.samestat((home / name).lstat(), before)
 

@@ -362,7 +362,7 @@ def test_a_user_who_may_do_no_more_than_is_documented_is_enough(
         until(lambda: finds(tier, keys))
         password.write_text("another")
         stranger = reader(ending, valkey.url, **access)
-        until(lambda: "does not let us log in" in state_of(stranger).why)
+        until(lambda: "does not allow us to log in" in state_of(stranger).why)
     finally:
         with closing(redis.Redis(unix_socket_path=valkey.unix, password="unknown")) as client:  # a test's
             client.execute_command("ACL", "SETUSER", "default", "nopass")  # type: ignore[no-untyped-call]
@@ -465,7 +465,7 @@ def test_a_server_that_listens_everywhere_must_say_where_it_is_reached() -> None
         ({"hosts": ["127.0.0.1:1"], "directory": {"url": "redis://h"}}, "leave out hosts"),
         ({"directory": {"url": "redis://h", "intervall_s": 1}}, "interval_s"),
         ({"directory": {}}, "url"),
-        ({"directory": {"url": "http://h"}}, "http:// is none of"),
+        ({"directory": {"url": "http://h"}}, "http:// is not one of"),
         ({"directory": {"url": "redis://u:p@h"}}, "user or password"),
         ({"directory": {"url": "redis://h", "interval_s": 1, "lease_s": 2}}, "lease_s at least three times"),
         ({"directory": {"url": "redis://h", "address": "nowhere"}}, "address"),

@@ -342,7 +342,7 @@ def beside(answer: Callable[[PeerStream, Request], None], ending: ExitStack) -> 
 
 
 def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) -> None:
-    """The peer fetches nothing: it says so until the time is over."""
+    """The peer fetches nothing: it says so until the time is up."""
 
     def answer(stream: PeerStream, request: Request) -> None:
         assert isinstance(request, Offer)
@@ -352,7 +352,7 @@ def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) ->
     cache, local = beside(answer, ending)
     local.drain.begin(0.3)
     until(lambda: (state := local.drain.state()) is not None and state.phase != "draining")
-    assert local.drain.state() == DrainState("stopped", "the time is over", chunks=4, left=4)
+    assert local.drain.state() == DrainState("stopped", "the time is up", chunks=4, left=4)
     assert not any(local._index.is_leased(slot) for slot in range(local.pool.slots))
     local.drain.end()
     assert store(cache, PROMPTS[1]).keys == tuple(PROMPTS[1])  # in the place of the first, whose order is whole again

@@ -234,7 +234,7 @@ def test_one_that_may_be_writing_still_is_named_in_the_log(
     writer = RemoteCache(within.socket_path, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     assert len(writer.begin_store(key_chain(3), "w").keys) == 3
     cut(writer)  # and it makes no call that would tell it so
-    until(lambda: "copying 3 chunks, and has not come back" in caplog.text, 30)
+    until(lambda: "copying 3 chunks, and has not reconnected" in caplog.text, 30)
     assert f"process {os.getpid()} " in caplog.text
     assert len(within.submit(within.report).result(10).sessions) == 0
     writer.close()

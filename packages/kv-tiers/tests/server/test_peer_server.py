@@ -175,12 +175,12 @@ def test_files_that_cannot_be_used_leave_a_running_server_with_those_of_before(
         case "gone":
             key.unlink()
     assert tier_at(ending, port_of(server), **options).holds(KEYS) == [True] * 3
-    assert "new connections use those of before" in caplog.text
+    assert "new connections use the previous ones" in caplog.text
     caplog.clear()
     key.unlink(missing_ok=True)
     authority.issue("localhost")
     assert tier_at(ending, port_of(server), **options).holds(KEYS) == [True] * 3
-    assert "those of before" not in caplog.text
+    assert "the previous ones" not in caplog.text
 
 
 def token_file(path: Path, token: str) -> str:

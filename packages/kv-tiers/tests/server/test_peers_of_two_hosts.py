@@ -148,7 +148,7 @@ def test_a_drain_over_a_throttled_line_ends_in_time_and_goes_on_where_it_was(
     for keys in prompts:
         store(one, keys)
     first = drained(home / "one", 0.6)
-    assert first.phase == "stopped" and first.why == "the time is over"
+    assert first.phase == "stopped" and first.why == "the time is up"
     assert first.left == 40 - first.moved > 0
     again = drained(home / "one", 80.0)
     assert again.phase == "drained" and again.moved + again.elsewhere == 40

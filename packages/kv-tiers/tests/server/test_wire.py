@@ -65,7 +65,7 @@ REPORT = Report(
             [TierReport("disk", "UP", "", None, 1, 2, 3, 4)],
             [TenantReport("a", "00" * 7, 1, 4096, None)],
             1,
-            drain=DrainState("stopped", "the time is over", 9, 1, 2, 8192, 3, 0, 3),
+            drain=DrainState("stopped", "the time is up", 9, 1, 2, 8192, 3, 0, 3),
         )
     ],
     peers=PeersServed(1, 2, 3, 4, 5, 6),

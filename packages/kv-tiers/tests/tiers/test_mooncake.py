@@ -278,7 +278,7 @@ def test_this_process_can_lend_memory_to_the_store() -> None:
         ({}, "`master` must be given"),
         ({"master": "nowhere"}, "write a host and a port"),
         ({"master": "h:1", "prefix": "a.*"}, "letters, digits"),
-        ({"master": "h:1", "transfers": 0}, "transfers is positive"),
+        ({"master": "h:1", "transfers": 0}, "transfers must be positive"),
         ({"master": "h:1", "protocol": "udp"}, "protocol"),
         ({"master": "h:1", "dead_nodes": 1}, "dead_node_s"),
     ],

@@ -276,7 +276,7 @@ def test_an_object_that_lies_about_its_length_costs_no_memory_and_is_not_loaded(
         ({"bucket": "b", "buckets": 1}, "did you mean 'bucket'"),
         ({"bucket": "b", "endpoint": "ftp://h"}, "https"),
         *(
-            ({"bucket": "b", "endpoint": endpoint}, "endpoint begins with")
+            ({"bucket": "b", "endpoint": endpoint}, "endpoint must begin with")
             for endpoint in ("http://", "http://[", "http://a b", "http://h:-1", "http://h:65536", "http://me:it@h")
         ),
         ({"bucket": "b", "access_key_id": "me"}, "secret_access_key_file"),

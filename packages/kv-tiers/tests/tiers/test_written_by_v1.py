@@ -46,7 +46,7 @@ def test_a_disks_directory_is_left_alone_and_named(tmp_path: Path, caplog: pytes
     with closing(opened(tmp_path / "disk")) as tier:
         assert_missed_and_of_use(tier)
     assert "chunks that another release stored take" in caplog.text
-    assert f"does not read them, and leaves them alone: remove {NAMESPACE}" in caplog.text
+    assert f"this one neither reads nor removes them: remove {NAMESPACE}" in caplog.text
     for file in (WRITTEN / "disk" / NAMESPACE).iterdir():
         assert (tmp_path / "disk" / NAMESPACE / file.name).read_bytes() == file.read_bytes()
 

@@ -127,16 +127,16 @@ def test_both_formats_plain_and_gzipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("a b\na c a\n", ":2: a chunk id is there twice"),
-        ("a b\nb c\n", ":2: chunk b follows another chunk than before"),
+        ("a b\na c a\n", ":2: a chunk id appears twice"),
+        ("a b\nb c\n", ":2: chunk b follows a different chunk than before"),
         ("@soon a\n", ":1: '@soon' is no time"),
         ("a\n@3\n", ":2: a request without chunks"),
-        ('{"hash_ids": [1, 2\n', ":1: begins like a JSON object and is none"),
+        ('{"hash_ids": [1, 2\n', ":1: begins like a JSON object but is not one"),
         ('{"hash_ids": [1]}\n{"ids": [1]}\n', ":2: hash_ids must be a list of whole numbers"),
         ('{"hash_ids": [1, true]}\n', ":1: hash_ids must be a list of whole numbers"),
         ('{"hash_ids": []}\n', ":1: a request without chunks"),
         ('{"hash_ids": [1], "timestamp": "now"}\n', ":1: timestamp must be a number"),
-        ("# nothing\n", "no request in it"),
+        ("# nothing\n", "it has no requests"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, text: str, complaint: str) -> None:
@@ -200,7 +200,7 @@ def test_the_table_shows_every_tier(small: str, capsys: pytest.CaptureFixture[st
         (["--capacity", "3", "--below", "disk"], "--below disk: write NAME=CAPACITY"),
         (["--capacity", "3", "--below", "host=3"], "names must differ"),
         (["--capacity", "3", "--below", "disk=3:lur"], "did you mean 'lru'"),
-        (["--capacity", "3", "--below", "disk=3", "--policy", "opt"], "opt is of one tier"),
+        (["--capacity", "3", "--below", "disk=3", "--policy", "opt"], "opt is for one tier"),
         (["--capacity", "3", "--bandwidth", "disk=3"], "there is no such tier; there are host"),
         (["--capacity", "3", "--bandwidth", "host=fast"], "write NAME=GB/S"),
         (["--capacity", "3", "--chunk-tokens", "0"], "at least one token"),

@@ -117,7 +117,7 @@ def test_in_a_terminal_it_follows_the_server_and_says_when_it_is_away(
     server.stop()
     shown = terminal.until("away at")
     assert "no server answers" in shown
-    shown = terminal.until("what was known last")
+    shown = terminal.until("the last known state")
     server = start(tmp_path)
     terminal.until(f"process {server.pid}")
     assert "away" not in terminal.until("0 sessions")
@@ -281,7 +281,7 @@ def test_a_tier_that_fails_is_told_in_words() -> None:
         console.print(draw(picture, "here", "no answer"))
     assert "▲ down: on fire" in captured.get()
     assert "away at" in captured.get()
-    assert "what was known last" in captured.get()
+    assert "the last known state" in captured.get()
 
 
 def test_tenants_are_told_by_name_with_their_quotas() -> None:

@@ -339,10 +339,10 @@ def test_whether_loading_pays_is_told_with_both_estimates(asked: Asked) -> None:
         return asked.run(tokens)[1].splitlines()[-1]
 
     assert says(Costs(0, (0.01, 0.0), (0.002, 0.001))) == (
-        "if it were asked now: 3 chunks loaded, estimated at 14 ms: computing them takes 120 ms"
+        "if it were requested now: 3 chunks loaded, estimated at 14 ms: computing them takes 120 ms"
     )
     assert says(Costs(0, (0.01, 0.0), (2.0, 0.0))) == (
-        "if it were asked now: computed, estimated at 120 ms: loading takes 2.00 s"
+        "if it were requested now: computed, estimated at 120 ms: loading takes 2.00 s"
     )
     assert "takes a time not known yet" in says(Costs(0, None, (2.0, 0.0)))
 
@@ -404,7 +404,7 @@ def test_the_layers_that_ended_a_hit_are_told_in_words(asked: Asked) -> None:
     assert out.splitlines() == [
         "0 of 3 chunks of 4 tokens are held",
         "chunks 0–2: in host",
-        "the hit ends at chunk 0: of longer ones some layers have not what they need",
+        "the hit ends at chunk 0: for a longer one, some layers lack what they need",
         "chunk 1 of the sliding window of group 1: forgotten 0 s ago on request",
         "chunk 2 of the state of group 2: forgotten 0 s ago on request",
     ]

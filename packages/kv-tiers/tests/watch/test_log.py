@@ -127,5 +127,5 @@ def test_a_tier_that_does_nothing_but_fail_and_come_back_is_told_once_a_minute()
     assert lines.tell(events.TierHealth("redis", "UP", "DOWN", "x"))  # another tier's is another matter
     lines.clock.advance(60)
     (text,) = lines.tell(down)
-    assert text == "cache c: tier disk is down: no disk (990 changes were left out before)"
+    assert text == "cache c: tier disk is down: no disk (990 changes were suppressed before)"
     lines.bus.close()

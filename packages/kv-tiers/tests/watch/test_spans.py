@@ -94,8 +94,8 @@ def test_what_went_wrong_is_a_status(traced: Traced) -> None:
     cache.counts()
     missed, aborted, _, expired = traced.spans()
     assert (missed.name, missed.status.description) == ("kv.load", "2 chunks are not held")
-    assert (aborted.name, aborted.status.description) == ("kv.store", "it was given up")
-    assert (expired.name, expired.status.description) == ("kv.request", "nothing was heard of it in time")
+    assert (aborted.name, aborted.status.description) == ("kv.store", "it was abandoned")
+    assert (expired.name, expired.status.description) == ("kv.request", "its holder did not renew it in time")
 
 
 def test_what_comes_up_is_inside_its_request_and_takes_the_time_that_it_took() -> None:

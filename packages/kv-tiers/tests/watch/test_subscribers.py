@@ -82,7 +82,7 @@ def test_settings_name_them_and_they_hear_of_what_the_cache_does() -> None:
         ("mien", "there is no subscriber 'mien'; did you mean 'mine'"),
         ({"label": "x"}, "say which"),
         ({"name": "mine", "lable": "x"}, "takes a label, not"),
-        ("nothing", "made a str, which is none"),
+        ("nothing", "made a str, which is not a subscriber"),
     ],
 )
 def test_what_cannot_be_used_is_said_at_start(wanted: object, said: str) -> None:

@@ -51,7 +51,7 @@ def bind_worker(
     has_states = any(group.coverage.kind == "state" for group in groups)
     if settings.store == "layerwise" and vllm_config.parallel_config.use_ubatching:
         _log.warning(
-            "store: layerwise is not used, chunks are stored behind the step: each is computed in microbatches"
+            "store: layerwise is not used, chunks are stored after the step: each step is computed in microbatches"
         )
         settings = msgspec.structs.replace(settings, store="async")
     settings = fitted(settings, in_force, [table_tokens_of(group) for group in groups], has_states=has_states)

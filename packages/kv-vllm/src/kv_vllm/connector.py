@@ -313,7 +313,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             release(self._engine.id, self._role.name)
         except Exception:  # noqa: BLE001  # no error may keep the engine from ending
-            _log.exception("shutting the cache down failed; the engine goes on shutting down")
+            _log.exception("shutting the cache down failed; the engine continues to shut down")
 
     # The bodies of the hooks.
 

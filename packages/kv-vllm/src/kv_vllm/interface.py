@@ -98,13 +98,13 @@ def check_interface() -> str:
     differences = list(interface_differences())
     if differences:
         return (
-            f"vLLM {version} has another connector interface than {TESTED_NAMES}, with which kv-vllm is tested: "
+            f"vLLM {version} has a different connector interface from {TESTED_NAMES}, with which kv-vllm is tested: "
             f"{'; '.join(differences)}; install '{INSTALL}', or a kv-vllm for this one"
         )
     if not is_tested(version):
         _log.warning(
-            "kv-vllm is tested with vLLM %s, and this is %s: its connector interface is the same, what it means is not "
-            "known. Compare some outputs with those of an engine without --kv-transfer-config",
+            "kv-vllm is tested with vLLM %s, and this is %s: its connector interface is the same, but whether it "
+            "means the same is not known. Compare some outputs with those of an engine without --kv-transfer-config",
             TESTED_NAMES,
             version,
         )

@@ -148,7 +148,7 @@ class LayerwiseRank:
         if self._is_asynchronous:
             raise CopyFailed(
                 "chunks that were promised for this step are not in the engine's blocks. With asynchronous scheduling "
-                "vLLM cannot compute the requests anew, so the engine ends rather than answer wrongly. The log says "
+                "vLLM cannot compute the requests again, so the engine ends rather than answer wrongly. The log says "
                 "what failed; with load: async this cannot happen"
             )
         return blocks

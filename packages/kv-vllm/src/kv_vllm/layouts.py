@@ -81,8 +81,8 @@ def _read_group(
     attention = [layers[name] for name in names]
     if any(getattr(layer, "calculate_kv_scales", False) for layer in attention):
         return Refusal(
-            "the scales of the quantised cache are found while the engine runs (calculate_kv_scales), and what is "
-            "stored before has others; leave that out, or use a checkpoint that has the scales"
+            "the scales of the quantised cache are calculated while the engine runs (calculate_kv_scales), and chunks "
+            "stored before have different ones; leave that out, or use a checkpoint that has the scales"
         )
     mla = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     heads, head_dim = int(shape[1]), int(shape[3]) if mla else int(shape[3]) // 2

@@ -79,20 +79,20 @@ def coverage_of(spec: Any) -> Coverage | str | None:
         return None
     if kind is CrossAttentionSpec:
         return (
-            "attends to what an encoder made of the request's audio or image, which is no part of the prefix that we "
-            "name; encoder-decoder models run without this cache"
+            "attends to an encoder's output for the request's audio or image, which is not part of the prefix that "
+            "keys name; encoder-decoder models run without this cache"
         )
     if kind in (MLAAttentionSpec, SlidingWindowMLASpec) and spec.tokens_per_state != 1:
         return (
-            f"keeps one latent for {spec.tokens_per_state} tokens, and what it has not finished is in other layers; "
-            "this release caches latents of single tokens"
+            f"keeps one latent for {spec.tokens_per_state} tokens, and unfinished ones are in other layers; this "
+            "release caches latents of single tokens"
         )
     if kind in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec, RSWASpec):
         if spec.non_causal:
-            return "is not causal: the KV of a token depends on the tokens behind it"
+            return "is not causal: the KV of a token depends on the tokens after it"
         return ALL  # reference windows (R-SWA) too: all tokens of a prompt see each other
     if kind is SlidingWindowMLASpec and spec.bounded_replay:
-        return "has its window computed anew after every hit (bounded_replay), and vLLM's blocks of it serve no prefix"
+        return "has its window recomputed after every hit (bounded_replay), and vLLM's blocks of it serve no prefix"
     if kind in (SlidingWindowSpec, SlidingWindowMLASpec):
         return Coverage("window", spec.sliding_window + spec.extra_retained_tokens)
     if kind is ChunkedLocalAttentionSpec:
@@ -104,7 +104,7 @@ def coverage_of(spec: Any) -> Coverage | str | None:
                 "--enable-prefix-caching --mamba-cache-mode align"
             )
         return STATE
-    return "is of a kind that this release does not know, and what keeps its blocks in another way would be misread"
+    return "is of a kind that this release does not support, and blocks stored in another way would be misread"
 
 
 def keeps_prompts_only(kv_cache_config: Any) -> bool:

@@ -99,7 +99,7 @@ def check_parallelism(vllm_config: Any, settings: Settings) -> None:
         if (size := getattr(parallel, name)) > 1:
             raise ConfigError(
                 f"{flag} is {size}: the tokens of a block are spread over {size} ranks, and this release of kv-vllm "
-                f"caches engines whose blocks hold neighbours; start with {flag} 1 or without --kv-transfer-config"
+                f"supports only blocks of consecutive tokens; start with {flag} 1 or without --kv-transfer-config"
             )
     is_replica = parallel.data_parallel_size > 1 or replica_of(vllm_config) is not None
     if parallel.nnodes_within_dp > 1 and is_replica and not settings.server.socket:

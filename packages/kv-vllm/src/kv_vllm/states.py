@@ -80,14 +80,14 @@ def _why_other_bytes(vllm_config: Any, spec: Any, states: Any) -> str | None:
     """None if vLLM, when it moves the state of a block, moves exactly the bytes of the layer's views."""
     functions = _copy_functions(vllm_config, spec)
     if functions is None:
-        return "of a model that does not say how vLLM carries its states"
+        return "of a model that does not say how vLLM copies its states"
     if len(functions) != len(states):
-        return f"with {len(states)} states of which vLLM carries {len(functions)}"
+        return f"with {len(states)} states of which vLLM copies {len(functions)}"
     for state, function in zip(states, functions, strict=True):
         for block in (1, state.shape[0] - 1):
             copied = function(state, [block], 0, 1)
             if (copied.start_addr, copied.num_elements) != (state[block].data_ptr(), state[block].numel()):
-                return "whose states vLLM carries from other places than its layers show"
+                return "whose states vLLM copies from places other than those that its layers show"
     return None
 
 

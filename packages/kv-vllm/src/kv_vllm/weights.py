@@ -154,6 +154,6 @@ def _tell(executor: Any, method: object, args: Any) -> None:
         if watching is not None:
             watching.called(method, tuple(args))
     except Exception as error:  # noqa: BLE001  # the engine's own call must not fail because of us
-        _log.exception("what vLLM's workers did was not understood, so nothing kept may be used: %s", error)
+        _log.exception("a call to vLLM's workers was not understood, so no stored chunk may be used: %s", error)
         for each in list(_WATCHES.values()):
             each.identity.changed("a call to vLLM's workers was not understood")

@@ -13,7 +13,7 @@ from typing import Final
 
 class StateKind(Enum):
     __hash__ = object.__hash__  # as in `kv_core.connect.request.Phase`
-    JUNCTION = "prompts part here"
+    JUNCTION = "prompts diverge here"
     TAIL = "the last whole chunk of a prompt"
     STEP = "a forward pass happened to end here"
 

@@ -152,7 +152,7 @@ class LayerLoads:
             batch.failure = batch.failure or str(failed)
             return
         batch.is_retried = True
-        _log.warning("a layerwise load has failed, and is made again in one piece: %s", failed)
+        _log.warning("a layerwise load has failed and is retried as a whole: %s", failed)
         for event in batch.layers:  # no copy of the first attempt may follow the second
             with suppress(KVError):
                 event.wait()

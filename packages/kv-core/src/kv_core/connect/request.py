@@ -16,22 +16,22 @@ from kv_core.errors import MisuseError
 class Phase(Enum):
     __hash__ = object.__hash__  # in C: Enum's own is Python code, and the table is read for every event
     WAITING = "nothing is promised"
-    PENDING = "slower tiers bring up more than could be promised; the engine asks again"
+    PENDING = "lower tiers are promoting more than could be promised; the engine asks again"
     PROMISED = "chunks are leased for it, and the engine knows how many"
     LOADING = "the engine has given blocks and waits for us to fill them"
     RUNNING = "the engine computes it"
     FILLING = "the engine computes it while its blocks are filled, layer by layer"
     DRAINING = "it ended while loading: its blocks stay until the load is reported"
-    GONE = "the engine has forgotten it, and so have we"
+    GONE = "neither the engine nor the cache tracks it any longer"
 
 
 class Event(Enum):
     __hash__ = object.__hash__
     PROMISE = "a lookup found something to load"
     MISS = "a lookup found nothing to load"
-    PEND = "a lookup found that more is on its way up"
+    PEND = "a lookup found that more is being promoted"
     LOAD = "blocks were allocated for what was promised"
-    FILL = "blocks were allocated for what was promised, to be filled in this very step"
+    FILL = "blocks were allocated for what was promised, to be filled in this step"
     ADMIT = "blocks were allocated with nothing to load"
     LOADED = "the load ended, well or badly"
     FINISH = "the engine is done with it, for whatever reason"

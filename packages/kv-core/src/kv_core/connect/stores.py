@@ -330,7 +330,7 @@ class Stores:
 
     def _not_stored(self, error: KVError) -> None:
         self._counts.stores_failed += 1
-        _log.warning("chunks could not be stored; nothing of them remains: %s", error)
+        _log.warning("chunks could not be stored and were discarded: %s", error)
 
 
 def _nbytes(lease: WriteLease) -> int:

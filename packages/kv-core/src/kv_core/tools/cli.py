@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="kv",
-        description="Look into a tiered KV cache.",
-        epilog="bench and judge come with kv-cuda, all but keys and doctor of the others with kv-tiers",
+        description="Inspect a tiered KV cache.",
+        epilog="bench and judge are installed with kv-cuda; all others except keys and doctor, with kv-tiers",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _register_keys(commands)
@@ -79,7 +79,7 @@ def _register_others(commands: Any) -> None:
 
 
 _KEYS_ABOUT = """\
-Print the keys of a prompt's chunks: what a cache would be asked for.
+Print the keys of a prompt's chunks: what a cache is queried for.
 
 Tokens are read from FILE (or - for standard input) as whole numbers with spaces, newlines or commas between them, or as
 a JSON list; or they are made from --text with a --tokenizer.
@@ -105,7 +105,7 @@ def _register_keys(commands: Any) -> None:
     parser.set_defaults(run=_keys)
     add_prompt_options(parser)
     parser.add_argument("--partial", action="store_true", help="give the last partial chunk a key as well")
-    parser.add_argument("--output", choices=("table", "json"), default="table", help="json: one object a line")
+    parser.add_argument("--output", choices=("table", "json"), default="table", help="json: one object per line")
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
@@ -118,24 +118,24 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     tokens.add_argument("--tokenizer", metavar="FILE", help="the tokenizer.json for --text")
     tokens.add_argument("--no-special-tokens", action="store_true", help="do not let the tokenizer add its BOS or EOS")
     chain = parser.add_argument_group("chain")
-    chain.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="tokens a chunk (default: 256)")
+    chain.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="tokens per chunk (default: 256)")
     chain.add_argument("--algorithm", choices=get_args(Algorithm), default="sha256", help="(default: sha256)")
     chain.add_argument(
-        "--secret-file", metavar="FILE", help="the secret for blake2b: 16 to 64 bytes, a newline at the end not counted"
+        "--secret-file", metavar="FILE", help="the secret for blake2b: 16 to 64 bytes, not counting a trailing newline"
     )
-    chain.add_argument("--salt", metavar="TEXT", help="set this tenant's prompts apart")
+    chain.add_argument("--salt", metavar="TEXT", help="salt that separates this tenant's prompts")
     chain.add_argument("--lora", metavar="NAME", help="the adapter's identity")
     chain.add_argument(
-        "--tag", action="append", default=[], metavar="K=V", help="anything else that sets apart; repeat"
+        "--tag", action="append", default=[], metavar="K=V", help="anything else that separates prompts; repeatable"
     )
     chain.add_argument(
         "--item",
         action="append",
         default=[],
         metavar="HASH:FIRST:TOKENS",
-        help="an image or the like that fills TOKENS tokens from FIRST on; repeat",
+        help="an image or the like that fills TOKENS tokens from FIRST on; repeatable",
     )
-    space = parser.add_argument_group("key space", "without --model there are digests and no keys")
+    space = parser.add_argument_group("key space", "without --model, digests are printed instead of keys")
     space.add_argument("--model", metavar="NAME")
     space.add_argument("--revision", default="", metavar="TEXT", help="of the model, or a fingerprint of its weights")
     space.add_argument("--dtype", default="", metavar="NAME", help="of the stored KV, such as bfloat16")
@@ -331,7 +331,7 @@ def _json_tokens(text: str) -> list[int]:
     try:
         made = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the input begins like a JSON list and is none: {error}") from None
+        raise InputError(f"the input begins like a JSON list but is not one: {error}") from None
     pack_tokens(made)
     if any(isinstance(token, bool) for token in made):
         raise InputError("a token is true or false; tokens are whole numbers")
@@ -348,6 +348,6 @@ def _numbers(text: str, position: int, *, whole: bool) -> list[int]:
     if _PLAIN.fullmatch(text) is None or not all(words) or max(map(len, words)) > 20:
         for place, word in enumerate(words, position):
             if not re.fullmatch(r"[0-9]{1,20}", word):
-                found = "is missing: there is a comma too many" if not word else f"is {word[:40]!r}"
+                found = "is missing: there is one comma too many" if not word else f"is {word[:40]!r}"
                 raise InputError(f"token {place} {found}; tokens are whole numbers with spaces or commas between")
     return list(map(int, words))

@@ -17,8 +17,8 @@ State = Literal["ok", "note", "wrong"]
 _MARKS: dict[State, str] = {"ok": "ok   ", "note": "note ", "wrong": "WRONG"}
 _ABOUT = """\
 Examine this machine: the GPU, its driver and the bus, pinned and shared memory, NUMA, the disk's file system, and which
-engines and libraries are here in which versions. Every finding that is not ok says what to do.
-Exit status 1 where something is wrong.
+engines and libraries are installed, in which versions. Every finding that is not ok says what to do.
+The exit status is 1 if something is wrong.
 """
 
 
@@ -77,7 +77,7 @@ def register(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="what this machine can do, and what to do about it", description=_ABOUT)
     parser.add_argument("--path", default=".", metavar="DIR", help="where a disk tier would be (default: here)")
     parser.add_argument("--no-measure", action="store_true", help="look only; copy nothing")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.set_defaults(run=_run)
 
 

@@ -111,7 +111,7 @@ def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table
         return nothing
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; remove it, or measure anew: kv bench copy"
+            f"{path} cannot be read: {error.strerror}; remove it, or measure again: kv bench copy"
         ) from None
     try:
         saved: Any = json.loads(text)
@@ -120,7 +120,7 @@ def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table
         return parse(saved)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no table of copy paths ({error}); remove it, or measure anew: kv bench copy"
+            f"{path} is not a table of copy paths ({error}); remove it, or measure again: kv bench copy"
         ) from None
 
 
@@ -161,5 +161,5 @@ def _table(saved: Sequence[Sequence[Any]]) -> tuple[tuple[int, CopyPath], ...]:
         table.append((shortest, copy_path))
     starts = [shortest for shortest, _ in table]
     if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-        raise ValueError("lengths of runs ascend from 0")
+        raise ValueError("lengths of runs must ascend from 0")
     return tuple(table)

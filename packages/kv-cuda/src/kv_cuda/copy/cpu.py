@@ -394,7 +394,7 @@ def check_dtype(layout: PagedLayout) -> None:
         InputError: elements of the layout's dtype have another size, or a size that no word has.
     """
     if layout.itemsize not in _WORDS or getattr(torch, layout.dtype).itemsize != layout.itemsize:
-        raise InputError(f"layout {layout.name}: an element of {layout.dtype} has not {layout.itemsize} bytes")
+        raise InputError(f"layout {layout.name}: an element of {layout.dtype} does not have {layout.itemsize} bytes")
 
 
 def _over_layers(layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.Tensor], shape: CopyShape) -> _Part:

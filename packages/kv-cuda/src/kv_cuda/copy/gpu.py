@@ -178,7 +178,7 @@ class GpuCopier:
 
         def gather(layers: Sequence[int]) -> Event:
             if any(self._pools.get(name) is not pool for name, pool in pools.items()):
-                raise CopyFailed("the pool that the chunks belong in was let go in the middle of a step")
+                raise CopyFailed("the pool of the chunks was detached in the middle of a step")
             (event,) = self._move(checked, [self._planes(layers)])
             return event
 

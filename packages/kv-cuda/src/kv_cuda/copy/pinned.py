@@ -106,7 +106,7 @@ class PinnedMapping:
             MisuseError: called in a forked child; registrations do not survive a fork.
         """
         if self.is_inherited():
-            raise MisuseError("this pool was pinned by the parent process; attach it anew after a fork")
+            raise MisuseError("this pool was pinned by the parent process; attach it again after a fork")
         wanted = range(offset // self._slice, (offset + max(1, nbytes) - 1) // self._slice + 1)
         if not self._registered.issuperset(wanted):
             with self._lock:
@@ -144,7 +144,7 @@ class PinnedMapping:
         nbytes = min(self._slice, self._bytes - start)
         if self._node is not None and not numa.prefer(self._address + start, nbytes, self._node):
             _log.warning(
-                "the system does not let the host pool's pages be put near the GPU, on NUMA node %d", self._node
+                "the system does not allow placing the host pool's pages near the GPU, on NUMA node %d", self._node
             )
             self._node = None
         status = self._registrar.register(self._address + start, nbytes)

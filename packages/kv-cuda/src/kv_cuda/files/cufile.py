@@ -58,9 +58,11 @@ def what_is_missing(kvikio: str | None, *, proc: Path, dev: Path) -> NoCuFile | 
         return NoCuFile(found, "for the direct path: the nvidia-gds package, and kvikio")
     if not any(dev.glob("nvidia-fs*")):
         advice = "start the container with the devices: --device for each /dev/nvidia-fs*, and /run/udev read-only"
-        return NoCuFile("the nvidia-fs module is loaded, and its devices are not here", advice, has_module=True)
+        return NoCuFile("the nvidia-fs module is loaded, but its devices are missing", advice, has_module=True)
     if kvikio is None:
-        return NoCuFile("the nvidia-fs module is here, kvikio is not", "pip install 'kv-cuda[gds]'", has_module=True)
+        return NoCuFile(
+            "the nvidia-fs module is loaded, but kvikio is not installed", "pip install 'kv-cuda[gds]'", has_module=True
+        )
     return None
 
 
@@ -69,10 +71,10 @@ def _load() -> Files | NoCuFile:
         kvikio = importlib.import_module("kvikio")
         defaults = importlib.import_module("kvikio.defaults")
     except (ImportError, OSError, RuntimeError) as error:
-        advice = "install it anew: pip install --force-reinstall 'kv-cuda[gds]'"
+        advice = "reinstall it: pip install --force-reinstall 'kv-cuda[gds]'"
         return NoCuFile(f"kvikio cannot be imported: {error}", advice, has_module=True)
     if defaults.is_compat_mode_preferred():
-        advice = "see that KVIKIO_COMPAT_MODE is not ON and that gdscheck -p finds the driver"
+        advice = "check that KVIKIO_COMPAT_MODE is not ON and that gdscheck -p finds the driver"
         return NoCuFile("kvikio is in compatibility mode", advice, has_module=True)
     if defaults.get("num_threads") == 1:  # the default; another number is the user's choice
         defaults.set("num_threads", _THREADS)
@@ -123,7 +125,7 @@ class _Pending:
         self._future, self._path = future, path
 
     def wait(self) -> int:
-        with _failing(f"carry bytes of {self._path}"):
+        with _failing(f"transfer bytes of {self._path}"):
             return int(self._future.get())
 
 

@@ -138,7 +138,7 @@ class DirectCopier:
         """
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
         if any(chunk.file.checksum is None for chunk in chunks):
-            raise InputError("an extent without a checksum is room for a chunk, and has none to be loaded")
+            raise InputError("an extent without a checksum is reserved room, with no chunk to load")
         events: list[Event] = [DoneEvent()]
         failed = self._carry(chunks, "load", lambda ring, batch, failed: events.extend(ring.load(batch, failed)))
         outcomes: list[LoadOutcome] = [Absent()] * len(files)

@@ -54,7 +54,7 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
             too little text.
     """
     if len(text) < CONTEXT_TOKENS:
-        raise ConfigError(f"--calibrate takes {CONTEXT_TOKENS} tokens of text or more")
+        raise ConfigError(f"--calibrate needs at least {CONTEXT_TOKENS} tokens of text")
     rotation = _shown(model, text[:_SHOWN_TOKENS], _frequencies(model))
     learning: Any = None
     for at in range(0, min(len(text) - CONTEXT_TOKENS + 1, MOST_CONTEXTS * CONTEXT_TOKENS), CONTEXT_TOKENS):
@@ -103,7 +103,7 @@ def _frequencies(model: Model) -> list[NDArray[np.float64]]:
         chosen = exact[0] if exact else rough.astype(np.float64)
         angles = np.arange(_SHOWN_TOKENS)[:, None] * chosen
         if np.abs(np.cos(angles) - cos).max() > 1e-3 or np.abs(np.sin(angles) - sin).max() > 1e-3:
-            raise ConfigError(f"model {model.name} rotates its keys in a way that codec {CODEC} does not know")
+            raise ConfigError(f"model {model.name} rotates its keys in a way that codec {CODEC} does not support")
         found.append(chosen)
     return found
 
@@ -129,7 +129,7 @@ def _shown(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.f
     here, there = (model.keys_at(text, first) for first in (0, _SHIFT_TOKENS))
     head_dim = here[0].shape[-1]
     if any(one.shape[-1] != head_dim for one in here):
-        raise ConfigError(f"codec {CODEC} is for models whose layers all have heads of one number and size")
+        raise ConfigError(f"codec {CODEC} is for models whose layers all have the same number and size of heads")
     nothing: NDArray[np.float64] = np.zeros(0)
     furthest = 0
     for neighbours in (False, True):
@@ -148,7 +148,7 @@ def _shown(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.f
     if furthest == len(here):
         raise ConfigError(f"model {model.name} rotates more of a key in some layers than in others")
     raise ConfigError(
-        f"model {model.name} rotates the keys of layer {furthest} in a way that codec {CODEC} does not know"
+        f"model {model.name} rotates the keys of layer {furthest} in a way that codec {CODEC} does not support"
     )
 
 

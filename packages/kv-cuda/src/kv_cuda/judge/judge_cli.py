@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from kv_cuda.judge.verdict import Verdict
 
 _ABOUT = """\
-Run a model on text twice: with exact keys and values of the context, and with what a lossy format makes of them. What
-that does to the next token's distribution is what the format costs. Needs transformers (engines bring it) and the
+Run a model on text twice: with exact keys and values of the context, and with those that a lossy format returns. The
+change in the next token's distribution is the cost of the format. Needs transformers (engines bring it) and the
 model in memory once; a model of 135 million parameters takes a minute on two cores.
 
 The codec `kvtc` of tiers is calibrated for a model: `--calibrate TEXT --calibration FILE` writes FILE, which the
-settings name. With `--text` it is judged at once; give that other text.
+settings name. With `--text` it is judged at once; use different text for that.
 
-Give text like what the model will see: --text FILE, repeated. With --out the findings are a file; `judge.verdict` and
-`judge.max_kl` in the settings then refuse, at start, a format that loses more than you allow.
+Give text like that which the model will see: --text FILE, repeated. With --out the findings go to a file;
+`judge.verdict` and `judge.max_kl` in the settings then refuse, at start, a format that loses more than you allow.
 """
 
 
@@ -39,13 +39,16 @@ def register(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a directory, or its name on the Hugging Face hub")
-    parser.add_argument("--text", metavar="FILE", type=Path, action="append", default=[], help="UTF-8 text; repeat")
+    parser.add_argument("--text", metavar="FILE", type=Path, action="append", default=[], help="UTF-8 text; repeatable")
     parser.add_argument(
         "--format",
         dest="formats",
         action="append",
         choices=[*sorted(QUANTISED), FIRST_PARTS],
-        help=f"only this one; repeat (default: those of one byte a number). {FIRST_PARTS}: first parts of its chunks",
+        help=(
+            f"only this one; repeatable (default: those of one byte per number). {FIRST_PARTS}: first parts of its "
+            "chunks"
+        ),
     )
     parser.add_argument("--compare", action="store_true", help="published formats too, for comparison")
     parser.add_argument(
@@ -54,7 +57,7 @@ def register(subparsers: Any) -> None:
         type=Path,
         action="append",
         default=[],
-        help="judge the codec kvtc with this calibration; repeat",
+        help="judge the codec kvtc with this calibration; repeatable",
     )
     parser.add_argument(
         "--calibrate",
@@ -62,7 +65,7 @@ def register(subparsers: Any) -> None:
         type=Path,
         action="append",
         default=[],
-        help="write --calibration first, by this text",
+        help="write --calibration first, from this text",
     )
     parser.add_argument(
         "--step", type=float, default=STEP, help=f"of a calibration, in standard deviations (default: {STEP})"
@@ -78,11 +81,11 @@ def register(subparsers: Any) -> None:
         "--dtype",
         default="bfloat16",
         choices=("bfloat16", "float16", "float32"),
-        help="of keys and values, as the engine keeps them (default: bfloat16)",
+        help="of keys and values, as the engine stores them (default: bfloat16)",
     )
     parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
     parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="stored before each continuation")
-    parser.add_argument("--windows", type=int, default=8, metavar="N", help="of text, at the most (default: 8)")
+    parser.add_argument("--windows", type=int, default=8, metavar="N", help="of text, at most (default: 8)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the verdict there")
     parser.add_argument("--json", action="store_true", help="print the verdict instead of a table")
     parser.set_defaults(run=run)
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from kv_cuda.judge.verdict import write_verdict
 
     if args.context < 257 or args.windows < 1:
-        raise InputError("--context takes 257 tokens or more, one chunk and a token behind it, and --windows 1 or more")
+        raise InputError("--context must be at least 257, one chunk and a token after it, and --windows at least 1")
     if not args.text and not args.calibrate:
         raise InputError("give --text, or --calibrate, or both")
     if args.calibrate and len(args.calibration) != 1:

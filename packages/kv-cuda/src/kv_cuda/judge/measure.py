@@ -62,7 +62,7 @@ class Model:
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError as error:
-            raise ConfigError("kv judge needs the package transformers, which engines bring") from error
+            raise ConfigError("kv judge needs the package transformers, which engines install") from error
         try:
             self._model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
             self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
@@ -85,7 +85,7 @@ class Model:
         self._forward(tokens, cache)
         kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
         if len(kept) != len(cache.layers) or any(layer.keys.shape[2] != len(tokens) for layer in kept):
-            raise ConfigError(f"model {self.name} keeps something else than all keys and values: it cannot be judged")
+            raise ConfigError(f"model {self.name} stores something other than all keys and values: it cannot be judged")
         return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in kept]
 
     def attended(self, tokens: Sequence[int]) -> Layers:
@@ -127,7 +127,7 @@ class Model:
                 cos, sin = embedding(some, positions, *kind)
                 made.append((cos[0].float().numpy(), sin[0].float().numpy()))
         except (AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(f"model {self.name} rotates its keys in a way not known here: {error}") from error
+            raise ConfigError(f"model {self.name} rotates its keys in an unknown way: {error}") from error
         return made
 
     def frequencies(self) -> list[Any]:
@@ -237,7 +237,7 @@ def cut_windows(model: Model, text: str, windows: Windows) -> Iterator[tuple[lis
     tokens = model.tokens(text)
     each = windows.context_tokens + windows.continuation_tokens
     if len(tokens) < each:
-        raise ConfigError(f"the text has {len(tokens)} tokens, and one window takes {each}: give more of it")
+        raise ConfigError(f"the text has {len(tokens)} tokens, and one window takes {each}: give more text")
     for first in range(0, min(len(tokens) - each + 1, windows.most * each), each):
         middle = first + windows.context_tokens
         yield tokens[first:middle], tokens[middle : first + each]

@@ -88,7 +88,7 @@ def read_verdict(path: Path) -> Verdict:
         heads = tuple((int(count), int(dim)) for count, dim in said.pop("heads"))
         return Verdict(heads=heads, findings=findings, **said)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"judge.verdict {path} is no file of `kv judge`: {error!r}") from error
+        raise ConfigError(f"judge.verdict {path} is not a file of `kv judge`: {error!r}") from error
 
 
 FIRST_PARTS: Final = "progressive"
@@ -136,11 +136,11 @@ def _demand(path: str, max_kl: float, kind: str, lossy: Sequence[ChunkFormat]) -
             )
     finding = verdict.of(kind)
     if finding is None:
-        raise ConfigError(f"judge.verdict {path} says nothing of format {kind}; measure it with `kv judge`")
+        raise ConfigError(f"judge.verdict {path} does not cover format {kind}; measure it with `kv judge`")
     if not finding.kl <= max_kl:
         raise ConfigError(
             f"format {kind} has a KL divergence of {finding.kl:.2g} on {verdict.model}, and judge.max_kl allows "
-            f"{max_kl:g}: take another format, such as auto, or a bound of at least {finding.kl:.2g}"
+            f"{max_kl:g}: choose another format, such as auto, or a bound of at least {finding.kl:.2g}"
         )
 
 

@@ -51,7 +51,7 @@ class QuantisingCopier:
         """
         kind, tokens = chunk_format.kind, chunk_format.chunk_tokens
         if not is_quantised_kind(kind) or chunk_format != layout.quantised_format(kind, tokens):
-            raise InputError(f"the format is none of layout {layout.name} in one byte an element: {chunk_format}")
+            raise InputError(f"the format is not one of layout {layout.name} with one byte per element: {chunk_format}")
         self._layout, self._format, self._device = layout, chunk_format, device
         self._pools: dict[str, Pool] = {}
         canonical = layout.canonical_format(tokens)

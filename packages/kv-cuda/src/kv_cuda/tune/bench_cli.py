@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 _ABOUT = """\
 Measure how fast chunks move between pinned host memory and the GPU on each path: by the kernel alone, by the copy
-engine and a ring, and by the driver's batched copies. What is fastest for which length of run is kept in a file,
+engine and a ring, and by the driver's batched copies. The fastest path for each length of run is saved in a file,
 which the copier reads when an engine starts. Takes about a minute; nothing else should use the GPU meanwhile.
 
-With --file: between the files of a directory and the GPU, straight (GPUDirect Storage) or through pinned memory. Name
+With --file: between the files of a directory and the GPU, directly (GPUDirect Storage) or through pinned memory. Name
 the directory of your disk tier, or any on the same file system; a GiB is written there and removed.
 """
 
@@ -28,11 +28,11 @@ the directory of your disk tier, or any on the same file system; a GiB is writte
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure this machine")
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    copy = what.add_parser("copy", help="host ↔ GPU, and keep the result", description=_ABOUT)
+    copy = what.add_parser("copy", help="host ↔ GPU, and save the result", description=_ABOUT)
     copy.add_argument("--device", default="cuda", help="which GPU (default: cuda)")
     copy.add_argument("--file", metavar="DIRECTORY", type=Path, help="measure files of this directory instead")
-    copy.add_argument("--json", action="store_true", help="one JSON object a line for each figure")
-    copy.add_argument("--dry-run", action="store_true", help="do not keep the result")
+    copy.add_argument("--json", action="store_true", help="one JSON object per line for each figure")
+    copy.add_argument("--dry-run", action="store_true", help="do not save the result")
     copy.set_defaults(run=run)
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(device)
     kept = _copy_paths(device, name, args) if args.file is None else _file_copy_paths(device, name, args)
     if kept is not None:
-        print(f"kept in {kept}", file=sys.stderr)
+        print(f"saved in {kept}", file=sys.stderr)
     return 0
 
 

@@ -54,7 +54,7 @@ def measure_files(
     sizes = replace(Sizes(), chunks=CHUNKS) if sizes is None else sizes
     try:
         with tempfile.TemporaryDirectory(prefix="kv-bench-", dir=directory) as made:
-            copy_paths: list[tuple[FileCopyPath, Files | NoCuFile]] = [("staged", NoCuFile("not asked for", ""))]
+            copy_paths: list[tuple[FileCopyPath, Files | NoCuFile]] = [("staged", NoCuFile("not requested", ""))]
             if not isinstance(cufile, NoCuFile):
                 copy_paths.append(("direct", cufile))
             for copy_path, files in copy_paths:

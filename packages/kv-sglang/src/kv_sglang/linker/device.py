@@ -43,9 +43,9 @@ def describe_device(pool: Any, page_size: int, wanted: FormatSetting = "auto") -
     kind = type(pool).__name__
     mla = kind.startswith("MLA")
     if kind not in _PLAIN:
-        raise _refused(pool, "a pool of this class keeps its rows otherwise")
+        raise _refused(pool, "a pool of this class stores its rows differently")
     if not mla and (pool.kv_cache_layout != "nhd" or getattr(pool, "k_scale_buffer", None) is not None):
-        raise _refused(pool, f"its layout is {pool.kv_cache_layout}, or it keeps scales beside its rows")
+        raise _refused(pool, f"its layout is {pool.kv_cache_layout}, or it stores scales beside its rows")
     tensors: list[torch.Tensor] = [*pool.kv_buffer] if mla else [*pool.k_buffer, *pool.v_buffer]
     layers = len(tensors) // (1 if mla else 2)
     rows, heads, dim = tensors[0].shape

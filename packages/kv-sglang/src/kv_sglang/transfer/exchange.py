@@ -68,7 +68,7 @@ class Exchange:
             if found == len(keys):
                 return ""
             if is_wanted() and not wait.again():
-                return refused or "another one has not finished storing them"
+                return refused or "another thread has not finished storing them"
         return "the request has ended"
 
     def get(self, names: Names, first: int, slots: Sequence[int], is_wanted: Wanted, lock: threading.Lock) -> str:
@@ -78,7 +78,7 @@ class Exchange:
         """
         keys = self._store.keys(names.hashes[first : first + len(slots)])
         if not keys:
-            return "which weights the engine has is not known"
+            return "the weights of the engine are not known"
         cache, missing, coming = self._store.cache, _Waiting(self._wait_s), _Waiting(self._hold_s)
         try:
             while is_wanted():

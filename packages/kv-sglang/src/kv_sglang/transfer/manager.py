@@ -93,8 +93,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         settings = read_settings({}, int(self.kv_args.page_size), os.environ)
         if not settings.server.socket:
             raise ConfigError(
-                "the engines of a hand-over meet at a kv-server, and none is named: set server.socket in the file that "
-                "KV_CONFIG_FILE names, or KV_SERVER_SOCKET"
+                "the engines of a hand-over share a kv-server, and none is configured: set server.socket in the file "
+                "that KV_CONFIG_FILE names, or KV_SERVER_SOCKET"
             )
         described = describe_device(pool, int(self.kv_args.page_size), settings.format)
         watch_updates()
@@ -153,7 +153,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         if message[0] == ABORT_TAG:
             notification = AbortNotification.from_zmq(list(message))
             if notification is not None and self.request_status.get(notification.room) not in (None, KVPoll.Success):
-                self.record_failure(notification.room, "the decode engine has given the request up")
+                self.record_failure(notification.room, "the decode engine has given up the request")
                 self.update_status(notification.room, KVPoll.Failed)
             return
         if message[0] != _HERE:
@@ -329,7 +329,10 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         """Load the pages up to this number. Empty, or why not all are loaded."""
         hashes = coming.names.hashes
         if not 0 < pages <= len(hashes) or hashes[pages - 1] != last:
-            return "the prefill engine names the prompt's pages otherwise: it has another prompt, page size or adapter"
+            return (
+                "the prefill engine names the prompt's pages differently: it has a different prompt, page size or "
+                "adapter"
+            )
         while (first := coming.loaded) < pages:
             count = min(pages - first, self._batch_pages)
             slots = coming.slots[first - coming.first :][:count]
@@ -343,7 +346,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def _take_metadata(self, coming: Coming, metadata: Sequence[bytes]) -> str:
         args = self.kv_args
         if coming.loaded != len(coming.names.hashes):
-            return f"{coming.loaded} of {len(coming.names.hashes)} pages came before the end"
+            return f"{coming.loaded} of {len(coming.names.hashes)} pages arrived before the end"
         if [len(part) for part in metadata] != list(args.aux_item_lens):
             return "the prefill engine has other metadata: start both with the same version and options of SGLang"
         with coming.lock:

@@ -88,4 +88,4 @@ def _run(jobs: "queue.SimpleQueue[Job]", exchange: Exchange) -> None:
         try:
             job(exchange)
         except Exception:  # noqa: BLE001  # the thread serves other requests
-            _log.exception("a hand-over ended by a bug")
+            _log.exception("a hand-over ended because of a bug")

@@ -135,8 +135,8 @@ class Adapters:
             content = content_of(adapter.path, self._memory, stopped=self._stopped)
             if content is None:
                 _log.warning(
-                    "adapter %s has neither files nor a commit at %r on this machine: what is kept of its requests "
-                    "lives no longer than this engine",
+                    "adapter %s has neither files nor a commit at %r on this machine: chunks stored for its requests "
+                    "live no longer than this engine",
                     adapter.name,
                     adapter.path,
                 )

@@ -46,7 +46,7 @@ def fitted(
     if chunk_tokens == settings.chunk_tokens:
         return settings
     _log.info(
-        "chunk_tokens is %d and not %d, to fit the engine's blocks of %d tokens",
+        "chunk_tokens is %d instead of %d, to fit the engine's blocks of %d tokens",
         chunk_tokens,
         settings.chunk_tokens,
         together,

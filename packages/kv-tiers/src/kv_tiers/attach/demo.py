@@ -98,20 +98,20 @@ def run(demo: Demo, arguments: list[str] | None = None) -> int:
         description=f"Watch real {demo.engine} skip the prefill of a prefix that another request computed.",
     )
     parser.add_argument(
-        "--model", default=TINY, help="a model that it can load (default: tiny, a random Llama made on the spot)"
+        "--model", default=TINY, help="a model that it can load (default: tiny, a random Llama created on the spot)"
     )
     parser.add_argument(
         "--dtype", default="", help="the model's dtype (default: float32 for the tiny model, else auto)"
     )
     parser.add_argument("--document", type=Path, help="ask about this text, if the model has a tokenizer")
     parser.add_argument("--question", action="append", default=[], help="twice: what to ask about it")
-    parser.add_argument("--then", default="", help="another engine's demo, as a command: it sends what comes after B")
+    parser.add_argument("--then", default="", help="another engine's demo, as a command: it runs the phases after B")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON lines instead of a table")
     parser.add_argument("--run", choices=tuple(_PHASES), help=argparse.SUPPRESS)
     parser.add_argument("--cache", default="null", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.document is not None and len(args.question) != 2:
-        parser.error("a document goes with two questions")
+        parser.error("a document needs two questions")
     if args.run:
         os.environ.update(demo.environ)
         _serve(demo, args)

@@ -53,7 +53,7 @@ def table(rows: Sequence[Row], without_us: Mapping[tuple[str, str], Row]) -> str
     if any(row.tokens != without_us[row.engine, row.request].tokens for row in rows):
         lines += [
             "",
-            "Tokens differ. In float32 that is a bug; in bfloat16 another split of the prefill rounds differently.",
+            "Tokens differ. In float32 that is a bug; in bfloat16 a different split of the prefill rounds differently.",
         ]
     asked, found = sum(row.prompt_tokens for row in rows), sum(row.hit_tokens for row in rows)
     ours_s = sum(row.first_s for row in rows)

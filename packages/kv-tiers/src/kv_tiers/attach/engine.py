@@ -347,7 +347,7 @@ class Engine(OffSwitch):
         groups = zip(self.facts.groups, self.facts.formats, strict=True)
         if all(group.coverage.kind == "state" or is_quantised_kind(kind) for group, kind in groups):
             _log.warning(
-                "store: %s is not used, chunks are stored behind the step: all layers are encoded, or states",
+                "store: %s is not used, chunks are stored after the step: all layers are encoded, or states",
                 self._store,
             )
             return False
@@ -372,11 +372,13 @@ class Engine(OffSwitch):
         if len(groups) > 1 or groups[0].coverage.kind != "all":
             return "the model has several kinds of layers, or layers that do not need the whole prefix"
         if self.facts.has_drafts:
-            return "there is a draft model, whose layers are computed apart from the model's"
+            return "there is a draft model, whose layers are computed separately from the model's"
         if self.share.nodes > 1:
             return "the ranks are on several nodes, and each node's server leases its own chunks only"
         if self.share.stages > 1:
-            return "there are pipeline stages, and the engine schedules further steps before it hears of one's failure"
+            return (
+                "there are pipeline stages, and the engine schedules further steps before it learns that one has failed"
+            )
         if is_quantised_kind(kind):
             return f"chunks are stored in format {kind}"
         return ""
@@ -449,8 +451,8 @@ class Engine(OffSwitch):
             tiers = ", ".join(str(tier.get("type")) for tier in settings.tiers)
             capacity = f"{spelled(settings.host.capacity_bytes)} ({self.cache.pool.slots} chunks)"
             place = f"a pool of {capacity}" + (f" above {tiers}" if tiers else "")
-        limits = [] if loads else ["nothing is loaded, as the engine's role says"]
-        limits += [] if stores else ["nothing is stored, as the engine's role says"]
+        limits = [] if loads else ["nothing is loaded, because of the engine's role"]
+        limits += [] if stores else ["nothing is stored, because of the engine's role"]
         self._described = "; ".join(
             [f"chunks of {facts.chunk_tokens} tokens in {place}", facts.described, *limits],
         )

@@ -11,7 +11,7 @@ from typing import Final, Literal
 PREFIX: Final = "kv_tiers_"
 TIER_TOKENS: Final = "hit_tokens"
 """By the label `tier`, the tokens that requests got from it."""
-ABOUT_TIER_TOKENS: Final = "Tokens that requests were given, by the slowest tier that they came from."
+ABOUT_TIER_TOKENS: Final = "Tokens that requests got from the cache, by the slowest tier that they came from."
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +23,32 @@ class Figure:
 
 
 FIGURES: Final[Mapping[str, Figure]] = {
-    "lookups": Figure("counter", "Requests that were looked up in the cache, and again after a preemption."),
-    "asked_tokens": Figure("counter", "Tokens that these could have been given."),
-    "found_tokens": Figure("counter", "Tokens of them that were held; some the engine may have had itself."),
-    "declined_tokens": Figure("counter", "Tokens of them that were computed, as that was estimated to be quicker."),
+    "lookups": Figure("counter", "Requests that were looked up in the cache, counted again after a preemption."),
+    "asked_tokens": Figure("counter", "Tokens of these requests that the cache could have had."),
+    "found_tokens": Figure("counter", "Those of these tokens that were held; the engine may already have had some."),
+    "declined_tokens": Figure(
+        "counter", "Those of these tokens that were computed because that was estimated to be faster."
+    ),
     "loaded_tokens": Figure("counter", "Tokens that were loaded instead of being computed."),
     "stored_tokens": Figure("counter", "Tokens whose chunks entered the pool."),
     "loaded_bytes": Figure("counter", "Bytes copied from the pool to the engine, by all its ranks."),
     "stored_bytes": Figure("counter", "Bytes copied from the engine to the pool, by all its ranks."),
-    "loads": Figure("counter", "Loads that were begun."),
-    "loads_failed": Figure("counter", "Loads that came up short, whose tokens were computed instead."),
-    "loads_refused": Figure("counter", "Loads whose allocation did not add up."),
-    "states_refused": Figure("counter", "States of linear layers that were not worth their room."),
-    "stores_failed": Figure("counter", "Stores that were given up."),
-    "dropped_chunks": Figure("counter", "Chunks that were not stored as too many bytes were on their way already."),
-    "handovers_given": Figure("counter", "Requests whose prompt was stored for another engine to go on with."),
-    "handovers_taken": Figure("counter", "Requests whose prompt another engine had computed, as their proxy said."),
-    "handovers_late": Figure("counter", "Requests of these that lacked some of it in the end, and computed it."),
-    "pool_used_bytes": Figure("gauge", "What of the pool holds chunks or is promised to them."),
-    "pool_bytes": Figure("gauge", "How large the pool is."),
+    "loads": Figure("counter", "Loads that were started."),
+    "loads_failed": Figure(
+        "counter", "Loads that failed in part or as a whole; the missing tokens were computed instead."
+    ),
+    "loads_refused": Figure("counter", "Loads refused because the block allocation was inconsistent."),
+    "states_refused": Figure("counter", "States of linear layers that were not worth storing."),
+    "stores_failed": Figure("counter", "Stores that were abandoned."),
+    "dropped_chunks": Figure("counter", "Chunks that were not stored because too many bytes were already in flight."),
+    "handovers_given": Figure("counter", "Requests whose prompt was stored for another engine to continue from."),
+    "handovers_taken": Figure(
+        "counter", "Requests whose prompt another engine had computed, according to their proxy."
+    ),
+    "handovers_late": Figure(
+        "counter", "Those of these requests that in the end lacked part of the prompt and computed it."
+    ),
+    "pool_used_bytes": Figure("gauge", "Bytes of the pool that hold chunks or are reserved for them."),
+    "pool_bytes": Figure("gauge", "Size of the pool."),
     "on": Figure("gauge", "1 while the cache is in use, 0 after a fault has turned it off."),
 }

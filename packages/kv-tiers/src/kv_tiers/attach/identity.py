@@ -138,7 +138,8 @@ class LiveWeights:
         threading.Thread(target=self._identify, name="kv-weights", daemon=True).start()
         if not self._settled.wait(patience_s):
             _log.info(
-                "the files of %s are being read, once, to name its weights: nothing is loaded or stored until then",
+                "the files of %s are being read, once, to identify its weights: nothing is loaded or stored until "
+                "that is done",
                 model.source,
             )
 
@@ -162,8 +163,8 @@ class LiveWeights:
             self._changes += 1
             self._take(f"engine-{self._engine}-{self._changes}")
         _log.warning(
-            "%s: the weights of %s may be others now, so what was kept before is not found any more, and what is kept "
-            "from here on lives no longer than this engine",
+            "%s: the weights of %s may have changed, so chunks stored before are no longer found, and chunks stored "
+            "from now on live no longer than this engine",
             why,
             self.model.source,
         )
@@ -191,8 +192,8 @@ class LiveWeights:
                 self._take(f"engine-{self._engine}-0")
         if weights is None:
             _log.warning(
-                "which weights %s has is not known, neither by a commit nor by files on this machine: what is kept "
-                "lives no longer than this engine",
+                "the weights of %s are identified neither by a commit nor by files on this machine: stored chunks "
+                "live no longer than this engine",
                 self.model.source,
             )
         else:

@@ -37,4 +37,4 @@ def field_differences(owner: Any, fields: Iterable[str]) -> Iterator[str]:
 def unknown_calls(owner: type, implemented: Iterable[str]) -> Iterator[str]:
     """A text for each method that `owner` requires of every implementation and that we lack."""
     for name in sorted(getattr(owner, "__abstractmethods__", frozenset()) - set(implemented)):
-        yield f"{owner.__name__} also wants {name}"
+        yield f"{owner.__name__} also requires {name}"

@@ -76,7 +76,7 @@ def _warn(own: StoredFormat, other: StoredFormat, where: str) -> None:
         opaque = own.engine if own.kind == "blocks" else other.engine
         advice = (
             f"{opaque} stores opaque blocks, which no other kind of engine reads: see its log for why, or write "
-            + ("format: canonical, which says why at the start")
+            + ("format: canonical, which reports the reason at start")
         )
     else:
         advice = "both must have the same chunk_tokens (SGLang's --page-size), dtype and format"

@@ -34,7 +34,7 @@ def read_private(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ConfigError) as error:
-        _log.warning("what %s remembers is not used: %s", path, error)
+        _log.warning("the content of %s is not used: %s", path, error)
         return None
     with os.fdopen(descriptor, "rb") as stream:
         text = stream.read(_MAX_BYTES + 1)

@@ -116,21 +116,21 @@ _SERVED: Final[Mapping[str, str]] = {
 def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) -> tuple[RequestOptions, list[str]]:
     """The options that are valid, and an error text for each that is not."""
     if not isinstance(params, Mapping):
-        return _DEFAULTS, [f"{_shown(params)} is left out; write {{{KEY!r}: {{…}}}}"]
+        return _DEFAULTS, [f"{_shown(params)} is ignored; write {{{KEY!r}: {{…}}}}"]
     if KEY not in params:
         near = difflib.get_close_matches(KEY, [name for name in params if isinstance(name, str)], n=1, cutoff=0.8)
-        return _DEFAULTS, [f"{near[0]!r} is left out; did you mean {KEY!r}?"] if near else []
+        return _DEFAULTS, [f"{near[0]!r} is ignored; did you mean {KEY!r}?"] if near else []
     given = params[KEY]
     if not isinstance(given, Mapping):
-        return _DEFAULTS, [f"{KEY} is {_shown(given)} and left out; write {{{KEY!r}: {{'store': False}}}}, say"]
+        return _DEFAULTS, [f"{KEY} is {_shown(given)} and is ignored; write {{{KEY!r}: {{'store': False}}}}, say"]
     values: dict[str, Any] = {}
     wrong = []
     for name, value in given.items():
         if name not in _FIELDS:
-            wrong.append(f"{KEY} has no {_shown(name)}, which is left out; {nearest(str(name), _FIELDS)}")
+            wrong.append(f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _FIELDS)}")
             continue
         if name in unsupported:
-            wrong.append(f"{name} cannot be followed with this engine; {_SERVED.get(name, 'it is left out')}")
+            wrong.append(f"{name} is not supported by this engine; {_SERVED.get(name, 'it is ignored')}")
             continue
         try:
             values[name] = msgspec.convert(value, _FIELDS[name])
@@ -139,14 +139,14 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
             elif name == "tiers" and values[name]:
                 unknown = [tier for tier in values[name] if tier not in tiers]
                 wrong += [
-                    f"there is no tier {_shown(tier)}, which is left out; {nearest(tier, tiers)}" for tier in unknown
+                    f"there is no tier {_shown(tier)}, which is ignored; {nearest(tier, tiers)}" for tier in unknown
                 ]
                 values[name] = [tier for tier in values[name] if tier in tiers]
         except (msgspec.ValidationError, InputError) as error:
             values.pop(name, None)
             if name == "tiers":
                 values[name] = []
-            wrong.append(f"{name} is {_shown(value)}, {str(error).lower()}; {_SERVED.get(name, 'it is left out')}")
+            wrong.append(f"{name} is {_shown(value)}, {str(error).lower()}; {_SERVED.get(name, 'it is ignored')}")
     if "tags" in given and "tags" not in values:
         values.update(load=False, store=False)
     return RequestOptions(**values), wrong

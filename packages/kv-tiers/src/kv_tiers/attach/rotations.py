@@ -59,16 +59,16 @@ def check_rotations(
     alike = [one for one in known if _pairs(one.order) == _pairs(shape.order)]
     for table in rotating:
         if not alike:
-            others = "; ".join(sorted({_spelled(one.order) for one in known})) or "nothing that it tells of"
+            others = "; ".join(sorted({_spelled(one.order) for one in known})) or "nothing that it reports"
             raise ConfigError(
                 f"codec kvtc: the calibration of {shape.model} is for keys of which the model rotates "
-                f"{_spelled(shape.order)}, and this engine rotates {others}: it stores keys in another order than "
-                "`kv judge` saw, so the codec cannot be used with it"
+                f"{_spelled(shape.order)}, and this engine rotates {others}: it stores keys in a different order from "
+                "the one that `kv judge` saw, so the codec cannot be used with it"
             )
         if not any(_is_alike(table, one.frequencies) for one in alike):
             raise ConfigError(
-                f"codec kvtc: this engine rotates keys by other frequencies than the calibration of {shape.model} has: "
-                "write one for the model as the engine is configured"
+                "codec kvtc: this engine rotates keys with different frequencies from those in the calibration of "
+                f"{shape.model}: write one for the model as the engine is configured"
             )
 
 

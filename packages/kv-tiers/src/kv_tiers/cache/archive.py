@@ -119,7 +119,7 @@ def _read_header(file: BinaryIO, path: Path, form: bytes) -> int:
     """How many chunks follow."""
     data = file.read(_HEADER_BYTES)
     if len(data) < _HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
-        raise InputError(f"{path} is no exported prefix")
+        raise InputError(f"{path} is not an exported prefix")
     _, version, header_bytes, _, payload_bytes, chunks, its_form = _HEADER.unpack(data[: _HEADER.size])
     if unseal(data) is None:
         raise InputError(f"{path} is damaged: the checksum of its header is wrong")
@@ -132,7 +132,9 @@ def _read_header(file: BinaryIO, path: Path, form: bytes) -> int:
     wanted = _HEADER_BYTES + chunks * chunk_header.HEADER_BYTES + payload_bytes
     there = os.fstat(file.fileno()).st_size
     if there != wanted:
-        raise InputError(f"{path} has {there} bytes where its header says {wanted}: it was cut, or is another file")
+        raise InputError(
+            f"{path} has {there} bytes where its header says {wanted}: it was truncated, or is a different file"
+        )
     return int(chunks)
 
 
@@ -187,7 +189,7 @@ class _Import:
                 self.chain.clear()
             above = found[-1].key if found else self.chain[-1] if self.chain else None
             if header.parent != above:
-                return found, f"chunk {number} is damaged: it follows another chunk than the one before it"
+                return found, f"chunk {number} is damaged: it does not follow the chunk before it"
             nbytes = self.cache.pool.sizes.of(header.key)
             if header.decoded_bytes != nbytes:
                 return found, f"chunk {number} has {header.decoded_bytes} bytes, and its group's have {nbytes} here"
@@ -216,4 +218,7 @@ class _Import:
         self.chain = chain[:held]
         if lease.refused or held == len(chain):
             return lease.refused
-        return f"chunk {self.done} is being stored by others too, or was forgotten at once; import the file again"
+        return (
+            f"chunk {self.done} is being stored by another client too, or was forgotten immediately; import the file "
+            "again"
+        )

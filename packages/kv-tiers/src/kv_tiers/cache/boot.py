@@ -93,5 +93,5 @@ class BootMeasurement:
                 if self._is_over.is_set():
                     return
         if (cost := lane.load_cost(trust=True)) is not None:
-            speed = f"{1 / cost[1] / 1e9:.2f} GB/s" if cost[1] > 0 else "no time a byte"
-            _log.info("tier %s: %.1f ms a load and %s, measured at start", lane.name, cost[0] * 1e3, speed)
+            speed = f"{1 / cost[1] / 1e9:.2f} GB/s" if cost[1] > 0 else "no time per byte"
+            _log.info("tier %s: %.1f ms per load and %s, measured at start", lane.name, cost[0] * 1e3, speed)

@@ -77,7 +77,7 @@ class Drain:
         with self._lock:
             self._stop.set()
             if not self._lower.passes_on():
-                why = "no tier of type peers is configured, so there is nobody to offer anything to"
+                why = "no tier of type peers is configured, so there is no host to offer chunks to"
                 self._state = DrainState("stopped", why)
                 return
             self._on_change(True)
@@ -158,9 +158,9 @@ class _Work:
         except MisuseError:
             why = "the cache is closed"
         except Exception as error:  # noqa: BLE001  # it is reported, and costs misses elsewhere
-            _log.exception("a drain met a bug")
+            _log.exception("a drain hit a bug")
             why = f"a bug, which is in the log: {error}"
-        self._state.why = why or ("" if not self._state.refused else self._reasons("no peer took some of it"))
+        self._state.why = why or ("" if not self._state.refused else self._reasons("no peer took some of the chunks"))
         self._state.phase = "stopped" if why else "drained"
         _log.info("drain: %s", self._state)
 
@@ -170,7 +170,7 @@ class _Work:
         if self._stop.is_set():
             return "it was ended"
         if now_s >= until_s:
-            return "the time is over"
+            return "the time is up"
         if self._room() == 0 and not any(self._taken.values()):
             return "max_bytes have been moved"
         if now_s - self._progress_s > _FULL_S and not any(self._taken.values()):
@@ -327,7 +327,7 @@ class _Work:
         self._failed[taker.name] = (
             "it fetched nothing of what it took"
             if is_coming
-            else "it has no room, or no engine has told it of this format"
+            else "it has no room, or no engine has registered this format with it"
             if not answer.room
             else "it is busy"
         )

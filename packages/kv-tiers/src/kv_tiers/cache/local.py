@@ -380,7 +380,7 @@ class LocalCache:
             self.admin.unpin_all()
             self.holds.clear()
         if not self.lower.close(self._cold.drain_s):
-            raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not come back from a call")
+            raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not returned from a call")
         self.pool.close()
 
     # The methods below are called under the lock unless they say otherwise.

@@ -215,7 +215,10 @@ class LowerTiers:
         with self._host.lock:
             left = self.spills.stop()
         if left:
-            text = "closing: %d chunks are not stored below after %.1f s; a longer cold.drain_s has more of them stored"
+            text = (
+                "closing: %d chunks were not stored in the lower tiers after %.1f s; a longer cold.drain_s stores "
+                "more of them"
+            )
             _log.warning(text, left, timeout_s)
         closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, even after one that does not close
         if self._boot is not None:

@@ -57,7 +57,7 @@ class ByteCoder:
                 raise CodecError(f"a frame of {said.content_size} bytes instead of {symbols}")
             decoded = self._mine.decompressor.decompress(frame, max_output_size=symbols, allow_extra_data=False)
         except self._zstandard.ZstdError as error:
-            raise CodecError(f"no frame of zstd: {error}") from error
+            raise CodecError(f"not a zstd frame: {error}") from error
         if len(decoded) != symbols:
             raise CodecError(f"a frame of {len(decoded)} bytes instead of {symbols}")
         return np.frombuffer(decoded, np.uint8)

@@ -181,8 +181,9 @@ class Calibration:
         first, end = heads.start * shape.head_dim, heads.stop * shape.head_dim
         if first % channels or end % channels:
             raise ConfigError(
-                f"codec kvtc: the calibration transforms {channels} channels together, and a rank's {len(heads)} heads "
-                f"of {shape.head_dim} are no whole number of those: write it again with `kv judge --calibrate --ranks`"
+                f"codec kvtc: the calibration transforms {channels} channels together, and a rank's {len(heads)} "
+                f"heads of {shape.head_dim} are not a whole number of those: write it again with `kv judge "
+                "--calibrate --ranks`"
             )
         tables = [shape.tables[layer] for layer in layers]
         used = list(dict.fromkeys(tables))
@@ -214,10 +215,10 @@ def read_calibration(path: str | Path) -> Calibration:
             size = os.fstat(file.fileno()).st_size
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size:
-                raise ConfigError(f"{where}: it is no file of `kv judge --calibrate`")
+                raise ConfigError(f"{where}: it is not a file of `kv judge --calibrate`")
             magic, version, text_bytes = _HEAD.unpack(head)
             if magic != _MAGIC or text_bytes > _MAX_DESCRIPTION_BYTES:
-                raise ConfigError(f"{where}: it is no file of `kv judge --calibrate`")
+                raise ConfigError(f"{where}: it is not a file of `kv judge --calibrate`")
             if version not in (VERSION, VERSION_FOR_RANKS, VERSION_FOR_ORDER):
                 raise ConfigError(
                     f"{where}: version {version}; this release reads versions {VERSION} to {VERSION_FOR_ORDER}"
@@ -241,10 +242,10 @@ def read_calibration(path: str | Path) -> Calibration:
         at += _nbytes(dtype, dimensions)
     read = Calibration(shape, *arrays)
     if not all(np.isfinite(array).all() for array in arrays) or not (read.widths > 0).all():
-        raise ConfigError(f"{where}: it has numbers that are none")
+        raise ConfigError(f"{where}: it has numbers that are not finite, or widths that are not positive")
     norms = np.square(read.forward.astype(np.float64)).sum(2).max()
     if norms > (_LARGEST_ROW * (1 << MATRIX_BITS)) ** 2:
-        raise ConfigError(f"{where}: its components are not near to orthonormal")
+        raise ConfigError(f"{where}: its components are not close to orthonormal")
     return read
 
 
@@ -302,5 +303,5 @@ def _shape(text: bytes, where: str, version: int) -> Shape:
         if type(shape.step) is not float or not 0 < shape.step < 1000 or not isinstance(shape.model, str):
             raise ValueError("step")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{where}: it is no file of `kv judge --calibrate`: {error!r}") from error
+        raise ConfigError(f"{where}: it is not a file of `kv judge --calibrate`: {error!r}") from error
     return shape

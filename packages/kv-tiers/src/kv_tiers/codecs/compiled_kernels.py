@@ -196,7 +196,7 @@ class CompiledKernels:
                 flat += address, one.nbytes
         answer: int = self._functions[name](*flat)
         if answer == MISFIT:
-            raise MisuseError(f"kernel {name}: arrays whose sizes do not fit each other")
+            raise MisuseError(f"kernel {name}: arrays whose sizes do not match")
         return answer
 
 

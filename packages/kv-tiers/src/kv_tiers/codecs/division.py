@@ -80,8 +80,8 @@ class Division:
         if count < shape.heads and count * shape.head_dim % shape.block_channels:
             raise ConfigError(
                 f"codec kvtc: the calibration transforms {shape.block_channels} channels together, and a rank's "
-                f"{count} heads of {shape.head_dim} are no whole number of those: write it again with "
-                f"`kv judge --calibrate --ranks {self.shards}`"
+                f"{count} heads of {shape.head_dim} are not a whole number of those: write it again with `kv judge "
+                f"--calibrate --ranks {self.shards}`"
             )
 
     @property
@@ -134,7 +134,7 @@ def divide(
     shape, of_stage = calibration.shape, shards // stages
     coded = [group for group in groups if not group.is_state]
     if not coded:
-        raise ConfigError("codec kvtc is for keys and values, and this model keeps states alone: leave it out")
+        raise ConfigError("codec kvtc is for keys and values, and this model has only states: leave it out")
     if len(coded) == 1 and not coded[0].layers:
         coded = [replace(coded[0], layers=tuple(range(coded[0].format.layers)))]
     for group in coded:

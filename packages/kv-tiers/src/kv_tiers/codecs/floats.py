@@ -92,19 +92,19 @@ class FloatsCodec:
         for first in range(0, words.size, _BLOCK_NUMBERS):
             block = words[first : first + _BLOCK_NUMBERS]
             if len(payload) - at < _FRAME_BYTES.size:
-                raise CodecError(f"it ends behind {at} bytes, where a frame begins")
+                raise CodecError(f"it ends after {at} bytes, where a frame begins")
             (frame_bytes,) = _FRAME_BYTES.unpack_from(payload, at)
             at += _FRAME_BYTES.size
             rest_at = at + frame_bytes
             end = rest_at + _rest_bytes(kind, block.size)
             if end > len(payload):
-                raise CodecError(f"it ends behind {len(payload)} bytes, within a block that ends at {end}")
+                raise CodecError(f"it ends after {len(payload)} bytes, within a block that ends at {end}")
             coded = self._coder.decode(payload[at:rest_at], block.size)
             self.kernels.join(kind, coded, np.frombuffer(payload, np.uint8, end - rest_at, rest_at), block)
             at = end
         tail = out[words.nbytes :]
         if len(payload) - at != len(tail):
-            raise CodecError(f"{len(payload) - at} bytes behind the numbers instead of {len(tail)}")
+            raise CodecError(f"{len(payload) - at} bytes after the numbers instead of {len(tail)}")
         tail[:] = payload[at:]
 
     def _likeliest(self, chunk: memoryview) -> int | None:

@@ -63,7 +63,7 @@ def make_kvtc_codec(options: Mapping[str, object], context: TierContext | None) 
     calibration = read_calibration(path)
     if context is not None and context.fingerprint and calibration.name not in context.fingerprint.split():
         raise ConfigError(
-            "codec kvtc is lossy and an engine's own to allow: set it in the engine's settings, not in those of a "
+            "codec kvtc is lossy, and for each engine to allow: set it in the engine's settings, not in those of a "
             "kv-server that engines join"
         )
     division = None if context is None else division_in(context.fingerprint)
@@ -99,7 +99,7 @@ class DividedKvtc:
         return None  # its share is not known
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        raise CodecError("whose share it is was not said")
+        raise CodecError("the rank whose share it is was not given")
 
 
 class KvtcCodec:
@@ -141,7 +141,7 @@ class KvtcCodec:
             )
         coded_at = HEAD_BYTES + exact * self._shape.token_bytes
         if len(payload) < coded_at:
-            raise CodecError(f"it ends behind {len(payload)} bytes, within its first tokens")
+            raise CodecError(f"it ends after {len(payload)} bytes, within its first tokens")
         words, rows = self._words(out), self._rows(tokens)
         self.kernels.decode_rows(np.frombuffer(payload[coded_at:], np.uint8), self._codes, rows)
         ordered = words if self._shape.order.is_usual else np.empty_like(words)

@@ -78,7 +78,7 @@ class Learning:
         if len(layers) != shape.layers or any(
             one.shape != (tokens, shape.heads, shape.head_dim) for layer in layers for one in layer
         ):
-            raise ConfigError("codec kvtc is for models whose layers all have heads of one number and size")
+            raise ConfigError("codec kvtc is for models whose layers all have the same number and size of heads")
         tables = [turns(frequencies, 0, tokens) for frequencies in self._frequencies]
         channels = shape.block_channels
         of_layer = shape.heads * shape.head_dim // channels
@@ -105,9 +105,9 @@ class Learning:
         """
         shape = self._shape
         if self._tokens < 2 * shape.block_channels:
-            raise ConfigError(f"calibration takes {2 * shape.block_channels + SINKS} tokens of text or more")
+            raise ConfigError(f"calibration needs at least {2 * shape.block_channels + SINKS} tokens of text")
         if not 0.01 <= step <= 4:
-            raise ConfigError(f"a step of {step:g} standard deviations; take one of 0.01 to 4, such as 0.4")
+            raise ConfigError(f"a step of {step:g} standard deviations; choose one of 0.01 to 4, such as 0.4")
         means = self._sums / self._tokens
         covariances = self._products / self._tokens - means[:, :, None] * means[:, None, :]
         variances, bases = np.linalg.eigh(covariances)

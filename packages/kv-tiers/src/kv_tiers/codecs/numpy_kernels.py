@@ -109,7 +109,7 @@ class NumpyKernels:
     def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
         wanted = marks == mark
         if not lower.size == upper.size == np.count_nonzero(wanted):  # numpy would repeat a single one
-            raise MisuseError(f"{lower.size} and {upper.size} bytes for another number of places")
+            raise MisuseError(f"{lower.size} and {upper.size} bytes for a different number of places")
         words[wanted] = upper.astype("<u2") << 8 | lower
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
@@ -136,7 +136,7 @@ def _planes(kind: int, rest: Bytes, numbers: int) -> list[Words]:
 def _check(words: Words, symbols: Bytes, exponents: Bytes, missing: Bytes) -> None:
     sizes = (words.size, symbols.size, missing.size, exponents.size * SCALED_NUMBERS)
     if len(set(sizes)) > 1:
-        raise MisuseError(f"sizes that do not fit each other: {sizes}")
+        raise MisuseError(f"sizes that do not match: {sizes}")
 
 
 def _runs(missing: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:

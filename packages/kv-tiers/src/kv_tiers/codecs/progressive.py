@@ -111,7 +111,7 @@ class ProgressiveCodec:
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         if self.decode_prefix(payload, out) < PARTS:
-            raise CodecError(f"it ends behind {len(payload)} bytes, within its parts")
+            raise CodecError(f"it ends after {len(payload)} bytes, within its parts")
 
     def decode_prefix(self, prefix: memoryview, out: memoryview) -> int:
         """Like `decode`, from the parts that are complete in the first bytes of a payload. Returns their number."""
@@ -123,7 +123,7 @@ class ProgressiveCodec:
             self._decode_section(words[start : start + _SECTION], first, more, missing)
         out[words.nbytes :] = first.take(len(out) - words.nbytes)
         if is_longer or any(cursor.left for cursor in (first, *more)):
-            raise CodecError("there are bytes behind its numbers")
+            raise CodecError("there are bytes after its numbers")
         return len(parts)
 
     def _scratch(self) -> "_Scratch":
@@ -238,11 +238,11 @@ def _parts_in(prefix: memoryview, chunk_bytes: int) -> tuple[list[memoryview], b
         if len(part) < size:
             break
         if xxhash.xxh3_64_intdigest(part) != checksum:
-            raise CodecError(f"part {len(parts) + 1} has another checksum")
+            raise CodecError(f"part {len(parts) + 1} has a wrong checksum")
         parts.append(part)
         at += size
     if not parts:
-        raise CodecError(f"it ends behind {len(prefix)} bytes, within its first part")
+        raise CodecError(f"it ends after {len(prefix)} bytes, within its first part")
     return parts, len(parts) == PARTS and at < len(prefix)
 
 

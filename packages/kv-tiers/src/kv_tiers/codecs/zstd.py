@@ -70,7 +70,7 @@ class ZstdCodec:
                 at += read
             more = source.read(1)
         except self._zstandard.ZstdError as error:
-            raise CodecError(f"no frame of zstd: {error}") from error
+            raise CodecError(f"not a zstd frame: {error}") from error
         if at < len(out) or more:
             raise CodecError(f"a frame of {at}{' and more' if more else ''} bytes instead of {len(out)}")
 

@@ -208,7 +208,7 @@ class EventBus:
         if thread is not None:
             thread.join(timeout_s)
             if thread.is_alive():
-                _log.warning("a subscriber of the cache's events hangs; it is left as it is")
+                _log.warning("a subscriber of the cache's events hangs; it is not waited for")
                 return
         for subscriber in self._subscribers:
             self._call(subscriber, subscriber.close)

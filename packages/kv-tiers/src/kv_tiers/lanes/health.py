@@ -18,7 +18,7 @@ from kv_core.clock import Clock
 class Health(Enum):
     UP = "it answers"
     FULL = "it takes no more chunks, but serves those that it has"
-    DOWN = "it failed, and is probed from time to time"
+    DOWN = "it failed, and is probed periodically"
     STUCK = "a call to it has not returned"
     CLOSED = "it is closed"
 

@@ -178,8 +178,8 @@ class Lane:
         """Hide everything that is here now or being stored here."""
         if self._only_hides:
             _log.warning(
-                "tier %s is of others (write: never), so clearing leaves it as it is; this process does not read it "
-                "any more, and a new one will: clear it where it is written",
+                "tier %s is written by others (write: never), so clearing does not change it; this process no longer "
+                "reads it, but a new one will: clear it where it is written",
                 self.name,
             )
         with self._changed:
@@ -239,7 +239,7 @@ class Lane:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            _log.warning("tier %s does not come back from a call; it is left as it is", self.name)
+            _log.warning("tier %s does not return from a call; it is not waited for", self.name)
             return False
         try:
             self.tier.close()
@@ -466,11 +466,11 @@ class Lane:
         if isinstance(error, RemovalRefusedError) and not isinstance(job, Probe | Load | Ask | Store | Rest):
             with self._changed:
                 self._jobs.refused_removal(job, self._clock.now_s())
-            _log.warning("tier %s does not let us remove chunks: %s; they are hidden instead", self.name, why)
+            _log.warning("tier %s does not allow removing chunks: %s; they are hidden instead", self.name, why)
             return lambda: None
         if not isinstance(error, TierDown):
             # As text: a traceback retained by a log handler would keep the memory of the call in use.
-            _log.error("tier %s raised what is no TierDown, a bug in it:\n%s", self.name, traceback.format_exc())
+            _log.error("tier %s raised a non-TierDown error, a bug in it:\n%s", self.name, traceback.format_exc())
             why = f"{type(error).__name__}: {error}"
         release_frames(error)
         return self._go_down(why, None if isinstance(job, Probe) else job)

@@ -170,7 +170,7 @@ class Payloads:
             return Arrival(read.key, Damaged(f"{codec.name}: {error}"))
         checksum = checksum_of(chunk)
         if header.decoded_checksum not in (None, checksum):
-            return Arrival(read.key, Damaged(f"{codec.name} made other bytes of it than were encoded"))
+            return Arrival(read.key, Damaged(f"{codec.name} decoded it to different bytes from those encoded"))
         return Arrival(read.key, Loaded(header.decoded_bytes), checksum)
 
     def _copied(self, payload: memoryview, read: Read) -> memoryview:

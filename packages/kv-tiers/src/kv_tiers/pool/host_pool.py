@@ -300,8 +300,8 @@ class HostPool:
         except BufferError:
             self._view = memoryview(self._mapping)[self._slots_from :]
             raise BufferError(
-                f"pool {self.name!r} cannot be unmapped: an array or memoryview made of its view is still alive; "
-                "let go of it, then close again"
+                f"pool {self.name!r} cannot be unmapped: an array or memoryview made from its view still exists; "
+                "release it, then close again"
             ) from None
         self._closed = True
         if self._file >= 0:
@@ -354,9 +354,8 @@ def check_capacity(nbytes: int, name: str = "") -> None:
     limit = memory_limit_bytes()
     if limit is not None and nbytes > limit:
         raise ConfigError(
-            f"the host pool {name!r} was to have {spelled(nbytes)} and this machine (or its control "
-            f"group) has {spelled(limit)} in all; write a capacity of at most {spelled(limit // 2)}, which leaves the "
-            "engine room"
+            f"the host pool {name!r} needs {spelled(nbytes)} and this machine (or its control group) has "
+            f"{spelled(limit)} in all; write a capacity of at most {spelled(limit // 2)}, which leaves the engine room"
         )
 
 
@@ -400,7 +399,7 @@ def _open_private(path: Path) -> int:
             except BlockingIOError:
                 raise ConfigError(
                     f"the pool {path.name!r} is open already, in this process or another; a named pool has one owner: "
-                    "end that one or choose another name"
+                    "stop that one or choose another name"
                 ) from None
             if _is_still(path, found):
                 return file
@@ -423,8 +422,8 @@ def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap
     free = space.f_bavail * space.f_frsize + found.st_blocks * 512
     if nbytes > free:
         raise ConfigError(
-            f"the pool's file {path} was to have {spelled(nbytes)} and its file system has {spelled(free)} free; "
-            f"write a capacity of {spelled(free // 2)} or less, or no name for a pool outside that file system"
+            f"the pool's file {path} needs {spelled(nbytes)} and its file system has {spelled(free)} free; write a "
+            f"capacity of {spelled(free // 2)} or less, or no name for a pool outside that file system"
         )
     try:
         if found.st_size != nbytes:

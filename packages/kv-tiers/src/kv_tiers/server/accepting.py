@@ -48,7 +48,7 @@ def listen_at(address: HostPort, where: str) -> socket.socket:
         family, _, _, _, place = found[0]
         return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"{where}: nobody can listen at {address}: {error.strerror or error}") from None
+        raise ConfigError(f"{where}: cannot listen at {address}: {error.strerror or error}") from None
 
 
 class Acceptor:
@@ -84,7 +84,9 @@ class Acceptor:
             except OSError as error:
                 if error.errno in _SHORTAGES and self._let_one_in():
                     continue
-                _log.warning("connections cannot be accepted, and wait for %g s: %s", REST_S, error.strerror or error)
+                _log.warning(
+                    "connections cannot be accepted; trying again in %g s: %s", REST_S, error.strerror or error
+                )
                 return REST_S
             accepted.setblocking(False)
             self._greet(accepted)
@@ -114,7 +116,7 @@ class Acceptor:
             self._turn_away(accepted)
         self._spare = _spare()
         _log.warning(
-            "a connection is turned away: this process may open no more descriptors; raise its limit (ulimit -n, or "
+            "a connection is refused: this process may open no more descriptors; raise its limit (ulimit -n, or "
             "LimitNOFILE= of its unit)"
         )
         return True

@@ -92,7 +92,7 @@ def _own(path: Path) -> int:
             raise _cannot_listen(path, error) from None
         if lock is not None:
             return lock
-    raise ConfigError(f"another server listens at {path}; join that one, end it, or give this one another name")
+    raise ConfigError(f"another server listens at {path}; join that one, stop it, or give this one another name")
 
 
 def _check_replaceable(path: Path) -> None:
@@ -106,7 +106,7 @@ def _check_replaceable(path: Path) -> None:
         with suppress(FileNotFoundError):
             found = file.lstat()
             if stat.S_IFMT(found.st_mode) != type_ or found.st_size:
-                raise ConfigError(f"{file} is there, and no server left it; write another socket (--socket)")
+                raise ConfigError(f"{file} exists and was not left by a server; write another socket (--socket)")
 
 
 def _try_lock(path: Path, flags: int) -> int | None:
@@ -145,8 +145,8 @@ def _lock_path(path: Path) -> Path:
 
 def _cannot_listen(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"no server can listen at {path}: {error.strerror}; write another socket (--socket), in a directory of this "
-        "user's that can be written to"
+        f"no server can listen at {path}: {error.strerror}; write another socket (--socket), in a directory that this "
+        "user can write to"
     )
 
 

@@ -203,7 +203,7 @@ def _close(cache: LocalCache) -> None:
     """Complete pending spills, and log what the cache achieved."""
     counts = cache.counts()
     _log.info(
-        "the KV cache ends: %d lookups found %d of %d chunks, and %d chunks entered the pool",
+        "the KV cache is closed: %d lookups found %d of %d chunks, and %d chunks entered the pool",
         counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed,
     )  # fmt: skip
     try:

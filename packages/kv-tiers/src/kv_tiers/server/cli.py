@@ -33,37 +33,37 @@ same file, and join this server if server.socket is set in it. In YAML:
 
   host:
     capacity_bytes: 4GiB          # of each format's pool at most; taken from the machine as it is used
-    lease_s: 300                  # how long chunks stay put for a client from whom nothing more is heard
-    policy: prefix                # what leaves when room is needed
+    lease_s: 300                  # how long chunks stay leased for a client that has gone silent
+    policy: prefix                # what is evicted when room is needed
   tiers:                          # below the pool, hottest first; as many as you like
     - {type: disk, directory: /var/cache/kv, capacity_bytes: 100GiB}
   cold:
-    wait_s: 1.0                   # how long a request may wait for chunks on their way up
+    wait_s: 1.0                   # how long a request may wait for chunks being promoted
     drain_s: 5.0                  # how long stopping may take
-  tenants:                        # who has a part of the pool alone (docs/tenants.md); as many as you like
+  tenants:                        # who has a share of the pool (docs/tenants.md); as many as you like
     - {name: team-a, salt_file: /…/team-a, quota_bytes: 1GiB}
   observe:                        # what watches the caches: docs/observability.md
-    log: text                     # or json: a line for what an operator must know
+    log: text                     # or json: a line for each thing an operator must know
     record: requests.jsonl        # a trace for kv sim; each cache's name is put before the suffix
-    otel: false                   # spans, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like say
-    history_keys: 1048576         # what kv explain remembers
+    otel: false                   # spans, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like point
+    history_keys: 1048576         # how many keys kv explain remembers
   server:
     name: default                 # tells servers of one user apart
     socket: /run/…/kv.sock        # instead of the place that the name gives
     max_formats: 4                # formats of chunks (models) served at once
     max_sessions: 128             # clients served at once
   peers:                          # other hosts' servers that read from this one (docs/peers.md)
-    listen: 10.0.0.1:9500         # nothing unless it is said; beyond loopback it needs the files or the token
+    listen: 10.0.0.1:9500         # off unless set; beyond loopback it needs the files or the token
     tls_ca_file: /…/ca.pem        # with tls_cert_file and tls_key_file
     token_file: /…/token          # a secret that all peers have
   http:                           # pip install 'kv-tiers[http]'; GET /openapi.json lists the requests
-    listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; nothing unless it is said
-    token_file: /…/token          # made if it is not there; without it nothing can be changed over HTTP
+    listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; off unless set
+    token_file: /…/token          # created if missing; without it nothing can be changed over HTTP
     archive_directory: /…/saved   # where prefixes are exported to and imported from
 
 When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
-SIGTERM, SIGINT and SIGHUP (unless nohup has it ignored) stop it: it accepts nobody, stores below what is to be stored
-there, and ends. Only processes of the user that started it are served at the socket.
+SIGTERM, SIGINT and SIGHUP (unless nohup has it ignored) stop it: it accepts no more clients, stores what is waiting
+for the lower tiers, and exits. Only processes of the user that started it are served at the socket.
 """
 
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(*ready, flush=True)
     except OSError as error:  # the reader has gone; if it was our owner, a lifeline ends us
-        _log.warning("nobody reads the line that says this server is ready: %s", error.strerror)
+        _log.warning("no process reads the line that says that this server is ready: %s", error.strerror)
         sys.stdout = None  # or it would be flushed again when we end
     server.serve()
     if http is not None:
@@ -155,13 +155,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacity", metavar="BYTES", help="host.capacity_bytes, such as 4GiB")
     parser.add_argument("--name", help=f"server.name; by default it listens at {default_socket()}")
     parser.add_argument("--socket", metavar="PATH", help="server.socket: where to listen")
-    parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where the page and the numbers are")
+    parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where to serve the page and the metrics")
     parser.add_argument("--listen", metavar="HOST:PORT", help="peers.listen: where other hosts' servers read from it")
-    parser.add_argument("--lifeline", type=int, metavar="FD", help="stop when this inherited descriptor ends")
-    parser.add_argument("--owner", type=int, metavar="PID", help="stop when this process ends")
+    parser.add_argument("--lifeline", type=int, metavar="FD", help="stop when this inherited descriptor is closed")
+    parser.add_argument("--owner", type=int, metavar="PID", help="stop when this process exits")
     parser.add_argument("--own-directory", action="store_true", help="remove the socket's directory at the end")
-    parser.add_argument("--parent", type=int, metavar="PID", help="stop when this process, our parent, ends")
-    parser.add_argument("--detach", action="store_true", help="go on as nobody's child, in a session of its own")
+    parser.add_argument("--parent", type=int, metavar="PID", help="stop when this process, our parent, exits")
+    parser.add_argument(
+        "--detach", action="store_true", help="continue detached from the parent process, in a session of its own"
+    )
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--version", action="version", version=f"kv-server {PACKAGE}")
     return parser
@@ -183,7 +185,7 @@ def _end_with(owner: int, server: CacheServer) -> None:
     except ProcessLookupError:
         server.stop()
     except (AttributeError, OSError):
-        _log.debug("the kernel cannot watch process %d; only the lifeline ends this server", owner)
+        _log.debug("the kernel cannot watch process %d; only the lifeline stops this server", owner)
 
 
 def _die_with(parent: int) -> None:

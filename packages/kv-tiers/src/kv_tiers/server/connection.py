@@ -51,7 +51,7 @@ class Connection:
                 raise TierDown(f"no server answers at {path}: {error.strerror or error}") from None
             _, uid, _ = _PEER.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             if uid != os.geteuid():
-                raise ConfigError(f"the server at {path} is of user {uid}, not ours; join one of your own")
+                raise ConfigError(f"the server at {path} belongs to user {uid}, not to us; join one of your own")
             self.send(wire.Hello(PACKAGE))
         except BaseException:
             self.close()

@@ -126,7 +126,7 @@ class Connections:
                 elif not client.is_greeted:
                     self.refuse(client, f"no hello came within {GREETING_S:g} s of the connection")
                 else:
-                    self.refuse(client, f"nothing was asked for {UNREGISTERED_S:g} s, and no cache is registered")
+                    self.refuse(client, f"no request came for {UNREGISTERED_S:g} s, and no cache is registered")
 
     def take_turns(self) -> None:
         for client in list(self._eager.values()):
@@ -154,7 +154,7 @@ class Connections:
         except MisuseError as error:
             self.send(client, wire.Failed("misuse", str(error)))
         except Exception:  # noqa: BLE001  # whatever it is, the other clients must not be affected
-            _log.exception("session %d ends, as its request met a bug", client.number)
+            _log.exception("session %d ends: its request hit a bug", client.number)
             self.refuse(client, "a bug in the server; its log has the rest", kind="fault")
         return True
 
@@ -197,7 +197,7 @@ class Connections:
         if uid != os.geteuid():
             self.refuse(client, f"this server is user {os.geteuid()}'s, and you are user {uid}")
         elif len(self._connections) > self._max_connections:
-            self.refuse(client, f"this server has its {self._max_connections} clients (max_sessions) already")
+            self.refuse(client, f"this server already has its {self._max_connections} clients (max_sessions)")
         else:
             client.pidfd = open_pidfd(pid)
             self._watch(client)

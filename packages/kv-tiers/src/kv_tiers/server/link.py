@@ -101,7 +101,7 @@ class Link:
             answer = self._opening.finish(0)
             if answer is None:
                 if now_s - self._opened_s > self._timeout_s:
-                    raise TierDown("it takes connections, and does not answer")
+                    raise TierDown("it accepts connections but does not answer")
                 return False
             if may_connect is not None and not may_connect(answer):
                 self._give_up_opening()

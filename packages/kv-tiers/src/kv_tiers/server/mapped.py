@@ -32,7 +32,7 @@ class MappedPool:
         try:
             nbytes = slots * self.slot_bytes
             if os.fstat(descriptor).st_size != nbytes:  # accessing a page beyond the file's end kills a process
-                raise TierDown(f"the server's pool {name} has not the {nbytes} bytes it should")
+                raise TierDown(f"the server's pool {name} does not have the {nbytes} bytes that it should")
             mapping = mmap.mmap(descriptor, nbytes)
         except (OSError, ValueError, OverflowError) as error:
             raise TierDown(f"the server's pool {name} cannot be mapped: {error}") from None

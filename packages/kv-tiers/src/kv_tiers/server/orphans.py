@@ -195,8 +195,8 @@ class Orphans:
             process.is_named = True
             slots = sum(lease.slots for token in process.tokens for lease in self._orphans[token].leases.values())
             _log.warning(
-                "process %d lost its connection %.0f s ago while it was copying %d chunks, and has not come back: "
-                "their room stays reserved until it does or ends, as it may be copying still",
+                "process %d lost its connection %.0f s ago while it was copying %d chunks, and has not reconnected: "
+                "their room stays reserved until it does or exits, because it may still be copying",
                 pid, time.monotonic() - process.lost_s, slots,
             )  # fmt: skip
 

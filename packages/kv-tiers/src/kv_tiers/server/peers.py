@@ -120,7 +120,7 @@ class PeerServer:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if not self._ending.is_set():
-                    _log.warning("peers cannot be accepted, and wait for %g s: %s", REST_S, error.strerror or error)
+                    _log.warning("peers cannot be accepted; trying again in %g s: %s", REST_S, error.strerror or error)
                     self._ending.wait(REST_S)
                 continue
             with self._lock:
@@ -133,7 +133,7 @@ class PeerServer:
             try:
                 thread.start()
             except RuntimeError as error:  # the system has no more threads for us
-                _log.warning("a peer is turned away: %s", error)
+                _log.warning("a peer is refused: %s", error)
                 with self._lock:
                     self._counts.turned_away += 1
                     self._connected.pop(thread).close()
@@ -143,15 +143,15 @@ class PeerServer:
         try:
             self._converse(self._admitted(sock))
         except (InputError, PermissionError) as error:
-            _log.warning("a peer is turned away: %s", error)
+            _log.warning("a peer is refused: %s", error)
             with self._lock:
                 self._counts.turned_away += 1
         except OSError as error:
             _log.debug("a peer has gone: %s", error)
         except MisuseError:
-            _log.debug("a peer is left alone: the cache it reads is closed")
+            _log.debug("a peer is disconnected: the cache that it reads is closed")
         except Exception:  # noqa: BLE001  # a bug costs this connection and no other
-            _log.exception("a peer met a bug")
+            _log.exception("serving a peer hit a bug")
         finally:
             with self._lock:
                 sock = self._connected.pop(threading.current_thread())
@@ -169,7 +169,7 @@ class PeerServer:
             try:
                 sock = self._tls.wrap_socket(sock, server_side=True)
             except ssl.SSLError as error:
-                raise PermissionError(f"no certificate that counts here: {error.reason or error}") from None
+                raise PermissionError(f"no certificate that is accepted here: {error.reason or error}") from None
             with self._lock:
                 self._connected[threading.current_thread()] = sock
         stream = PeerStream(sock)

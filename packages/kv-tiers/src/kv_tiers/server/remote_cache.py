@@ -367,7 +367,7 @@ class RemoteCache:
         resumed = set(answer.lasting)
         if self.generation < 0 or answer.name != self.pool.name:
             if self._reading:
-                raise TierDown("chunks are still being copied from the pool of the server before")
+                raise TierDown("chunks are still being copied from the pool of the previous server")
             resumed.clear()
             descriptor = opening.connection.take_descriptor()
             pool = MappedPool(answer.name, answer.group_bytes, answer.slots, descriptor)
@@ -375,8 +375,8 @@ class RemoteCache:
                 try:
                     self._on_new_pool(pool)
                 except Exception as error:  # the caller's code, but no exception of ours may leave a hook of the engine
-                    _log.exception("a new pool of the cache server at %s is of no use here", self._path)
-                    raise TierDown(f"the new pool is of no use here: {error}") from error
+                    _log.exception("a new pool of the cache server at %s cannot be used here", self._path)
+                    raise TierDown(f"the new pool cannot be used here: {error}") from error
             if self.generation >= 0:
                 self.pool.close()
             self.pool = pool

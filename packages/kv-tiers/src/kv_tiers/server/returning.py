@@ -40,7 +40,7 @@ class Returning(threading.Thread):
                 if attempt is None or attempt():
                     return
             except Exception:  # noqa: BLE001  # whatever it is, the engine's own calls reconnect too
-                _log.exception("coming back to the cache server met a bug")
+                _log.exception("reconnecting to the cache server hit a bug")
                 return
             del attempt
             wait_s = min(2 * wait_s, _MAX_S)

@@ -231,8 +231,8 @@ class CacheServer:
         else:
             self._connections.refuse(
                 client,
-                f"this server has caches of {self._max_formats} formats (max_formats) already, all of them used in the "
-                f"last {self._lease_s:g} s (lease_s) or open to peers; start another one for this model",
+                f"this server already has caches of {self._max_formats} formats (max_formats), all of them used "
+                f"in the last {self._lease_s:g} s (lease_s) or open to peers; start another one for this model",
             )
 
     def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> bool:

@@ -192,9 +192,9 @@ class Session:
     def _load(self, verb: wire.Load) -> wire.ReadLeased:
         keys = verb.keys.unpack()
         if not self._has_room(len(keys)) or (verb.lasting and len(self.lasting) >= MAX_LASTING):
-            return wire.ReadLeased(0, [], wire.Keys(), "this session holds as much as one may")
+            return wire.ReadLeased(0, [], wire.Keys(), "this session holds as much as a session may")
         if verb.lasting and not self._is_watched:
-            why = "the kernel does not tell when the client's process ends, so no lease to read can last until then"
+            why = "the kernel cannot report when the client's process ends, so no lease to read can last until then"
             return wire.ReadLeased(0, [], wire.Keys(), why)
         holder = self._lasting_holder if verb.lasting else self._prefix + verb.holder
         answer = self.cache.load(keys, holder, lasting=verb.lasting)
@@ -210,7 +210,7 @@ class Session:
     def _begin_store(self, verb: wire.BeginStore) -> wire.WriteLeased:
         keys = verb.keys.unpack()
         if len(self.lasting) >= MAX_LASTING or not self._has_room(len(keys)):
-            return wire.WriteLeased(0, [], [], "this session holds as much as one may")
+            return wire.WriteLeased(0, [], [], "this session holds as much as a session may")
         lease = self.cache.begin_store(keys, self._lasting_holder, hold_s=verb.hold_s, tiers=verb.tiers)
         self._note_lasting(lease.id, LastingLease(verb.holder, len(keys), len(lease.keys), is_write=True))
         places: list[int] = []

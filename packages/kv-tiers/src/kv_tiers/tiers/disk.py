@@ -103,7 +103,7 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
         least = bytes_for(context, len(paths), len(paths))
         raise ConfigError(
             f"the disk tier's `capacity_bytes` of {config.capacity_bytes} has no room for a chunk of this model in "
-            f"every directory; write at least {least} ({spelled(least)}), and for use a thousand times that"
+            f"every directory; write at least {least} ({spelled(least)}), and for real use a thousand times that"
         )
     return slots
 
@@ -236,7 +236,7 @@ class DiskTier:
         with self._chunks.lock:
             whole = self._chunks.discard(keys)
         if not whole:
-            raise TierDown(f"disk tier {self.name}: what was discarded may come back after a restart")
+            raise TierDown(f"disk tier {self.name}: discarded chunks may reappear after a restart")
         self._chunks.sync_all_wipes()
 
     def clear(self) -> None:

@@ -260,12 +260,12 @@ class DiskChunks:
                 self._arriving.pop(place.entry, None)
             self.index.withhold(short)
             self._full_until_s = self.clock.now_s() + _FULL_DISK_REST_S
-            self.full = f"{path}: {why}; it goes on in the room that it has"
+            self.full = f"{path}: {why}; it continues with the room that it has"
             if not self._told_full:
                 self._told_full = True
                 _log.warning(
-                    "disk tier %s: %s has no room for more; it goes on with the %d chunks that it has, and tries "
-                    "now and then to grow",
+                    "disk tier %s: %s has no room for more; it continues with the %d chunks that it has, and tries "
+                    "periodically to grow",
                     self.name,
                     path,
                     self.index.chunks,
@@ -386,7 +386,8 @@ class DiskChunks:
             devices = [directory.device for directory in opened]
             if self._devices not in ([], devices):
                 raise ConfigError(
-                    f"disk tier {self.name}: {paths} are not on the devices of the start; mount those again"
+                    f"disk tier {self.name}: {paths} are not on the devices that they were on at start; mount "
+                    "those again"
                 )
             records = ChunkRecords(opened, self._geometry.slot_units, syncs=self._syncs)
             with _collector_paused():
@@ -397,7 +398,7 @@ class DiskChunks:
                 directory.close()
             if isinstance(error, OSError):
                 raise ConfigError(
-                    f"disk tier {self.name} at {paths} cannot be read: {error.strerror}; mend it or choose another "
+                    f"disk tier {self.name} at {paths} cannot be read: {error.strerror}; repair it or choose another "
                     "directory"
                 ) from None
             raise
@@ -423,7 +424,7 @@ class DiskChunks:
             if wanted_bytes > room_bytes:
                 _log.warning(
                     "disk tier %s: its capacity_bytes has %s for %s, whose file system has room for %s: the tier will "
-                    "fill it up, for everything else there too; write less",
+                    "fill it up, which affects everything else there; write less",
                     self.name,
                     spelled(wanted_bytes),
                     ", ".join(str(directory.path.parent) for directory in here),

@@ -99,7 +99,7 @@ class DiskDirectory:
             self.close()
             at = self.path / os.fsdecode(error.filename or "")  # for one of our files, only its name
             raise ConfigError(
-                f"{at} cannot be used for the disk tier: {error.strerror}; mend it or choose another directory"
+                f"{at} cannot be used for the disk tier: {error.strerror}; repair it or choose another directory"
             ) from None
         except BaseException:
             self.close()
@@ -219,8 +219,8 @@ class DiskDirectory:
             fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{self.path} is in use by another disk tier, in this process or another, and has one owner: "
-                "end that one or choose another directory"
+                f"{self.path} is in use by another disk tier, in this process or another, and has one owner: stop "
+                "that one or choose another directory"
             ) from None
         if self.has_vanished():
             raise ConfigError(f"{self.path} was removed while it was opened; start again")
@@ -276,8 +276,8 @@ class DiskDirectory:
             self.notes.append(f"starts empty: {self.index.path} is damaged or of another version")
         elif slabs:
             self.notes.append(
-                f"starts empty: {self.index.path} was removed or cut short, and nothing else says which of the chunks "
-                f"in {len(slabs)} slab files were kept and which were discarded"
+                f"starts empty: {self.index.path} was removed or cut short, and nothing else records which of the "
+                f"chunks in {len(slabs)} slab files were kept and which were discarded"
             )
         self.index.truncate(0)
         self.index.sync()
@@ -322,14 +322,14 @@ class DiskDirectory:
                 other_bytes[is_old] += nbytes
         if old:
             self.notes.append(
-                f"chunks that another release stored take {spelled(other_bytes[True])} in {self.path.parent}; this one "
-                f"does not read them, and leaves them alone: remove {', '.join(sorted(old))} if that one is not used "
-                "any more"
+                f"chunks that another release stored take {spelled(other_bytes[True])} in {self.path.parent}; this "
+                f"one neither reads nor removes them: remove {', '.join(sorted(old))} if that release is no longer "
+                "used"
             )
         if other_bytes[False]:
             self.notes.append(
                 f"chunks of other formats take {spelled(other_bytes[False])} in {self.path.parent}; remove the "
-                "directories there that are not used any more"
+                "directories there that are no longer used"
             )
 
     def _slabs_found(self) -> list[int]:

@@ -39,7 +39,7 @@ class File:
         left = sum(map(len, buffers))
         while (done := os.pwritev(self.fd, buffers, offset)) < left:
             if not done:
-                raise OSError(errno.EIO, "nothing of a write was taken")
+                raise OSError(errno.EIO, "none of a write was accepted")
             buffers, offset, left = _after(buffers, done), offset + done, left - done
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:

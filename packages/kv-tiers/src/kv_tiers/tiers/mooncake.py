@@ -70,11 +70,11 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*", self.prefix):
-            raise ValueError("prefix is a path of names of letters, digits, _ and -")
+            raise ValueError("prefix must be a path of names of letters, digits, _ and -")
         if self.transfers < 1 or self.contribute_bytes < 0:
-            raise ValueError("transfers is positive, contribute_bytes is not negative")
+            raise ValueError("transfers must be positive, and contribute_bytes not negative")
         if min(self.connect_timeout_s, self.dead_node_s) <= 0:
-            raise ValueError("connect_timeout_s and dead_node_s are positive")
+            raise ValueError("connect_timeout_s and dead_node_s must be positive")
 
 
 def _check_options(options: Mapping[str, object]) -> None:

@@ -74,21 +74,21 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         if not self.bucket or "/" in self.bucket:
-            raise ValueError("bucket is the name of one bucket")
+            raise ValueError("bucket must be the name of one bucket")
         if (
             not self.prefix
             or any(part in ("", ".", "..") for part in self.prefix.split("/"))
             or not self.prefix.isascii()
         ):
-            raise ValueError("prefix is a path of names, without a / at its ends")
+            raise ValueError("prefix must be a path of names, without a / at its ends")
         # Any other endpoint makes obstore panic at each request.
         endpoint = _ENDPOINT.fullmatch(self.endpoint)
         if self.endpoint and (endpoint is None or int(endpoint["port"] or 0) > 65535):
-            raise ValueError("endpoint begins with http:// or https://, and goes on with a host, a port and a path")
+            raise ValueError("endpoint must begin with http:// or https://, followed by a host, a port and a path")
         if bool(self.access_key_id) != bool(self.secret_access_key_file):
             raise ValueError("access_key_id and secret_access_key_file go together")
         if self.requests < 1 or self.retries < 0 or min(self.connect_timeout_s, self.timeout_s) < 0.001:
-            raise ValueError("requests and time-outs are positive, retries is not negative")
+            raise ValueError("requests and time-outs must be positive, and retries not negative")
 
 
 def _check_options(options: Mapping[str, object]) -> None:
@@ -137,7 +137,7 @@ class ObjectsTier:
         try:
             batch = self._call(partial(next, batches, None)) or []
         except (_ForbiddenError, FileNotFoundError) as error:
-            raise TierDown(f"what it holds is not listed: {error}") from error
+            raise TierDown(f"its objects cannot be listed: {error}") from error
         paths = (found["path"][len(self._prefix) + 1 :] for found in batch if self._is_chunk(found["size"]))
         return list(islice(keys_in_paths(paths), count))
 

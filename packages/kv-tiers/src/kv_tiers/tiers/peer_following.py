@@ -127,10 +127,10 @@ class Following:
                 feed, after = answer.feed, answer.upto
                 self._on_answer(peer, asked_s, answer)
             except (OSError, InputError) as error:
-                _log.debug("peer %s is not followed for a moment: %s", peer, error)
+                _log.debug("peer %s is not followed for now: %s", peer, error)
                 self._closed.wait(_RETRY_S)
             except Exception:  # noqa: BLE001  # a bug costs only this hand-over, and a lookup may still find its chunks
-                _log.exception("following peer %s met a bug", peer)
+                _log.exception("following peer %s hit a bug", peer)
                 self._closed.wait(_RETRY_S)
 
     def _say_all(self) -> None:

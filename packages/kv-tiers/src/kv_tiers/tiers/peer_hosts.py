@@ -137,7 +137,7 @@ class Peer:
             self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s or _MIN_BACKOFF_S)
             self._retry_at_s = time.monotonic() + self._backoff_s
         if not self.is_self:
-            _log.warning("peer %s is left alone for a while: %s", self, self.last_failure)
+            _log.warning("peer %s is not queried for a while: %s", self, self.last_failure)
 
 
 class PeerHosts:
@@ -236,7 +236,7 @@ class PeerHosts:
                 known = socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)
                 found.update(((host.host, str(address[0]), host.port), None) for *_, address in known)
             except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
-                _log.warning("the peers at %s cannot be looked up: %s", host, error)
+                _log.warning("the peers at %s cannot be resolved: %s", host, error)
                 found.update((place, peer) for place, peer in self._peers.items() if place[0] == host.host)
         with self._lock:
             self._is_resolving = False

@@ -314,7 +314,8 @@ class PeersTier:
                 continue
             if nbytes > len(read.room):
                 outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
-                raise ConnectionError("a peer that says a wrong size")  # and it is unknown where the next chunk begins
+                # It is unknown where the next chunk begins.
+                raise ConnectionError("a peer that reports a wrong size")
             checksum = stream.receive_chunk(read.pages[:nbytes], deadline_for(nbytes, self._chunk_s))
             stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
             outcomes[number] = Loaded(nbytes, checksum)

@@ -25,7 +25,7 @@ def check_protected(security: PeerSecurity, addresses: Sequence[HostPort], where
         if not is_protected(security, address):
             raise ConfigError(
                 f"{where}: {address} is beyond this machine; write tls_ca_file, tls_cert_file and tls_key_file, or a "
-                "token_file, or unprotected: true where everybody who reaches the network may read and forge chunks"
+                "token_file, or unprotected: true if everyone who can reach the network may read and forge chunks"
             )
 
 

@@ -366,4 +366,4 @@ def _decode(decoder: "msgspec.msgpack.Decoder[M]", body: bytearray) -> M:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"no message of a peer: {error}") from None
+        raise InputError(f"not a message of a peer: {error}") from None

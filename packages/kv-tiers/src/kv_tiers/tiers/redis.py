@@ -365,7 +365,7 @@ class RedisTier:
     ) -> "LoadOutcome | _Incomplete | ErrorReply":
         for answer in found:
             if isinstance(answer, ErrorReply):
-                return Damaged("the name is taken by no text value") if answer.code == "WRONGTYPE" else answer
+                return Damaged("the name holds a value of another type") if answer.code == "WRONGTYPE" else answer
             if isinstance(answer, TooLarge):
                 return Damaged(f"a piece of {answer.nbytes} bytes")
         if not any(found):  # a range of a missing value is empty

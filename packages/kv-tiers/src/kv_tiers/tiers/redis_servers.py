@@ -70,7 +70,7 @@ class RedisAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if not _PREFIX.fullmatch(self.prefix):
             raise ValueError(f"prefix is {self.prefix!r}; write 1 to 64 letters, digits and . _ -")
         if min(self.connect_timeout_s, self.timeout_s) < 0.001 or self.connections < 1:
-            raise ValueError("time-outs and connections are positive")
+            raise ValueError("time-outs and connections must be positive")
         if (self.mode == "sentinel") != bool(self.sentinel_master):
             raise ValueError('mode = "sentinel" and sentinel_master go together')
         if self.password_file and self.password_env:
@@ -97,7 +97,7 @@ class RedisConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_only=
         if not 4096 <= self.piece_bytes <= 64 << 20:
             raise ValueError(f"piece_bytes is {self.piece_bytes}; write 4KiB to 64MiB")
         if self.ttl_s < 0:
-            raise ValueError("ttl_s is not negative")
+            raise ValueError("ttl_s must not be negative")
         if self.refresh_ttl and not self.ttl_s:
             raise ValueError("refresh_ttl needs a ttl_s")
 
@@ -284,7 +284,7 @@ class Servers:
             connection.send([command(*words)])
             refusal = connection.read_ok()
             if refusal is not None:  # its text may repeat what was sent
-                raise TierDown(f"{address} does not let us log in: {refusal.code}")
+                raise TierDown(f"{address} does not allow us to log in: {refusal.code}")
         if self._url.database:
             connection.send([command(b"SELECT", b"%d" % self._url.database)])
             refusal = connection.read_ok()
@@ -387,7 +387,7 @@ def _unexpected(address: Address, answer: Reply) -> TierDown:
     """The exception for an answer that does not fit the query."""
     if isinstance(answer, ErrorReply):
         return TierDown(f"{address}: {answer.text}")
-    return TierDown(f"{address} answers what was not asked: {str(answer)[:100]}")
+    return TierDown(f"{address} sends an unrequested answer: {str(answer)[:100]}")
 
 
 def read_url(config: RedisAccess, where: str) -> Url:
@@ -398,7 +398,9 @@ def read_url(config: RedisAccess, where: str) -> Url:
         raise ConfigError(f"{where}: url: {error}") from None
     kind = _SCHEMES.get(parts.scheme)
     if kind is None:
-        raise ConfigError(f"{where}: url: {parts.scheme}:// is none of {', '.join(f'{name}://' for name in _SCHEMES)}")
+        raise ConfigError(
+            f"{where}: url: {parts.scheme}:// is not one of {', '.join(f'{name}://' for name in _SCHEMES)}"
+        )
     if "@" in parts.netloc:
         raise ConfigError(f"{where}: url holds a user or password; write username, and password_file or password_env")
     number = parts.query.removeprefix("db=") if kind == "unix" else parts.path.removeprefix("/")

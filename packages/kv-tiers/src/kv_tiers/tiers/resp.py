@@ -123,7 +123,7 @@ class Connection:
             self._fill(part[:left], deadline)
             left -= min(left, len(part))
         if self._line(deadline):
-            raise ProtocolError("a value that is longer than it said")
+            raise ProtocolError("a value that is longer than announced")
         return nbytes if fits else TooLarge(nbytes)
 
     def read_reply(self, max_bytes: int) -> "Reply":
@@ -155,7 +155,7 @@ class Connection:
         value = bytearray(size)
         self._fill(memoryview(value), deadline)
         if self._line(deadline):
-            raise ProtocolError("a value that is longer than it said")
+            raise ProtocolError("a value that is longer than announced")
         return bytes(value)
 
     def _line(self, deadline: float) -> bytes:
@@ -184,7 +184,7 @@ class Connection:
 def _number(line: bytes) -> int:
     digits = line[1:]
     if len(digits) > 20 or not digits.removeprefix(b"-").isdigit():
-        raise ProtocolError(f"a reply that is no number: {line[:40]!r}")
+        raise ProtocolError(f"a reply that is not a number: {line[:40]!r}")
     return int(digits)
 
 

@@ -94,7 +94,7 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if self.key_file and self.trust_writers:
             raise ValueError("write key_file or trust_writers, not both")
         if self.ttl_s < 0 or self.temporary_s < 1 or self.lookup_threads < 1:
-            raise ValueError("temporary_s and lookup_threads are positive, ttl_s is not negative")
+            raise ValueError("temporary_s and lookup_threads must be positive, and ttl_s not negative")
 
 
 def _check_options(options: Mapping[str, object]) -> None:

@@ -47,10 +47,10 @@ class TlsFiles:
                 try:
                     self._context = self._make()
                 except ConfigError as error:
-                    _log.warning("%s; until then new connections use those of before", error)
+                    _log.warning("%s; until then new connections use the previous ones", error)
                 else:
                     self._states = states
-                    _log.info("%s: the tls files have changed, and count for new connections", self._where)
+                    _log.info("%s: the tls files have changed, and apply to new connections", self._where)
             return self._context
 
     def _look(self) -> list[tuple[int, ...]]:
@@ -77,7 +77,8 @@ def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, whe
     def passphrase() -> str:
         # Without this OpenSSL prompts at the terminal, and waits.
         raise ConfigError(
-            f"{where}: tls_key_file {key_file} needs a passphrase, and nobody is asked for one; write the key without"
+            f"{where}: tls_key_file {key_file} needs a passphrase, which is never prompted for; write the key "
+            "without one"
         )
 
     read_secret(Path(key_file), f"{where}: tls_key_file")

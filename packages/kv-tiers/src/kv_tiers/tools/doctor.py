@@ -63,7 +63,7 @@ def servers(directory: Path) -> Iterator[Finding]:
 def _memory() -> Iterator[Finding]:
     limit = memory_limit_bytes()
     if limit is not None:
-        yield Finding("ok", "memory", f"{spelled(limit)} for this process and all beside it")
+        yield Finding("ok", "memory", f"{spelled(limit)} for this process and all others that share this limit")
     shared = Path("/dev/shm")  # noqa: S108  # where named pools are
     if not shared.is_dir():
         yield Finding("note", "shared memory", "there is no /dev/shm", "leave host.name out: a named pool needs it")
@@ -98,9 +98,9 @@ def _directory(path: Path) -> Iterator[Finding]:
     found = f"{kind}, {spelled(state.f_frsize * state.f_bavail)} free"
     if kind.partition(".")[0] in _NETWORKED:
         advice = "use a shared_fs tier here, and a disk tier on a local disk"
-        yield Finding("note", what, found + ", a network's file system", advice)
+        yield Finding("note", what, found + ", a network file system", advice)
     elif not direct:
-        advice = "a disk tier works here through the page cache; ext4 and xfs take direct I/O"
+        advice = "a disk tier works here through the page cache; ext4 and xfs support direct I/O"
         yield Finding("note", what, found + ", no direct I/O", advice)
     else:
         yield Finding("ok", what, found + ", direct I/O")
@@ -151,7 +151,7 @@ def _kernels() -> Finding:
     if best_kernels().name == "compiled":
         return Finding("ok", what, "compiled")
     advice = "only if you use them and want them faster: install a C compiler, then kv-tiers again"
-    return Finding("ok", what, "in numpy, as none were compiled", advice)
+    return Finding("ok", what, "in numpy, because none were compiled", advice)
 
 
 def _libraries() -> Iterator[Finding]:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 _ABOUT: Final = """\
 Prepare a kv-server's host to leave: it stores nothing new from now on and offers its peers (a tier of type peers) what
-its pool holds and no other host has, most worth first, and then what only its disk and dram tiers hold. They read it as
-they read any hit, into half of their pools at most. Engines of this host still load what it has.
+its pool holds and no other host has, most valuable first, and then what only its disk and dram tiers hold. They read it
+as they read any hit, into half of their pools at most. Engines of this host still load what it has.
 
-The command waits until that is over. Stop the server then, or end the drain with --end.
+The command waits until that is done. Then stop the server, or end the drain with --end.
 """
 _EXAMPLES: Final = """\
 examples:
@@ -50,10 +50,10 @@ def register(commands: Any) -> None:
     parser.set_defaults(run=_drain)
     add_server_options(parser)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="at most (default: 60)")
-    parser.add_argument("--max-bytes", metavar="BYTES", help="move so much at most, of each format; such as 20GiB")
+    parser.add_argument("--max-bytes", metavar="BYTES", help="move at most this much of each format, such as 20GiB")
     parser.add_argument("--no-wait", action="store_true", help="begin, and do not wait")
     parser.add_argument("--end", action="store_true", help="stop offering, and store as before")
-    parser.add_argument("--json", action="store_true", help="how it ended, as one JSON object a format")
+    parser.add_argument("--json", action="store_true", help="how it ended, as one JSON object per format")
 
 
 def _drain(args: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ def _drain(args: argparse.Namespace) -> int:
                 for state in states:
                     print(state.spelled(), file=sys.stderr, flush=True)
     except TierDown as why:
-        raise ConfigError(f"{why}; say --name or --socket") from None
+        raise ConfigError(f"{why}; give --name or --socket") from None
     for state in states:
         print(msgspec.json.encode(state).decode() if args.json else state.spelled())
     if not states and not args.json:

@@ -49,10 +49,10 @@ _TIMEOUT_S = 5.0
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 _CAUSES = {
     "store": "to make room for a prompt",
-    "promotion": "to make room for chunks on their way up",
+    "promotion": "to make room for chunks being promoted",
     "watermark": "to keep slots free",
-    "quota": "to keep its tenant's bound",
-    "refinement": "to make others exact",
+    "quota": "to keep within its tenant's quota",
+    "refinement": "to make other chunks exact",
 }
 
 _GROUPS = {
@@ -89,7 +89,7 @@ def register(commands: Any) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="look for the prompt with this salt too; repeat",
+        help="look for the prompt with this salt too; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="the whole answer, as one JSON object")
 
@@ -200,13 +200,13 @@ def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
     for state in own.states:
         text = _held(state) if is_held(state) else _missed(state, answer)
         if is_held(state) and missed:
-            text += ", but no use: a chunk before is missing"
+            text += ", but of no use: an earlier chunk is missing"
         print(f"{_chunks(state.first, state.chunks)}: {text}")
         missed = missed or not is_held(state)
     if own.is_cut:
         print("and more, which the server left out")
     if own.held < own.prefix:
-        print(f"the hit ends at chunk {own.held}: of longer ones some layers have not what they need")
+        print(f"the hit ends at chunk {own.held}: for a longer one, some layers lack what they need")
     for lacking in own.lacking:
         name = _GROUPS[lacking.coverage.partition(":")[0]].format(lacking.group)
         for state in lacking.states:
@@ -214,7 +214,7 @@ def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
     if own.choice is not None and own.held:
         print(_chosen(own.choice))
     if (missed or own.lacking) and own.remote_tiers_skipped:
-        print(f"skipped, as asking them takes a network: {', '.join(own.remote_tiers_skipped)}")
+        print(f"skipped, because querying them takes a network: {', '.join(own.remote_tiers_skipped)}")
     for name, directory in own.directories.items():
         print(f"the directory of {name}: {directory.spelled()}")
 
@@ -232,7 +232,7 @@ def _chosen(choice: Choice) -> str:
         said.append(
             f"{skipped.chunks} chunks in {skipped.tier} computed, estimated at {compute}: loading them takes {load}"
         )
-    return f"if it were asked now: {'; '.join(said)}"
+    return f"if it were requested now: {'; '.join(said)}"
 
 
 def _estimated(seconds: float | None) -> str:

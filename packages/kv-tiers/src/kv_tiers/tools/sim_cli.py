@@ -17,12 +17,12 @@ from kv_tiers.tools.sim import WARM_UP, Progress, Served, TierCounts, TierPlan, 
 from kv_tiers.watch.trace_file import Trace, read_trace
 
 _ABOUT = """\
-Replay a trace of requests over a cache that was never built: which part of the prompts would have come from it, how
+Replay a trace of requests over a simulated cache: which part of the prompts would have come from it, how
 many bytes would have moved and how long that would have taken. The eviction policies are those of the cache itself.
 
-TRACE is Mooncake's JSON lines (hash_ids, timestamp in ms) or plain text: one request a line, its chunk ids with spaces
-between, perhaps after @SECONDS. Either may be gzipped. Equal ids must mean equal prefixes. What `observe.record` wrote
-says itself how many tokens and bytes a chunk has.
+TRACE is Mooncake's JSON lines (hash_ids, timestamp in ms) or plain text: one request per line, its chunk ids separated
+by spaces, optionally after @SECONDS. Either may be gzipped. Equal ids must mean equal prefixes. A trace of
+`observe.record` states how many tokens and bytes a chunk has.
 
 A CAPACITY is a number of chunks (5000), bytes with a unit (64GiB, 2TB), or a part of the trace's unique chunks (5%).
 """
@@ -32,9 +32,9 @@ examples:
   kv sim requests.jsonl --capacity 1%,2%,5%,10%,20%,40% --policy lru,arc,opt --plot hits.svg
   kv sim requests.jsonl --capacity 5% --below disk=40% --bandwidth disk=6 --json
 
-The hit ratio is by tokens: the leading chunks of each prompt that are held, over all chunks asked for. opt is Belady's
-optimum, which knows the future: no policy passes it. Of several tiers, a hit is of the fastest that has the chunk, and
-what one tier evicts goes down to the next.
+The hit ratio is by tokens: the leading chunks of each prompt that are held, over all chunks requested. opt is Belady's
+optimum, which knows the future: no policy exceeds it. With several tiers, a hit counts for the fastest that has the
+chunk, and chunks that one tier evicts are demoted to the next.
 
 The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
 """
@@ -68,7 +68,7 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_sim)
-    parser.add_argument("trace", metavar="TRACE", help="the trace's file")
+    parser.add_argument("trace", metavar="TRACE", help="the trace file")
     parser.add_argument(
         "--capacity", required=True, metavar="CAPACITY[,…]", help="of the host tier; several are compared"
     )
@@ -83,7 +83,7 @@ def register(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=CAPACITY[:POLICY]",
-        help=f"a tier below the host's and those given before; repeat (default policy: {DEFAULT_POLICY})",
+        help=f"a tier below the host's and those given before; repeatable (default policy: {DEFAULT_POLICY})",
     )
     parser.add_argument(
         "--warm-up",
@@ -93,7 +93,7 @@ def register(commands: Any) -> None:
     )
     cost = parser.add_argument_group("bytes and time")
     cost.add_argument(
-        "--chunk-tokens", type=int, metavar="N", help=f"tokens a chunk (default: the trace's, else {_CHUNK_TOKENS})"
+        "--chunk-tokens", type=int, metavar="N", help=f"tokens per chunk (default: the trace's, else {_CHUNK_TOKENS})"
     )
     cost.add_argument(
         "--token-bytes",
@@ -106,10 +106,10 @@ def register(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=GB/S",
-        help="what a tier reads and writes in a second, in 10^9 bytes; repeat (default: host=40, any other 3)",
+        help="what a tier reads and writes per second, in 10^9 bytes; repeatable (default: host=40, any other 3)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object a line for each policy and capacity")
+    output.add_argument("--json", action="store_true", help="one JSON object per line for each policy and capacity")
     output.add_argument("--plot", metavar="FILE", help="draw hit ratio over capacity; .svg, .png or .pdf")
 
 
@@ -134,7 +134,7 @@ def _sim(args: argparse.Namespace) -> int:
         raise InputError(f"--below: the tiers' names must differ, and not be host: {', '.join(names)}")
     gbps = _bandwidths(args.bandwidth, names)
     if below and _OPT in policies:
-        raise InputError("opt is of one tier; leave --below out, or opt")
+        raise InputError("opt is for one tier; leave out --below, or opt")
     clock = _Clock(len(trace.prompts) * len(capacities) * len(policies))
     runs = []
     for policy in policies:

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 _ABOUT: Final = """\
 Show what a kv-server keeps and moves: each format's hit ratio, the pool and the tiers below it with what flows in and
-out a second, its sessions and tenants. It asks the server's socket and changes nothing.
+out per second, its sessions and tenants. It asks the server's socket and changes nothing.
 """
 _EXAMPLES: Final = """\
 examples:
-  kv top                          # the server that kv-server starts where nothing is said
+  kv top                          # the server that kv-server starts by default
   kv top --name llama --every 5
-  kv top --once                   # two questions, a second apart, and one plain picture
-  kv top --json | jq .caches      # what the server reports, one object a line
+  kv top --once                   # two queries, a second apart, and one plain snapshot
+  kv top --json | jq .caches      # what the server reports, one object per line
 
-It goes on when the server goes away, and says so; end it with Ctrl-C. The exit status is 0, or 2 if --once or --json
---once found no server, or an option is wrong.
+It continues when the server goes away, and reports it; end it with Ctrl-C. The exit status is 0, or 2 if --once or
+--json --once found no server, or an option is wrong.
 """
 
 
@@ -42,8 +42,8 @@ def register(commands: Any) -> None:
     parser.set_defaults(run=_top)
     add_server_options(parser)
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to ask (default: 1)")
-    parser.add_argument("--once", action="store_true", help="one picture, and end; so too where no terminal is")
-    parser.add_argument("--json", action="store_true", help="what the server reports, one object a line")
+    parser.add_argument("--once", action="store_true", help="print one snapshot and exit, as without a terminal")
+    parser.add_argument("--json", action="store_true", help="what the server reports, one object per line")
 
 
 def _top(args: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def _top(args: argparse.Namespace) -> int:
             return _print_once(path, args.every)
         return _watch(path, args.every)
     except TierDown as why:
-        raise ConfigError(f"{why}; start one with kv-server, or say --name or --socket") from None
+        raise ConfigError(f"{why}; start one with kv-server, or give --name or --socket") from None
     except KeyboardInterrupt:  # how it is ended
         return 0
 

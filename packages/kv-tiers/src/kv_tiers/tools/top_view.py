@@ -53,7 +53,7 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     head = Text()
     if away:
         head.append(f"▲ away at {time.strftime('%H:%M:%S')}: {away}\n", style="bold red")
-        head.append("  asking every second; what follows is what was known last\n" if picture else "")
+        head.append("  asking every second; the last known state follows\n" if picture else "")
     if picture is None:
         return head if away else head.append(f"asking {where}")
     report = picture.report
@@ -68,7 +68,7 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     for state in (tier.directory for cache in report.caches for tier in cache.tiers if tier.directory is not None):
         head.append(f"directory: {state.spelled()}\n", style="bold red" if state.why else "")
     for drain in (cache.drain for cache in report.caches if cache.drain is not None):
-        head.append(f"this host is to leave: {drain.spelled()}\n", style="bold")
+        head.append(f"this host is being drained: {drain.spelled()}\n", style="bold")
     return head
 
 

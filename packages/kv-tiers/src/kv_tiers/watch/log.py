@@ -60,7 +60,7 @@ class LogLines(Subscriber):
                 back = "takes chunks again" if was == "FULL" else "is back"
                 text = f"tier {tier} {back}" if is_up else f"tier {tier} is {now.lower()}: {why}"
                 if left_out:
-                    text += f" ({left_out} changes were left out before)"
+                    text += f" ({left_out} changes were suppressed before)"
                 level = logging.INFO if is_up or now == "CLOSED" else logging.WARNING
                 self._tell(
                     occurred, level, text, {"event": "tier_health", "tier": tier, "was": was, "now": now, "why": why}

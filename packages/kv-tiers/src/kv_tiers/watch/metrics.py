@@ -178,7 +178,9 @@ class Metrics(Subscriber):
         yield from _from_tenants(tenants)
         dropped, failures = self._bus.events_dropped, self._bus.failures
         yield CounterMetricFamily("kv_events_dropped", "Events that found the bus's queue full.", value=dropped)
-        yield CounterMetricFamily("kv_subscriber_failures", "How often a subscriber of events raised.", value=failures)
+        yield CounterMetricFamily(
+            "kv_subscriber_failures", "Times that a subscriber of events raised an exception.", value=failures
+        )
         build = InfoMetricFamily("kv_build", "Which release this is.", labels=())
         build.add_metric((), {"version": version("kv-tiers"), "python": platform.python_version()})
         yield build
@@ -188,29 +190,30 @@ class Metrics(Subscriber):
         with self._lock:
             seconds = HistogramMetricFamily(
                 "kv_transfer_seconds",
-                "From the asking for chunks of a tier to their arrival, or from handing them over to their keeping.",
+                "From requesting chunks from a tier to their arrival, or from handing chunks to a tier to their "
+                "being stored.",
                 labels=("cache", "tier", "direction"),
             )
             for labels, histogram in self._transfer_seconds.items():
                 seconds.add_metric(labels, histogram.buckets(), histogram.sum)
             ratios = HistogramMetricFamily(
                 "kv_estimate_ratio",
-                "What loads from a tier, loads into the engine (host) and prefill steps (compute) took, by what was "
-                "estimated.",
+                "Measured divided by estimated time of loads from a tier, loads into the engine (host) and prefill "
+                "steps (compute).",
                 labels=("cache", "of"),
             )
             for labels, histogram in self._ratios.items():
                 ratios.add_metric(labels, histogram.buckets(), histogram.sum)
             families = [
-                _counter("lookups", "Lookups answered for good, by why they ended", self._lookups, "ended"),
-                _counter("chunks_asked", "Chunks that these lookups asked for", self._chunks_asked),
-                _counter("chunks_hit", "Chunks of them that were held, by where from", self._chunks_hit, "tier"),
+                _counter("lookups", "Lookups with a final answer, by why they ended", self._lookups, "ended"),
+                _counter("chunks_asked", "Chunks that these lookups requested", self._chunks_asked),
+                _counter("chunks_hit", "Those of these chunks that were held, by tier", self._chunks_hit, "tier"),
                 _counter("hit_bytes", "Bytes of the chunks that were held", self._bytes_hit, "tier"),
                 _counter("evictions", "Chunks that left a tier to make room", self._evictions, "tier", "cause"),
                 _counter("damaged", "Chunks whose bytes were wrong", self._damaged, "tier"),
                 _counter("transfer_bytes", "Bytes to a tier (store) and from it (load)", self._transfer_bytes, "tier",
                          "direction"),
-                _counter("chunks_declined", "Chunks held that were computed, as that was estimated to be quicker",
+                _counter("chunks_declined", "Held chunks that were computed because that was estimated to be faster",
                          self._declined, "tier"),
                 seconds,
                 ratios,
@@ -230,13 +233,13 @@ class _Collector:
 
 def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Iterator[Metric]:
     pool = GaugeMetricFamily(
-        "kv_pool_bytes", "The host pool's memory by what it is used for.", labels=("cache", "state")
+        "kv_pool_bytes", "The host pool's memory, by what it is used for.", labels=("cache", "state")
     )
-    leases = GaugeMetricFamily("kv_leases", "Leases that are open, promises among the reads.", labels=("cache", "kind"))
-    held = GaugeMetricFamily("kv_handed_over_chunks", "Chunks that are kept for another engine.", labels=("cache",))
+    leases = GaugeMetricFamily("kv_leases", "Open leases; promises count as reads.", labels=("cache", "kind"))
+    held = GaugeMetricFamily("kv_handed_over_chunks", "Chunks that are held for another engine.", labels=("cache",))
     of_group = GaugeMetricFamily(
         "kv_pool_group_chunks",
-        "Chunks in the pool of a group of layers, each once, however many shards are held.",
+        "Chunks of a group of layers in the pool, each counted once however many shards are held.",
         labels=("cache", "group"),
     )
     sizes = GaugeMetricFamily("kv_chunk_bytes", "The size of the largest chunk.", labels=("cache",))
@@ -267,10 +270,10 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
 
 _TOTALS: Final = {
     "chunks_committed": "Chunks stored in the host pool",
-    "chunks_refused": "Chunks that were to be stored and found no room",
-    "chunks_forgotten": "Chunks that somebody asked to be forgotten",
+    "chunks_refused": "Chunks that were not stored because there was no room",
+    "chunks_forgotten": "Chunks forgotten on request",
     "chunks_adopted": "Chunks of an earlier process found in a named pool",
-    "leases_expired": "Promises and read leases that ended because nothing was heard of their holder",
+    "leases_expired": "Promises and read leases that expired because their holder had gone silent",
 }
 """Fields of `CacheCounts`, and what each counts."""
 
@@ -280,21 +283,27 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     healthy = GaugeMetricFamily("kv_tier_healthy", "1 while the tier answers, else 0.", labels=labels)
     full = GaugeMetricFamily("kv_tier_full", "1 while the tier takes no more chunks, else 0.", labels=labels)
     chunks = GaugeMetricFamily(
-        "kv_tier_chunks", "Chunks that the tier holds, if it says; every group and shard is counted.", labels=labels
+        "kv_tier_chunks",
+        "Chunks that the tier holds, if it reports them; every group and shard is counted.",
+        labels=labels,
     )
     of_group = GaugeMetricFamily(
         "kv_tier_group_chunks",
-        "Chunks that the tier holds of a group of layers, each once, if it says.",
+        "Chunks of a group of layers that the tier holds, each counted once, if it reports them.",
         labels=(*labels, "group"),
     )
-    cut = GaugeMetricFamily("kv_tier_cut_chunks", "Those of which only first parts are left.", labels=labels)
-    used = GaugeMetricFamily("kv_tier_used_bytes", "Bytes that the tier uses, if it says.", labels=labels)
-    capacity = GaugeMetricFamily("kv_tier_capacity_bytes", "Bytes that it may use, if it says.", labels=labels)
-    queued = GaugeMetricFamily("kv_tier_queued_chunks", "Chunks in the queue before the tier.", labels=labels)
-    speed = GaugeMetricFamily(
-        "kv_tier_load_bytes_per_second", "How quick loads from the tier are taken to be, once known.", labels=labels
+    cut = GaugeMetricFamily("kv_tier_cut_chunks", "Chunks of which only the first parts are left.", labels=labels)
+    used = GaugeMetricFamily("kv_tier_used_bytes", "Bytes that the tier uses, if it reports them.", labels=labels)
+    capacity = GaugeMetricFamily(
+        "kv_tier_capacity_bytes", "Bytes that the tier may use, if it reports them.", labels=labels
     )
-    waiting = GaugeMetricFamily("kv_tier_waiting_chunks", "Chunks that are still to be stored there.", labels=labels)
+    queued = GaugeMetricFamily("kv_tier_queued_chunks", "Chunks in the queue in front of the tier.", labels=labels)
+    speed = GaugeMetricFamily(
+        "kv_tier_load_bytes_per_second", "Estimated speed of loads from the tier, once known.", labels=labels
+    )
+    waiting = GaugeMetricFamily(
+        "kv_tier_waiting_chunks", "Chunks that are still to be stored in the tier.", labels=labels
+    )
     busy: dict[_Labels, float] = {}
     downs: dict[_Labels, float] = {}
     lost: dict[_Labels, float] = {}
@@ -325,17 +334,19 @@ def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
         refined[place] = state.refined
     yield from (healthy, full, chunks, of_group, cut, used, capacity, queued, speed, waiting)
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
-    yield _counter("tier_downs", "How often the tier failed and was rested", downs, "tier")
+    yield _counter("tier_downs", "Times that the tier failed and was backed off from", downs, "tier")
     yield _counter("tier_failed_reads", "Chunks that the tier's device could not read", unread, "tier")
-    yield _counter("tier_approximate_chunks", "Chunks loaded of which first parts alone were read", approximate, "tier")
-    yield _counter("tier_refined_chunks", "How often such a chunk in the pool got better bytes", refined, "tier")
-    yield _counter("tier_lost_chunks", "Chunks evicted before they were stored there", lost, "tier")
+    yield _counter(
+        "tier_approximate_chunks", "Loaded chunks of which only the first parts were read", approximate, "tier"
+    )
+    yield _counter("tier_refined_chunks", "Times that such a chunk in the pool was refined", refined, "tier")
+    yield _counter("tier_lost_chunks", "Chunks evicted before they were stored in the tier", lost, "tier")
 
 
 def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Metric]:
     labels = ("cache", "tenant")
-    used = GaugeMetricFamily("kv_tenant_bytes", "What a tenant has of the pool, by its tag.", labels=labels)
-    quota = GaugeMetricFamily("kv_tenant_quota_bytes", "What it has for itself, where it has a quota.", labels=labels)
+    used = GaugeMetricFamily("kv_tenant_bytes", "Bytes of the pool that a tenant uses, by its tag.", labels=labels)
+    quota = GaugeMetricFamily("kv_tenant_quota_bytes", "The quota of a tenant that has one.", labels=labels)
     for cache, uses in caches:
         largest = sorted(uses, key=lambda use: (use.quota_bytes is None, -use.used_bytes))
         for use in largest[:MAX_TENANTS]:

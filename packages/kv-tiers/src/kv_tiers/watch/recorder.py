@@ -131,7 +131,7 @@ class _TraceFile:
         line = _line(request)
         if self._is_full or self._bytes + self._waiting_bytes + len(line) > self._max_bytes:
             if not self._is_full:
-                _log.warning("the trace %s is full (record_bytes); what comes now is left out", self._path)
+                _log.warning("the trace %s is full (record_bytes); further requests are left out", self._path)
             self._is_full = True
             self._left_out += 1
             return

@@ -82,7 +82,7 @@ class Spans(Subscriber):
                 self._end(cache, lease, at_ns, _WHY_NOT_DELIVERED[how])
             case LeaseExpired(holder, lease, _, kind):
                 if kind == "promise":
-                    self._end_request(cache, holder, at_ns, "nothing was heard of it in time")
+                    self._end_request(cache, holder, at_ns, "its holder did not renew it in time")
                 else:
                     self._end(cache, lease, at_ns, "the lease expired")
             case StoreBegun(holder, lease, chain, reserved, refused):
@@ -93,7 +93,7 @@ class Spans(Subscriber):
             case Committed(lease=lease):
                 self._end(cache, lease, at_ns)
             case Aborted(lease=lease):
-                self._end(cache, lease, at_ns, "it was given up")
+                self._end(cache, lease, at_ns, "it was abandoned")
             case Promoted(holder, tier, keys, missing, moved, seconds):
                 attributes = _chunks(len(keys), moved) | {"kv.tier": tier, "kv.chunks.missing": missing}
                 self._start(cache, holder, "kv.promote", self._ns(occurred.at_s - seconds), attributes).end(at_ns)

@@ -30,5 +30,5 @@ def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:
         raise ConfigError("observe.subscribers: say which, such as subscribers: [mine], or [{name: mine, level: 3}]")
     made = load_plugin(GROUP, "subscriber", name)(parameters, bus)
     if not isinstance(made, Subscriber):
-        raise ConfigError(f"the subscriber {name!r} made a {type(made).__name__}, which is none")
+        raise ConfigError(f"the subscriber {name!r} made a {type(made).__name__}, which is not a subscriber")
     return made

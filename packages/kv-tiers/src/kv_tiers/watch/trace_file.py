@@ -67,15 +67,15 @@ def read_trace(path: str) -> Trace:
         for key in prompt:
             if parent_of.setdefault(key, parent) != parent:
                 raise InputError(
-                    f"{where}: chunk {key.decode()} follows another chunk than before; an id must stand for its whole "
-                    "prefix: chain the ids, so that chunks after different prefixes have different ones"
+                    f"{where}: chunk {key.decode()} follows a different chunk than before; an id must stand for its "
+                    "whole prefix: chain the ids, so that chunks after different prefixes have different ones"
                 )
             parent = key
         if at_s is not None:
             first_s, last_s = at_s if first_s is None else first_s, at_s
         prompts.append(prompt)
     if not prompts:
-        raise InputError(f"{path}: no request in it; write one a line, its chunk ids with spaces between")
+        raise InputError(f"{path}: it has no requests; write one per line, its chunk ids separated by spaces")
     span_s = last_s - first_s if first_s is not None and last_s is not None else None
     tokens, nbytes = sizes or (0, 0)
     is_old = sizes is None and looks_recorded
@@ -138,7 +138,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{where}: begins like a JSON object and is none ({error}); repair or delete the line"
+            f"{where}: begins like a JSON object but is not one ({error}); repair or delete the line"
         ) from None
     assert isinstance(found, dict)  # it begins with a brace
     return found
@@ -151,7 +151,7 @@ def _plain(line: str, where: str) -> tuple[list[str], float | None]:
     try:
         at_s = float(ids[0][1:])
     except ValueError:
-        raise InputError(f"{where}: {ids[0]!r} is no time; write seconds, such as @12.5") from None
+        raise InputError(f"{where}: {ids[0]!r} is not a time; write seconds, such as @12.5") from None
     return _checked(ids[1:], where), at_s
 
 
@@ -159,5 +159,5 @@ def _checked(ids: list[str], where: str) -> list[str]:
     if not ids:
         raise InputError(f"{where}: a request without chunks; delete the line")
     if len(set(ids)) < len(ids):
-        raise InputError(f"{where}: a chunk id is there twice; chained ids are different all along a prompt")
+        raise InputError(f"{where}: a chunk id appears twice; chained ids all differ along a prompt")
     return ids

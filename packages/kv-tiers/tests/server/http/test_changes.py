@@ -237,7 +237,7 @@ def test_a_prefix_goes_to_another_server_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "cut.kv").write_bytes((tmp_path / "system.kv").read_bytes()[:-1])
     job = done(there, there.post("/prefixes/import", {"file": "cut.kv"}))
     assert job["state"] == "failed"
-    assert "was cut" in str(job["reason"])
+    assert "was truncated" in str(job["reason"])
     for cache, server in ((mine, here), (yours, there)):
         cache.close()
         server.close()

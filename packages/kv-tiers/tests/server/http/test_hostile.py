@@ -82,7 +82,7 @@ def test_an_address_open_to_others_needs_its_token_and_is_asked_by_any_name(tmp_
 
 
 def test_an_address_that_is_taken_is_an_error_at_the_start(served: Served) -> None:
-    with pytest.raises(ConfigError, match="nobody can listen"):
+    with pytest.raises(ConfigError, match="cannot listen"):
         open_http(HttpConfig(listen=f"127.0.0.1:{served.port()}"))
 
 

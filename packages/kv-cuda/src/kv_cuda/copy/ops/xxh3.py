@@ -144,7 +144,7 @@ class ChunkSums:
             InputError: the chunks are so small that XXH3 uses another algorithm.
         """
         if nbytes < MIN_BYTES:
-            raise InputError(f"chunks of {nbytes} bytes; their checksum is taken on a device from {MIN_BYTES} on")
+            raise InputError(f"chunks of {nbytes} bytes; a device computes checksums of at least {MIN_BYTES} bytes")
         self._bytes = nbytes
         self._whole_stripes = (nbytes - 1) // _STRIPE_BYTES
         self._blocks = (nbytes - 1) // _BLOCK_BYTES + 1

@@ -77,10 +77,12 @@ async def _no_such(request: Request, error: Any) -> Response:
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 404:
         problem = Problem(
-            404, f"nothing is at {request.url.path[:200]}; GET /openapi.json tells what is there", headers
+            404, f"there is nothing at {request.url.path[:200]}; GET /openapi.json lists what there is", headers
         )
     else:
         problem = Problem(
-            error.status_code, f"{request.method} is not for {request.url.path}; use {headers.get('allow')}", headers
+            error.status_code,
+            f"{request.method} is not allowed for {request.url.path}; use {headers.get('allow')}",
+            headers,
         )
     return problem_response(problem)

@@ -57,18 +57,18 @@ class Guard:
             async with asyncio.timeout(REQUEST_S):
                 self._check_host(Headers(scope=scope))
                 if connection.get(IS_HEALTH_ONLY) and scope["path"] not in _HEALTH:
-                    raise Problem(503, "there are as many connections as may be; ask again", {"retry-after": "1"})
+                    raise Problem(503, "there are as many connections as allowed; ask again", {"retry-after": "1"})
                 await self._app(scope, receive, send_with_headers)
         except Problem as problem:
             await problem_response(problem)(scope, receive, send_with_headers)
         except TimeoutError:
-            _log.warning("a request for %s is given up after %g s", scope["path"], REQUEST_S)
+            _log.warning("a request for %s is abandoned after %g s", scope["path"], REQUEST_S)
             if not started:
                 await problem_response(Problem(503, f"no answer within {REQUEST_S:g} s; ask again later"))(
                     scope, receive, send_with_headers
                 )
         except Exception:  # noqa: BLE001  # whatever it is, it affects only this request
-            _log.exception("a request for %s met a bug", scope["path"])
+            _log.exception("a request for %s hit a bug", scope["path"])
 
     def _check_host(self, headers: Headers) -> None:
         """Refuse DNS rebinding: any site can have its own name resolve to our address, but the browser still sends that
@@ -79,5 +79,5 @@ class Guard:
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name.lower() not in self._hosts:
             raise Problem(
-                421, f"this server is not called {name[:100]!r}; ask for localhost, or add the name to http.hosts"
+                421, f"this server is not called {name[:100]!r}; use localhost, or add the name to http.hosts"
             )

@@ -89,7 +89,7 @@ class Jobs:
         except (InputError, MisuseError, OSError) as error:  # the cache may be closed meanwhile
             reason = str(error)
         except Exception as error:  # noqa: BLE001  # whatever it is, the job's state reports it
-            _log.exception("%s of %s failed by a bug", job.what, job.name)
+            _log.exception("%s of %s failed because of a bug", job.what, job.name)
             reason = f"a bug: {error}"
         with self._lock:
             job.chunks, job.reason, job.state = chunks, reason, "failed" if failed else "done"

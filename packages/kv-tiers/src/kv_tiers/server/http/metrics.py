@@ -52,9 +52,9 @@ def peer_families(served: PeersServed) -> Iterator[Metric]:
     counters = {
         "turned_away": ("Connections that were refused.", served.turned_away),
         "chunks_asked": ("Chunks that peers asked about.", served.asked),
-        "chunks_held": ("Chunks of them that were here.", served.held),
+        "chunks_held": ("Those of these chunks that were held here.", served.held),
         "chunks_sent": ("Chunks that were sent to peers.", served.sent),
-        "sent_bytes": ("Bytes of their payloads.", served.sent_bytes),
+        "sent_bytes": ("Bytes of the payloads of these chunks.", served.sent_bytes),
     }
     for name, (about, value) in counters.items():
         yield CounterMetricFamily(f"kv_peer_{name}", about, value=value)
@@ -93,19 +93,19 @@ def drain_families(states: Iterable[tuple[str, DrainState]]) -> Iterator[Metric]
 
 
 _DIRECTORY: Final[dict[str, tuple[str, bool, Callable[[DirectoryState], float]]]] = {
-    "up": ("1 while the directory is read and written, else 0.", False, lambda of: not of.why),
-    "lag_seconds": ("Since it was read up to its end.", False, lambda of: of.lag_s),
+    "up": ("1 while the directory can be read and written, else 0.", False, lambda of: not of.why),
+    "lag_seconds": ("Seconds since the directory was last read to its end.", False, lambda of: of.lag_s),
     "hosts": ("Other hosts that are known.", False, lambda of: of.hosts),
-    "exact_hosts": ("Those of them whose chunks are known exactly.", False, lambda of: of.exact),
-    "left_out_hosts": ("Those of them for whose chunks there is no room.", False, lambda of: of.left_out),
-    "chunks": ("Chunks of other hosts that are known, once for each host.", False, lambda of: of.names),
-    "used_bytes": ("Memory that these take.", False, lambda of: of.used_bytes),
-    "listed_chunks": ("Chunks of this server that others are told of.", False, lambda of: of.listed or 0),
-    "entries": ("Entries of others that were applied.", True, lambda of: of.entries),
+    "exact_hosts": ("Other hosts whose chunks are known exactly.", False, lambda of: of.exact),
+    "left_out_hosts": ("Other hosts whose chunks are not tracked for lack of room.", False, lambda of: of.left_out),
+    "chunks": ("Known chunks of other hosts, counted once per host.", False, lambda of: of.names),
+    "used_bytes": ("Memory that the known chunks take.", False, lambda of: of.used_bytes),
+    "listed_chunks": ("Chunks of this server that are announced to other hosts.", False, lambda of: of.listed or 0),
+    "entries": ("Entries of other hosts that were applied.", True, lambda of: of.entries),
     "gaps": ("Times that entries of a host were missing.", True, lambda of: of.gaps),
-    "repairs": ("Times that a host was asked for what was missing.", True, lambda of: of.repairs),
-    "failed_repairs": ("Times that it did not answer.", True, lambda of: of.failed_repairs),
-    "repair_bytes": ("Bytes that repairs took.", True, lambda of: of.repair_bytes),
-    "not_here": ("Chunks that a host did not have though it was said to.", True, lambda of: of.not_here),
+    "repairs": ("Times that a host was queried for missing entries.", True, lambda of: of.repairs),
+    "failed_repairs": ("Times that a host did not answer such a query.", True, lambda of: of.failed_repairs),
+    "repair_bytes": ("Bytes transferred by repairs.", True, lambda of: of.repair_bytes),
+    "not_here": ("Chunks that a host lacked although the directory listed them.", True, lambda of: of.not_here),
 }
 """For each metric its description, whether it only grows, and its value."""

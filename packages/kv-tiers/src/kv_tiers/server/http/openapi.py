@@ -14,7 +14,7 @@ from kv_tiers.server.http.problem import ProblemDocument
 
 _ABOUT: Final = """\
 A server that keeps KV chunks for engines of one host. Reading needs no token; changing needs that of http.token_file,
-as a bearer. What goes wrong is answered with a problem document that says what to do.
+as a bearer. Errors are answered with a problem document that says what to do.
 """
 _REFERENCE: Final = "#/components/schemas/{name}"
 

@@ -62,7 +62,7 @@ class Shaped(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         shape = ChunkShape(self.chunk_tokens, tuple(map(Coverage.parse, self.coverages)), self.shards)
         if len(self.keys) % shape.keys_per_chunk:
-            raise Problem(409, f"{len(self.keys)} keys are no whole chunks of {shape.keys_per_chunk} keys")
+            raise Problem(409, f"{len(self.keys)} keys are not whole chunks of {shape.keys_per_chunk} keys")
         return shape
 
 
@@ -157,21 +157,27 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
 
     async def job(id: str) -> Job:  # the name in the path
         if not re.fullmatch("[0-9]{1,18}", id):
-            raise Problem(404, f"a job has a number, and is not called {id[:100]!r}")
+            raise Problem(404, f"jobs have numbers; there is no job {id[:100]!r}")
         return jobs.find(int(id))
 
     one = (404, 409, 503)
     return [
         Operation("GET", "/prefixes", "Pins, files and recent jobs", prefixes, Prefixes, failures=(503,)),
-        Operation("GET", "/prefixes/jobs/{id}", "What has become of a job", job, Job, failures=(404,)),
+        Operation("GET", "/prefixes/jobs/{id}", "The state of a job", job, Job, failures=(404,)),
         Operation("POST", "/prefixes/pin", "Keep a prefix in the pool", pin, Pinned, Prefix, failures=one),
         Operation(
-            "POST", "/prefixes/unpin", "Let a prefix leave as any other", unpin, Unpinned, Named, failures=(404, 503)
+            "POST",
+            "/prefixes/unpin",
+            "Unpin a prefix, which may then be evicted like any other",
+            unpin,
+            Unpinned,
+            Named,
+            failures=(404, 503),
         ),
         Operation(
             "POST",
             "/prefixes/warm-up",
-            "Bring a prefix up from the tiers below, and pin it",
+            "Promote a prefix from the lower tiers, and pin it",
             warm_up,
             Job,
             WarmUp,
@@ -191,7 +197,7 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
         Operation(
             "POST",
             "/prefixes/import",
-            "Take an exported prefix from its file",
+            "Import an exported prefix from its file",
             import_,
             Job,
             Import,
@@ -208,7 +214,7 @@ def _keys(texts: Sequence[str]) -> list[ChunkKey]:
 def _plain(name: str) -> str:
     # In a pattern, $ also matches before a newline at the end.
     if not re.fullmatch(_NAME[1:-1], name):
-        raise InputError(f"{name!r} is no plain name: letters, digits and . _ -, the first a letter or digit")
+        raise InputError(f"{name!r} is not a plain name: letters, digits and . _ -, the first a letter or digit")
     return name
 
 

@@ -67,7 +67,7 @@ class Names:
         known = ", ".join(sorted(self._tags)) or "none"
         raise Problem(
             404,
-            f"no tenant is called {tenant[:100]!r}; the settings know {known}. Else write the tag, "
+            f"no tenant is called {tenant[:100]!r}; the settings list {known}. Otherwise write the tag, "
             f"{2 * TENANT_BYTES} hex digits, as /status shows it",
         )
 
@@ -101,7 +101,7 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
         Operation(
             "PUT",
             path,
-            "Set a part of the pool apart for a tenant until the server ends",
+            "Reserve a part of the pool for a tenant until the server ends",
             put,
             TenantState,
             Quota,

@@ -102,7 +102,7 @@ class HttpThread:
         try:
             asyncio.run(self._run())
         except Exception:  # noqa: BLE001  # the server continues
-            _log.exception("HTTP has ended by a bug; engines are served as before")
+            _log.exception("HTTP has ended because of a bug; engines are served as before")
 
     async def _run(self) -> None:
         assert self._server is not None
@@ -185,6 +185,6 @@ def _turn_away(accepted: socket.socket) -> None:
 def _checked_directory(archive_directory: str) -> str:
     if archive_directory and not os.access(archive_directory, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
-            f"http: archive_directory: {archive_directory} is no directory that can be written to; make it"
+            f"http: archive_directory: {archive_directory} is not a directory that can be written to; create it"
         )
     return archive_directory

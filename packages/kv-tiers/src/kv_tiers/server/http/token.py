@@ -20,12 +20,12 @@ def read_token(path: Path) -> str:
     """
     if not os.path.lexists(path):
         return _make_token(path)
-    secret = read_secret(path, "http: token_file:", empty_hint="remove the file and a new one is made")
+    secret = read_secret(path, "http: token_file:", empty_hint="remove the file, and a new one is created")
     token = secret.decode("ascii", "replace").strip()
     if len(token) < _MIN_CHARS or not all("!" <= char <= "~" for char in token):
         raise ConfigError(
-            f"http: token_file: {path} holds no token of at least {_MIN_CHARS} visible characters; remove the file "
-            "and a new one is made"
+            f"http: token_file: {path} holds no token of at least {_MIN_CHARS} visible characters; remove the file, "
+            "and a new one is created"
         )
     return token
 

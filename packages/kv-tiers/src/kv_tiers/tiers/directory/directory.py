@@ -66,9 +66,9 @@ class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_o
         if self.address:
             read_host_port(self.address, "address")
         if self.interval_s < 0.01 or self.lease_s < 3 * self.interval_s:
-            raise ValueError("interval_s is at least 0.01, and lease_s at least three times as long")
+            raise ValueError("interval_s must be at least 0.01, and lease_s at least three times as long")
         if self.max_chunks < 1 or self.max_hosts < 1:
-            raise ValueError("max_chunks and max_hosts are positive")
+            raise ValueError("max_chunks and max_hosts must be positive")
 
 
 class Directory:
@@ -212,10 +212,10 @@ class Directory:
             except MisuseError:  # the cache is closed, and this will be soon
                 break
             except Exception:  # noqa: BLE001  # a bug costs misses, and must not end the thread that repairs them
-                _log.exception("a directory met a bug")
+                _log.exception("a directory hit a bug")
                 why = "a bug, which is in the log"
             if why and not self._why:
-                _log.warning("the directory fails, and what is known stays as it is: %s", why)
+                _log.warning("the directory fails, and what is known is retained: %s", why)
             self._why = why
             self._closing.wait(max(0.0, began_s + self._config.interval_s - time.monotonic()))
         self._leave()
@@ -252,7 +252,7 @@ class Directory:
                 try:
                     self._mirror.take(decode(written), now_s)
                 except InputError as error:
-                    _log.warning("the directory has an entry that is none: %s", error)
+                    _log.warning("the directory has an invalid entry: %s", error)
             if entries:
                 self._any_read_s = now_s
             elif now_s - self._any_read_s > self._config.lease_s / 2:
@@ -274,7 +274,7 @@ class Directory:
             try:
                 self._stream.append([encode(contents.goodbye())])
             except TierDown as error:
-                _log.debug("the directory does not hear that we leave: %s", error)
+                _log.debug("the directory could not be told that this host leaves: %s", error)
 
     # The repairing thread.
 
@@ -307,7 +307,7 @@ class Directory:
         except (OSError, InputError):
             raise
         except Exception as error:
-            _log.exception("a repair met a bug")
+            _log.exception("a repair hit a bug")
             raise InputError("a bug") from error
 
     def _fetch(self, peer: Peer, host: Host) -> None:

@@ -79,5 +79,5 @@ def decode(written: bytes) -> Entry:
         if entry.address:
             entry.host_port()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, ConfigError) as error:
-        raise InputError(f"no entry of a directory: {error}") from None
+        raise InputError(f"not an entry of a directory: {error}") from None
     return entry
