@@ -210,8 +210,8 @@ def test_other_bad_input_to_a_chain_is_refused() -> None:
         (lambda: KeySequence(scheme, root=bytes(16)), "empty or 32 bytes"),
         (lambda: KeySequence(scheme, root="r"), "empty or 32 bytes"),  # type: ignore[arg-type]
         (lambda: scheme.root(salt="\ud800"), "not valid Unicode"),
-        (lambda: scheme.root(lora=5), "are text"),  # type: ignore[arg-type]
-        (lambda: scheme.root(tags={"a": 1}), "are text"),  # type: ignore[dict-item]
+        (lambda: scheme.root(lora=5), "must be text"),  # type: ignore[arg-type]
+        (lambda: scheme.root(tags={"a": 1}), "must be text"),  # type: ignore[dict-item]
     ]:
         with pytest.raises(InputError, match=text):
             call()

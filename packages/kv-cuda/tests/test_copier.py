@@ -404,7 +404,7 @@ def test_an_opaque_format_of_the_same_size_but_another_shape_is_refused(change: 
 @pytest.mark.parametrize("itemsize", [2, 3])
 def test_an_itemsize_that_is_not_the_dtypes_is_refused(itemsize: int) -> None:
     layout = replace(CACHES["K and V apart"].layout, itemsize=itemsize)
-    with pytest.raises(InputError, match=f"an element of float32 has not {itemsize} bytes"):
+    with pytest.raises(InputError, match=f"an element of float32 does not have {itemsize} bytes"):
         CpuCopier(layout, CACHES["K and V apart"].make(), layout.canonical_format(CHUNK))
 
 

@@ -277,7 +277,7 @@ def test_what_the_kernel_could_not_check_is_checked_before() -> None:
     with pytest.raises(InputError, match="reaches beyond the tensor's storage"):
         GpuCopier(CACHE.layout, [tensor[:-1].clone() for tensor in CACHE.make()], FORMAT)
     wrong = replace(CACHE.layout, itemsize=2)
-    with pytest.raises(InputError, match="an element of float32 has not 2 bytes"):
+    with pytest.raises(InputError, match="an element of float32 does not have 2 bytes"):
         GpuCopier(wrong, CACHE.make(), wrong.canonical_format(CHUNK))
     copier = GpuCopier(CACHE.layout, CACHE.make(), FORMAT)
     memory = bytearray(FORMAT.nbytes + 64)

@@ -61,7 +61,7 @@ def test_the_same_memory_is_summed_anew_each_time() -> None:
 
 
 def test_rows_that_the_kernels_could_not_read_are_refused() -> None:
-    with pytest.raises(InputError, match=r"chunks of 240 bytes.*from 241 on"):
+    with pytest.raises(InputError, match=r"chunks of 240 bytes.*of at least 241 bytes"):
         ChunkSums(CPU, 240, 1)
     sums = ChunkSums(CPU, 1000, 2)
     sums.of(torch.zeros(2, 1008, dtype=torch.uint8))

@@ -129,7 +129,7 @@ def test_both_formats_plain_and_gzipped(tmp_path: Path) -> None:
     [
         ("a b\na c a\n", ":2: a chunk id appears twice"),
         ("a b\nb c\n", ":2: chunk b follows a different chunk than before"),
-        ("@soon a\n", ":1: '@soon' is no time"),
+        ("@soon a\n", ":1: '@soon' is not a time"),
         ("a\n@3\n", ":2: a request without chunks"),
         ('{"hash_ids": [1, 2\n', ":1: begins like a JSON object but is not one"),
         ('{"hash_ids": [1]}\n{"ids": [1]}\n', ":2: hash_ids must be a list of whole numbers"),

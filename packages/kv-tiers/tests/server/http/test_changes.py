@@ -162,7 +162,7 @@ def test_a_quota_that_cannot_be_had_changes_nothing(served: Served) -> None:
     assert [use["quota_bytes"] for use in served.get("/quota/acme").json()["caches"]] == [None, None]
     assert problem(served.client.put("/quota/acme", json={"quota_bytes": 1}, headers=headers), 409)
     assert problem(served.client.put("/quota/acme", json={"quota_bytes": -1}, headers=headers), 400)
-    assert "no whole number" in problem(
+    assert "not a whole number" in problem(
         served.client.put("/quota/acme", json={"quota_bytes": "0.3 B"}, headers=headers), 409
     )
     for text in ("4 gigs", "-1", "", "4GiB5", "GiB"):
