@@ -17,6 +17,7 @@ from kv_testing.http import SLOT_BYTES, TOKEN, Served, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers.config import HttpConfig
 from kv_tiers.server import RemoteCache, launch
+from kv_tiers.server.http import relay
 from kv_tiers.server.http.app import make_app
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
@@ -48,11 +49,14 @@ def make_asgi(served: Served) -> ASGIApp:
 
 @pytest.fixture(scope="module")
 def described() -> Iterator[Served]:
-    """A server with a little in it, whose document is tried."""
+    """A server with a little in it, whose document is tried. On a busy machine it may be late, and 503 is an error to
+    schemathesis."""
     served = Served()
     cache = served.join()
     store(cache, 3)
-    yield served
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay, "ANSWER_S", 60.0)
+        yield served
     cache.close()
     served.close()
 
