@@ -34,8 +34,8 @@ def made_rotations() -> list[EngineRotation]:
     """
     from vllm.model_executor.layers import rotary_embedding
 
-    kept = getattr(rotary_embedding, "_ROPE_DICT", None)
-    if not isinstance(kept, dict):
+    instances = getattr(rotary_embedding, "_ROPE_DICT", None)
+    if not isinstance(instances, dict):
         raise ConfigError("codec kvtc: this vLLM does not say how its models rotate keys; use another codec")
     return [
         EngineRotation(
@@ -44,7 +44,7 @@ def made_rotations() -> list[EngineRotation]:
             neighbours=not getattr(one, "is_neox_style", True),  # a class that supports only one way uses this
             frequencies=_frequencies(one),
         )
-        for one in kept.values()
+        for one in instances.values()
         if hasattr(one, "head_size") and hasattr(one, "rotary_dim")
     ]
 

@@ -83,17 +83,17 @@ class Model:
         """
         cache = self._cache([])
         self._forward(tokens, cache)
-        kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-        if len(kept) != len(cache.layers) or any(layer.keys.shape[2] != len(tokens) for layer in kept):
+        attention = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        if len(attention) != len(cache.layers) or any(layer.keys.shape[2] != len(tokens) for layer in attention):
             raise ConfigError(f"model {self.name} stores something other than all keys and values: it cannot be judged")
-        return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in kept]
+        return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in attention]
 
     def attended(self, tokens: Sequence[int]) -> Layers:
         """Like `computed`, but only for the layers with attention; those with states are left out."""
         cache = self._fresh()
         self._forward(tokens, cache)
-        kept = [cache.layers[number] for number in self._attention()]
-        return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in kept]
+        attention = [cache.layers[number] for number in self._attention()]
+        return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in attention]
 
     def predicted(self, layers: Layers, tokens: Sequence[int]) -> torch.Tensor:
         """Log-probabilities [tokens, vocabulary], float32, of the token after each of these, given the layers' KV."""

@@ -412,12 +412,12 @@ class ExtentIndex:
             self._parts.lower(entry, len(CUTS) - 1)
             return True
         self._parts.lower(entry, step)
-        kept_bytes = cut_bytes(decoded_bytes, CUTS[step])
+        left_bytes = cut_bytes(decoded_bytes, CUTS[step])
         units = tuple(self.extent(entry).units)  # not a range, which would mean a whole slot
-        kept = self._geometry.units_for(self._overhead_bytes + kept_bytes)
-        if kept_bytes < self._stored_bytes[entry] and kept < len(units):
-            self._spaces[entry % self._media].give(units[kept:], last=last)
-            self._units[entry], self._stored_bytes[entry] = units[:kept], kept_bytes
+        needed = self._geometry.units_for(self._overhead_bytes + left_bytes)
+        if left_bytes < self._stored_bytes[entry] and needed < len(units):
+            self._spaces[entry % self._media].give(units[needed:], last=last)
+            self._units[entry], self._stored_bytes[entry] = units[:needed], left_bytes
             self._cut[entry] = CUTS[step]
             cut.add(entry)
         return True

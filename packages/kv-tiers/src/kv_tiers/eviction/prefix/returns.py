@@ -196,14 +196,14 @@ class Returns:
         widths = [end - begin for begin, end in zip([0.0, *self._ends], self._ends, strict=False)]
         rates = []
         for first in range(_INTERVALS):
-            still_away, returns, kept, best = 1.0, 0.0, 0.0, 0.0
+            still_away, returns, held, best = 1.0, 0.0, 0.0, 0.0
             for chance, width in zip(chances[first:], widths[first:], strict=True):
                 back = still_away * chance
                 returns += back
-                kept += width * (still_away - back / 2)
+                held += width * (still_away - back / 2)
                 still_away -= back
-                if kept and returns > best * kept:
-                    best = returns / kept
+                if held and returns > best * held:
+                    best = returns / held
             rates.append(best)
         return rates
 
