@@ -1,5 +1,6 @@
 """Every policy keeps the contract of `EvictionPolicy`; the simple ones act like slow and obvious models."""
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -14,10 +15,12 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_tiers import EvictionPolicy, HostConfig, LruPolicy, plugins
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.eviction import POLICY_NAMES, make_policy
 from kv_tiers.eviction.arc import ArcPolicy
 from kv_tiers.eviction.prefix.returns import Returns, Trait
 from kv_tiers.options import read_options
+from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.policy_contract import PolicyContract
 from kv_tiers.tools.sim import TierPlan, simulate
 from kv_tiers.watch.trace_file import Trace, read_trace
@@ -477,3 +480,49 @@ for seed in range(3):  # it took the second some hundred calls
 def test_prefix_finds_an_end_of_every_prompt_while_parts_of_it_are_leased() -> None:
     """A slot excluded at a split once made a segment its own ancestor, and a lookup went round for ever."""
     subprocess.run([sys.executable, "-c", LEASED_AND_SPLIT], check=True, timeout=60)
+
+
+def test_prefix_offers_a_head_again_after_its_prompt_was_split_while_the_rest_was_leased() -> None:
+    """A leased chunk is in no order, so the part of a split that has only leased ones is no reason to keep its head."""
+    policy = make_policy("prefix", 32)
+    prompt, other = key_chain(6), [*key_chain(5), *key_chain(3, branch="other")]
+    policy.added(prompt, range(6))
+    policy.extended(prompt, range(6))
+    policy.used(prompt, range(6))
+    for leased in (5, 4, 3):
+        assert policy.victim() == leased
+        policy.exclude(leased)
+    policy.added(other[5:], [6, 7, 8])
+    policy.extended(other, [0, 1, 2, 3, 4, 6, 7, 8])
+    policy.reinsert([3, 4, 5])
+    order = []
+    while (slot := policy.victim()) is not None:
+        order.append(slot)
+        policy.removed(slot)
+    assert sorted(order) == list(range(9))
+    assert order[-5:] == [4, 3, 2, 1, 0], "both prompts need these"
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_no_chunk_stays_for_good_because_parts_of_its_prompt_were_leased(name: str) -> None:
+    """Each loses its turn while it is leased. Afterwards there is room for as many new chunks as there are slots."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        cache = LocalCache(HostPool.anonymous("h", 100, 32), policy=make_policy(name, 32))
+        for _ in range(200):
+            branch = rng.randrange(6)
+            stem = key_chain(3, branch=f"stem {branch % 3}")[: rng.randint(0, 3)]
+            keys = [*stem, *key_chain(rng.randint(1, 5), branch=f"branch {branch}")]
+            match rng.randrange(7):
+                case 0 | 1:
+                    cache.lookup(keys, f"r{rng.randrange(4)}")
+                case 2:
+                    cache.end(f"r{rng.randrange(4)}")
+                case 3:
+                    cache.forget([rng.choice(keys)])
+                case _:
+                    cache.commit(cache.begin_store(keys, "w"))
+        for number in range(4):
+            cache.end(f"r{number}")
+        assert len(cache.begin_store(key_chain(32, branch="new"), "new").keys) == 32, f"seed {seed}"
+        cache.close()

@@ -100,7 +100,7 @@ class PrefixPolicy:
             above = self._append(newest, body, parent, session)
         else:
             if parent is not None and not parent.ends_with(slots[first - 1]):
-                parent = self._tree.split(parent, slots[first - 1], first)
+                parent = self._tree.split(parent, slots[:first])
             above = self._branch_off(newest, body, parent, session)
         tail = Segment(None, newest.end, self._tree.now)
         tail.end, tail.is_last = newest.end + 1, True
@@ -168,6 +168,9 @@ class PrefixPolicy:
 
     def on_joined(self, parent: Segment) -> None:
         self._queues.add(parent)
+
+    def on_child_left(self, parent: Segment) -> None:
+        self._queues.child_left(parent)
 
     # Where new chunks belong.
 

@@ -31,13 +31,16 @@ class SegmentQueues:
             segment.queue = None
 
     def left(self, segment: Segment) -> None:
-        """Its last chunk has left. A parent without other children may be chosen again."""
+        """Its last chunk has left."""
         self.remove(segment)
-        parent = segment.parent
-        if parent is not None:
-            parent.children -= 1
-            if not parent.children and parent.slots and parent.queue is None:
-                self.add(parent, oldest=True)
+        if segment.parent is not None:
+            self.child_left(segment.parent)
+
+    def child_left(self, parent: Segment) -> None:
+        """It has a child less that has chunks. Without other children it may be chosen again."""
+        parent.children -= 1
+        if not parent.children and parent.slots and parent.queue is None:
+            self.add(parent, oldest=True)
 
     def least_worth(self, now: int, worth: Callable[[Kind, int], float]) -> Segment | None:
         """worth: of one of this kind, at this age (`Returns.worth`). Ties are broken by the last use."""

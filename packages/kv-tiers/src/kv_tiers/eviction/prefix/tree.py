@@ -8,6 +8,7 @@ Why segments are split and what they are worth is not the tree's concern; its ow
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from kv_tiers.eviction.prefix.segment import Segment
@@ -22,6 +23,9 @@ class TreeOwner(Protocol):
 
     def on_joined(self, parent: Segment) -> None:
         """`parent` now has the chunks of its only child."""
+
+    def on_child_left(self, parent: Segment) -> None:
+        """A child of `parent` that has chunks is about to be linked below another segment."""
 
 
 class PrefixTree:
@@ -49,7 +53,7 @@ class PrefixTree:
     def attach(self, segment: Segment, parent: Segment | None) -> None:
         segment.parent = parent
         if parent is not None:
-            parent.children += 1
+            parent.children += bool(segment.slots)
             parent.branches += not segment.is_last
 
     def deepest(self, slots: Sequence[int]) -> Segment:
@@ -66,12 +70,12 @@ class PrefixTree:
         above = self._segment_of[slots[0]]
         for place in range(1, len(slots)):
             segment = self._segment_of[slots[place]]
-            # An ancestor may hold this slot already: an excluded chunk stays with the upper part of a split.
+            # An ancestor may hold this slot already: chunks that were excluded come back in another order.
             if segment.parent is not above and segment not in above.path():
-                if segment.parent is not None:
-                    segment.parent.children -= 1
+                if segment.parent is not None and segment.slots:
+                    self._owner.on_child_left(segment.parent)
                 if not above.ends_with(slots[place - 1]) and slots[place - 1] in above.slots:
-                    above = self.split(above, slots[place - 1], place)
+                    above = self.split(above, slots[:place])
                 segment.end += place - segment.start
                 segment.start = place
                 self.attach(segment, above)
@@ -79,32 +83,36 @@ class PrefixTree:
             above = segment
         return above
 
-    def split(self, segment: Segment, last_slot: int, place: int) -> Segment:
-        """Cut `segment` after `last_slot`, which is before `place` in the prompt. Returns the upper part, which is new.
+    def split(self, segment: Segment, before: Sequence[int]) -> Segment:
+        """Cut `segment` after the last of the slots `before`, which hold the beginning of a prompt that diverges there.
+        Returns the upper part, which is new.
 
         The upper part takes the history: the prompt that diverged here has used it. The lower part is stale.
         """
         upper = Segment(segment.parent, segment.start, self.now)
-        upper.end, upper.first_key, upper.branches, upper.children = place, segment.first_key, 1, 1
+        upper.end, upper.first_key, upper.branches = len(before), segment.first_key, 1
         upper.turns, upper.length, upper.grown_by = segment.turns, segment.length, segment.grown_by
         upper.uses = max(1, segment.uses)
         upper.gap = self.now - segment.last_use if segment.gap is None else segment.gap
-        head = []
-        for slot in segment.slots:
-            head.append(slot)
-            if slot == last_slot:
-                break
-        for slot in head:
-            del segment.slots[slot]
-        self.assign(head, upper)
-        segment.parent, segment.start, segment.is_stale, segment.first_key = upper, place, True, None
+        used = [slot for slot in before if self._segment_of[slot] is segment]
+        first = next((slot for slot in used if slot in segment.slots), None)
+        above: Iterable[int] = takewhile(lambda slot: slot != first, segment.slots) if first is not None else ()
+        for slot in dict.fromkeys([*above, *used]):
+            self._segment_of[slot] = upper
+            if slot in segment.slots:  # else it is excluded
+                del segment.slots[slot]
+                upper.slots[slot] = None
+        upper.children = int(bool(segment.slots))  # all that are left may be excluded
+        if upper.parent is not None and upper.children and not upper.slots:
+            self._owner.on_child_left(upper.parent)  # `segment` counted as its child, and the excluded ones do not
+        segment.parent, segment.start, segment.is_stale, segment.first_key = upper, len(before), True, None
         self._owner.on_split(upper, segment)
         return upper
 
     def join_parent(self, segment: Segment) -> Segment:
         """Join a segment to its parent if nothing distinguishes the two; returns the one that has the chunks then."""
         parent = segment.parent
-        if parent is None or segment.children or not parent.slots:
+        if parent is None or segment.children or not segment.slots or not parent.slots:
             return segment
         if parent.children != 1 or parent.branches > (not segment.is_last):
             return segment
