@@ -248,6 +248,16 @@ def test_of_an_unknown_tier_a_load_that_does_not_come_says_something() -> None:
     assert speed.seconds(1000, 2.0) is None
 
 
+def test_a_load_that_brought_nothing_says_nothing_before_it_has_ended() -> None:
+    """A lookup may ask between the tier's answer and the load's end, which another thread reports."""
+    speed = LoadSpeed()
+    speed.began(1, 1000, 0.0)
+    speed.was_read(1, 0, 0.9)
+    assert speed.seconds(1000, 1.0) is None
+    speed.ended(1, 1.0, brought=False)
+    assert speed.seconds(1000, 1.0) is None
+
+
 def test_probes_become_rare_and_come_back() -> None:
     probes = Probes()
     times = []

@@ -75,7 +75,8 @@ class LoadSpeed:
             oldest = next(iter(self._under_way.values()))
             age_s = now_s - oldest.began_s
             if estimate is None:
-                return age_s * link_bytes / oldest.upto_bytes if age_s > _SOON_S else None
+                # A load that was answered with nothing is about to end, and says nothing about the time per byte.
+                return age_s * link_bytes / oldest.upto_bytes if age_s > _SOON_S and oldest.upto_bytes else None
             if oldest.expected_s is not None and age_s > oldest.expected_s > 0.0:
                 estimate *= age_s / oldest.expected_s
         return estimate
