@@ -311,6 +311,12 @@ def test_a_load_does_not_wait_for_stores_that_take_long() -> None:
     assert len(bench.stored) == 4
 
 
+def test_an_idle_lane_closes_even_with_no_time_to_wait() -> None:
+    """As with `cold.drain_s: 0`: its threads need a moment to end, and the tier would stay open and the pool mapped."""
+    bench = Bench(threads=2)
+    assert bench.lane.close(timeout_s=0)
+
+
 def test_closing_refuses_what_waits_and_ends_the_threads() -> None:
     bench = Bench(threads=2)
     bench.tier.fault = "hang"
