@@ -367,6 +367,38 @@ def test_a_tier_that_hangs_costs_its_wait_and_closing_says_so() -> None:
     tower.cache.close()
 
 
+def test_what_a_tier_that_hangs_was_to_deliver_is_computed_and_stored() -> None:
+    """Once it is bypassed. Each request for a prompt would wait in vain, and nobody could store it in the meantime."""
+    tower = Tower(slots=16, threads=1)
+    tower.store_below(KEYS)
+    tower.tiers[0].fault = "hang"
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    until(lambda: bool(tower.lanes[0]._running))
+    assert tower.ask(KEYS, "s").ended is Ended.PENDING, "until it is bypassed"
+    tower.cache.end("s")
+    tower.clock.advance(11.0)
+    assert tower.lanes[0].health()[0] is Health.STUCK
+    assert tower.ask(KEYS, "s").ended is Ended.ABSENT
+    assert tower.store(KEYS) == 6
+    assert tower.cache.lookup(KEYS, "s").chunks == 6
+    tower.tiers[0].let_go()
+    until(lambda: not tower.cache.counts().chunks_reserved)
+    tower.read(KEYS)
+    tower.close()
+
+
+def test_what_a_tier_that_hangs_was_to_deliver_comes_from_the_next() -> None:
+    tower = Tower("through", "through", slots=16, threads=1)
+    tower.store_below(KEYS)
+    tower.tiers[0].fault = "hang"
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    until(lambda: bool(tower.lanes[0]._running))
+    tower.clock.advance(11.0)
+    until(lambda: tower.ask(KEYS, "s").chunks == 6)
+    tower.read(KEYS)
+    tower.close()
+
+
 def test_promoted_chunks_of_a_named_pool_are_there_for_the_next_process() -> None:
     HostPool.unlink("below-test")
     try:

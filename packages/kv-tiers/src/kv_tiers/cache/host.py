@@ -251,6 +251,11 @@ class HostTier:
         self.free(slots)
         self._totals.chunks_aborted += len(slots)
 
+    def orphan(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """Let others write the chunks that are being written to these slots. Commit or abort these as if nothing had
+        happened."""
+        self._index.orphan(keys, slots)
+
     def evict(self, slot: int) -> None:
         """Evict the chunk in an unleased slot, which the caller then owns. Call `publish_evicted` after the last
         eviction.

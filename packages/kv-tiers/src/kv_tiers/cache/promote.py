@@ -14,7 +14,8 @@ request if the tier is idle.
 
 A chunk that a tier fails to deliver is requested from the tiers below it. If none has it, the boundaries that need it
 are out of reach, and the wait continues for the next shorter one while there is time. Chunks of the whole prefix behind
-a missing one are worthless and are given up.
+a missing one are worthless and are given up. So are those that a tier that hangs in a call was to deliver: requests
+would wait for them in vain, and an engine that has computed one could not store it.
 """
 
 from collections import OrderedDict
@@ -97,7 +98,8 @@ class Promotions:
         self._batch_bytes = batch_bytes
         self._clock = clock
         self._waits: OrderedDict[Holder, Wait] = OrderedDict()
-        self._arriving: dict[ChunkKey, int] = {}  # key → the tier that it is loaded from
+        self._arriving: dict[ChunkKey, Job] = {}  # key → the load that is to deliver it
+        self._hanging_slots = 0  # reserved by loads that were given up
         self._probes = [Probes() for _ in self._lanes]
         self._source: dict[
             int, tuple[ChunkKey, str]
@@ -131,6 +133,7 @@ class Promotions:
                 self._end_wait(wait)
             if wait.over:
                 return False
+            self._give_up_hanging()
             if not wait.needed.isdisjoint(self._arriving):
                 return True
             view = self._look(keys, wait.answers)
@@ -264,7 +267,7 @@ class Promotions:
     def _look(self, keys: Sequence[ChunkKey], answers: Answers) -> View:
         """Under the lock."""
         find, arriving, is_held = self._index.find, self._arriving, self._index.is_held
-        in_pool = [find(key) is not None or (key in arriving and answers.may_read(arriving[key])) for key in keys]
+        in_pool = [find(key) is not None or (key in arriving and answers.may_read(arriving[key].tier)) for key in keys]
         writing = {key for key, is_there in zip(keys, in_pool, strict=True) if not is_there and is_held(key)}
         return View(keys, in_pool, writing)
 
@@ -338,7 +341,8 @@ class Promotions:
     ) -> Worth:
         """jobs: for `best`."""
         with self._host.lock:
-            tiers = {self._arriving.get(key, -1) for key in self._arriving_of(view, shape, best)} - {-1}
+            loads = map(self._arriving.get, self._arriving_of(view, shape, best))
+            tiers = {job.tier for job in loads if job is not None}
         total = self._host.pool.sizes.total
         return worth_waiting(
             self._lanes,
@@ -380,7 +384,7 @@ class Promotions:
         jobs: list[Job] = []
         with self._host.lock:
             skipped: set[int] = set()
-            room = self._max_slots - len(self._arriving)
+            room = self._max_slots - len(self._arriving) - self._hanging_slots
             for job in wanted:
                 wanted_keys = list(job.keys)
                 job.keys.clear()
@@ -396,7 +400,7 @@ class Promotions:
                     room -= 1
                 if job.keys:
                     jobs.append(job)
-                    self._arriving.update(dict.fromkeys(job.keys, job.tier))
+                    self._arriving.update(dict.fromkeys(job.keys, job))
             self.counts.requested += sum(len(job.keys) for job in jobs)
             self._host.publish_evicted("promotion", promotion.holder)
             if not jobs:
@@ -409,6 +413,19 @@ class Promotions:
                 self._arrived(promotion, job, [])
             submitted = submitted or not refused
         return submitted
+
+    def _give_up_hanging(self) -> None:
+        """Give up the loads from tiers that hang, so that others may deliver their chunks: another tier, or an engine
+        that computes them. Under the lock.
+        """
+        hanging = [number for number, lane in enumerate(self._lanes) if lane.hangs()] if self._arriving else []
+        if not hanging:
+            return
+        for job in {id(job): job for job in self._arriving.values() if job.tier in hanging}.values():
+            job.is_given_up = True
+            self._hanging_slots += len(job.slots)
+            self._host.orphan(job.keys, job.slots)
+        self._arriving = {key: job for key, job in self._arriving.items() if not job.is_given_up}
 
     def _submit(self, promotion: Promotion, job: Job) -> bool:
         pool = self._host.pool
@@ -430,7 +447,10 @@ class Promotions:
         """On the lane's thread. arrivals: empty if the lane refused the job."""
         with self._host.lock:
             for key in job.keys:
-                self._arriving.pop(key, None)
+                if self._arriving.get(key) is job:  # else it was forgotten, and another load may be under way
+                    del self._arriving[key]
+            if job.is_given_up:
+                self._hanging_slots -= len(job.slots)
             wait = self._waits.get(promotion.holder)
             came = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
             if wait is not None:

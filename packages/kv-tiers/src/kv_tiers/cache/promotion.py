@@ -42,6 +42,7 @@ class Job:
     began_s: when the load was submitted.
     estimated_s: the estimate of its duration; None: the tier was not measured yet.
     is_probe: it is loaded only to measure the tier.
+    is_given_up: its tier hangs, so its chunks are no longer awaited. Its slots stay reserved until it ends.
     """
 
     tier: int
@@ -54,6 +55,7 @@ class Job:
     began_s: float
     estimated_s: float | None = None
     is_probe: bool = False
+    is_given_up: bool = False
 
     @property
     def end(self) -> int:

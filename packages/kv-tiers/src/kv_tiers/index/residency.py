@@ -246,6 +246,14 @@ class Residency:
                 del self._writing[key]
         self._move(slots, Event.ABORT)
 
+    def orphan(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """The chunks being written to these reserved slots count as forgotten, so that they can be reserved again."""
+        for key, slot in zip(keys, slots, strict=True):
+            if self._writing.get(key) == slot:  # else it was forgotten before
+                del self._writing[key]
+                self._move([slot], Event.FORGET)
+                self._orphans += 1
+
     def lend(self, slot: int) -> None:
         """Use a free slot for better bytes of a resident chunk."""
         self._move([slot], Event.LEND)

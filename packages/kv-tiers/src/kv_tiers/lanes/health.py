@@ -57,11 +57,15 @@ class HealthTracker:
         holds = {
             Health.CLOSED: self.is_closed,
             Health.DOWN: self.retry_at_s is not None,
-            Health.STUCK: bool(running_since_s) and self._clock.now_s() - min(running_since_s) > self._stuck_s,
+            Health.STUCK: self.hangs(running_since_s),
             Health.FULL: bool(self.full),
             Health.UP: True,
         }
         return next(health for health in _FIRST_THAT_HOLDS if holds[health])
+
+    def hangs(self, running_since_s: Collection[float]) -> bool:
+        """Whether a call has not returned for too long. running_since_s: as for `now`."""
+        return bool(running_since_s) and self._clock.now_s() - min(running_since_s) > self._stuck_s
 
     def why(self, health: Health) -> str:
         match health:

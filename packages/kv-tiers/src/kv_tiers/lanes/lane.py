@@ -199,6 +199,11 @@ class Lane:
                 self._jobs.clear()
             self._changed.notify()
 
+    def hangs(self) -> bool:
+        """Whether a call to the tier has not returned for so long that the tier is bypassed."""
+        with self._changed:
+            return self._tracker.hangs(self._running.values())
+
     def room_for_stores(self) -> int:
         """How many more chunks `store` would take now."""
         with self._changed:
