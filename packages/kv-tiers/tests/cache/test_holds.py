@@ -67,6 +67,27 @@ def test_once_it_was_read_it_leaves_like_anything_else(reader: Callable[[LocalCa
     cache.close()
 
 
+def read_repeatedly(cache: LocalCache, keys: list[ChunkKey]) -> None:
+    read(cache, [key for key in keys for _ in range(2)])
+
+
+def take_repeatedly(cache: LocalCache, keys: list[ChunkKey]) -> None:
+    cache.taken([*keys, *keys])
+
+
+@pytest.mark.parametrize("reader", [read_repeatedly, take_repeatedly])
+def test_a_chunk_named_repeatedly_is_let_go_once(reader: Callable[[LocalCache, list[ChunkKey]], None]) -> None:
+    cache = cache_of(8)
+    hand_over(cache, KEYS)
+    cache.lookup(KEYS, "r")
+    reader(cache, KEYS)
+    crowd(cache)
+    assert held(cache, KEYS) == 3, "they are promised"
+    cache.end("r")
+    assert len(cache.begin_store(key_chain(8, branch="new"), "w").keys) == 8
+    cache.close()
+
+
 def test_a_peer_that_did_not_take_all_of_it_leaves_it_held() -> None:
     cache = cache_of(8)
     hand_over(cache, KEYS)

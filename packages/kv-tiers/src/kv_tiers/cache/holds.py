@@ -61,7 +61,8 @@ class Holds:
     def read(self, slots: Sequence[int]) -> None:
         """End the holds of these, which have been read or are not needed."""
         if self._until_s:
-            held = [slot for slot in slots if slot in self._until_s]
+            # Once each: a client or a peer may name a chunk repeatedly, and there is only one lease to end.
+            held = [slot for slot in dict.fromkeys(slots) if slot in self._until_s]
             self._read.update((slot, (self._index.key_at(slot), self._until_s[slot])) for slot in held)
             self._let_go(held)
 
