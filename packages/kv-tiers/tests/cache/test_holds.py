@@ -162,6 +162,21 @@ def test_when_the_time_is_over_it_leaves_like_anything_else_and_a_renewal_starts
     cache.close()
 
 
+def test_a_prompt_stored_in_many_steps_takes_no_more_memory_than_its_chunks() -> None:
+    clock = HandClock()
+    cache = cache_of(8, clock=clock)
+    for _ in range(50):
+        hand_over(cache, KEYS, 30.0)
+        clock.advance(1)
+    assert len(cache.holds._due) == 3
+    assert cache.holds.chunks == 3
+    clock.advance(29)
+    cache.counts()
+    assert cache.holds.chunks == 0
+    assert_adds_up(cache.counts())
+    cache.close()
+
+
 def test_a_shorter_time_ends_before_a_longer_one_that_was_said_earlier() -> None:
     clock = HandClock()
     cache = cache_of(8, clock=clock)

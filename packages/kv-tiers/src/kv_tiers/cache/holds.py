@@ -8,31 +8,47 @@ A prompt is stored in several steps, and each step names all of its chunks so fa
 therefore not held again before the deadline of its first hold.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kv_core.keys import ChunkKey
 
 from kv_tiers.cache.host import HostTier
-from kv_tiers.eviction.shares import Shares
+from kv_tiers.eviction.shares import Share, Shares
 from kv_tiers.index.residency import Residency
 
 
+@dataclass(slots=True)
+class _Hold:
+    """tenant: of the chunk. until_s: when it ends. due_s: when to look whether it has ended, which may be earlier."""
+
+    tenant: bytes
+    until_s: float
+    due_s: float
+
+
 class Holds:
-    """The holds of one cache. Every method is called under the host's lock."""
+    """The holds of one cache. Every method is called under the host's lock.
+
+    Each step of a prompt names all of its chunks, so renewing a hold only sets its end, and counting those of a share
+    takes no look at each.
+    """
 
     def __init__(self, host: HostTier, index: Residency, shares: Shares) -> None:
         self._host = host
         self._index = index
         self._shares = shares
-        self._until_s: dict[int, float] = {}  # by slot, each leased once
-        self._deadlines: list[tuple[float, int]] = []  # a heap, which includes some that were renewed or have ended
+        self._held: dict[int, _Hold] = {}  # by slot, each leased once
+        self._held_of: Counter[bytes] = Counter()  # by tenant
+        self._due: list[tuple[float, int]] = []  # a heap: one of each hold, and some of holds that have ended
         self._read: dict[int, tuple[ChunkKey | None, float]] = {}  # by slot: the chunk that was read, and its deadline
 
     @property
     def chunks(self) -> int:
         """How many are held now."""
-        return len(self._until_s)
+        return len(self._held)
 
     def hold(self, slots: Sequence[int], until_s: float, now_s: float) -> list[int]:
         """Hold the leading ones of these resident slots for which there is room, at least until then. Returns those
@@ -40,56 +56,71 @@ class Holds:
         room: dict[int, int] = {}
         new: list[int] = []
         for slot in slots:
-            if slot not in self._until_s:
-                key, read_until_s = self._read.get(slot, (None, 0.0))
-                if now_s < read_until_s and key == self._index.key_at(slot):
-                    continue
-                share = self._shares.at(slot)
-                if id(share) not in room:
-                    held = sum(1 for other in self._until_s if self._shares.at(other) is share)
-                    room[id(share)] = share.slots // 2 - held
-                if room[id(share)] <= 0:
-                    break
-                room[id(share)] -= 1
-                self._index.lease([slot])
-                new.append(slot)
-            if until_s > self._until_s.get(slot, 0.0):
-                self._until_s[slot] = until_s
-                heappush(self._deadlines, (until_s, slot))
+            if (one := self._held.get(slot)) is not None:
+                one.until_s = max(one.until_s, until_s)
+                continue
+            key = self._index.key_at(slot)
+            assert key is not None
+            read_key, read_until_s = self._read.get(slot, (None, 0.0))
+            if now_s < read_until_s and read_key == key:
+                continue
+            share = self._shares.of(key.tenant)
+            if id(share) not in room:
+                room[id(share)] = share.slots // 2 - self._held_in(share)
+            if room[id(share)] <= 0:
+                break
+            room[id(share)] -= 1
+            self._index.lease([slot])
+            self._held[slot] = _Hold(key.tenant, until_s, until_s)
+            self._held_of[key.tenant] += 1
+            heappush(self._due, (until_s, slot))
+            new.append(slot)
         return new
 
     def read(self, slots: Sequence[int]) -> None:
         """End the holds of these, which have been read or are not needed."""
-        if self._until_s:
+        if self._held:
             # Once each: a client or a peer may name a chunk repeatedly, and there is only one lease to end.
-            held = [slot for slot in dict.fromkeys(slots) if slot in self._until_s]
-            self._read.update((slot, (self._index.key_at(slot), self._until_s[slot])) for slot in held)
+            held = [slot for slot in dict.fromkeys(slots) if slot in self._held]
+            self._read.update((slot, (self._index.key_at(slot), self._held[slot].until_s)) for slot in held)
             self._let_go(held)
 
     def expire(self, now_s: float) -> None:
         """End the holds whose time is up."""
-        late: list[int] = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            until_s, slot = heappop(self._deadlines)
-            if self._until_s.get(slot) == until_s:
-                del self._until_s[slot]  # once: an earlier hold of this slot may have had the same deadline
-                late.append(slot)
-        self._let_go(late)
+        late: dict[int, None] = {}  # once each: an earlier hold of a slot may have been due at the same time
+        while self._due and self._due[0][0] <= now_s:
+            due_s, slot = heappop(self._due)
+            one = self._held.get(slot)
+            if one is None or one.due_s != due_s:
+                continue  # of an earlier hold of this slot
+            if one.until_s > now_s:
+                one.due_s = one.until_s
+                heappush(self._due, (one.due_s, slot))
+            else:
+                late[slot] = None
+        self._let_go(list(late))
 
     def drop_forgotten(self) -> None:
         """End the holds of chunks that were forgotten."""
-        self._let_go([slot for slot in self._until_s if self._index.was_forgotten(slot)])
+        self._let_go([slot for slot in self._held if self._index.was_forgotten(slot)])
 
     def clear(self) -> None:
         """The cache is being closed: the slots are freed with all others."""
-        self._until_s.clear()
-        self._deadlines.clear()
+        self._held.clear()
+        self._held_of.clear()
+        self._due.clear()
         self._read.clear()
+
+    def _held_in(self, share: Share) -> int:
+        return sum(held for tenant, held in self._held_of.items() if self._shares.of(tenant) is share)
 
     def _let_go(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._until_s.pop(slot, None)
+            tenant = self._held.pop(slot).tenant
+            self._held_of[tenant] -= 1
+            if not self._held_of[tenant]:
+                del self._held_of[tenant]
         if slots:
             self._host.unlease(slots)
-        if not self._until_s:
-            self._deadlines.clear()
+        if not self._held:
+            self._due.clear()
