@@ -1,6 +1,7 @@
 """The host pool: slots that are never given twice, files that nobody else can have touched, sizes that can be had."""
 
 import ctypes
+import errno
 import os
 import stat
 import subprocess
@@ -201,11 +202,12 @@ def test_a_name_is_a_plain_word(wrong: str) -> None:
             use(wrong)
 
 
-def test_a_full_file_system_is_noticed_before_it_kills(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM])
+def test_a_full_file_system_is_noticed_before_it_kills(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = HostPool.named(name, 100, 3)
 
     def full(file: int, start: int, nbytes: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)

@@ -36,6 +36,8 @@ _log = limited_logger(__name__)
 
 __all__ = ("PAGE_BYTES", "HostPool", "check_capacity", "pool_path", "slot_bytes_for")
 
+_NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
+"""The file system is full, or this user or control group has what it may have of it."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
@@ -253,7 +255,7 @@ class HostPool:
                     os.posix_fallocate(self._file, self._slots_from + place * self.slot_bytes, self.slot_bytes)
                     self._backed[place] = 1
                 except OSError as error:
-                    if error.errno != errno.ENOSPC:
+                    if error.errno not in _NO_ROOM:
                         raise
                     short.add(slot)
         return short
