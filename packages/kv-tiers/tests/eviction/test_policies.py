@@ -504,6 +504,26 @@ def test_prefix_offers_a_head_again_after_its_prompt_was_split_while_the_rest_wa
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
+def test_chunks_that_come_back_in_another_order_do_not_wait_for_each_other(name: str) -> None:
+    """Leases of several holders end in the order of none of their prompts."""
+    policy, keys = make_policy(name, 8), key_chain(3)
+    policy.added(keys, [5, 3, 1])
+    policy.extended(keys, [5, 3, 1])
+    for _ in range(3):
+        leased = policy.victim()
+        assert leased is not None
+        policy.exclude(leased)
+    policy.extended(keys, [5, 3, 1])
+    policy.reinsert([1, 3, 5])
+    policy.extended(keys, [5, 3, 1])
+    order = []
+    while (slot := policy.victim()) is not None:
+        order.append(slot)
+        policy.removed(slot)
+    assert sorted(order) == [1, 3, 5]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_no_chunk_stays_for_good_because_parts_of_its_prompt_were_leased(name: str) -> None:
     """Each loses its turn while it is leased. Afterwards there is room for as many new chunks as there are slots."""
     for seed in range(20):

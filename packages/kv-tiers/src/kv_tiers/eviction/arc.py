@@ -74,9 +74,10 @@ class ArcPolicy:
         self._offered = None
         if slot in self._excluded:
             self._excluded.remove(slot)
+            self._links.removed_excluded(slot)
         else:
             self._oldest_first[of].pop(slot, None)
-            self._leave(slot)
+            self._offer_again(self._links.removed(slot))
 
     def victim(self) -> int | None:
         if self._offered is None:
@@ -90,13 +91,12 @@ class ArcPolicy:
         self._offered = None
         del self._oldest_first[self._list_of[slot]][slot]
         self._excluded.add(slot)
-        self._leave(slot)
+        self._offer_again(self._links.excluded(slot))
 
     def reinsert(self, slots: Sequence[int]) -> None:
         self._offered = None
         self._excluded.difference_update(slots)
-        self._links.added(slots)
-        self._links.chain(slots)
+        self._links.reinserted(slots)
         for slot in reversed(slots):
             self._oldest_first[self._list_of[slot]][slot] = None
 
@@ -130,9 +130,9 @@ class ArcPolicy:
             self._links.waiting.add(slot)
         return None
 
-    def _leave(self, slot: int) -> None:
-        parent = self._links.removed(slot)
-        if parent is not None:
-            order = self._oldest_first[self._list_of[parent]]
-            order[parent] = None
-            order.move_to_end(parent, last=False)
+    def _offer_again(self, slot: int | None) -> None:
+        """The last chunk that followed this one has left."""
+        if slot is not None:
+            order = self._oldest_first[self._list_of[slot]]
+            order[slot] = None
+            order.move_to_end(slot, last=False)

@@ -2,6 +2,9 @@
 
 A chunk that others follow is not a victim: a policy that reaches one sets it aside (`waiting`) and takes it back when
 the last follower has left. So every chunk is skipped once, however long its prompt.
+
+A chunk that is excluded keeps what it follows, but holds nothing back. Links are only made of chunks in the order of a
+prompt, or they could lead in a circle, and each chunk in it would be followed for good.
 """
 
 import itertools
@@ -14,7 +17,8 @@ class Links:
     def __init__(self) -> None:
         self._number: dict[int, int] = {}  # by slot; a new one for every chunk that enters it
         self._parent: dict[int, tuple[int, int]] = {}  # slot → its parent's slot and number
-        self._followers: dict[int, int] = {}
+        self._followers: dict[int, int] = {}  # how many follow it, without excluded ones
+        self._excluded: set[int] = set()
         self._last_number = 0
         self.waiting: set[int] = set()
 
@@ -24,25 +28,45 @@ class Links:
         self._last_number += len(slots)
 
     def chain(self, slots: Sequence[int]) -> None:
-        """Record that these chunks follow each other."""
+        """Record that these chunks follow each other. They are in the order of their prompt."""
         number, parent = self._number, self._parent
         for before, slot in itertools.pairwise(slots):
             if slot in number and before in number and not self._has_parent(slot):
                 parent[slot] = before, number[before]
-                self._followers[before] = self._followers.get(before, 0) + 1
+                if slot not in self._excluded:
+                    self._followers[before] = self._followers.get(before, 0) + 1
 
     def is_followed(self, slot: int) -> bool:
         return slot in self._followers
 
     def removed(self, slot: int) -> int | None:
-        """The chunk has left or is excluded. Returns its parent if that was waiting only for this chunk."""
-        self.waiting.discard(slot)
-        has_parent = self._has_parent(slot)
+        """The chunk, which was not excluded, has left. Returns its parent if that was waiting only for this chunk."""
+        parent = self.excluded(slot)
+        self.removed_excluded(slot)
+        return parent
+
+    def removed_excluded(self, slot: int) -> None:
+        """The same for a chunk that was excluded."""
+        self._excluded.remove(slot)
         del self._number[slot]
         self._followers.pop(slot, None)
-        parent, _ = self._parent.pop(slot, (slot, 0))
-        if not has_parent:
+        self._parent.pop(slot, None)
+
+    def reinserted(self, slots: Sequence[int]) -> None:
+        """These are no longer excluded."""
+        self._excluded.difference_update(slots)
+        for slot in slots:
+            if self._has_parent(slot):
+                parent, _ = self._parent[slot]
+                self._followers[parent] = self._followers.get(parent, 0) + 1
+
+    def excluded(self, slot: int) -> int | None:
+        """The chunk is excluded. Returns its parent as `removed` does."""
+        self.waiting.discard(slot)
+        self._excluded.add(slot)
+        if not self._has_parent(slot):
             return None
+        parent, _ = self._parent[slot]
         self._followers[parent] -= 1
         if self._followers[parent]:
             return None

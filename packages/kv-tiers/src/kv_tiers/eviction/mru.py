@@ -39,9 +39,10 @@ class MruPolicy:
     def removed(self, slot: int) -> None:
         if slot in self._excluded:
             self._excluded.remove(slot)
+            self._links.removed_excluded(slot)
             return
         self._youngest_last.pop(slot, None)  # waiting ones are in no order
-        self._leave(slot)
+        self._offer_again(self._links.removed(slot))
 
     def victim(self) -> int | None:
         while self._youngest_last:
@@ -55,15 +56,15 @@ class MruPolicy:
     def exclude(self, slot: int) -> None:
         del self._youngest_last[slot]
         self._excluded.add(slot)
-        self._leave(slot)
+        self._offer_again(self._links.excluded(slot))
 
     def reinsert(self, slots: Sequence[int]) -> None:
         self._excluded.difference_update(slots)
-        self._links.added(slots)
-        self._links.chain(slots)
+        self._links.reinserted(slots)
         for slot in slots:
             self._youngest_last[slot] = None
 
-    def _leave(self, slot: int) -> None:
-        if (parent := self._links.removed(slot)) is not None:
-            self._youngest_last[parent] = None
+    def _offer_again(self, slot: int | None) -> None:
+        """The last chunk that followed this one has left."""
+        if slot is not None:
+            self._youngest_last[slot] = None
