@@ -177,6 +177,22 @@ def test_a_prompt_stored_in_many_steps_takes_no_more_memory_than_its_chunks() ->
     cache.close()
 
 
+def test_when_the_time_is_over_the_tail_leaves_first_whatever_slots_it_is_in() -> None:
+    clock = HandClock()
+    cache = cache_of(8, clock=clock)
+    store(cache, key_chain(8, branch="before"))
+    hand_over(cache, KEYS, 30.0)  # in the slots of the others' tail, the last of them first
+    crowd(cache)
+    assert held(cache, KEYS) == 3
+    cache.end("w")
+    for number in range(8):  # each is offered and passed over
+        store(cache, key_chain(1, branch=f"more {number}"))
+    clock.advance(31)
+    store(cache, key_chain(6, branch="after"))
+    assert [cache._index.find(key) is not None for key in KEYS] == [True, True, False]
+    cache.close()
+
+
 def test_a_shorter_time_ends_before_a_longer_one_that_was_said_earlier() -> None:
     clock = HandClock()
     cache = cache_of(8, clock=clock)

@@ -8,6 +8,7 @@ A prompt is stored in several steps, and each step names all of its chunks so fa
 therefore not held again before the deadline of its first hold.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class Holds:
         self._shares = shares
         self._held: dict[int, _Hold] = {}  # by slot, each leased once
         self._held_of: Counter[bytes] = Counter()  # by tenant
-        self._due: list[tuple[float, int]] = []  # a heap: one of each hold, and some of holds that have ended
+        self._due: list[tuple[float, int, int]] = []  # a heap: one of each hold, and some of holds that have ended
+        self._numbers = itertools.count()  # of holds, so that those that end together end in the prompt's order
         self._read: dict[int, tuple[ChunkKey | None, float]] = {}  # by slot: the chunk that was read, and its deadline
 
     @property
@@ -73,7 +75,7 @@ class Holds:
             self._index.lease([slot])
             self._held[slot] = _Hold(key.tenant, until_s, until_s)
             self._held_of[key.tenant] += 1
-            heappush(self._due, (until_s, slot))
+            heappush(self._due, (until_s, next(self._numbers), slot))
             new.append(slot)
         return new
 
@@ -89,13 +91,13 @@ class Holds:
         """End the holds whose time is up."""
         late: dict[int, None] = {}  # once each: an earlier hold of a slot may have been due at the same time
         while self._due and self._due[0][0] <= now_s:
-            due_s, slot = heappop(self._due)
+            due_s, number, slot = heappop(self._due)
             one = self._held.get(slot)
             if one is None or one.due_s != due_s:
                 continue  # of an earlier hold of this slot
             if one.until_s > now_s:
                 one.due_s = one.until_s
-                heappush(self._due, (one.due_s, slot))
+                heappush(self._due, (one.due_s, number, slot))
             else:
                 late[slot] = None
         self._let_go(list(late))
