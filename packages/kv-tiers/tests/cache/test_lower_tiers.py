@@ -367,6 +367,27 @@ def test_a_tier_that_hangs_costs_its_wait_and_closing_says_so() -> None:
     tower.cache.close()
 
 
+def test_a_request_that_waits_uses_what_it_has_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine asks again in each of its steps, which says nothing about how often the chunks are wanted."""
+    tower = Tower(slots=16)
+    tower.store_below(KEYS)
+    tower.store(KEYS[:3])
+    policy = tower.cache._host.share_of(KEYS[0].tenant).policy
+    used: list[int] = []
+    monkeypatch.setattr(policy, "used", lambda keys, slots: used.append(len(slots)))
+    for _ in range(5):
+        plan = tower.ask(KEYS)
+        assert plan.ended is Ended.PENDING
+        assert plan.chunks == 3
+    assert tower.fetch(KEYS).chunks == 6
+    assert used == [6]
+    tower.tiers[0].fault = "refuse"
+    tower.ask([*KEYS, *key_chain(1, branch="more")], "s")
+    assert used == [6, 6], "nor does one that has nothing to wait for wait for its use"
+    monkeypatch.undo()
+    tower.close()
+
+
 def test_what_a_tier_that_hangs_was_to_deliver_is_computed_and_stored() -> None:
     """Once it is bypassed. Each request for a prompt would wait in vain, and nobody could store it in the meantime."""
     tower = Tower(slots=16, threads=1)

@@ -144,7 +144,7 @@ class LocalCache:
                     may_wait = wait_for_promotion and hit.chunks < requested and self.lower.any_of(lower)
                     self._promotions.promised(holder, hit.slots, may_wait=may_wait)
                     if not may_wait:
-                        self._count_lookup(requested, plan.chunks)
+                        self._count_lookup(requested, hit, holder)
                     break
             self._host.verify(doubtful)
         skipped: Skipped | None = None
@@ -156,7 +156,7 @@ class LocalCache:
                 if is_pending:
                     plan = replace(plan, ended=Ended.PENDING)  # the lookup is repeated, and counted then
                 else:
-                    self._count_lookup(requested, plan.chunks)
+                    self._count_lookup(requested, hit, holder)
         if plan.choice is not None and skipped is not None:
             plan = replace(plan, choice=replace(plan.choice, skipped=skipped))
         if self.events.on_requests:
@@ -418,10 +418,15 @@ class LocalCache:
         with self._lock:
             self._is_leaving = self.offers.is_refused = is_leaving
 
-    def _count_lookup(self, chunks_asked: int, chunks_hit: int) -> None:
+    def _count_lookup(self, chunks_asked: int, hit: Hit, holder: Holder) -> None:
+        """The lookup has its final answer. Only now is it a use of the hit: a request that waits asks many times."""
         self._totals.lookups += 1
         self._totals.chunks_asked += chunks_asked
-        self._totals.chunks_hit += chunks_hit
+        self._totals.chunks_hit += hit.chunks
+        promise = self._leases.promise_of(holder)
+        # While it waited without the lock, its promise may have ended, or chunks of it been forgotten.
+        if promise is not None and promise.slots is hit.slots and not self._index.any_forgotten(hit.slots):
+            self._index.touch(hit.keys, hit.slots)
 
     def _promise(self, hit: Hit, shape: ChunkShape, holder: Holder, now_s: float, costs: Costs | None) -> LookupPlan:
         slots = hit.slots
@@ -435,7 +440,6 @@ class LocalCache:
         if slots:
             # The new lease begins before the old one ends, so that chunks in both are leased throughout.
             self._index.lease(slots)
-            self._index.touch(hit.keys, slots)
         before = self._leases.promise(holder, slots, now_s)
         if before is not None:
             self._host.unlease(before.slots)
