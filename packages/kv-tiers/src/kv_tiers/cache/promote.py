@@ -20,7 +20,6 @@ would wait for them in vain, and an engine that has computed one could not store
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Skipped
@@ -39,7 +38,7 @@ from kv_tiers.cache.hits import (
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
-from kv_tiers.cache.promotion import Job, Promotion, View, Wait
+from kv_tiers.cache.promotion import Job, PromoteCounts, Promotion, View, Wait
 from kv_tiers.cache.refine import Refinements
 from kv_tiers.cache.spill import Spills
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
@@ -48,22 +47,6 @@ from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read
-
-
-@dataclass(slots=True)
-class PromoteCounts:
-    """Counters of promotion. They only grow.
-
-    requested: chunks that loads were submitted for.
-    arrived: of those, the chunks that entered the pool.
-    given_up: of those, the chunks that were not delivered, or were behind one that was not.
-    waits_over: waits that timed out before everything had arrived.
-    """
-
-    requested: int = 0
-    arrived: int = 0
-    given_up: int = 0
-    waits_over: int = 0
 
 
 class Promotions:

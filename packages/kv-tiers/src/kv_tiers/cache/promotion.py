@@ -1,4 +1,4 @@
-"""Records of promotions: where a prompt's chunks are, which are being loaded, and which holders wait for them."""
+"""Records of promotions: where a prompt's chunks are, which are being loaded, which holders wait, and counters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,22 @@ from kv_core.keys import ChunkKey
 from kv_core.service import Holder
 
 from kv_tiers.cache.presence import Answers
+
+
+@dataclass(slots=True)
+class PromoteCounts:
+    """Counters of promotion. They only grow.
+
+    requested: chunks that loads were submitted for.
+    arrived: of those, the chunks that entered the pool.
+    given_up: of those, the chunks that were not delivered, or were behind one that was not.
+    waits_over: waits that timed out before everything had arrived.
+    """
+
+    requested: int = 0
+    arrived: int = 0
+    given_up: int = 0
+    waits_over: int = 0
 
 
 @dataclass(slots=True)

@@ -20,13 +20,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Loaded, Refused, StoreOutcome
+from kv_core.outcome import Loaded, StoreOutcome
 
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.codec import PREFIX_SHARES, Codec
@@ -35,16 +34,13 @@ from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.health import Health, HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Probe, Rest, Store
-from kv_tiers.lanes.moving import Moving
+from kv_tiers.lanes.moving import Moving, refuse
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.lanes.turns import RestTurn, RestTurns
 from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
 
 _log = limited_logger(__name__)
-
-_END_S: Final = 0.5
-"""How long closing waits at least: a thread that is idle ends at once, but not in no time."""
 
 
 class Lane:
@@ -244,7 +240,7 @@ class Lane:
             self._changed.notify_all()
         for job in waiting:
             self._refuse(job, "the cache was closed")
-        until = time.monotonic() + max(timeout_s, _END_S)
+        until = time.monotonic() + max(timeout_s, 0.5)  # a thread that is idle ends at once, but not in no time
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
@@ -485,19 +481,12 @@ class Lane:
         return self._go_down(why, None if isinstance(job, Probe) else job)
 
     def _refuse(self, job: Job, why: str) -> None:
-        match job:
-            case Load():
-                with self._changed:
-                    self._speed.ended(id(job), self._clock.now_s(), brought=False)
-                job.done([Arrival(read.key, Absent()) for read in job.reads])
-            case Ask():
-                job.done([False] * len(job.keys))
-            case Rest():
-                job.done(Arrival(job.read.key, Absent()))
-            case Store():
-                with self._changed:
-                    self._counts.refused += len(job.chunks)
-                job.done([Refused(why)] * len(job.chunks))
+        with self._changed:
+            if isinstance(job, Load):
+                self._speed.ended(id(job), self._clock.now_s(), brought=False)
+            elif isinstance(job, Store):
+                self._counts.refused += len(job.chunks)
+        refuse(job, why)
 
     def _holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         if not keys:

@@ -17,7 +17,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Re
 
 from kv_tiers import chunk_header
 from kv_tiers.lanes.counts import LaneCounts
-from kv_tiers.lanes.jobs import Arrival, Jobs, Load, Rest, Store
+from kv_tiers.lanes.jobs import Arrival, Ask, Job, Jobs, Load, Rest, Store
 from kv_tiers.lanes.payloads import Payloads, chunk_bytes, first_parts
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.tier import Read, ReadsPrefixes, ReadsRests, Tier
@@ -161,6 +161,19 @@ class Moving:
         if not isinstance(outcome, Loaded):
             return Arrival(read.key, outcome)
         return self._payloads.arrival(read, outcome, self._tier.name)
+
+
+def refuse(job: Job, why: str) -> None:
+    """Answer a job that is not done."""
+    match job:
+        case Load():
+            job.done([Arrival(read.key, Absent()) for read in job.reads])
+        case Ask():
+            job.done([False] * len(job.keys))
+        case Rest():
+            job.done(Arrival(job.read.key, Absent()))
+        case Store():
+            job.done([Refused(why)] * len(job.chunks))
 
 
 def _stored_bytes(read: Read) -> int:
