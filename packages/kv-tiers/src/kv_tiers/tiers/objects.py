@@ -28,6 +28,7 @@ from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.key_paths import keys_in_paths
+from kv_tiers.tiers.together import begin
 
 _ENDPOINT: Final = re.compile(
     r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?(?:/[A-Za-z0-9._~%/-]*)?"
@@ -292,7 +293,7 @@ class ObjectsTier:
                 down.append(error)
                 raise
 
-        futures = [self._threads.submit(unless_down, item) for item in items]
+        futures = [begin(self._threads, partial(unless_down, item)) for item in items]
         wait(futures)
         if down:
             error = down[0]

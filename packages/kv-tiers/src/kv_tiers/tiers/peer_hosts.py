@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
 from kv_core.errors import InputError
@@ -19,6 +20,7 @@ from kv_core.log import limited_logger
 from kv_tiers.host_port import HostPort
 from kv_tiers.tiers.peers_wire import PROCESS, PeerStream
 from kv_tiers.tiers.tls_files import TlsFiles
+from kv_tiers.tiers.together import begin
 
 _log = limited_logger(__name__)
 
@@ -202,9 +204,13 @@ class PeerHosts:
             with self._lock:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
-                futures = [self._threads.submit(run, peer) for peer in peers[1:]]
-        for peer in peers[:1]:
-            run(peer)
+                threads = self._threads
+            futures = [begin(threads, partial(run, peer)) for peer in peers[1:]]
+        try:
+            for peer in peers[:1]:
+                run(peer)
+        finally:
+            wait(futures)  # also if there is a bug, because the work may use borrowed memory
         for future in futures:
             future.result()
         return answers

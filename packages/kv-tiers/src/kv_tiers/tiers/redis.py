@@ -35,6 +35,7 @@ from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierConte
 from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers
 from kv_tiers.tiers.resp import Connection, ErrorReply, TooLarge, command, set_command
 from kv_tiers.tiers.timed_socket import Buffer
+from kv_tiers.tiers.together import begin
 
 _COMMANDS_AT_ONCE: Final = 1000
 """Small commands per round trip."""
@@ -250,7 +251,8 @@ class RedisTier:
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
-            futures = {whom: self._threads.submit(talk, whom, mine) for whom, mine in groups.items()}
+            threads = self._threads
+        futures = {whom: begin(threads, partial(talk, whom, mine)) for whom, mine in groups.items()}
         # All must have ended before this returns, because the memory is borrowed only for the length of the call.
         error = next(
             (error for error in [future.exception() for future in futures.values()] if error is not None), None
