@@ -332,18 +332,20 @@ class MooncakeTier:
     @contextmanager
     def _lent(self, most: int) -> Iterator[list[_Buffer]]:
         """At least one and at most this many buffers."""
-        client = self._connected()
+        self._connected()
         with self._buffers_changed:
             if not self._buffers_changed.wait_for(lambda: self._free, _BUFFERS_S):
                 raise TierDown(f"no transfer has ended for {_BUFFERS_S:.0f} s")
-            buffers, self._free = self._free[:most], self._free[most:]
+            # The connection may have been replaced while we waited, and each has its own list and buffers.
+            free = self._free
+            buffers = free[:most]
+            del free[:most]
         try:
             yield buffers
         finally:
             with self._buffers_changed:
-                if self._client is client:  # a newer connection has its own buffers
-                    self._free += buffers
-                    self._buffers_changed.notify_all()
+                free += buffers
+                self._buffers_changed.notify_all()
 
 
 def _checked(code: int) -> int:
