@@ -1,5 +1,6 @@
 """Servers that know from a directory what each other holds: real servers, a real Valkey, and what breaks them."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -31,16 +32,34 @@ from kv_testing.wait import until
 from kv_tiers.build import check_settings
 from kv_tiers.config import HostConfig
 from kv_tiers.directory_state import DirectoryState
+from kv_tiers.messages import pack_keys
 from kv_tiers.server import wire
 from kv_tiers.server.config import read_config
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess, launch
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.tier import TierContext
+from kv_tiers.tiers import peer_following
 from kv_tiers.tiers.directory.entries import Entry, decode, encode
 from kv_tiers.tiers.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES, names_of, pack
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
-from kv_tiers.tiers.peers_wire import Answer, Held, List, Listed, PeerStream, Request, Sum, Summed
+from kv_tiers.tiers.peers_wire import (
+    NOT_HERE,
+    SIZE,
+    Answer,
+    Fetch,
+    Follow,
+    Followed,
+    Given,
+    Held,
+    List,
+    Listed,
+    PeerStream,
+    Request,
+    Sum,
+    Summed,
+    unpack_keys,
+)
 
 pytestmark = pytest.mark.usefixtures("peers_in_process", "redis_servers_end")
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
@@ -419,6 +438,41 @@ def test_a_host_that_lies_costs_itself_and_nobody_else(ending: ExitStack, valkey
     assert finds(tier, keys)
     assert not any(isinstance(outcome, Loaded) for outcome in tier.load(reads_of(CONTEXT, invented)))
     until(lambda: all(isinstance(outcome, Loaded) for outcome in tier.load(reads_of(CONTEXT, keys))))
+
+
+def test_what_a_host_handed_over_and_lost_since_is_read_from_the_host_that_lists_it(
+    ending: ExitStack, valkey: AskedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_following, "_WAIT_S", 0.1)  # which closing may take
+    keys = key_chain(4)
+
+    def answer(stream: PeerStream, request: Request) -> None:
+        until_s = time.monotonic() + 5
+        match request:
+            case Follow():
+                time.sleep(0.01)
+                given = [] if request.after else [Given(pack_keys(keys), 0, 60.0)]
+                stream.send_message(Followed(bytes(16), 1, given, None), until_s)
+            case Fetch():
+                stream.send([SIZE.pack(NOT_HERE)] * len(unpack_keys(request)), until_s)
+            case _:
+                stream.send_message(Summed(LIAR, 0, bytes(SUMS_BYTES), None), until_s)
+
+    forgetful = FakePeer(answer)
+    ending.callback(forgetful.close)
+    _, cache = listed(ending, valkey.url)
+    options = {"directory": {"url": valkey.url, **QUICK, "lease_s": 60.0}, "follow": True, **PATIENT}
+    tier = make_peers_tier(options, CONTEXT)
+    assert isinstance(tier, PeersTier)
+    ending.callback(tier.close)
+    handed_over = threading.Event()
+    tier.follow(lambda *_: handed_over.set())
+    store(cache, keys)
+    until(lambda: finds(tier, keys))
+    (stream,) = valkey.ask("KEYS", "kv:directory:*")
+    valkey.ask("XADD", stream, "*", "e", encode(Entry(1, LIAR, forgetful.address, 0, 0, bytes(NAME_BYTES))))
+    assert handed_over.wait(30)
+    assert all(isinstance(outcome, Loaded) for outcome in tier.load(reads_of(CONTEXT, keys)))
 
 
 def test_nobody_is_dropped_for_silence_while_nothing_could_be_heard(ending: ExitStack, valkey: AskedServer) -> None:

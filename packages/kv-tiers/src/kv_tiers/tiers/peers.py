@@ -143,8 +143,11 @@ class PeersTier:
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         with self._lock:
             holders = {read.key: self._holders[read.key] for read in reads if read.key in self._holders}
-        if unknown := [read.key for read in reads if read.key not in holders]:
-            holders |= self._ask(unknown)  # with a directory: as it is now
+        if self._directory is not None:
+            # As it is now. A host that handed a chunk over need not have it any more, but may not list it yet.
+            holders |= {key: listed for key, listed in self._ask([read.key for read in reads]).items() if listed}
+        elif unknown := [read.key for read in reads if read.key not in holders]:
+            holders |= self._ask(unknown)
         parts: dict[Peer, list[int]] = {}
         for number, read in enumerate(reads):
             if peers := [peer for peer in holders.get(read.key, ()) if peer.is_up()]:
