@@ -23,7 +23,9 @@ from kv_tiers.config import HostConfig
 from kv_tiers.messages import pack_keys
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.testing.tier_contract import content
+from kv_tiers.tier import TierContext
 from kv_tiers.tiers import peer_following
+from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Follow, Followed, Given, PeerStream, Request, unpack_keys
 
 KEYS = key_chain(4)
@@ -176,6 +178,32 @@ def test_after_a_clear_nothing_is_fetched_from_a_peer_that_was_not_cleared_later
     # What answers a question of before the peer was cleared counts as of before.
     until(is_fetched)
     assert has(cache, KEYS) == 0
+
+
+def test_a_clear_in_the_middle_of_an_answer_counts_for_the_rest_of_it(ending: ExitStack) -> None:
+    chains = [key_chain(2, branch=str(number)) for number in range(3)]
+
+    def answer(stream: PeerStream, request: Request) -> None:
+        assert isinstance(request, Follow)
+        time.sleep(0.01)
+        given = [] if request.after else [Given(pack_keys(chain), 0, 60.0) for chain in chains]
+        stream.send_message(Followed(b"f" * 16, 3, given, None), time.monotonic() + 10)
+
+    fake = FakePeer(answer)
+    ending.callback(fake.close)
+    context = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
+    tier = make_peers_tier({"hosts": [fake.address], "follow": True, **PATIENT}, context)
+    assert isinstance(tier, PeersTier)
+    ending.callback(tier.close)
+    announced: list[list[ChunkKey]] = []
+
+    def on_handed_over(chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
+        announced.append(list(chain))
+        tier.clear()
+
+    tier.follow(on_handed_over)
+    until(lambda: len(fake.asked) > 2)
+    assert announced == chains[:1]
 
 
 def test_what_was_forgotten_here_is_not_fetched_again(

@@ -228,11 +228,11 @@ class PeersTier:
     def _handed_over(self, peer: Peer, asked_s: float, answer: Followed) -> None:
         """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
         assert self._on_handed_over is not None
-        if not self._is_believed(asked_s, answer.cleared_s):
-            return
         for given in answer.given:
             chain = unpack_keys(given)
             with self._lock:
+                if not self._is_believed(asked_s, answer.cleared_s):  # we may be cleared at any time
+                    return
                 if any(map(self._is_hidden, chain)):
                     continue
                 for key in chain[given.first :]:
@@ -279,10 +279,11 @@ class PeersTier:
         return found
 
     def _is_believed(self, asked_s: float, cleared_for_s: float | None) -> bool:
-        """Whether a peer queried at `asked_s` was cleared later than we were, if we were. cleared_for_s: from its
-        answer."""
-        with self._lock:
-            cleared_s = self._cleared_s
+        """Whether a peer queried at `asked_s` was cleared later than we were, if we were. Under the lock.
+
+        cleared_for_s: from its answer.
+        """
+        cleared_s = self._cleared_s
         return cleared_s is None or (cleared_for_s is not None and asked_s - cleared_for_s > cleared_s)
 
     def _is_hidden(self, key: ChunkKey) -> bool:
@@ -295,7 +296,9 @@ class PeersTier:
         answer = stream.answer(Held, deadline)
         if len(answer.held) != len(keys):
             raise ConnectionError(f"{len(answer.held)} answers to {len(keys)} questions")
-        if not self._is_believed(sent_s, answer.cleared_s):
+        with self._lock:
+            is_believed = self._is_believed(sent_s, answer.cleared_s)
+        if not is_believed:
             return set()
         return {key for key, is_held in zip(keys, answer.held, strict=True) if is_held}
 
