@@ -1,5 +1,6 @@
 """The mirror of what others hold is exact again after any loss: against plain sets."""
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.wait import joined
 from kv_tiers.host_port import HostPort
 from kv_tiers.index.journal import Journal
 from kv_tiers.tiers.directory.contents import Contents, Source
@@ -388,3 +390,23 @@ def test_after_a_clear_only_hosts_that_were_cleared_later_are_believed() -> None
     (host,) = mirror.begin_repairs(1, 60.0)
     repair(mirror, host, model, 60.0)
     assert all(mirror.holders(names_of(KEYS), 8))
+
+
+def test_a_report_waits_for_nobody_who_changes_the_table() -> None:
+    """Rebuilding one of ten million names takes a second, and a server reports on the thread that answers engines."""
+    model, mirror = HostModel(0), new_mirror()
+    model.change(KEYS[:5], [])
+    mirror.take(model.write(), 0.0)
+    (host,) = mirror.begin_repairs(1, 0.0)
+    assert repair(mirror, host, model, 0.0)
+    reported: list[tuple[int, ...]] = []
+
+    def report() -> None:
+        counts = mirror.counts()
+        reported.append((counts.hosts, counts.exact, counts.names, mirror.nbytes - host.sums.nbytes))
+
+    reporting = threading.Thread(target=report, daemon=True)
+    with mirror._lock:
+        reporting.start()
+        joined(reporting, within_s=10)
+    assert reported == [(1, 1, 5, mirror._table.nbytes)]

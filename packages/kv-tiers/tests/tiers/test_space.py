@@ -1,10 +1,13 @@
 """Room for payloads of any size: nobody shares a unit, nothing that is free is too small, and little is lost."""
 
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_testing.wait import joined
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.tiers.extents import Extent, Place
 from kv_tiers.tiers.index import ExtentIndex
@@ -115,3 +118,32 @@ def test_many_small_chunks_need_entries_too(size: int) -> None:
         assert place is not None
         index.commit([place], [None])
     assert index.chunks == (16 if size == 100 else 4)
+
+
+def test_a_report_waits_for_nobody_who_takes_over_or_removes_a_million_chunks() -> None:
+    """A server reports on the thread that answers engines."""
+    keys = key_chain(3)
+    index = ExtentIndex([4], GEOMETRY, LruPolicy())
+    places, _, _ = index.reserve(keys, [100, 600, 200], None)
+    index.commit([place for place in places if place], [None, *keys[:2]])
+    reported: list[tuple[object, ...]] = []
+    reporting = threading.Thread(
+        target=lambda: reported.append((index.chunks, index.used_units, index.by_group())), daemon=True
+    )
+    with index._lock:
+        reporting.start()
+        joined(reporting, within_s=10)
+    assert reported == [(3, 9, (3,))]
+
+
+def test_lookups_have_their_turn_while_many_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = key_chain(5)
+    index = ExtentIndex([5], GEOMETRY, LruPolicy())
+    places, _, _ = index.reserve(keys, [600] * 5, None)
+    index.commit([place for place in places if place], [None, *keys[:4]])
+    held: list[list[bool]] = []
+    monkeypatch.setattr("kv_tiers.tiers.index._DISCARDED_AT_ONCE", 2)
+    monkeypatch.setattr("kv_tiers.tiers.index.time.sleep", lambda _: held.append(index.holds(keys)))
+    assert sorted(index.discard(keys)) == [0, 1, 2, 3, 4]
+    assert held == [[False] * 2 + [True] * 3, [False] * 4 + [True]]
+    assert index.holds(keys) == [False] * 5 and index.used_units == 0

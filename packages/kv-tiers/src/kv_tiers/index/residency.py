@@ -70,9 +70,10 @@ class Residency:
         return len(self._writing) + self._orphans
 
     def by_group(self) -> tuple[int, ...]:
-        """How many chunks are resident of each group of layers, each once, however many of its shards are."""
+        """How many chunks are resident of each group of layers, each once, however many of its shards are. May be
+        called without the lock."""
         groups: Counter[int] = Counter()
-        for share, chunks in self._resident_of.items():
+        for share, chunks in list(self._resident_of.items()):
             group = int.from_bytes(share[:2], "big")
             groups[group] = max(groups[group], chunks)
         return tuple(groups[group] for group in range(max(groups, default=-1) + 1))

@@ -14,6 +14,7 @@ and the chunk keeps its entry.
 """
 
 import threading
+import time
 from array import array
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits
 
 _GROWS_BY: Final = 1024
 """The minimum number of entries to grow by."""
+_DISCARDED_AT_ONCE: Final = 1024
+"""Chunks that are discarded before others get the lock: a few milliseconds' work. A tenant may have a million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +119,13 @@ class ExtentIndex:
         return len(self._cut)
 
     def by_group(self) -> tuple[int, ...]:
-        """As for `TierUsage`."""
-        with self._lock:
-            return self._residency.by_group()
+        """As for `TierUsage`. Takes no lock: a report must not wait until a whole medium has been taken over."""
+        return self._residency.by_group()
 
     @property
     def used_units(self) -> int:
-        """Units that hold chunks, or are reserved or withheld."""
-        with self._lock:
-            return sum(space.used_units for space in self._spaces)
+        """Units that hold chunks, or are reserved or withheld. Takes no lock either."""
+        return sum(space.used_units for space in self._spaces)
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._lock:
@@ -307,14 +308,17 @@ class ExtentIndex:
         """From now on no load finds these chunks. Returns the entries of those that were here; some may still be being
         read."""
         entries = []
-        with self._lock:
-            for key in keys:
-                entry = self._residency.forget(key)
-                if entry is not None:
-                    entries.append(entry)
-                    if self._residency.is_free(entry):
-                        self._free(entry)
-            self._notify()
+        for at in range(0, len(keys), _DISCARDED_AT_ONCE):
+            if at:
+                time.sleep(0.0001)  # or lookups that wait for the lock would not get it in between
+            with self._lock:
+                for key in keys[at : at + _DISCARDED_AT_ONCE]:
+                    entry = self._residency.forget(key)
+                    if entry is not None:
+                        entries.append(entry)
+                        if self._residency.is_free(entry):
+                            self._free(entry)
+                self._notify()
         return entries
 
     def is_idle(self) -> bool:

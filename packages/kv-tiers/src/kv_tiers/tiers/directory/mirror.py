@@ -118,7 +118,8 @@ class _Backoff:
 
 
 class Mirror:
-    """Safe to call from any thread. `holders` takes no lock."""
+    """Safe to call from any thread. `holders`, `counts` and `nbytes` take no lock: a lookup or a report must not wait
+    until a table of millions has been rebuilt."""
 
     def __init__(
         self,
@@ -153,18 +154,18 @@ class Mirror:
     @property
     def nbytes(self) -> int:
         """Memory for the names and the sums."""
-        with self._lock:
-            return self._table.nbytes + sum(host.sums.nbytes for host in self._hosts.values())
+        return self._table.nbytes + sum(host.sums.nbytes for host in list(self._hosts.values()))
 
     def counts(self) -> MirrorCounts:
-        """A snapshot."""
-        with self._lock:
-            counts = self._counts
-            counts.hosts = len(self._hosts)
-            counts.exact = sum(host.trust is Trust.EXACT for host in self._hosts.values())
-            counts.left_out = sum(host.is_left_out for host in self._hosts.values())
-            counts.names = self._table.entries
-            return msgspec.structs.replace(counts)
+        """The present counts, which may change meanwhile."""
+        hosts = list(self._hosts.values())
+        return msgspec.structs.replace(
+            self._counts,
+            hosts=len(hosts),
+            exact=sum(host.trust is Trust.EXACT for host in hosts),
+            left_out=sum(host.is_left_out for host in hosts),
+            names=self._table.entries,
+        )
 
     def ignore(self, own: bytes) -> None:
         """Ignore the entries of this host, which are ours."""
