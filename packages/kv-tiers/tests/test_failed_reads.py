@@ -153,6 +153,18 @@ def test_a_chunk_that_could_not_be_read_is_replaced_when_it_is_stored_again(two_
     assert two_disks.tier.usage().chunks == 4
 
 
+def test_a_call_that_names_a_chunk_twice_leases_it_twice_while_others_are_passed_over(two_disks: Bench) -> None:
+    assert two_disks.store(KEYS) == [Stored()] * 4
+    with unreadable_device(slabs(two_disks)[1:]):
+        two_disks.load(KEYS)
+        two_disks.pass_time(1.0)
+        first, other, second = KEYS[0], KEYS[1], KEYS[2]
+        assert two_disks.load([first, first, other, second]) == [Loaded, Loaded, Absent, Loaded]
+    assert isinstance(two_disks.tier, DiskTier)
+    two_disks.tier.clear()
+    assert two_disks.tier._index.is_idle() and two_disks.tier._index.used_units == 0
+
+
 def test_a_device_that_keeps_failing_is_rested_longer_each_time(two_disks: Bench) -> None:
     """Its probes succeed, as there is something that can be read."""
     assert two_disks.store(KEYS) == [Stored()] * 4

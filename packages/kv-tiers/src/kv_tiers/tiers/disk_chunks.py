@@ -128,9 +128,10 @@ class DiskChunks:
         """Like `begin_load` of the index, without the chunks that are being skipped."""
         if not self._unreadable:
             return self.index.begin_load(keys)
-        wanted = [key for key in keys if not self.is_passed_over(key)]
-        entry_of = dict(zip(wanted, self.index.begin_load(list(dict.fromkeys(wanted))), strict=False))
-        return [entry_of.get(key) for key in keys]
+        wanted = [not self.is_passed_over(key) for key in keys]
+        # A key that is repeated is leased as often, because `end_load` ends as many leases.
+        entries = iter(self.index.begin_load([key for key, is_wanted in zip(keys, wanted, strict=True) if is_wanted]))
+        return [next(entries) if is_wanted else None for is_wanted in wanted]
 
     def has_unreadable(self) -> bool:
         return bool(self._unreadable)
