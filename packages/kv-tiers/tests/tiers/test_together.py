@@ -3,11 +3,12 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 from kv_core.errors import MisuseError
+from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
@@ -40,23 +41,6 @@ class Parts:
         return number
 
 
-@contextmanager
-def threads_left(count: int, parts: Parts) -> Iterator[None]:
-    """The system has this many more threads for us."""
-    start, left = threading.Thread.start, [count]
-
-    def start_if_possible(thread: threading.Thread) -> None:
-        if not left[0]:
-            parts.go_on.set()
-            raise RuntimeError("can't start new thread")
-        left[0] -= 1
-        start(thread)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start_if_possible)
-        yield
-
-
 @pytest.fixture
 def parts() -> Iterator[Parts]:
     made = Parts()
@@ -78,7 +62,7 @@ def test_without_more_threads_the_caller_does_what_is_left_and_nobody_does_it_ag
     threads = ThreadPoolExecutor(4)
     first = begin(threads, partial(parts.do, 0))
     until(lambda: parts.begun == [0])
-    with threads_left(0, parts):
+    with threads_left(on_refusal=parts.go_on.set):
         assert begin(threads, partial(parts.do, 1)).result(30) == 1
     assert first.result(30) == 0
     threads.shutdown()  # after everything that was queued
@@ -93,7 +77,7 @@ def test_what_a_part_raises_is_its_futures_wherever_it_ran(parts: Parts) -> None
     assert isinstance(begin(threads, fail).exception(30), OSError)
     threads.shutdown()
     others = ThreadPoolExecutor(1)
-    with threads_left(0, parts):
+    with threads_left(on_refusal=parts.go_on.set):
         assert isinstance(begin(others, fail).exception(0), OSError)
 
 
@@ -102,7 +86,7 @@ def test_a_call_to_peers_ends_after_all_of_its_parts(ending: ExitStack, parts: P
     """Its memory is lent for the length of the call, and is another chunk's afterwards."""
     hosts, peers = hosts_of(ending), [peer_at(port) for port in range(1, 5)]
     number_of = {peer: number for number, peer in enumerate(peers)}
-    with threads_left(count, parts):
+    with threads_left(count, on_refusal=parts.go_on.set):
         assert hosts.each(peers, lambda peer: parts.do(number_of[peer])) == number_of
         assert parts.running == 0 and sorted(parts.begun) == [0, 1, 2, 3]
 
@@ -112,7 +96,7 @@ def test_a_call_to_an_object_store_ends_after_all_of_its_parts(ending: ExitStack
     tier = make_objects_tier({"bucket": "b", "endpoint": "http://127.0.0.1:1", "anonymous": True}, CONTEXT)
     assert isinstance(tier, ObjectsTier)
     ending.callback(tier.close)
-    with threads_left(count, parts):
+    with threads_left(count, on_refusal=parts.go_on.set):
         assert tier._each(range(4), parts.do) == [0, 1, 2, 3]
         assert parts.running == 0 and sorted(parts.begun) == [0, 1, 2, 3]
 
@@ -126,7 +110,7 @@ def test_a_call_to_a_cluster_ends_after_all_of_its_parts(
     ending.callback(tier.close)
     monkeypatch.setattr(tier._servers, "talk", lambda _, work: work(None))
     groups = {(Address("a", number + 1), False): [number] for number in range(4)}
-    with threads_left(count, parts):
+    with threads_left(count, on_refusal=parts.go_on.set):
         talked = tier._converse(groups, lambda _connection, mine, _asking: [parts.do(mine[0])])
         assert [answers for _, _, answers in talked] == [[0], [1], [2], [3]]
         assert parts.running == 0 and sorted(parts.begun) == [0, 1, 2, 3]

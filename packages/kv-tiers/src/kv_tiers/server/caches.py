@@ -109,8 +109,9 @@ class Caches:
         is_full = len(self._caches) + len(self._opening) >= self._config.max_formats
         if is_full and not self._close_idle(in_use):
             return False
-        self._opening[wanted] = thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
-        thread.start()
+        thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
+        thread.start()  # first, because the system may have no more threads for us: then nothing is being opened
+        self._opening[wanted] = thread
         return True
 
     def opened(self) -> list[Opened]:
@@ -160,14 +161,13 @@ class Caches:
         longest = min(idle, key=self._left_s.__getitem__, default=None)
         if longest is None or self._clock.now_s() - self._left_s[longest] < self._config.host.lease_s:
             return False
-        cache = self._caches.pop(longest)
-        del self._left_s[longest]
-        self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
-        self._closing = [thread for thread in self._closing if thread.is_alive()]
+        cache = self._caches[longest]
         # Not on this thread: closing first completes pending spills.
         thread = threading.Thread(target=self._close_one, args=(longest, cache), daemon=True)
-        self._closing.append(thread)
-        thread.start()
+        thread.start()  # first, as in `open`: else the cache would be nobody's, and never be closed
+        self._closing = [*(other for other in self._closing if other.is_alive()), thread]
+        del self._caches[longest], self._left_s[longest]
+        self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
         return True
 
     def _close_one(self, name: Format, cache: LocalCache) -> None:

@@ -150,9 +150,14 @@ class Orphans:
                 process.is_looked_at = True
                 pools = {token: self._orphans[token].cache.pool.descriptor for token in process.tokens}
                 # Not on this thread: the kernel may block us while a process is changing its mappings.
-                threading.Thread(
+                looking = threading.Thread(
                     target=self._look, args=(pid, process.pidfd, pools), name="kv-mappings", daemon=True
-                ).start()
+                )
+                try:
+                    looking.start()
+                except RuntimeError as error:  # the system has no more threads for us
+                    _log.warning("the mappings of process %d are not checked for now: %s", pid, error)
+                    self._looked(pid, process.pidfd, ())
         now_s = self._clock.now_s()
         for token in [key for key, orphan in self._orphans.items() if not orphan.pid and orphan.deadline_s <= now_s]:
             self._end(token)

@@ -315,7 +315,10 @@ class RemoteCache:
     def _disconnected(self) -> None:
         """The connection is lost."""
         if self._must_return and not self._closed and (self._returning is None or not self._returning.is_alive()):
-            self._returning = Returning(self._try_to_return)
+            try:
+                self._returning = Returning(self._try_to_return)
+            except RuntimeError as error:  # the system has no more threads for us
+                _log.warning("only the engine's next call reconnects to the cache server: %s", error)
 
     def _try_to_return(self) -> bool:
         """Runs on its own thread. True: there is no need to try again."""

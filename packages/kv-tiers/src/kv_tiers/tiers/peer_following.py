@@ -72,8 +72,11 @@ class Following:
         """
         with self._lock:
             if not self._says and not self._closed.is_set():
-                self._says = True
-                self._start(self._say_all, "kv-peers-taken")
+                try:
+                    self._start(self._say_all, "kv-peers-taken")
+                    self._says = True
+                except RuntimeError as error:
+                    _log.warning("peers are not told for now which chunks they need no longer hold: %s", error)
         for at in range(0, len(keys), MAX_ASKED):
             try:
                 self._unsaid.put_nowait(keys[at : at + MAX_ASKED])
@@ -91,14 +94,19 @@ class Following:
             thread.join(2 * (_WAIT_S + self._answer_s))
 
     def _run(self, work: Callable[[], None], name: str) -> None:
+        """Raises `RuntimeError` as `_start`."""
         with self._lock:
             self._start(work, name)
 
     def _start(self, work: Callable[[], None], name: str) -> None:
-        """Called under the lock."""
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(thread := threading.Thread(target=work, name=name, daemon=True))
+        """Called under the lock.
+
+        Raises:
+            RuntimeError: the system has no more threads for us.
+        """
+        thread = threading.Thread(target=work, name=name, daemon=True)
         thread.start()
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _follow_all(self) -> None:
         """Run a thread for each peer."""
@@ -106,7 +114,11 @@ class Following:
         while not self._closed.is_set():
             peers = set(self._hosts.peers())
             for peer in peers - followed:
-                self._run(partial(self._follow, peer), "kv-peer-follow")
+                try:
+                    self._run(partial(self._follow, peer), "kv-peer-follow")
+                except RuntimeError as error:
+                    _log.warning("peer %s is not followed for now: %s", peer, error)
+                    peers.remove(peer)  # try again the next time
             followed = peers
             self._closed.wait(_LOOK_S)
 

@@ -232,7 +232,12 @@ class PeerHosts:
             self._resolve_at_s = time.monotonic() + self._resolve_s
             self._is_resolving = True
             hosts = self._hosts
-        threading.Thread(target=self._resolve, args=(hosts,), name="kv-peers-names", daemon=True).start()
+        try:
+            threading.Thread(target=self._resolve, args=(hosts,), name="kv-peers-names", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads for us
+            _log.warning("the names of peers are not resolved for now: %s", error)
+            with self._lock:
+                self._is_resolving, self._resolve_at_s = False, 0.0  # the next call tries again
 
     def _resolve(self, hosts: Sequence[HostPort]) -> None:
         """Resolve all names. A name that cannot be resolved keeps its previous addresses."""

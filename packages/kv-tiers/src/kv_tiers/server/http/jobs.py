@@ -51,7 +51,7 @@ class Jobs:
     def start(self, what: Literal["warm-up", "export", "import"], name: str, work: Callable[[], Outcome]) -> Job:
         """
         Raises:
-            Problem: too many are running already.
+            Problem: too many are running already, or the system has no more threads for us.
         """
         with self._lock:
             if sum(job.state == "running" for job in self._jobs.values()) >= MAX_RUNNING:
@@ -62,7 +62,12 @@ class Jobs:
                 if self._jobs[id_].state != "running":
                     del self._jobs[id_]
             answer = msgspec.structs.replace(job)
-        threading.Thread(target=self._run, args=(job, work), name=f"kv-{what}", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(job, work), name=f"kv-{what}", daemon=True).start()
+        except RuntimeError as error:
+            with self._lock:
+                del self._jobs[job.id]
+            raise Problem(503, f"no job can be started now: {error}", {"retry-after": "5"}) from None
         return answer
 
     def find(self, id_: int) -> Job:

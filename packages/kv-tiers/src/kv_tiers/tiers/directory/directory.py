@@ -105,6 +105,7 @@ class Directory:
         self._repair_due = threading.Event()
         self._lock = threading.Lock()  # guards what follows, except what only the stream's thread uses
         self._threads: list[threading.Thread] = []
+        self._to_start = [(self._run, "kv-directory"), (self._repair_all, "kv-directory-repair")]
         self._contents: Contents | None = None
         self._address = config.address
         self._not_here: OrderedDict[tuple[HostPort, ChunkKey], float] = OrderedDict()
@@ -119,16 +120,18 @@ class Directory:
         self._any_read_s = time.monotonic()
 
     def start(self) -> None:
-        """Take part from now on. Calling it again does nothing."""
+        """Take part from now on. Calling it again does nothing, unless the system had no threads left for us."""
         with self._lock:
-            if self._threads or self._closing.is_set():
-                return
-            self._threads = [
-                threading.Thread(target=work, name=name, daemon=True)
-                for work, name in ((self._run, "kv-directory"), (self._repair_all, "kv-directory-repair"))
-            ]
-            for thread in self._threads:
-                thread.start()
+            while self._to_start and not self._closing.is_set():
+                work, name = self._to_start[0]
+                thread = threading.Thread(target=work, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    _log.warning("this server takes no part in the directory for now: %s", error)
+                    return
+                self._threads.append(thread)
+                del self._to_start[0]
 
     def publish(self, contents: Contents, address: HostPort) -> None:
         """List this server's contents. address: where peers read from it, unless the settings name another."""
