@@ -40,6 +40,7 @@ from kv_tiers.server.process import ServerProcess, launch
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers import peer_following
+from kv_tiers.tiers.directory import directory as tiers_directory
 from kv_tiers.tiers.directory.entries import Entry, decode, encode
 from kv_tiers.tiers.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES, names_of, pack
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
@@ -473,6 +474,34 @@ def test_what_a_host_handed_over_and_lost_since_is_read_from_the_host_that_lists
     valkey.ask("XADD", stream, "*", "e", encode(Entry(1, LIAR, forgetful.address, 0, 0, bytes(NAME_BYTES))))
     assert handed_over.wait(30)
     assert all(isinstance(outcome, Loaded) for outcome in tier.load(reads_of(CONTEXT, keys)))
+
+
+def test_a_host_that_lists_its_names_one_shard_at_a_time_holds_up_nobody(
+    ending: ExitStack, valkey: AskedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its answers comes in time, and there would be thousands."""
+    monkeypatch.setattr(tiers_directory, "_REPAIR_S", 0.1)
+
+    def answer(stream: PeerStream, request: Request) -> None:
+        time.sleep(0.01)
+        is_sum = isinstance(request, Sum)
+        says = Summed(LIAR, 5, b"\1" * SUMS_BYTES, None) if is_sum else Listed(LIAR, 5, 1, b"")
+        stream.send_message(says, time.monotonic() + 5)
+
+    slow = FakePeer(answer)
+    ending.callback(slow.close)
+    tier = reader(ending, valkey.url, lease_s=60.0)
+
+    def is_asked() -> bool:
+        stream, entry = f"kv:directory:{CONTEXT.namespace}", Entry(1, LIAR, slow.address, 5, 0, bytes(NAME_BYTES))
+        valkey.ask("XADD", stream, "*", "e", encode(entry))
+        return any(isinstance(one, List) for one in slow.asked)
+
+    until(is_asked)
+    _, cache = listed(ending, valkey.url)
+    keys = key_chain(4)
+    store(cache, keys)
+    until(lambda: finds(tier, keys))
 
 
 def test_nobody_is_dropped_for_silence_while_nothing_could_be_heard(ending: ExitStack, valkey: AskedServer) -> None:

@@ -40,6 +40,9 @@ _MAX_NOT_HERE: Final = 1 << 16
 _MOST_HOLDERS: Final = 8
 """Holders of a chunk that a lookup considers."""
 _REPAIRS_AT_ONCE: Final = 16
+_REPAIR_S: Final = 30.0
+"""How long a host may take to list its names: the next repairs wait for it. The names that have come count, so a later
+repair continues from there."""
 _HEARTBEATS: Final = 5
 """Heartbeats per lease."""
 
@@ -325,6 +328,8 @@ class Directory:
         nbytes = len(said.sums)
         left = self._mirror.differing(host, Summed(said.sequence, unpack(said.sums)))
         while left:
+            if time.monotonic() - asked_s > _REPAIR_S:
+                raise InputError(f"it has not listed its names within {_REPAIR_S:g} s")
             listed = peer.talk(partial(self._list, left), self._answer_s)
             if listed.host != host.id or not 1 <= listed.shards <= len(left) or len(listed.names) % 8:
                 raise InputError("an answer to another question")
