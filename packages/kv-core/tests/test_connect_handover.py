@@ -1,6 +1,8 @@
 """A prompt that one engine computes and another goes on with: the last, partial chunk, and what is waited for."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from kv_core.clock import HandClock
@@ -15,7 +17,8 @@ from kv_core.connect.worker import WorkerHalf
 from kv_core.coverage import Coverage
 from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
-from kv_core.keys import KeySpace
+from kv_core.keys import ChunkKey, KeySpace
+from kv_core.lookup import LookupPlan
 from kv_core.service import WriteLease
 from kv_core.transfer import plan_transfer
 from kv_testing.connect import DictCopier, DictService
@@ -152,6 +155,41 @@ def test_a_request_waits_for_what_is_being_stored_and_no_longer_than_it_may(serv
     assert (decoder.scheduler.counts.handovers_taken, decoder.scheduler.counts.handovers_late) == (2, 1)
     decoder.scheduler.allocated("late", 0, ())
     assert decoder.match(PROMPT, given, "late") == 64  # preempted: it has waited once
+
+
+@dataclass
+class Asking(DictService):
+    """One whose lower tiers answer a holder from its second lookup on, as remote tiers and other nodes do."""
+
+    asked: set[str] = field(default_factory=set)
+
+    def lookup(self, keys: Sequence[ChunkKey], holder: str, **arguments: Any) -> LookupPlan:
+        self.pending = int(holder not in self.asked)
+        self.asked.add(holder)
+        return super().lookup(keys, holder, **arguments)
+
+    def end(self, holder: str) -> None:
+        self.asked.discard(holder)
+        super().end(holder)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_slower_tiers_are_left_to_answer_while_a_request_waits(service: DictService, arrives: bool) -> None:
+    """A lookup that ended before they had would be a new one in every step, and the request would wait for ever."""
+    _, given = Engine(service, "p", shape_of()).compute(PROMPT, [84], hands_over_tokens=84)
+    late = Asking(held=service.held)
+    last = list(late.held)[-1]
+    offset = late.held.pop(last)
+    decoder = Engine(late, "d", shape_of())
+    found = decoder.match(PROMPT, given)
+    for step in range(300):
+        if arrives and step == 50:
+            late.held[last] = offset
+        decoder.clock.advance(0.01)
+        if (found := decoder.match(PROMPT, given)) is not None:
+            break
+    assert found == (83 if arrives else 64)
+    assert decoder.scheduler.counts.handovers_late == (not arrives)
 
 
 def test_what_was_kept_for_a_request_is_given_back_once_when_it_waits_no_more(service: DictService) -> None:

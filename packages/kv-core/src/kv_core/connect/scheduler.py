@@ -99,10 +99,12 @@ class SchedulerHalf:
                 plan = self._look_up(request, tracked, usable, computed_tokens)
                 tracked.promised_chunks, tracked.tiers = plan.chunks, plan.tiers
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
-                if plan.ended is Ended.PENDING or self._handovers.awaits(request, tracked, self.costs):
+                if plan.ended is Ended.PENDING:  # the lookup goes on: ending it here would begin it anew in every step
                     self._move(request.request_id, tracked, Event.PEND)
-                    if tracked.awaited is not None:  # only a new lookup searches the lower tiers again
-                        self._service.end(self._holder(request.request_id))
+                    return None
+                if self._handovers.awaits(request, tracked, self.costs):
+                    self._move(request.request_id, tracked, Event.PEND)
+                    self._service.end(self._holder(request.request_id))  # only a new lookup asks the lower tiers again
                     return None
                 tracked.may_wait = False
                 tracked.pays = plan.choice is None or plan.choice.chunks == plan.chunks
