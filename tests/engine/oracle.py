@@ -87,11 +87,14 @@ class Oracle:
         events: bool = False,
         guesses: int = 0,
         drafter: Mapping[str, Any] = NGRAM,
+        saves: str = "before",
         **extra: Any,
     ) -> None:
         """kinds: of each group of layers: full, window:TOKENS, reference:TOKENS or state. sequences: how many requests
         run at once. events: vLLM is to publish KV events. guesses: tokens a step, of which none to all are right.
-        drafter: how vLLM is told that they are guessed; not every method goes with an asynchronous scheduler."""
+        drafter: how vLLM is told that they are guessed; not every method goes with an asynchronous scheduler. saves:
+        whether the runner calls `wait_for_save` before it takes the step's reports, after, or never: while tokens are
+        guessed, vLLM's older one does the second, and on pipeline stages before the last the third."""
         transfer = KVTransferConfig(
             kv_connector="KVTiersConnector",
             kv_role="kv_both",
@@ -123,6 +126,7 @@ class Oracle:
             self.vllm_config.cache_config.mamba_block_size = BLOCK_TOKENS
         self.kinds = tuple(kinds)
         self.guesses = guesses
+        self._saves = saves
         self._guessed_states = GuessedStates(BLOCK_TOKENS)
         self._first_layer = 0  # what layers are counted from, in what they write
         self._tables = BlockTables()
@@ -158,6 +162,8 @@ class Oracle:
         self.generated: dict[str, list[int]] = {}
         self.external: dict[str, int] = {}
         self.errors: set[str] = set()
+        self.unfilled: set[int] = set()
+        """Blocks that the connector has reported as not holding what it promised."""
         self.answers: dict[str, dict[str, Any]] = {}
         """By request, the `kv_transfer_params` that its proxy gets."""
         self._pending: deque[tuple[Any, list[Work], bool]] = deque()
@@ -341,7 +347,8 @@ class Oracle:
             return None
         if not output.has_sync_kv_loads:
             worker.start_load_kv(None)
-        worker.wait_for_save()
+        if self._saves == "before":
+            worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
         made = KVConnectorOutput(
             finished_sending=results.finished_sending,
@@ -349,7 +356,10 @@ class Oracle:
             failed_recving=results.failed_recving,
         )
         made.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        self.unfilled |= made.invalid_block_ids
         made.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        if self._saves == "after":
+            worker.wait_for_save()
         worker.clear_connector_metadata()
         return made
 

@@ -73,6 +73,21 @@ def test_a_load_takes_no_step_of_its_own(tiny_llama: str, asynchronous: bool) ->
 
 
 @SCHEDULERS
+@pytest.mark.parametrize("saves", ["after", "never"])
+def test_a_step_ends_with_its_reports_where_vllm_guesses_tokens_before_it_saves(
+    tiny_llama: str, asynchronous: bool, saves: str
+) -> None:
+    """Blocks that were filled are not reported, chunks are stored, and their blocks are given back."""
+    with started(tiny_llama, asynchronous=asynchronous, saves=saves) as (oracle, device):
+        oracle.submit("a", [*SHARED[:330], 9], 3)
+        come_to_rest(oracle, device)
+        assert oracle.unfilled == set()
+        assert oracle.loaded == 320 and layerwise(oracle) == 1
+        assert oracle.generated["a"] == oracle.expected_tokens("a", 331, 3)
+        assert not oracle.scheduler.has_requests()
+
+
+@SCHEDULERS
 def test_the_oracle_sees_a_forward_pass_that_does_not_wait(
     tiny_llama: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

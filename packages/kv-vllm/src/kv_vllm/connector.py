@@ -49,7 +49,7 @@ from kv_vllm.layer_hooks import LayerHooks
 from kv_vllm.layerwise import LayerwisePromised, LayerwiseRank, RankAnswer
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
 from kv_vllm.nodes import NodeMail
-from kv_vllm.parallel import check_parallelism
+from kv_vllm.parallel import check_parallelism, draft_model
 from kv_vllm.served import served_model
 from kv_vllm.sessions import Sessions
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
@@ -129,6 +129,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = _NO_PLAN
+        self._has_drafts = draft_model(vllm_config) is not None
         self._summary_at_s = 0.0
         self._figures: SchedulerFigures | WorkerFigures | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -177,17 +178,16 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            self._layerwise.are_filled = self._worker.layers.forward_ended()
-            # vLLM also calls this when the forward pass has raised: then its results are not in the blocks.
-            is_computed = self._layerwise.are_filled and sys.exc_info()[0] is None
-            (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
-            self._worker.finish_stores(wait=not self._step.number)
+        self._end_step()
 
     @guarded(_all_failed)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return _all_failed(self)
+        if not self._has_drafts:
+            # While tokens are guessed, vLLM's older runner calls `wait_for_save` after this and the other reports, so
+            # that a draft model can be stored too, and on pipeline stages before the last not at all.
+            self._end_step()
         report = self._worker.poll()
         self._unanswered -= report.finished
         return KVConnectorTransferResults(finished_recving=set(report.finished), failed_recving=set(report.failed))
@@ -461,6 +461,16 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _start_loads(self) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._step)
+
+    def _end_step(self) -> None:
+        """The step's forward pass is over. Does nothing when it is called again."""
+        if self._worker is None or self._layerwise.are_filled is not None:
+            return
+        self._layerwise.are_filled = are_filled = self._worker.layers.forward_ended()
+        # vLLM also comes here when the forward pass has raised: then its results are not in the blocks.
+        is_computed = are_filled and sys.exc_info()[0] is None
+        (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
+        self._worker.finish_stores(wait=not self._step.number)
 
     @guarded(always(None))
     def _read_plan(self, metadata: KVTiersMetadata) -> None:

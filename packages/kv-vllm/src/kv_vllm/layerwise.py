@@ -124,11 +124,11 @@ class LayerwiseRank:
         self._is_asynchronous = is_asynchronous
         self._said = RankAnswer()
         self.blocks: set[int] = set()
-        self.are_filled = False
+        self.are_filled: bool | None = None  # not known before the step's forward pass is over
 
     def begin(self, step: LayerwiseStep) -> None:
-        """Begin a step. Its blocks count as unfilled until `are_filled` is set."""
-        self.blocks, self.are_filled = set(step.blocks), False
+        """Begin a step. Its blocks count as unfilled until `are_filled` is True."""
+        self.blocks, self.are_filled = set(step.blocks), None
         if step.requests and self._engine.worker is not None:
             self._engine.worker.layers.expect(step.requests)
         if step.pool is not None:
