@@ -92,7 +92,7 @@ class SlowDevice:
         self._missing: dict[HostExtent, set[int]] = {}  # layers
 
     def make_copier(
-        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool
+        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, **_options: Any
     ) -> QueuedCopier:
         """Stands in for the real one, around it; its own queue is what stores go on in."""
         copier = make_copier(layout, tensors, chunk_format)

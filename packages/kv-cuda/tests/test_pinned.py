@@ -9,7 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError
+from kv_core.extent import HostExtent
+from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.pinned import CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
+from kv_cuda.quantise.copier import QuantisingCopier
+from kv_testing.layouts import TOKENS, small_caches
 from kv_testing.wait import until
 
 
@@ -135,6 +139,37 @@ def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() ->
     again = share_mapping(1 << 20, 4096, driver, slice_bytes=2048)
     assert again is not first
     give_back_mapping(again)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_no_chunk_lies_across_two_slices_whatever_its_group(quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's chunks may be smaller than others of the pool, whose slots have room for the largest."""
+    cache = small_caches()["NHD, K‖V"]
+    exact = cache.layout.canonical_format(32 * TOKENS)
+    stored = cache.layout.quantised_format("int8", 32 * TOKENS) if quantised else exact
+    pages = -(-stored.nbytes // 4096) + 2
+    driver, slot_bytes = Driver(), pages * 4096
+    monkeypatch.setattr("kv_cuda.copy.memory.CudaRegistrar", lambda device: driver)
+    monkeypatch.setattr("kv_cuda.copy.memory.node_of", lambda device: None)
+    monkeypatch.setattr("kv_cuda.copy.memory.SLICE_BYTES", (4 * pages + 1) * 4096)
+    largest = slot_bytes - 100
+    copier: GpuCopier | QuantisingCopier = GpuCopier(cache.layout, cache.make(), exact, largest_chunk_bytes=largest)
+    if quantised:
+        copier = QuantisingCopier(cache.layout, stored, copier, torch.device("cpu"), largest_chunk_bytes=largest)
+    copier._device = torch.device("cuda")  # only for what is registered
+    view = memoryview(bytearray(40 * slot_bytes))
+    copier.attach("pool", view)
+    pool = copier._pools["pool"]
+    for slot in range(40):
+        pool.chunk(HostExtent("pool", slot * slot_bytes, stored.nbytes))
+    nobody_pins()
+    starts = sorted(driver.held)
+    for slot in range(40):
+        first = starts[0] + slot * slot_bytes
+        within = [start for start in starts if start <= first and first + stored.nbytes <= start + driver.held[start]]
+        assert len(within) == 1
+    pool.release()
+    assert not driver.held
 
 
 def test_a_forked_child_has_no_pins_and_is_told_so() -> None:

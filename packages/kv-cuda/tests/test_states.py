@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from kv_core.coverage import ALL, STATE, Coverage
 from kv_core.extent import HostExtent
 from kv_core.transfer import Copy, TransferPlan
-from kv_cuda import split_parts
+from kv_cuda import make_copier, split_parts
 from kv_cuda.bind import BoundGroups, bind_groups
 from kv_cuda.canary import LayerGroup, Proof, Refusal
 from kv_cuda.states import StateGroup, prove_states
@@ -155,6 +156,20 @@ def test_a_cut_groups_copiers_move_each_its_own_layers() -> None:
         each.copier.store(TransferPlan((Copy(extent, 0, 2 * BLOCK_TOKENS, BLOCK_TOKENS),), 32)).wait()
         each.copier.load(TransferPlan((Copy(extent, 0, 3 * BLOCK_TOKENS, BLOCK_TOKENS),), 32)).wait()
     assert [each.tensors[0][3].unique().tolist() for each in made.groups[:3]] == [[1], [2], [3]]
+
+
+def test_every_copier_knows_how_far_apart_the_chunks_of_all_groups_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is pinned in slices that no chunk may lie across, and all groups' copiers share them."""
+    told: list[int] = []
+
+    def made(*arguments: Any, largest_chunk_bytes: int, **options: Any) -> Any:
+        told.append(largest_chunk_bytes)
+        return make_copier(*arguments, largest_chunk_bytes=largest_chunk_bytes, **options)
+
+    monkeypatch.setattr("kv_cuda.bind.make_copier", made)
+    made_groups = bound(group(), attention(1))
+    assert made_groups.group_bytes == (LAYERS * STATE_BYTES, 2048)
+    assert told == [2048, 2048]
 
 
 def test_the_fingerprint_says_what_a_window_is_and_is_unchanged_without_one() -> None:

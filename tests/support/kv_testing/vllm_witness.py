@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ class Witness:
         self.formats: list[ChunkFormat] = []
 
     def make_copier(
-        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool
+        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, **_options: Any
     ) -> "WitnessedCopier":
         self.formats.append(chunk_format)
         return WitnessedCopier(layout, tensors, chunk_format, self.errors)

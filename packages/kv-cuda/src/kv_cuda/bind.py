@@ -119,9 +119,10 @@ def bind_groups(
         proofs.append(proof)
         _log.info("the canary proved %s of %d layers", proof.description, len(group.tensors))
     layers = [proof.format.layers for proof in proofs]
-    _, parts = cuts([proof.format.nbytes // count for proof, count in zip(proofs, layers, strict=True)], layers)
+    layer_bytes = [proof.format.nbytes // count for proof, count in zip(proofs, layers, strict=True)]
+    chunk_bytes, parts = cuts(layer_bytes, layers)
     bound = [
-        _bound(group, proof, run)
+        _bound(group, proof, run, chunk_bytes)
         for group, proof, of_group in zip(groups, proofs, parts, strict=True)
         for run in runs(of_group)
     ]
@@ -138,7 +139,7 @@ def _named(groups: Sequence[LayerGroup | StateGroup], group: LayerGroup | StateG
     return "" if len(groups) == 1 else f"group {group.table} of this model's layers ({group.coverage}): "
 
 
-def _bound(group: LayerGroup | StateGroup, proof: Proof, run: range) -> BoundGroup:
+def _bound(group: LayerGroup | StateGroup, proof: Proof, run: range, largest_chunk_bytes: int) -> BoundGroup:
     described = proof.layout
     of_parts = len(described.parts) if described.own_tensors else 1
     tensors = tuple(group.tensors[part * described.layers + layer] for part in range(of_parts) for layer in run)
@@ -147,7 +148,7 @@ def _bound(group: LayerGroup | StateGroup, proof: Proof, run: range) -> BoundGro
         tensors=tensors,
         layout=layout,
         format=chunk_format,
-        copier=make_copier(layout, tensors, chunk_format, stores_behind=True),
+        copier=make_copier(layout, tensors, chunk_format, stores_behind=True, largest_chunk_bytes=largest_chunk_bytes),
         coverage=group.coverage,
         table=group.table,
         block_tokens=table_tokens_of(group),

@@ -47,12 +47,18 @@ class RingCopier(LayerwiseCopier, Protocol):
 
 
 def make_copier(
-    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool = False
+    layout: PagedLayout,
+    tensors: Sequence[torch.Tensor],
+    chunk_format: ChunkFormat,
+    *,
+    stores_behind: bool = False,
+    largest_chunk_bytes: int = 0,
 ) -> RingCopier:
     """The GPU copier where the tensors are on a GPU and its kernel can move them, else the CPU copier; wrapped in a
     `QuantisingCopier` where the format is quantised.
 
     stores_behind: `store` may return before a CPU thread has copied many bytes: the caller holds the blocks.
+    largest_chunk_bytes: of all groups whose chunks share a pool with these; 0: there are no larger ones.
 
     Raises:
         InputError: layout, tensors and format do not fit together.
@@ -60,12 +66,17 @@ def make_copier(
     device = tensors[0].device
     if chunk_format.is_quantised:
         exact = _exact(layout, tensors, layout.canonical_format(chunk_format.chunk_tokens), stores_behind=False)
-        return QuantisingCopier(layout, chunk_format, exact, device)
-    return _exact(layout, tensors, chunk_format, stores_behind=stores_behind)
+        return QuantisingCopier(layout, chunk_format, exact, device, largest_chunk_bytes=largest_chunk_bytes)
+    return _exact(layout, tensors, chunk_format, stores_behind=stores_behind, largest_chunk_bytes=largest_chunk_bytes)
 
 
 def _exact(
-    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, *, stores_behind: bool
+    layout: PagedLayout,
+    tensors: Sequence[torch.Tensor],
+    chunk_format: ChunkFormat,
+    *,
+    stores_behind: bool,
+    largest_chunk_bytes: int = 0,
 ) -> "CpuCopier | GpuCopier":
     device = tensors[0].device
     rows_are_runs = chunk_format.kind == "blocks" or all(part.dim == 1 and not part.is_tiled for part in layout.parts)
@@ -78,6 +89,7 @@ def _exact(
                 tensors,
                 chunk_format,
                 copy_paths=measured(device, copy_paths_file, read_copy_paths, CopyPaths()),
+                largest_chunk_bytes=largest_chunk_bytes,
             )
         _log.warning("triton is not installed: chunks are copied by torch, which is correct but slow")
     return CpuCopier(layout, tensors, chunk_format, stores_behind=stores_behind)

@@ -88,8 +88,10 @@ class GpuCopier:
         chunk_format: ChunkFormat,
         *,
         copy_paths: CopyPaths | None = None,
+        largest_chunk_bytes: int = 0,
     ) -> None:
         """tensors: in the layout's order, on one device; the copier keeps them, and so the engine's cache, alive.
+        largest_chunk_bytes: of all groups whose chunks share a pool with these; 0: there are no larger ones.
 
         Raises:
             InputError: layout and tensors disagree, the format is not one of this layout's, or the layout's rows
@@ -98,6 +100,7 @@ class GpuCopier:
         shape = copy_shape(layout, len(tensors), chunk_format)
         check_dtype(layout)
         self._layout, self._format = layout, chunk_format
+        self._largest_chunk_bytes = max(largest_chunk_bytes, chunk_format.nbytes)
         self._tensors = list(tensors)
         self._device = tensors[0].device
         self._range = nvtx_ranges(self._device)
@@ -124,7 +127,7 @@ class GpuCopier:
         Raises:
             InputError: the view is read-only or empty, or does not begin at a word.
         """
-        self._know(pool, host_pool(pool, view, self._device, self._format.nbytes))
+        self._know(pool, host_pool(pool, view, self._device, self._largest_chunk_bytes))
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
         """Register a pool that is memory of the device itself, uint8 in one axis. The copier keeps it alive.

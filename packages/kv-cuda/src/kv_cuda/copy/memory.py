@@ -44,7 +44,7 @@ class Pool:
 
 def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: int) -> Pool:
     """
-    chunk_bytes: of each chunk that is stored there.
+    chunk_bytes: of the largest chunk that is stored there, which decides how far apart they lie.
 
     Raises:
         InputError: the view is read-only or empty.

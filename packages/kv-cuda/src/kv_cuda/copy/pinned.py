@@ -170,7 +170,7 @@ def share_mapping(
     """The one registration of this memory in this process, for all copiers that use it (one per group of layers).
 
     It must outlive them all, because a kernel that reads memory that is no longer registered destroys the GPU's whole
-    context. slice_bytes, node: those of the first copier apply; their chunks are of one size.
+    context. slice_bytes, node: those of the first copier apply; all of a pool's copiers give the same.
     """
     with _shared_lock:
         shared = _shared.get((address, nbytes))

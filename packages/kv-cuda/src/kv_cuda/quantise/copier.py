@@ -42,9 +42,16 @@ class QuantisingCopier:
     """A `kv_core.connect.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(
-        self, layout: PagedLayout, chunk_format: ChunkFormat, exact: StagingCopier, device: torch.device
+        self,
+        layout: PagedLayout,
+        chunk_format: ChunkFormat,
+        exact: StagingCopier,
+        device: torch.device,
+        *,
+        largest_chunk_bytes: int = 0,
     ) -> None:
         """exact: for the same layout and tensors and its `canonical_format`. device: the tensors'.
+        largest_chunk_bytes: as for `GpuCopier`.
 
         Raises:
             InputError: the format is not one of this layout's.
@@ -53,6 +60,7 @@ class QuantisingCopier:
         if not is_quantised_kind(kind) or chunk_format != layout.quantised_format(kind, tokens):
             raise InputError(f"the format is not one of layout {layout.name} with one byte per element: {chunk_format}")
         self._layout, self._format, self._device = layout, chunk_format, device
+        self._largest_chunk_bytes = max(largest_chunk_bytes, chunk_format.nbytes)
         self._pools: dict[str, Pool] = {}
         canonical = layout.canonical_format(tokens)
         self._pipelines = {one: _CopyPipeline(one, canonical, chunk_format, exact, device) for one in ("load", "store")}
@@ -64,7 +72,7 @@ class QuantisingCopier:
         Raises:
             InputError: the view is read-only or empty.
         """
-        self._pools[pool] = host_pool(pool, view, self._device, self._format.nbytes)
+        self._pools[pool] = host_pool(pool, view, self._device, self._largest_chunk_bytes)
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
         """Register a pool that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
