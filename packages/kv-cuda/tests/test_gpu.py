@@ -32,7 +32,7 @@ from kv_cuda.copy.copy_paths import (
 )
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.nvtx import nvtx_ranges
-from kv_cuda.copy.streams import DoneEvent
+from kv_cuda.copy.streams import DoneEvent, HostQueue
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.host_files import HostFiles
 from kv_cuda.layout import split_parts
@@ -85,6 +85,34 @@ def test_a_chunk_larger_than_the_ring_goes_through_it_in_pieces(monkeypatch: pyt
     copier.attach("pool", memoryview(pool))
     copier.load(whole()).wait()
     assert gathered(CpuCopier(CACHE.layout, empty, FORMAT), whole()) == expected
+
+
+class Recorded(DoneEvent):
+    def __init__(self, *, has_followed: bool) -> None:
+        self.has_followed = has_followed
+
+
+class Following(HostQueue):
+    """Its events know whether it had followed the engine's queue by then."""
+
+    def __init__(self) -> None:
+        self._has_followed = False
+
+    def follow_current(self) -> None:
+        self._has_followed = True
+
+    def record(self) -> Recorded:
+        return Recorded(has_followed=self._has_followed)
+
+
+def test_a_ring_that_is_made_ahead_is_not_filled_while_others_use_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may have been freed by the engine's step that is still running. The first copy into it waits for
+    nothing but these events."""
+    monkeypatch.setattr("kv_cuda.copy.gpu.make_queue", lambda device: Following())
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT)
+    copier.prepare([])
+    free = copier._pipelines["load"]._free
+    assert [isinstance(event, Recorded) and event.has_followed for event in free] == [True] * 4
 
 
 class Unread:

@@ -409,6 +409,8 @@ class _CopyPipeline:
         if self._ring is None:
             nbytes = -(-self._planes_a_slot * self._kernel.plane_bytes // 256) * 256
             self._ring = torch.empty((_RING_SLOTS, nbytes), dtype=torch.uint8, device=self._device)
-            # This memory's previous user may still be working on it, in its own queue.
+            # This memory's previous user may still be working on it, in its own queue. What was followed when the copy
+            # began does not suffice: a ring may be made ahead of the first one (`prepare`).
+            self.kernels.follow_current()
             self._free = [self.kernels.record()] * _RING_SLOTS
         return self._ring
