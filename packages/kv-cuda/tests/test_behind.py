@@ -3,8 +3,10 @@
 import random
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +217,25 @@ def test_a_copy_that_fails_says_so_to_all_who_wait_for_that_layer_and_no_other()
         bad.done()
     good.wait()
     assert good.done()
+
+
+def test_a_copy_that_fails_while_somebody_looks_is_not_taken_for_one_that_has_arrived() -> None:
+    class Ending(LayerCopy):
+        """Ends when `done` has looked at the first of its fields."""
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name in ("_copy", "_failure") and not vars(self).get("is_ending"):
+                vars(self)["is_ending"] = True
+                with suppress(MisuseError):
+                    self.wait()
+            return value
+
+    def fail() -> None:
+        raise MisuseError("beyond the pool")
+
+    with pytest.raises(MisuseError, match="beyond the pool"):
+        Ending(fail).done()
 
 
 def test_what_has_been_copied_is_let_go() -> None:

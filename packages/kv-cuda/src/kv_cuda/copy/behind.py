@@ -34,9 +34,10 @@ class LayerCopy:
         self._failure: Exception | None = None
 
     def done(self) -> bool:
+        has_ended = self._copy is None  # before its failure, which is noted first: it may end between the two
         if self._failure is not None:
             raise self._failure
-        return self._copy is None
+        return has_ended
 
     def wait(self) -> None:
         with self._lock:
