@@ -291,6 +291,51 @@ def test_slots_beyond_two_to_the_31_elements_are_reached(copy_path: CopyPath) ->
     assert bytes(pool) == last.numpy().tobytes()
 
 
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_rows_longer_than_a_tile_are_moved_in_pieces(heads_apart: bool) -> None:
+    """The last piece is not full, nor is any a whole number of rows."""
+    tokens, heads, dim = 2, 21, 256
+    row = heads * dim
+    strides = {"token": 2 * dim, "head": 2 * tokens * dim, "value_offset": dim} if heads_apart else {}
+    layout = split_parts(
+        "long rows",
+        block=2 * tokens * row,
+        dim=1,
+        **{"token": row, "head": dim, "value_offset": tokens * row} | strides,
+        dtype="float32",
+        itemsize=4,
+        layers=2,
+        blocks=4,
+        block_tokens=tokens,
+        heads=heads,
+        head_dim=dim,
+    )
+    described = layout.canonical_format(2 * tokens)
+    tensors = list(torch.arange(2 * 4 * 2 * tokens * row, dtype=torch.float32).view(2, 4, -1))
+    plan = plan_transfer(
+        [HostExtent("pool", 0, described.nbytes)],
+        (3, 1),
+        chunk_tokens=2 * tokens,
+        block_tokens=tokens,
+        first_token=0,
+        last_token=2 * tokens,
+    )
+    chunks = []
+    for made in (CpuCopier, GpuCopier):
+        pool = bytearray(described.nbytes)
+        copier = made(layout, tensors, described)
+        copier.attach("pool", memoryview(pool))
+        copier.store(plan).wait()
+        empty = [torch.zeros_like(tensor) for tensor in tensors]
+        back = made(layout, empty, described)
+        back.attach("pool", memoryview(pool))
+        back.load(plan).wait()
+        for tensor, again in zip(tensors, empty, strict=True):
+            assert torch.equal(again[[1, 3]], tensor[[1, 3]]) and not bool(again[[0, 2]].any())
+        chunks.append(bytes(pool))
+    assert chunks[0] == chunks[1]
+
+
 def test_places_that_would_be_written_twice_are_refused() -> None:
     extent = HostExtent("pool", 0, FORMAT.nbytes)
     for copier in (CpuCopier(CACHE.layout, CACHE.make(), FORMAT), GpuCopier(CACHE.layout, CACHE.make(), FORMAT)):
@@ -322,7 +367,7 @@ def test_tensors_on_a_cpu_get_the_cpus_copier() -> None:
     assert isinstance(make_copier(CACHE.layout, CACHE.make(), FORMAT), CpuCopier)
 
 
-RUNS = {"a head a run": (32, 256), "a row": (256, 256), "MLA": (72, 72)}
+RUNS = {"a head a run": (32, 256), "a row": (256, 256), "MLA": (72, 72), "a state": (268_288, 268_288)}
 """Words of 8 bytes in a run and in a row."""
 COMPILE = """
 import json, sys

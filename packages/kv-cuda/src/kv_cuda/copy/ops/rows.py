@@ -3,7 +3,8 @@
 A *row* is one token's data in one layer of one part, `heads × head_dim` elements. In a chunk the rows of adjacent
 tokens are adjacent; in the engine's cache each is at its slot's place, divided into *runs* of adjacent bytes (one per
 head, or the whole row if heads are adjacent). A *plane* is one layer of one part. The kernel iterates over tiles of
-some tokens × one plane and moves 16 bytes per thread if everything is aligned to 16 (Triton makes 128-bit loads and
+some tokens × one plane, or of a piece of one token's row where that is longer than a tile (a linear layer's state has
+megabytes), and moves 16 bytes per thread if everything is aligned to 16 (Triton makes 128-bit loads and
 stores of pairs of 8-byte words; a test finds them in the PTX). It uses as many programs as it is given, so that a copy
 over the bus leaves the other multiprocessors to the model.
 
@@ -52,7 +53,8 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
     BLOCK_TOKENS: tl.constexpr,
     RUN: tl.constexpr,  # words in a run
     ROW: tl.constexpr,  # words in a row
-    WIDTH: tl.constexpr,  # the power of two that holds them
+    WIDTH: tl.constexpr,  # words of a row in a tile, a power of two
+    PIECES: tl.constexpr,  # tiles that a row is cut into
     TILE: tl.constexpr,  # tokens in a tile
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
@@ -60,16 +62,16 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
     TO_ENGINE: tl.constexpr,
 ):
     """Scatter rows to their slots, or gather them. Each program takes every `num_programs`th tile."""
-    tiles = tl.cdiv(tokens, TILE)
-    word = tl.arange(0, WIDTH)
+    tiles = tl.cdiv(tokens, TILE) * PIECES
     for number in range(tl.program_id(0), tiles * plane_count, tl.num_programs(0)):
         plane = (first_plane + number // tiles).to(tl.int64)
+        word = (number % PIECES) * WIDTH + tl.arange(0, WIDTH)
         of_plane = planes + plane * 4
         cache = tl.load(of_plane)
         block_bytes = tl.load(of_plane + 1)
         token_bytes = tl.load(of_plane + 2)
         run_words = tl.multiple_of(tl.load(of_plane + 3) // WORD_BYTES, ALIGNED // WORD_BYTES)
-        token = (number % tiles) * TILE + tl.arange(0, TILE)
+        token = (number % tiles // PIECES) * TILE + tl.arange(0, TILE)
         is_token = token < tokens
         slot = tl.load(slots + token, mask=is_token, other=0)
         row = tl.load(rows + token, mask=is_token, other=0) + base + plane * plane_bytes
@@ -106,13 +108,15 @@ class RowKernel:
     @property
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time arguments except the direction."""
-        width = 1 << (self.row_words - 1).bit_length()
+        # Without the limit a state would be one tile, of more words than a program has registers for.
+        width = min(1 << (self.row_words - 1).bit_length(), _TILE_BYTES // self.word_bytes)
         return {
             "BLOCK_TOKENS": self.block_tokens,
             "RUN": self.run_words,
             "ROW": self.row_words,
             "WIDTH": width,
-            "TILE": max(1, _TILE_BYTES // (width * self.word_bytes)),
+            "PIECES": -(-self.row_words // width),
+            "TILE": _TILE_BYTES // (width * self.word_bytes),
             "WORD": _WORDS[self.word_bytes],
             "WORD_BYTES": self.word_bytes,
             "ALIGNED": self.aligned,
@@ -135,7 +139,7 @@ class RowKernel:
         tokens = slots.numel()
         constants = self.constants
         first, count = span
-        tiles = -(-tokens // constants["TILE"])
+        tiles = -(-tokens // constants["TILE"]) * constants["PIECES"]
         move_rows[(max(1, min(programs, tiles * count)),)](
             self.planes, slots, rows, base, tokens, first, count, self.plane_bytes, TO_ENGINE=to_engine, **constants
         )
