@@ -115,6 +115,23 @@ def test_a_ring_that_is_made_ahead_is_not_filled_while_others_use_its_memory(mon
     assert [isinstance(event, Recorded) and event.has_followed for event in free] == [True] * 4
 
 
+def test_kernels_are_compiled_where_they_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current device is the first one, whatever the rank's. Only a queue of ours sets it."""
+    where: list[str] = []
+
+    class Placed(HostQueue):
+        @contextmanager
+        def running(self) -> Iterator[None]:
+            where.append("ours")
+            yield
+            where.append("the thread's")
+
+    monkeypatch.setattr("kv_cuda.copy.gpu.make_queue", lambda device: Placed())
+    monkeypatch.setattr("kv_cuda.copy.ops.rows.RowKernel.compile", lambda self: where.append("compiled"))
+    GpuCopier(CACHE.layout, filled(), FORMAT)
+    assert where[where.index("compiled") - 1] == "ours"
+
+
 class Unread:
     """The event of lists that a device has not come to."""
 

@@ -113,13 +113,15 @@ class GpuCopier:
         is_whole_row = self._kernel.run_words == self._kernel.row_words
         self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
-        self._kernel.compile()
         self._all = [(0, self._kernel.plane_count)]
         self._pools: dict[str, Pool] = {}
         directions: tuple[Direction, ...] = ("load", "store")
         self._pipelines = {
             one: _CopyPipeline(self._device, self._kernel, chunk_format.chunk_tokens) for one in directions
         }
+        # Triton compiles for the current device. A thread that has not chosen one would create a context on the first.
+        with self._pipelines["load"].kernels.running():
+            self._kernel.compile()
 
     def attach(self, pool: str, view: memoryview) -> None:
         """Register a pool. Its memory is pinned piece by piece as it is used.
