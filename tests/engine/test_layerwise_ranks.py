@@ -332,6 +332,29 @@ def test_a_scheduler_that_goes_off_leaves_leased_what_ranks_are_copying(
 
 
 @SCHEDULERS
+def test_a_load_that_was_promised_and_is_not_planned_is_noticed(
+    tiny_llama: str, tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's half fails in between, and the ranks' halves, which do not, have nothing to copy."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    with started(tiny_llama, tmp_path, asynchronous=asynchronous) as ranks:
+        oracle = ranks.oracle
+        assert oracle.engine.scheduler is not None
+        monkeypatch.setattr(oracle.engine.scheduler, "build_step", fails)
+        oracle.submit("a", PROMPT, 3)
+        if asynchronous:
+            with pytest.raises(CopyFailed, match="load: async"):
+                ranks.rest()
+            assert oracle.generated["a"] == []
+            return
+        ranks.rest()
+        assert ranks.is_right("a") and "a bug" in oracle.engine.off
+
+
+@SCHEDULERS
 def test_memory_that_one_rank_cannot_make_ready_is_loaded_between_steps(
     tiny_llama: str, tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,10 +265,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(_refuse_unplanned)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
-        layerwise, to_nodes = self._promised.to_send(plan), self._nodes.to_send()
+        # Messages are taken last: were they taken before something fails here, `_refuse_unplanned` would lack them.
         if not (plan.loads or plan.stores or plan.refused or self._unplanned):
             number = 0 if self._held is None else self._held.number
-            return KVTiersMetadata(None, (), number, layerwise, to_nodes)  # most steps
+            return KVTiersMetadata(None, (), number, self._promised.to_send(plan), self._nodes.to_send())  # most steps
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
         if self._unplanned - planned:
             plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
@@ -277,7 +277,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             plan = self._held.hold(plan)
         self._unplanned.clear()
         given = plan if self._in_process else plan.to_plain()
-        return KVTiersMetadata(given, waiting, plan.number, layerwise, to_nodes)
+        return KVTiersMetadata(given, waiting, plan.number, self._promised.to_send(plan), self._nodes.to_send())
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._worker_said(connector_output.kv_connector_worker_meta)
@@ -466,7 +466,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The step's forward pass is over. Does nothing when it is called again."""
         if self._worker is None or self._layerwise.are_filled is not None:
             return
-        self._layerwise.are_filled = are_filled = self._worker.layers.forward_ended()
+        are_filled = self._layerwise.forward_ended(self._worker.layers)
         # vLLM also comes here when the forward pass has raised: then its results are not in the blocks.
         is_computed = are_filled and sys.exc_info()[0] is None
         (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kv_core.connect.layerwise import NONE_ENDED, LayerwiseReport
+from kv_core.connect.layerwise import NONE_ENDED, LayerLoads, LayerwiseReport
 from kv_core.connect.layerwise_promises import RanksReports
 from kv_core.connect.step import StepPlan
 from kv_core.errors import CopyFailed
@@ -28,11 +28,13 @@ class LayerwiseStep:
     blocks: those that this step is to fill.
     requests: those whose loads are in the plan.
     pool: the part of the pool that the scheduler would promise from; None: workers know it, or nothing is promised.
+    is_planned: the plan has the loads of all these blocks. False: something went wrong after they were promised.
     """
 
     blocks: tuple[int, ...] = ()
     requests: tuple[str, ...] = ()
     pool: PoolPart | None = None
+    is_planned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class LayerwisePromised:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._requests: set[str] = set()
-        self._blocks: set[int] = set()
+        self._accepted: set[str] = set()  # in this step
+        self._blocks: set[int] = set()  # theirs
         self._reports = RanksReports()
         self._sent: set[str] = set()
         self._same = NO_LAYERWISE
@@ -76,6 +79,7 @@ class LayerwisePromised:
         if request_id not in self._requests:
             return False
         self._requests.discard(request_id)
+        self._accepted.add(request_id)
         self._blocks.update(blocks)
         return True
 
@@ -92,8 +96,9 @@ class LayerwisePromised:
         requests = tuple(load.request_id for load in plan.loads if load.extents)
         self._sent.update(requests)
         blocks, self._blocks = tuple(sorted(self._blocks)), set()
+        accepted, self._accepted = self._accepted, set()
         self._same = LayerwiseStep(pool=pool)
-        return LayerwiseStep(blocks, requests, pool)
+        return LayerwiseStep(blocks, requests, pool, is_planned=accepted.issubset(requests))
 
     def heard(self, answers: Mapping[int, RankAnswer]) -> LayerwiseReport:
         """Add ranks' answers. Returns the loads that have now ended on all of them."""
@@ -123,16 +128,22 @@ class LayerwiseRank:
         self._engine = engine
         self._is_asynchronous = is_asynchronous
         self._said = RankAnswer()
+        self._is_planned = True
         self.blocks: set[int] = set()
         self.are_filled: bool | None = None  # not known before the step's forward pass is over
 
     def begin(self, step: LayerwiseStep) -> None:
         """Begin a step. Its blocks count as unfilled until `are_filled` is True."""
-        self.blocks, self.are_filled = set(step.blocks), None
+        self.blocks, self.are_filled, self._is_planned = set(step.blocks), None, step.is_planned
         if step.requests and self._engine.worker is not None:
             self._engine.worker.layers.expect(step.requests)
         if step.pool is not None:
             self._follow(step.pool)
+
+    def forward_ended(self, loads: LayerLoads) -> bool:
+        """Whether the step's forward pass found what was promised in its blocks. loads: this rank's."""
+        self.are_filled = loads.forward_ended() and self._is_planned
+        return self.are_filled
 
     def take_unfilled(self) -> set[int]:
         """The blocks that do not hold what they should, to be reported to vLLM.
