@@ -122,9 +122,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config)
         self._promised = LayerwisePromised(self._engine)
-        self._layerwise = LayerwiseRank(
-            self._engine, is_asynchronous=bool(vllm_config.scheduler_config.async_scheduling)
-        )
+        is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
+        self._layerwise = LayerwiseRank(self._engine, is_asynchronous=is_asynchronous)
         self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
@@ -244,9 +243,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         matched = self._scheduler.match(tokens, num_computed_tokens)
         # vLLM ends a forward pass at this boundary, as at one that it finds among its own blocks.
-        request.shared_prefix_boundary = max(
-            request.shared_prefix_boundary, self._scheduler.junction(request.request_id)
-        )
+        junction = self._scheduler.junction(request.request_id)
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
         is_layerwise = self._scheduler.is_layerwise(request.request_id)
         self._promised.promise(request.request_id, is_layerwise=is_layerwise)
         # None: vLLM leaves the request waiting, and asks again in the next step.
@@ -361,12 +359,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _start_holding(self) -> None:
         """For workers whose stores continue after the step. Others, or if none may be in flight, finish them in it."""
         facts, scheduler = self._engine.facts, self._scheduler
-        if (
-            scheduler is not None
-            and facts is not None
-            and facts.stores_behind
-            and self._settings.stores_in_flight_bytes
-        ):
+        stores_behind = facts is not None and facts.stores_behind and self._settings.stores_in_flight_bytes
+        if scheduler is not None and stores_behind:
             self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
 
     @guarded(lambda self: self._number)  # off: all copies in flight were awaited, and none has begun since
@@ -474,8 +468,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _read_plan(self, metadata: KVTiersMetadata) -> None:
-        if metadata.plan is not None:
-            given = metadata.plan
+        if (given := metadata.plan) is not None:
             self._step = given if isinstance(given, StepPlan) else StepPlan.from_plain(given)
         elif metadata.number:
             self._step = StepPlan(number=metadata.number)
