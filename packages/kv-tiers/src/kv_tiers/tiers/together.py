@@ -16,20 +16,24 @@ def begin(threads: Executor, work: Callable[[], T]) -> "Future[T]":
     """Run `work` on one of these threads, or if there can be no more threads, here, before this returns. Wait for the
     future in any case: nothing else shows that the work has ended."""
     part: Future[T] = Future()
+    todo = [(part, work)]
     try:
-        threads.submit(_run, part, work)
+        threads.submit(_run, todo)
     except RuntimeError:
-        if part.cancel():  # from now on nobody else begins it
-            part = Future()
-            _run(part, work)
+        _run(todo)
     return part
 
 
-def _run(part: "Future[T]", work: Callable[[], T]) -> None:
-    if not part.set_running_or_notify_cancel():
+def _run(todo: "list[tuple[Future[T], Callable[[], T]]]") -> None:
+    """Run what is in the list, unless another thread has taken it."""
+    try:
+        part, work = todo.pop()
+    except IndexError:
         return
     try:
         part.set_result(work())
     except BaseException as error:  # noqa: BLE001  # whatever it is, whoever waits for the future gets it
         part.set_exception(error)
-        del part  # the error refers to this frame: a reference cycle would keep the borrowed memory in use
+        # The error refers to this frame, and through it to the executor's, which has only the empty list: a reference
+        # back to the error would be a cycle, and keep the borrowed memory in use until it is collected.
+        del part, work
