@@ -1,8 +1,12 @@
 """What peers may read of a cache: right bytes from wherever they are, or nothing, and nothing stays leased."""
 
+import errno
+import mmap
+import os
 import random
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 from kv_core.checksum import checksum_of
@@ -47,6 +51,10 @@ def is_right(reads: PeerReads, key: ChunkKey, timeout_s: float = 10.0) -> bool |
         return damage is None and stored.payload == content(key, CHUNK_BYTES)
 
 
+def no_memory(*_: object) -> NoReturn:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 def test_a_chunk_comes_from_the_pool_and_from_a_tier_that_answers_from_memory(tower: Tower) -> None:
     reads = tower.cache.reads_for_peers(FINGERPRINT)
     assert [is_right(reads, key) for key in KEYS] == [True] * 3
@@ -82,6 +90,18 @@ def test_memory_that_a_hanging_tier_still_has_is_lent_to_nobody_else(tower: Towe
     assert is_right(reads, KEYS[0], timeout_s=0.05) is None
     tower.tiers[0].let_go()
     assert [is_right(reads, key) for key in KEYS * 4] == [True] * 12
+
+
+def test_a_read_for_which_there_is_no_memory_leaves_the_others_theirs(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = crowded(tower)
+    with monkeypatch.context() as short:
+        short.setattr(mmap, "mmap", no_memory)
+        for _ in range(8):  # more than may be staged
+            with pytest.raises(OSError, match="Cannot allocate memory"):
+                is_right(reads, KEYS[0], timeout_s=0.05)
+    assert is_right(reads, KEYS[0]) is True
 
 
 def test_chunks_that_are_evicted_and_forgotten_while_peers_read_are_right_or_absent(tower: Tower) -> None:

@@ -130,10 +130,10 @@ class PeerReads:
             yield None
             return
         pool = self._host.pool
-        if pages is None:
-            pages = memoryview(mmap.mmap(-1, pool.slot_bytes))
         is_lent = False
         try:
+            if pages is None:
+                pages = memoryview(mmap.mmap(-1, pool.slot_bytes))
             read = Read(key, bytearray(HEADER_BYTES), pages, pool.chunk_bytes, pool.sizes.of(key), as_stored=True)
             arrived = threading.Event()
             arrivals: list[Arrival] = []
