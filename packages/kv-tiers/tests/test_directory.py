@@ -188,6 +188,18 @@ def test_a_flipped_bit_anywhere_in_a_chunk_is_a_miss(name: str, caplog: pytest.L
         cache.close()
 
 
+def test_a_damaged_chunk_that_was_pinned_or_held_unread_leaves_its_slot(name: str) -> None:
+    """An operator may pin, and an engine hand over, what an earlier process left, before anything has read it."""
+    keys = key_chain(6)
+    flip(filled(name, keys), nbytes_for(SLOTS) + 2 * 8192, 0)
+    cache = opened(name)
+    assert cache.admin.pin(keys[:4], "p") == 4
+    cache.commit(cache.begin_store(keys[:3], "w", hold_s=60.0))
+    assert cache.lookup(keys, "r").chunks == 2
+    assert (cache.admin.pins(), cache.holds.chunks, cache.counts().slots_used) == ({"p": 3}, 2, 5)
+    cache.close()
+
+
 def test_a_flipped_bit_anywhere_in_a_record_is_at_most_a_miss(name: str) -> None:
     keys = key_chain(6)
     path = filled(name, keys)

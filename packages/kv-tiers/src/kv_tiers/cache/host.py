@@ -335,8 +335,9 @@ class HostTier:
         doubts = {slot: self._doubtful[slot] for slot in slots if slot in self._doubtful}
         return Doubtful(doubts, self._index.lease_bytes(list(doubts)))
 
-    def verify(self, doubtful: Doubtful) -> None:
-        """Accept or discard each. Without the lock: it reads the bytes, and takes the lock itself.
+    def verify(self, doubtful: Doubtful) -> list[ChunkKey]:
+        """Accept or discard each; returns those that were discarded. Without the lock: it reads the bytes, and takes
+        the lock itself.
 
         A chunk that was refined meanwhile is no longer doubtful, so it does not matter which of its bytes were read.
         """
@@ -356,6 +357,7 @@ class HostTier:
             self.unlease(self._index.bytes_at(list(doubts), doubtful.since), of_bytes=True)
             if damaged_keys and self.events.on:
                 self.events.publish(events.Damaged(TIER, damaged_keys, "its checksum is wrong"))
+        return damaged_keys
 
     def _forget(self, key: ChunkKey) -> bool:
         """True if a resident chunk was forgotten."""

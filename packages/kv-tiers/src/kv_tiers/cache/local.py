@@ -28,7 +28,7 @@ from kv_tiers.cache.drain import Drain
 from kv_tiers.cache.handed_over import HandOverFeed
 from kv_tiers.cache.hits import Hit, find_hit, slowest_tiers
 from kv_tiers.cache.holds import Holds
-from kv_tiers.cache.host import TIER, CacheTotals, HostTier
+from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
 from kv_tiers.cache.leases import Leases, Read, Write
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.cache.offers import Offers
@@ -146,7 +146,7 @@ class LocalCache:
                     if not may_wait:
                         self._count_lookup(requested, hit, holder)
                     break
-            self._host.verify(doubtful)
+            self._verify(doubtful)
         skipped: Skipped | None = None
         if may_wait:
             # The chunks promised so far stay leased meanwhile, so chunks that are promoted extend the hit.
@@ -198,7 +198,7 @@ class LocalCache:
                 slots = self._index.leading(keys)
                 if not (doubtful := self._host.lease_doubtful(slots)):
                     return self._open_read(keys, slots, holder, now_s, lasting)
-            self._host.verify(doubtful)
+            self._verify(doubtful)
 
     def begin_store(
         self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
@@ -382,6 +382,11 @@ class LocalCache:
         if not self.lower.close(self._cold.drain_s):
             raise BufferError(f"pool {self.pool.name!r} stays mapped: a tier has not returned from a call")
         self.pool.close()
+
+    def _verify(self, doubtful: Doubtful) -> None:
+        if self._host.verify(doubtful):
+            with self._lock:
+                self.admin.unpin_forgotten()
 
     # The methods below are called under the lock unless they say otherwise.
 
