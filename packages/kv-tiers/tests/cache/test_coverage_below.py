@@ -1,6 +1,6 @@
 """Promotions by coverage: the longest boundary that the pool and the tiers can serve together, and nothing else."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,7 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import CHUNK_TOKENS, keys_for, shapes
 from kv_testing.tower import FINGERPRINT, Tower
 from kv_tiers import chunk_header
+from kv_tiers.cache.hits import fitting, needed_count
 from kv_tiers.config import ColdConfig
 from kv_tiers.tier import Write
 
@@ -134,3 +135,28 @@ def test_a_boundary_larger_than_the_pool_is_not_waited_for() -> None:
     assert small.fetch(keys, shape=HYBRID).chunks == 3  # three chunks of full attention, one of the window, a state
     tower.close()
     small.close()
+
+
+@given(shapes(), st.integers(0, 40), st.integers(0, 60))
+def test_what_fits_is_the_longest_boundary_that_does(shape: ChunkShape, chunks: int, room: int) -> None:
+    assert fitting(shape, chunks, room) == next(n for n in range(chunks, -1, -1) if needed_count(shape, n) <= room)
+
+
+@pytest.mark.parametrize("shape", [ChunkShape(CHUNK_TOKENS), HYBRID])
+def test_the_boundary_that_fits_a_small_share_is_found_at_once(
+    shape: ChunkShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request asks at each of the engine's steps, and its prompt may be far longer than its share has room for."""
+    counted: list[int] = []
+    needed = ChunkShape.needed
+
+    def counting(self: ChunkShape, chunks: int) -> Iterator[range]:
+        counted.append(chunks)
+        return needed(self, chunks)
+
+    tower = Tower()
+    tower.tiers[0].fault = "lie"
+    monkeypatch.setattr(ChunkShape, "needed", counting)
+    assert tower.ask(keys_for(shape, 250), shape=shape).ended is Ended.PENDING
+    assert len(counted) < 30  # not 242
+    tower.close()

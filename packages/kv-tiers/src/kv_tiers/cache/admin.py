@@ -14,7 +14,7 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheService
 
-from kv_tiers.cache.hits import find_hit, needed_count
+from kv_tiers.cache.hits import find_hit, fitting, needed_count
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import AT_ONCE, TIER, Held, HostTier
 from kv_tiers.cache.lower_tiers import LowerTiers
@@ -77,10 +77,10 @@ class Administration:
                 share_at = self._shares.at
                 share = share_at(hit.slots[0])
                 pinned = sum(len(others) for others in self._pins.values() if share_at(others[0]) is share)
-                room, stride = max(0, share.slots // 2 - pinned), shape.keys_per_chunk
-                while (beyond := needed_count(shape, hit.chunks) - room) > 0:
-                    chunks = max(0, hit.chunks - -(-beyond // stride))  # one chunk less saves at most `stride` keys
-                    hit = find_hit(self._index, list(keys[: chunks * stride]), shape)
+                room = max(0, share.slots // 2 - pinned)
+                while needed_count(shape, hit.chunks) > room:
+                    chunks = fitting(shape, hit.chunks, room)
+                    hit = find_hit(self._index, list(keys[: chunks * shape.keys_per_chunk]), shape)
             slots = list(hit.slots)
             self._index.lease(slots)
             self._host.unlease(before)

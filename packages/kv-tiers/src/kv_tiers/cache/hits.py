@@ -139,6 +139,13 @@ def needed_count(shape: ChunkShape, chunks: int) -> int:
     return sum(map(len, shape.needed(chunks))) * shape.shards
 
 
+def fitting(shape: ChunkShape, chunks: int, room: int) -> int:
+    """The longest boundary of at most this many chunks whose hit needs at most `room` keys."""
+    while (beyond := needed_count(shape, chunks) - room) > 0:
+        chunks -= -(-beyond // shape.keys_per_chunk)  # one chunk less saves at most that many keys
+    return chunks
+
+
 def columns_of(group: int, shape: ChunkShape) -> range:
     """The indexes of a group's keys within a chunk."""
     return range(group * shape.shards, (group + 1) * shape.shards)

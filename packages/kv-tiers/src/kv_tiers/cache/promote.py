@@ -31,6 +31,7 @@ from kv_core.service import Holder
 from kv_tiers import chunk_header
 from kv_tiers.cache.hits import (
     columns_of,
+    fitting,
     last_boundary,
     needed_count,
     whole_prefix,
@@ -264,9 +265,7 @@ class Promotions:
                 view, [chunk * stride + column for chunk in range(requested) for column in columns], wait, now_s
             )
         room = self._host.share_of(view.keys[0].tenant).slots
-        prefix = whole_prefix(shape, requested, view.has)
-        while needed_count(shape, prefix) > room:
-            prefix -= 1
+        prefix = fitting(shape, whole_prefix(shape, requested, view.has), room)
         others = shape.other_groups
         best = prefix
         for is_all in (False, True):  # first what the longest boundary needs, then what shorter ones need
@@ -281,7 +280,7 @@ class Promotions:
             self._query(view, places, wait, now_s)
             best, _ = last_boundary(shape, prefix, view.has)
         while needed_count(shape, best) > room:  # local attention may need more for a shorter prefix
-            best, _ = last_boundary(shape, best - 1, view.has)
+            best, _ = last_boundary(shape, fitting(shape, best, room), view.has)
         return best
 
     def _query(self, view: View, places: Sequence[int], wait: Wait, now_s: float) -> None:
