@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from kv_core.testing import key_chain
+from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers import HostPool
 from kv_tiers.pool import ahead, host_pool
@@ -187,6 +188,18 @@ def test_a_kernel_without_the_call_is_left_alone(monkeypatch: pytest.MonkeyPatch
     assert [pool.allocate() for _ in range(SLOTS)] == list(range(SLOTS))
     assert at_rest()
     assert not any(there(pool.view))
+    pool.close()
+
+
+def test_a_system_without_threads_costs_only_the_pages_that_are_there_already() -> None:
+    with threads_left(0):
+        pool = HostPool.anonymous("p", MIB, SLOTS)
+        assert pool.allocate() == 0
+        HostPool.anonymous("q", MIB, SLOTS).close()
+    assert not any(there(pool.view))
+    assert pool.allocate() == 1
+    until(at_rest)
+    assert sum(there(pool.view)) * MIB >= LEAST_AHEAD // 2
     pool.close()
 
 

@@ -7,7 +7,7 @@ priority than the engine. It stays a bounded distance ahead of what has been han
 takes hardly any memory.
 
 The thread exists only while there is something to populate. If the system lacks the call (Linux before 5.14) or has no
-memory left, nothing is populated, and stores wait.
+memory or no thread left, nothing is populated, and stores wait.
 """
 
 import ctypes
@@ -73,10 +73,13 @@ class PopulatedAhead:
         # A thread that is about to end may miss the new target: the next slot's call starts another.
         if self._thread is None or not self._thread.is_alive():
             assert self._mapping is not None
-            self._thread = threading.Thread(
-                target=self._populate, args=(self._mapping,), name="kv-populate", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._populate, args=(self._mapping,), name="kv-populate", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads for us; the next slot's call tries again
+                _log.debug("the host pool is not populated ahead for now: %s", error)
+                return
+            self._thread = thread
 
     def stop(self) -> None:
         """Stop touching pages. It waits for one slice at most; calling it again does nothing."""
