@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.log import LIMIT
 from kv_core.service import LoadFailed, ReadLease
@@ -285,6 +286,28 @@ def test_a_store_that_finds_no_memory_leaves_nothing(name: str, monkeypatch: pyt
     cache.release(lease)
     store(cache, keys)
     assert verified(cache, keys) == keys
+    cache.close()
+
+
+def test_a_pool_that_finds_no_memory_for_its_directory_can_be_opened_later(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of another format is emptied first, and somebody else may take the memory."""
+    filled(name, key_chain(6))
+    real, calls = os.posix_fallocate, []
+
+    def full_after_one(file: int, start: int, nbytes: int) -> None:
+        calls.append(start)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        real(file, start, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full_after_one)
+        with pytest.raises(ConfigError, match="cannot be mapped: No space left") as refused:
+            opened(name, fingerprint="other")
+    cache = opened(name, fingerprint="other")  # while the traceback of the first attempt is alive
+    assert refused.tb and cache.counts().chunks_adopted == 0
     cache.close()
 
 

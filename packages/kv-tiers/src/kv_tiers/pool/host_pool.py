@@ -151,7 +151,11 @@ class HostPool:
         except BaseException:
             os.close(file)
             raise
-        pool._start_directory(path, nbytes)
+        try:
+            pool._start_directory(path, nbytes)
+        except OSError as error:
+            pool.close()  # else the lock would stay with us
+            raise _cannot_be_mapped(path, nbytes, error) from None
         pool._ahead.reached(0)  # not before: a file of another geometry was truncated and extended again
         return pool
 
@@ -433,4 +437,8 @@ def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap
         os.posix_fallocate(file, 0, nbytes - slots_bytes)  # the directory is written to at any time: see `back`
         return mmap.mmap(file, nbytes)
     except OSError as error:
-        raise ConfigError(f"the pool's file {path} of {spelled(nbytes)} cannot be mapped: {error.strerror}") from None
+        raise _cannot_be_mapped(path, nbytes, error) from None
+
+
+def _cannot_be_mapped(path: Path, nbytes: int, error: OSError) -> ConfigError:
+    return ConfigError(f"the pool's file {path} of {spelled(nbytes)} cannot be mapped: {error.strerror}")
