@@ -2,14 +2,17 @@
 
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 from kv_core.checksum import checksum_of
 from kv_core.clock import HandClock
+from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 from kv_core.testing import key_chain
 from kv_testing.faults import FaultyTier
+from kv_testing.threads import threads_left
 from kv_testing.tower import leading
 from kv_testing.wait import until
 from kv_tiers import chunk_header
@@ -332,3 +335,42 @@ def test_closing_refuses_what_waits_and_ends_the_threads() -> None:
     assert any(isinstance(outcome, Refused) for outcome in bench.stored.values())
     assert not bench.store(key_chain(1))
     assert bench.lane.close()
+
+
+def test_a_bug_in_what_waits_for_a_job_is_logged_and_the_tier_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Were the thread to end, every chunk of a later load would count as arriving for good."""
+
+    def told(_: object) -> NoReturn:
+        raise MisuseError("a bug in the cache")
+
+    bench = Bench(threads=1)
+    keys, others = key_chain(2), key_chain(1, branch="other")
+    bench.store(keys)
+    assert bench.lane.drain(5)
+    bench.lane.ask(keys, told)
+    bench.load(keys)
+    until(lambda: bench.outcomes() == [Loaded, Loaded])
+    assert caplog.text.count("in told") == 1
+    bench.lane.when_idle = lambda: told(None)
+    bench.lane.has_rests()
+    until(lambda: caplog.text.count("in told") == 2)
+    bench.tier.fault = "hang"
+    bench.load(keys)
+    until(lambda: bench.tier.calls.count("load") == 2)
+    bench.lane.ask(keys, told)
+    bench.load(others)
+    assert not bench.lane.close(timeout_s=0)
+    assert caplog.text.count("in told") == 3
+    assert bench.arrived[others[0]].outcome == Absent()  # it is refused after the one whose answer was not taken
+    bench.tier.let_go()
+    assert bench.lane.close()
+
+
+def test_a_lane_without_all_its_threads_is_none_and_closes_its_tier() -> None:
+    """Else the tier's files would stay locked, and a second attempt find them in use."""
+    before = threading.active_count()
+    tier = FaultyTier(DramTier(HostPool.anonymous("below", NBYTES, 64), LruPolicy()))
+    with threads_left(1), pytest.raises(RuntimeError, match="can't start new thread"):
+        Lane(tier, FORM, threads=2)
+    assert tier.calls == ["close"]
+    assert threading.active_count() == before

@@ -38,6 +38,7 @@ from kv_tiers.lanes.moving import Moving, refuse
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.lanes.turns import RestTurn, RestTurns
+from kv_tiers.lanes.workers import Workers
 from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
 
 _log = limited_logger(__name__)
@@ -102,12 +103,12 @@ class Lane:
         jobs, speed, counts, changed = self._jobs, self._speed, self._counts, self._changed
         self._moving = Moving(tier, payloads, self._clock, jobs=jobs, speed=speed, counts=counts, changed=changed)
         self._moving.decodes = codec is not None or approximate
-        self._threads = [
-            threading.Thread(target=self._work, name=f"kv-{tier.name}-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._workers = Workers(tier.name, threads, self._work)
+        try:
+            self._workers.start()
+        except RuntimeError:  # the system has no more threads for us
+            self.close()
+            raise
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these a load would find. Only for a tier that answers from memory."""
@@ -240,10 +241,7 @@ class Lane:
             self._changed.notify_all()
         for job in waiting:
             self._refuse(job, "the cache was closed")
-        until = time.monotonic() + max(timeout_s, 0.5)  # a thread that is idle ends at once, but not in no time
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
+        if not self._workers.join(max(timeout_s, 0.5)):  # a thread that is idle ends at once, but not in no time
             _log.warning("tier %s does not return from a call; it is not waited for", self.name)
             return False
         try:
@@ -336,7 +334,7 @@ class Lane:
 
     def _take_rest(self) -> Rest | None:
         """Begin the rest that `when_idle` returns; None: there is none, or there is other work by now."""
-        rest = self.when_idle()
+        rest = self._workers.call(self.when_idle)
         with self._changed:
             self._turns.answered(was_there=rest is not None)
             if rest is not None and self._may_rest(self._turns.may_ask):
@@ -344,7 +342,7 @@ class Lane:
                 self._begin(rest)
                 return rest
         if rest is not None:
-            rest.done(None)
+            self._workers.call(rest.done, None)
         return None
 
     def _run(self, begun: Job | Probe | RestTurn) -> bool:
@@ -363,7 +361,7 @@ class Lane:
             answer()
         return True
 
-    def _do(self, job: Job | Probe) -> Callable[[], None]:
+    def _do(self, job: Job | Probe) -> Callable[[], object]:
         began = self._clock.now_s()
         match job:
             case Load():
@@ -375,22 +373,22 @@ class Lane:
                     self._moving.learn(job, arrivals, now_s)
                     if not failures and any(isinstance(arrival.outcome, Loaded) for arrival in arrivals):
                         self._tracker.loaded()
-                return self._then(lambda: job.done(arrivals), failures)
+                return self._then(lambda: self._workers.call(job.done, arrivals), failures)
             case Ask():
                 with self._changed:
                     keys = [key for key in job.keys if not self._jobs.is_hidden(key)]
                 held = dict(zip(keys, self.tier.holds(keys) if keys else (), strict=True))
-                return lambda: job.done([held.get(key, False) for key in job.keys])
+                return lambda: self._workers.call(job.done, [held.get(key, False) for key in job.keys])
             case Store():
                 outcomes = self._moving.store(job)
                 with self._changed:
                     self._counts.seconds_storing += self._clock.now_s() - began
                 self._see_whether_full()
-                return lambda: job.done(outcomes)
+                return lambda: self._workers.call(job.done, outcomes)
             case Rest():
                 arrival = self._moving.rest(job, lambda: not self._may_rest(self._turns.may_step))
                 failures = [] if arrival is None else self._faults([arrival])
-                return self._then(lambda: job.done(arrival), failures)
+                return self._then(lambda: self._workers.call(job.done, arrival), failures)
             case Clear():
                 self.tier.clear()
             case Discard():
@@ -410,7 +408,7 @@ class Lane:
                     _log.info("tier %s is back", self.name)
         return lambda: None
 
-    def _then(self, answer: Callable[[], None], failures: Sequence[str]) -> Callable[[], None]:
+    def _then(self, answer: Callable[[], object], failures: Sequence[str]) -> Callable[[], None]:
         """failures: why chunks could not be read, if there were any."""
         refuse = self._go_down("; ".join(failures)) if failures else lambda: None
 
@@ -486,7 +484,7 @@ class Lane:
                 self._speed.ended(id(job), self._clock.now_s(), brought=False)
             elif isinstance(job, Store):
                 self._counts.refused += len(job.chunks)
-        refuse(job, why)
+        self._workers.call(refuse, job, why)
 
     def _holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         if not keys:

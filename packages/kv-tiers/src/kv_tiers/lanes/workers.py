@@ -1,0 +1,57 @@
+"""The threads of a lane, and what they call that was given to the lane: a bug in it must not end a thread.
+
+Nothing would call the tier then, while its lane would still take jobs: chunks would count as arriving for good.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from kv_core.log import limited_logger
+
+from kv_tiers.lanes.health import release_frames
+
+_log = limited_logger(__name__)
+
+R = TypeVar("R")
+
+
+class Workers:
+    """The threads of one lane, all of which run `work` until it returns."""
+
+    def __init__(self, tier: str, count: int, work: Callable[[], None]) -> None:
+        """tier: its name. count: 0: the caller does the work."""
+        self._tier, self._count, self._work = tier, count, work
+        self._started: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """
+        Raises:
+            RuntimeError: the system has no more threads for us. Some may have been started: `join` them.
+        """
+        for number in range(self._count):
+            thread = threading.Thread(target=self._work, name=f"kv-{self._tier}-{number}", daemon=True)
+            thread.start()
+            self._started.append(thread)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until all have ended. False: one does not."""
+        until = time.monotonic() + timeout_s
+        for thread in self._started:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._started)
+
+    def call(self, given: Callable[..., R], *args: object) -> R | None:
+        """The result of what was given to the lane to be called. None: it raised, which is logged; without threads,
+        the caller gets the exception."""
+        try:
+            return given(*args)
+        except Exception as error:
+            if not self._count:
+                raise
+            # As text, and without its frames: they would keep the memory of the chunks in use.
+            _log.error("tier %s: a bug in what waits for it:\n%s", self._tier, traceback.format_exc())
+            release_frames(error)
+            return None
