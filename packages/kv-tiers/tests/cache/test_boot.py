@@ -16,6 +16,7 @@ from kv_testing import throttled
 from kv_testing.faults import FaultyTier
 from kv_testing.redis_servers import AskedServer
 from kv_testing.s3_server import s3_server
+from kv_testing.threads import threads_left
 from kv_testing.wait import joined
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool.host_pool import slot_bytes_for
@@ -32,12 +33,12 @@ def cache_over(directory: Path, **options: Any) -> AbstractContextManager[LocalC
 
 
 @contextmanager
-def cache_above(tier: dict[str, Any]) -> Iterator[LocalCache]:
+def cache_above(*tiers: dict[str, Any]) -> Iterator[LocalCache]:
     cache = build_local_cache(
         HostConfig(capacity_bytes=16 * slot_bytes_for(CHUNK_BYTES)),
         group_bytes=(CHUNK_BYTES,),
         fingerprint="f",
-        tiers=[tier],
+        tiers=tiers,
         cold=ColdConfig(wait_s=10.0, drain_s=1.0),
     )
     try:
@@ -191,3 +192,44 @@ def test_a_tier_that_fails_while_it_is_measured_delays_nothing(
             assert not cache.lower._boot._thread.is_alive()  # type: ignore[union-attr]
         made[0].let_go()
     assert not [thread for thread in threading.enumerate() if thread.name == "kv-boot-measurement"]
+
+
+class SlowToName(FaultyTier):
+    """Says what it holds when it is closed, or after a while."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.asked, self.closed = threading.Event(), threading.Event()
+        self.was_closed_meanwhile: bool | None = None
+
+    def some_keys(self, count: int) -> list[ChunkKey]:
+        self.asked.set()
+        self.was_closed_meanwhile = self.closed.wait(0.2)
+        return []
+
+    def close(self) -> None:
+        self.closed.set()
+        super().close()
+
+
+def test_no_tier_is_closed_while_it_says_what_it_holds_or_asked_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[SlowToName] = []
+
+    def make(options: dict[str, object], context: TierContext) -> Tier:
+        made.append(SlowToName(tier_factory("disk")(options, context)))
+        return made[-1]
+
+    monkeypatch.setattr("kv_tiers.build.tier_factory", lambda name: make)
+    disks = [
+        {"type": "disk", "name": name, "directory": str(tmp_path / name), "capacity_bytes": "64MiB"} for name in "ab"
+    ]
+    with cache_above(*disks):
+        assert made[0].asked.wait(10)
+    assert [tier.was_closed_meanwhile for tier in made] == [False, None]
+
+
+def test_a_system_without_a_thread_for_the_measurement_starts_without_it(filled: Path) -> None:
+    with threads_left(3), cache_over(filled) as cache:  # the pool's, and those of the tier
+        assert cache.lookup(KEYS, "r", wait_for_promotion=True).ended is Ended.PENDING

@@ -45,15 +45,17 @@ class BootMeasurement:
         self._thread.start()
 
     def stop(self) -> None:
-        """No load is started from now on. One in flight belongs to its lane, and ends with it."""
+        """No tier is called from now on, and no load started. One in flight belongs to its lane, and ends with it."""
         self._is_over.set()
 
     def join(self) -> None:
-        """After `stop`: wait until the thread has noticed, but not for a tier that hangs."""
+        """After `stop`: wait until the thread has noticed, but not long for a tier that does not say what it holds."""
         self._thread.join(_END_S)
 
     def _run(self) -> None:
         for lane in self._lanes:
+            if self._is_over.is_set():
+                return
             try:
                 self._measure(lane)
             except TierDown as error:

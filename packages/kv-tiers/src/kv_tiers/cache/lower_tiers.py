@@ -97,9 +97,12 @@ class LowerTiers:
         return None if names is None else frozenset(n for n, lane in enumerate(self._lanes) if lane.name in names)
 
     def measure(self) -> None:
-        """Begin the boot measurement, which ends with the lanes if not earlier."""
+        """Begin the boot measurement, which ends before the lanes do if not earlier."""
         pool = self._host.pool
-        self._boot = BootMeasurement(self._lanes, pool.sizes, pool.slot_bytes, self._clock)
+        try:
+            self._boot = BootMeasurement(self._lanes, pool.sizes, pool.slot_bytes, self._clock)
+        except RuntimeError as error:  # the system has no more threads for us
+            _log.info("the tiers are not measured: %s", error)
 
     def any_of(self, numbers: frozenset[int] | None) -> bool:
         """Whether there is any tier among those with these numbers (None: among all)."""
@@ -220,7 +223,7 @@ class LowerTiers:
                 "more of them"
             )
             _log.warning(text, left, timeout_s)
-        closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, even after one that does not close
         if self._boot is not None:
-            self._boot.join()
+            self._boot.join()  # it calls tiers, and none is called while it is closed
+        closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, even after one that does not close
         return all(closed)
