@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -117,6 +117,31 @@ def test_a_detached_server_is_stopped_like_a_child(home: Path) -> None:
         assert select.select([watched], [], [], 10)[0] and not server.is_running()
         os.close(watched)
         server.stop()
+
+
+def test_a_server_that_goes_as_it_is_told_to_is_stopped(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detached one is no child, so its process is gone as soon as it has ended."""
+    server = launch(settings_for(home), socket=home / "s", detached=True)
+    kill = os.kill
+
+    def too_late(pid: int, _: int) -> None:
+        kill(pid, signal.SIGKILL)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", too_late)
+    server.stop()
+    assert not server.is_running() and not (home / "s").exists()
+
+
+def test_a_process_with_many_connections_starts_and_stops_a_server(home: Path) -> None:
+    """An API server has more descriptors than `select` can watch."""
+    with ExitStack() as many:
+        for _ in range(1024):
+            many.enter_context(open(os.devnull))
+        server = launch(settings_for(home), socket=home / "s")
+        assert server.is_running()
+        server.stop()
+        assert not server.is_running()
 
 
 def command(

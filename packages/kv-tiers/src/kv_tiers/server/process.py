@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -63,7 +63,8 @@ class ServerProcess:
             (signal.SIGKILL, _STOP_S),
         ):
             if not self._has_ended(0):
-                os.kill(self.pid, number)
+                with suppress(ProcessLookupError):  # one that is no child of ours may have gone just now
+                    os.kill(self.pid, number)
                 self._has_ended(patience_s)
         self._process.wait()
         assert self._process.stdout is not None
@@ -78,7 +79,7 @@ class ServerProcess:
         closed.
         """
         assert self._process.stdout is not None
-        return bool(select.select([self._process.stdout], [], [], timeout_s)[0])
+        return _is_readable(self._process.stdout, timeout_s)
 
 
 def launch(
@@ -125,7 +126,7 @@ def launch(
         assert process.stdin is not None and process.stdout is not None
         with process.stdin:
             process.stdin.write(msgspec.json.encode(dict(config)).decode())
-        if not select.select([process.stdout], [], [], ready_s)[0]:
+        if not _is_readable(process.stdout, ready_s):
             raise ConfigError(f"the cache server was not ready within {ready_s} s")
         said = process.stdout.readline()
         if not said.startswith("READY"):
@@ -143,6 +144,15 @@ def launch(
             raise ConfigError("the cache server ended while it started; its error output says why") from None
         raise
     return made
+
+
+def _is_readable(output: IO[str], timeout_s: float) -> bool:
+    """Whether there is something to read within this time, or the end. `select` would refuse descriptors from 1024 on,
+    which an engine with many connections has.
+    """
+    poller = select.poll()
+    poller.register(output, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def _drain_s(config: Mapping[str, object]) -> float:
