@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kv_core.clock import HandClock
@@ -22,10 +23,13 @@ from kv_testing.cache_servers import (
     store,
 )
 from kv_testing.wait import joined, until
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig, PeersConfig
+from kv_tiers.events.bus import EventBus
 from kv_tiers.server import RemoteCache, ServerConfig, wire
 from kv_tiers.server import caches as caches_module
 from kv_tiers.server import session as session_module
+from kv_tiers.server.caches import Caches
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.server import CacheServer
 
@@ -167,6 +171,28 @@ def test_opening_a_new_models_tiers_delays_nobody_else(served: ThreadedServer, m
     assert read(met[1], key_chain(2))
     for cache in (before, *met):
         cache.close()
+
+
+def test_a_server_that_ends_does_not_wait_for_a_cache_that_takes_long_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of many terabytes takes minutes, and whoever stops a server kills it before."""
+    go_on, build = threading.Event(), caches_module.build_local_cache
+    built: list[LocalCache] = []
+
+    def slow(*args: Any, **options: Any) -> LocalCache:
+        assert go_on.wait(10)
+        built.append(build(*args, **options))
+        return built[0]
+
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
+    monkeypatch.setattr(caches_module, "_OPENING_S", 0.05)
+    config = ServerConfig(host=HostConfig(capacity_bytes=1 << 20))
+    caches = Caches(config, HandClock(), EventBus(), lambda: None, lambda _: None)
+    assert caches.open(((4096,), "f"), [])
+    caches.close()
+    assert not built
+    go_on.set()
+    until(lambda: built and not built[0]._host.is_open)
+    assert not caches.opened()
 
 
 def test_a_session_holds_so_much_and_no_more(served: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:

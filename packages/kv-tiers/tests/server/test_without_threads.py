@@ -20,6 +20,7 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers.config import HostConfig
+from kv_tiers.drain_state import DrainState
 from kv_tiers.events.bus import EventBus
 from kv_tiers.host_port import HostPort
 from kv_tiers.messages import pack_keys
@@ -94,6 +95,24 @@ def test_a_format_that_could_not_be_opened_can_be_later_and_one_that_could_not_b
     assert caches.open(format_of("two"), [])
     until(caches.opened)
     assert caches.find(format_of("one")) is None and caches.find(format_of("two")) is not None
+
+
+def test_a_format_that_is_opened_during_a_drain_is_served_though_nothing_of_it_is_offered(ending: ExitStack) -> None:
+    config = ServerConfig(
+        host=HostConfig(capacity_bytes=8 * SLOT_BYTES), tiers=[{"type": "peers", "hosts": ["127.0.0.1:1"], **PATIENT}]
+    )
+    woken = threading.Event()
+    caches = Caches(config, HandClock(), EventBus(), woken.set, lambda _: None)
+    ending.callback(caches.close)
+    caches.drain(60.0, None)
+    caches.open(format_of("one"), [])
+    assert woken.wait(10)
+    with threads_left():
+        (opened,) = caches.opened()
+    assert opened.cache is not None
+    assert opened.cache.drain.state() == DrainState("stopped", "can't start new thread")
+    caches.drain(60.0, None)
+    until(lambda: opened.cache.drain.state() == DrainState("drained"))  # there is nothing to offer
 
 
 def test_jobs_that_could_not_be_started_do_not_run_for_ever() -> None:

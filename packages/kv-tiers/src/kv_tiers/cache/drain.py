@@ -84,8 +84,13 @@ class Drain:
             self._stop = threading.Event()
             self._state = DrainState("draining")
             work = _Work(self._host, self._index, self._lower, self._state, stop=self._stop, max_bytes=max_bytes)
-            self._thread = threading.Thread(target=work.run, args=(timeout_s,), name="kv-drain", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=work.run, args=(timeout_s,), name="kv-drain", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads for us
+                self._state = DrainState("stopped", str(error))
+            else:
+                self._thread = thread
 
     def end(self) -> None:
         """Stop offering, and take new chunks again. Returns at once."""

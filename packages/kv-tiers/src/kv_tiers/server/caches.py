@@ -9,9 +9,11 @@ not.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
@@ -29,6 +31,9 @@ from kv_tiers.server.config import ServerConfig
 from kv_tiers.tier import TierContext
 
 _log = limited_logger(__name__)
+
+_OPENING_S: Final = 5.0
+"""How long `close` waits for caches that are being opened. A large disk takes minutes, and no chunk is in its pool."""
 
 Format = tuple[tuple[int, ...], str]
 """The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
@@ -74,6 +79,8 @@ class Caches:
         self._opened: deque[Opened] = deque()
         self._left_s: dict[Format, float] = {}
         self._closing: list[threading.Thread] = []
+        self._end = threading.Lock()
+        self._is_closed = False  # from then on nobody takes what is `opened`; under that lock
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
         self._drained: tuple[float, int | None] | None = None
@@ -146,9 +153,15 @@ class Caches:
             cache.drain.end()
 
     def close(self) -> None:
-        """Complete pending spills, then close. Takes at most some seconds per cache."""
-        for thread in (*self._opening.values(), *self._closing):
+        """Complete pending spills, then close. Takes at most some seconds per cache. One that is still being opened
+        closes itself later."""
+        until_s = time.monotonic() + _OPENING_S
+        for thread in self._opening.values():
+            thread.join(max(0.0, until_s - time.monotonic()))
+        for thread in self._closing:
             thread.join()
+        with self._end:
+            self._is_closed = True
         self.opened()
         for cache in self._caches.values():
             _close(cache)
@@ -195,8 +208,14 @@ class Caches:
         except Exception as error:  # noqa: BLE001  # whatever it is, a client waits for an answer
             _log.exception("no cache of chunks of %s bytes could be made", wanted[0])
             failure = wire.Failed("fault", f"no cache could be made: {error}")
-        self._opened.append(Opened(wanted, cache, failure))
-        self._wake()
+        with self._end:
+            is_late = self._is_closed
+            if not is_late:
+                self._opened.append(Opened(wanted, cache, failure))
+        if not is_late:
+            self._wake()
+        elif cache is not None:
+            _close(cache)
 
 
 def _close(cache: LocalCache) -> None:
