@@ -108,6 +108,19 @@ def test_a_whole_chunk_lies_in_one_piece_while_there_is_a_free_slot_and_in_piece
     assert isinstance(place.extent.units, tuple) and len(list(runs(place.extent.units))) == 2
 
 
+def test_a_prompt_that_found_no_room_for_more_still_leaves_tail_first() -> None:
+    """Entries are reused in the order in which they were given up, so their numbers say nothing of the prompt's."""
+    index = ExtentIndex([3], GEOMETRY, LruPolicy())
+    old, new, other = (key_chain(4, branch=branch) for branch in ("old", "new", "other"))
+    for keys in (old[:3], new[:3]):
+        places, _, _ = index.reserve(keys, [600] * 3, None)
+        index.commit([place for place in places if place], [None, *keys[:2]])
+    assert [place.entry for place in places if place] == [2, 1, 0]
+    assert index.reserve(new[3:], [600], new[2]).places == [None]  # a chunk never leaves for its own descendants
+    assert index.reserve(other[:1], [600], None).evicted == [0]
+    assert index.holds(new[:3]) == [True, True, False]
+
+
 @pytest.mark.parametrize("size", [100, 600])
 def test_many_small_chunks_need_entries_too(size: int) -> None:
     """As many as the records that a directory has, however small they are."""

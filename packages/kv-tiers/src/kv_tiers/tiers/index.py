@@ -16,7 +16,7 @@ and the chunk keeps its entry.
 import threading
 import time
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -53,13 +53,15 @@ class _Protected:
 class _Search:
     """The search for room in one call.
 
-    protected: entries that must stay.
+    prompt: entries of the prompt that room is wanted for, in its order.
+    protected: those of them that must stay.
     skipped: those of them that the policy offered; they are put back into its order when the call ends.
     no_room_for: a search for this many free units failed, and none have been freed since.
     evicted: as for `Room`.
     cut: entries of which less is stored than before; they may have been evicted since.
     """
 
+    prompt: Collection[int]
     protected: Container[int]
     skipped: set[int] = field(default_factory=set)
     no_room_for: int = MAX_UNITS + 1
@@ -200,7 +202,7 @@ class ExtentIndex:
         places: list[Place | None] = []
         with self._lock:
             _, here = self._residency.resident(keys)
-            search = _Search(self._protected({*self._entries_above(parent), *here}))
+            search = self._search([*self._entries_above(parent), *here])
             missing = set(self._residency.not_held(keys))
             for at, (key, nbytes) in enumerate(zip(keys, stored_bytes, strict=True)):
                 place = None
@@ -258,7 +260,7 @@ class ExtentIndex:
             missing = wanted - sum(space.free_units for space in self._spaces)
             if missing <= 0:
                 return Room([], [], {})
-            search = _Search(self._protected(set(self._entries_above(parent))))
+            search = self._search(self._entries_above(parent))
             while missing > 0 and (entry := self._residency.victim(search.protected, search.skipped)) is not None:
                 units = len(self.extent(entry).units)
                 if self._shrink(entry, search.cut, last=True):
@@ -354,8 +356,9 @@ class ExtentIndex:
         self._free_entries = [[] for _ in self._spaces]
         self._untouched_entries = [0] * self._media
 
-    def _protected(self, entries: set[int]) -> Container[int]:
-        return entries if self._parts is None else _Protected(entries, self._parts)
+    def _search(self, prompt: Iterable[int]) -> _Search:
+        entries = dict.fromkeys(prompt).keys()
+        return _Search(entries, entries if self._parts is None else _Protected(entries, self._parts))
 
     def _room(self, key: ChunkKey, stored_bytes: int, search: _Search) -> Place | None:
         units = self._geometry.units_for(self._overhead_bytes + stored_bytes)
@@ -397,7 +400,7 @@ class ExtentIndex:
 
     def _ended(self, search: _Search, places: list[Place | None]) -> Room:
         if search.skipped:
-            self._residency.reinsert(sorted(search.skipped))
+            self._residency.reinsert([entry for entry in search.prompt if entry in search.skipped])
         # Without those that were evicted after all, whatever their entries are used for now.
         cut = {entry: share for entry in search.cut if (share := self._cut.get(entry)) is not None}
         return Room(places, search.evicted, cut)
