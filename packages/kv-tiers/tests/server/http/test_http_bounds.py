@@ -1,6 +1,8 @@
 """Clients of HTTP that hold connections and give nothing: health is answered, and nothing is held for ever."""
 
+import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -8,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import pytest
@@ -213,6 +216,18 @@ def test_the_reserve_answers_for_health_alone_and_not_for_long(url: str, monkeyp
         with connect(url) as silent:
             assert read_to_the_end(silent) == b""
         idle(first)
+
+
+def test_a_connection_that_fails_as_it_is_accepted_leaves_its_place(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as short:
+        short.setattr(asyncio.BaseEventLoop, "connect_accepted_socket", failing)
+        for _ in range(connections_module.MAX_OF_A_PEER):
+            with connect(url) as lost:
+                assert read_to_the_end(lost) == b""
+    assert httpx.get(f"{url}openapi.json").status_code == 200  # which is not only health
 
 
 # Who makes room.

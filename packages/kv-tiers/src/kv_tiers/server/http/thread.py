@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -174,7 +175,13 @@ class _HttpListener:
         self._room.enter(protocol)
         entering = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, accepted))
         self._entering.add(entering)
-        entering.add_done_callback(self._entering.discard)
+        entering.add_done_callback(partial(self._entered, protocol, accepted))
+
+    def _entered(self, protocol: BoundedProtocol, accepted: socket.socket, entering: asyncio.Task[object]) -> None:
+        self._entering.discard(entering)
+        if entering.cancelled() or entering.exception() is not None:
+            self._room.leave(protocol)  # which nothing else will tell of its end
+            accepted.close()
 
 
 def _turn_away(accepted: socket.socket) -> None:
