@@ -126,6 +126,21 @@ def test_a_disk_whose_every_read_fails_rests_and_loses_nothing(disk: Bench, tmp_
     again.lane.close()
 
 
+def test_a_chunk_that_could_not_be_read_and_has_left_since_is_forgotten(disk: Bench) -> None:
+    """A failing disk may have very many of them."""
+    assert isinstance(disk.tier, DiskTier)
+    chunks = disk.tier._chunks
+    with chunks.lock:
+        chunks.pass_over(KEYS[:3])
+    disk.clock.advance(60.0)
+    with chunks.lock:
+        chunks.pass_over(KEYS[3:])
+    assert chunks.is_passed_over(KEYS[3])
+    disk.clock.advance(60.0)
+    assert not chunks.is_passed_over(KEYS[3])
+    assert not chunks.has_unreadable()
+
+
 def test_chunks_that_cannot_be_read_are_passed_over_for_a_while_and_others_are_served(two_disks: Bench) -> None:
     assert two_disks.store(KEYS) == [Stored()] * 4
     with unreadable_device(slabs(two_disks)[1:]):

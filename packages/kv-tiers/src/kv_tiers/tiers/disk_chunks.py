@@ -145,6 +145,8 @@ class DiskChunks:
 
     def pass_over(self, keys: Iterable[ChunkKey]) -> None:
         """Skip these for a while: they could not be read. Under the lock."""
+        for other in list(self._unreadable):  # some have been evicted since, and are never looked up again
+            self.is_passed_over(other)
         self._unreadable.update(dict.fromkeys(keys, self.clock.now_s() + _UNREADABLE_REST_S))
 
     def readable_first(self) -> list[ChunkKey]:
