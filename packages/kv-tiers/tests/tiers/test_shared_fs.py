@@ -126,6 +126,38 @@ class TestSharedFs(PersistentTierContract):
         times[0] = 2
         assert self.load(keys) == [Absent()]
 
+    @pytest.mark.parametrize(("call", "times"), [("mkdir", 2), ("open", 2), ("replace", 1)])
+    def test_a_store_that_another_host_clears_away_begins_anew(
+        self, call: str, times: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Just before that call, which may be the second of its kind."""
+        keys = key_chain(2)
+        self.store(keys[:1])
+        other, real, left = make_shared_fs_tier(self.options, self.context), getattr(os, call), [times]
+
+        def clearing(path: str, *more: object, **options: object) -> object:
+            if self.mine._directory in path and left[0]:
+                left[0] -= 1
+                other.clear()
+            return real(path, *more, **options)
+
+        other.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, clearing)
+            self.store(keys[1:])
+        assert not left[0]
+        assert self.loaded(keys) == [False, True]
+
+    def test_a_directory_in_a_chunks_place_costs_only_that_chunk(self) -> None:
+        keys = key_chain(3)
+        Path(self.mine._path(keys[1])).mkdir(parents=True)
+        assert [type(outcome) for outcome in self.tier.store(self.writes(keys))] == [Stored, Refused, Refused]
+        assert not self.tier.usage().full
+        self.tier.discard(keys)
+        self.store(keys[2:])
+        assert self.loaded(keys) == [False, False, True]
+        assert [path.name for path in self.files()] == [Path(self.mine._path(keys[2])).name]
+
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
     def test_a_medium_that_takes_nothing_refuses_and_keeps_nothing(
         self, number: int, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
@@ -179,8 +180,8 @@ class SharedFsTier:
             refusal = outcomes[-1] if outcomes else None
             # Later chunks of the prompt are worth less than the one that was refused.
             outcomes.append(refusal if isinstance(refusal, Refused) else self._keep(write))
-        if outcomes:
-            self._full = outcomes[-1].reason if isinstance(outcomes[-1], Refused) else ""
+        if outcomes and isinstance(outcomes[-1], Stored):
+            self._full = ""
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
@@ -310,10 +311,8 @@ class SharedFsTier:
         """Reset the age of a file in use. Not at every use, because each is a message to the file system's host."""
         # This host's clock is good enough: if it is wrong, a message is sent too early or too late.
         if self._config.ttl_s and time.time() - used_at_s > self._config.ttl_s / 2:
-            try:
+            with suppress(OSError):  # only its owner can renew it, or it is gone
                 os.utime(path)
-            except OSError:  # only its owner can renew it, or it is gone
-                return
 
     def _keep(self, write: Write) -> StoreOutcome:
         path = self._path(write.key)
@@ -321,20 +320,32 @@ class SharedFsTier:
         if found is not None and self._is_chunk(found):
             self._renew(path, found.st_mtime)
             return Stored()
-        temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}{_TEMPORARY}"
-        try:
+        for may_try_again in (True, False):
             try:
-                now_s = self._write(temporary, write)
-                os.replace(temporary, path)
-            except BaseException:
-                self._forget(temporary)
-                raise
-        except OSError as error:
-            if error.errno in _FULL:
-                return Refused(f"{self._root}: {error.strerror}")
-            raise self._down(error) from error
+                now_s = self._put(path, write)
+                break
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._full = f"{self._root}: {error.strerror}"
+                    return Refused(self._full)
+                if error.errno == errno.EISDIR:
+                    return Refused(f"{path}: {error.strerror}")
+                # Perhaps another host cleared the directory in the meantime.
+                if error.errno not in _GONE or not may_try_again:
+                    raise self._down(error) from error
         self._sweep_some(now_s)
         return Stored()
+
+    def _put(self, path: str, write: Write) -> float:
+        """As for `_write`, under the final name."""
+        temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}{_TEMPORARY}"
+        try:
+            now_s = self._write(temporary, write)
+            os.replace(temporary, path)
+        except BaseException:
+            self._forget(temporary)
+            raise
+        return now_s
 
     def _write(self, temporary: str, write: Write) -> float:
         """Write the whole file, durably. Returns the time by the file system's clock."""
@@ -415,7 +426,7 @@ class SharedFsTier:
         except OSError as error:
             if error.errno in _NOT_OURS and not self._is_there(path):
                 return
-            if error.errno not in _GONE:
+            if error.errno not in _GONE and error.errno != errno.EISDIR:  # which is no chunk
                 raise self._down(error) from error
 
     def _is_there(self, path: str) -> bool:
@@ -425,10 +436,8 @@ class SharedFsTier:
 
     def _forget(self, path: str) -> None:
         """Remove the file if possible; it is not a valid chunk."""
-        try:
+        with suppress(OSError):
             os.unlink(path)
-        except OSError:
-            return
 
     def _see_root(self) -> None:
         if self._gid is None:
