@@ -4,6 +4,7 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.testing import key_chain
+from kv_testing.faults import Fault
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
 from kv_testing.wait import until
@@ -417,6 +418,36 @@ def test_what_a_tier_that_hangs_was_to_deliver_comes_from_the_next() -> None:
     tower.clock.advance(11.0)
     until(lambda: tower.ask(KEYS, "s").chunks == 6)
     tower.read(KEYS)
+    tower.close()
+
+
+def test_a_tier_that_hangs_or_is_slow_leaves_the_others_their_part_of_what_may_be_spilled() -> None:
+    """The call may read these slots until it returns, so they stay leased, whether the tier is bypassed or not."""
+    tower = Tower("through", "through", slots=8, threads=2)
+    tower.tiers[0].fault = "hang"
+    tower.store(KEYS)
+    until(lambda: tower.tiers[1].holds(KEYS) == [True] * 6)
+    assert [state.spill.under_way for state in tower.cache.lower.states()] == [1, 0]
+    tower.tiers[0].let_go()
+    until(lambda: tower.tiers[0].holds(KEYS) == [True] * 6)
+    tower.close()
+
+
+@pytest.mark.parametrize("fault", ["hang", "down"])
+def test_what_cannot_be_written_back_to_one_tier_is_to_the_others(fault: Fault) -> None:
+    tower = Tower("back", "back", slots=8, threads=2)
+    tower.tiers[0].fault = fault
+    tower.store(KEYS)
+    tower.store(key_chain(1, branch="crowd"))  # one has to leave
+    until(lambda: "store" in tower.tiers[0].calls)
+    if fault == "hang":
+        tower.clock.advance(11.0)
+    assert not tower.lanes[0].health()[0].serves
+    for number in range(6):
+        before = tower.cache.lower.states()[1].spill.stored
+        tower.store(key_chain(1, branch=str(number)))
+        until(lambda stored=before: tower.cache.lower.states()[1].spill.stored > stored)
+    assert tower.cache.lower.states()[0].spill.stored == 0
     tower.close()
 
 

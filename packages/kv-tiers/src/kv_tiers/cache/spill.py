@@ -5,8 +5,9 @@ are free (and at shutdown); it is evicted once it is stored. When stores arrive 
 once without waiting. A chunk is not leased until it is submitted to a lane, so a backlog blocks nothing: chunks that
 are evicted from the backlog are lost to the lower tier, and counted. While being stored a chunk is leased, so that it
 is found in the host tier until it can be found in the lower one. At most a part of each tenant's share is leased in
-this way, so the engine's own stores always find room. Shares take turns, so that one that has used up its part, or
-stores much, does not block the others.
+this way, so the engine's own stores always find room. Tiers have equal parts of that part: one that is slow, or hangs
+in a call, which may read these slots for as long as it does, leaves the others theirs. Shares take turns, so that one
+that has used up its part, or stores much, does not block the others.
 """
 
 import time
@@ -61,6 +62,8 @@ class _LowerTier:
     queues: the waiting chunks, for each share by slot, oldest first.
     share_of: the share of each slot in `queues`.
     turns: the shares that have waiting chunks and may lease more; the first is next.
+    leased: how many slots of each share are leased for stores to this tier.
+    emptying: how many of these are to be evicted afterwards.
     counts: of this tier.
     """
 
@@ -69,6 +72,8 @@ class _LowerTier:
     queues: dict[Share, OrderedDict[int, _Waiting]] = field(default_factory=dict)
     share_of: dict[int, Share] = field(default_factory=dict)
     turns: OrderedDict[Share, None] = field(default_factory=OrderedDict)
+    leased: Counter[Share] = field(default_factory=Counter)
+    emptying: Counter[Share] = field(default_factory=Counter)
     counts: SpillCounts = field(default_factory=SpillCounts)
 
     def find(self, slot: int) -> _Waiting | None:
@@ -123,9 +128,8 @@ class Spills:
         self._tiers = [_LowerTier(lane, mode) for lane, mode in lanes]
         self._part = part
         self._batch_chunks = batch_chunks
-        self._leased: Counter[Share] = Counter()
+        self._tiers_written = sum(mode != "never" for _, mode in lanes)
         self._stopped = False
-        self._emptying: Counter[Share] = Counter()
         self._writes_back = any(mode == "back" for _, mode in lanes)
         # By slot, the chunk that is there and the tiers that its requests exclude.
         self._withheld: dict[int, tuple[ChunkKey, frozenset[int]]] = {}
@@ -194,16 +198,17 @@ class Spills:
             self._host.publish_evicted("watermark")
 
     def _make_room(self, share: Share) -> None:
-        """Keep slots free for new chunks: evict the coldest ones, after storing those that a lower tier lacks."""
-        while share.slots - share.slots_used + self._emptying[share] < self._part_of(share):
+        """Keep slots free for new chunks: evict the coldest ones, after storing those that a lower tier lacks. A tier
+        that is away is not waited for, or the chunks would be lost to the others too when their slots are needed."""
+        every = [tier for tier in self._tiers if tier.mode == "back"]
+        tiers = [tier for tier in every if tier.lane.health()[0].serves] or every
+        while share.slots - share.slots_used + sum(tier.emptying[share] for tier in tiers) < self._part_of(share):
             slot = self._index.victim((), set(), share.policy)
             if slot is None:
                 return
             key = self._index.key_at(slot)
             lacking = [
-                (tier, waiting)
-                for tier in self._tiers
-                if tier.mode == "back" and (waiting := tier.find(slot)) is not None and waiting.key == key
+                (tier, waiting) for tier in tiers if (waiting := tier.find(slot)) is not None and waiting.key == key
             ]
             if not lacking:
                 self._host.evict(slot)
@@ -228,7 +233,7 @@ class Spills:
                     break
                 if tier.lane.drain(left) and done:
                     break
-                time.sleep(min(left, 0.002))  # the share's part is leased for stores to another tier
+                time.sleep(min(left, 0.002))  # the lane's last stores have ended, and are about to be settled
 
     def stop(self) -> int:
         """Submit nothing more. Returns how many chunks were not stored by then, summed over the tiers."""
@@ -253,7 +258,7 @@ class Spills:
         room = min(self._batch_chunks, tier.lane.room_for_stores()) if tier.turns else 0
         while room > 0 and tier.turns:
             share = next(iter(tier.turns))
-            its_room = min(room, self._part_of(share) - self._leased[share])
+            its_room = min(room, self._room_for(tier, share))
             if its_room <= 0:
                 del tier.turns[share]  # until some of its leased chunks have been stored
                 continue
@@ -282,8 +287,12 @@ class Spills:
     def _part_of(self, share: Share) -> int:
         return max(1, int(share.slots * self._part))
 
+    def _room_for(self, tier: _LowerTier, share: Share) -> int:
+        """How many more slots of the share may be leased for stores to this tier."""
+        return max(1, self._part_of(share) // self._tiers_written) - tier.leased[share]
+
     def _submit(self, batch: _Batch) -> bool:
-        if self._stopped or self._leased[batch.share] + len(batch.slots) > self._part_of(batch.share):
+        if self._stopped or len(batch.slots) > self._room_for(batch.tier, batch.share):
             return False
         pool = self._host.pool
         outgoing = [
@@ -291,8 +300,8 @@ class Spills:
             for slot, chunk in zip(batch.slots, batch.chunks, strict=True)
         ]
         batch.since = self._index.lease_bytes(batch.slots)
-        self._leased[batch.share] += len(batch.slots)
-        self._emptying[batch.share] += len(batch.slots) if batch.then_evict else 0
+        batch.tier.leased[batch.share] += len(batch.slots)
+        batch.tier.emptying[batch.share] += len(batch.slots) if batch.then_evict else 0
         batch.tier.counts.under_way += len(batch.slots)
         if batch.tier.lane.store(outgoing, lambda outcomes: self._stored(batch, outcomes)):
             return True
@@ -335,12 +344,11 @@ class Spills:
 
     def _settle(self, batch: _Batch) -> None:
         self._host.unlease(self._index.bytes_at(batch.slots, batch.since), of_bytes=True)
-        self._leased[batch.share] -= len(batch.slots)
-        self._emptying[batch.share] -= len(batch.slots) if batch.then_evict else 0
+        batch.tier.leased[batch.share] -= len(batch.slots)
+        batch.tier.emptying[batch.share] -= len(batch.slots) if batch.then_evict else 0
         batch.tier.counts.under_way -= len(batch.slots)
-        for tier in self._tiers:
-            if batch.share in tier.queues:
-                tier.turns[batch.share] = None
+        if batch.share in batch.tier.queues:
+            batch.tier.turns[batch.share] = None
 
     def _requeue(self, batch: _Batch) -> None:
         """Put the chunks back at the head of the queue."""
