@@ -451,6 +451,15 @@ def test_what_cannot_be_written_back_to_one_tier_is_to_the_others(fault: Fault) 
     tower.close()
 
 
+def test_a_tier_that_hangs_when_the_cache_is_closed_leaves_the_others_time() -> None:
+    tower = Tower("back", "back", slots=16, threads=1)
+    tower.tiers[0].fault = "hang"
+    tower.store(KEYS)
+    tower.cache.lower.drain(0.5)
+    assert tower.tiers[1].holds(KEYS) == [True] * 6
+    tower.close()
+
+
 def test_promoted_chunks_of_a_named_pool_are_there_for_the_next_process() -> None:
     HostPool.unlink("below-test")
     try:

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 
 from kv_core.keys import ChunkKey, by_chain
 from kv_core.outcome import Stored, StoreOutcome
@@ -27,6 +27,9 @@ from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane
 
 WriteMode = Literal["through", "back", "never"]
+
+_DRAIN_TURN_S: Final = 0.02
+"""How long a drain waits for one tier before it turns to the next."""
 
 
 @dataclass(slots=True)
@@ -222,18 +225,21 @@ class Spills:
     def drain(self, timeout_s: float) -> None:
         """Store all waiting chunks, also those to be written back, as far as time allows. Without the lock."""
         until = time.monotonic() + timeout_s
-        for tier in self._tiers:
-            while tier.lane.health()[0].serves:
-                with self._host.lock:
-                    while self._hand_over(tier):
-                        pass
-                    done = not tier.share_of
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                if tier.lane.drain(left) and done:
-                    break
-                time.sleep(min(left, 0.002))  # the lane's last stores have ended, and are about to be settled
+        tiers = self._tiers
+        while tiers := [tier for tier in tiers if not self._is_drained(tier, until)]:
+            time.sleep(0.002)  # the last stores of a lane have ended, and are about to be settled
+
+    def _is_drained(self, tier: _LowerTier, until: float) -> bool:
+        """Submit what waits for this tier, and wait a little for it. True: it is all stored, or can no longer be."""
+        with self._host.lock:
+            while self._hand_over(tier):
+                pass
+            is_submitted = not tier.share_of
+        left = until - time.monotonic()
+        if left <= 0 or not tier.lane.health()[0].serves:
+            return True
+        # Not until it is done: it may hang, and the time is also that of the others.
+        return tier.lane.drain(min(left, _DRAIN_TURN_S)) and is_submitted
 
     def stop(self) -> int:
         """Submit nothing more. Returns how many chunks were not stored by then, summed over the tiers."""
