@@ -29,8 +29,10 @@ from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_confi
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -59,8 +61,6 @@ _GENERATED = 1 << 23
 """What the KV of a generated token differs by under a reference window."""
 _NO_TOKEN = 2
 """A guess that is never right."""
-
-
 NGRAM = {"method": "ngram", "prompt_lookup_max": 2}
 """The drafter that needs no model."""
 HAS_NEWER_RUNNER = Version(version) >= Version("0.33")
@@ -121,9 +121,8 @@ class Oracle:
         self.vllm_config.scheduler_config.async_scheduling = asynchronous  # vLLM turns it off on a CPU
         self.vllm_config.cache_config.num_gpu_blocks = blocks
         if "state" in kinds:  # vLLM would choose its blocks by the model's real layers
-            self.vllm_config.cache_config.mamba_cache_mode = "align"
-            self.vllm_config.cache_config.block_size = BLOCK_TOKENS
-            self.vllm_config.cache_config.mamba_block_size = BLOCK_TOKENS
+            cached = self.vllm_config.cache_config
+            cached.mamba_cache_mode, cached.block_size, cached.mamba_block_size = "align", BLOCK_TOKENS, BLOCK_TOKENS
         self.kinds = tuple(kinds)
         self.guesses = guesses
         self._saves = saves
@@ -162,10 +161,8 @@ class Oracle:
         self.generated: dict[str, list[int]] = {}
         self.external: dict[str, int] = {}
         self.errors: set[str] = set()
-        self.unfilled: set[int] = set()
-        """Blocks that the connector has reported as not holding what it promised."""
-        self.answers: dict[str, dict[str, Any]] = {}
-        """By request, the `kv_transfer_params` that its proxy gets."""
+        self.unfilled: set[int] = set()  # blocks that are reported as not holding what was promised
+        self.answers: dict[str, dict[str, Any]] = {}  # by request, the `kv_transfer_params` that its proxy gets
         self._pending: deque[tuple[Any, list[Work], bool]] = deque()
         """Steps that were scheduled, and whether that was before the one before them was executed."""
 
@@ -193,9 +190,6 @@ class Oracle:
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, extra_args=said)
         hasher = getattr(self, "_block_hasher", None)
         if hasher is None and self.vllm_config.cache_config.enable_prefix_caching:
-            from vllm.utils.hashing import sha256
-            from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-
             init_none_hash(sha256)
             hasher = self._block_hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         request = Request(

@@ -1,0 +1,165 @@
+"""Which path is the fastest for a copy or a file: measured, kept in tables, and read again."""
+
+import argparse
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from kv_core.errors import ConfigError
+from kv_core.tools.cli import main
+from kv_cuda.copy.copy_paths import (
+    CopyPaths,
+    FileCopyPaths,
+    copy_paths_file,
+    fastest,
+    file_copy_paths_file,
+    read_copy_paths,
+    read_file_copy_paths,
+    write_copy_paths,
+    write_file_copy_paths,
+)
+from kv_cuda.files.cufile import NoCuFile
+from kv_cuda.files.host_files import HostFiles
+from kv_cuda.tune import bench_cli
+from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
+from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
+
+
+def test_the_table_follows_from_what_was_measured(tmp_path: Path) -> None:
+    table = fastest({
+        4096: {"direct": 9.0, "staged": 11.0, "driver": 2.0},
+        65536: {"direct": 9.0, "staged": 11.0, "driver": 10.0},
+        1 << 20: {"direct": 9.0, "staged": 11.0, "driver": 20.0},
+    })  # fmt: skip
+    assert table == ((0, "staged"), (1 << 20, "driver"))
+    path = tmp_path / "deep" / "copy-paths.json"
+    write_copy_paths(path, CopyPaths(load=table, store=((0, "direct"),)))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    copy_paths = read_copy_paths(path)
+    assert copy_paths == CopyPaths(load=table, store=((0, "direct"),))
+    assert copy_paths.choose("load", 2 << 20, may_stage=True, can_drive=True) == "driver"
+    assert copy_paths.choose("load", 2 << 20, may_stage=True, can_drive=False) == "staged"
+    assert copy_paths.choose("load", 512, may_stage=False, can_drive=True) == "direct"
+    assert copy_paths.choose("store", 2 << 20, may_stage=True, can_drive=True) == "direct"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"version": 2, "load": [[0, "direct"]], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [[0, "direct"]]}',
+        '{"version": 1, "load": [[0, "tunnel"]], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [[5, "direct"]], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [[0, "direct"], [0, "staged"]], "store": [[0, "direct"]]}',
+        '{"version": 1, "load": [[true, "direct"]], "store": [[0, "direct"]]}',
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "copy-paths.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="remove it, or measure again: kv bench copy"):
+        read_copy_paths(path)
+
+
+def test_without_a_file_the_built_in_table_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_copy_paths(tmp_path / "none.json") == CopyPaths()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert copy_paths_file("NVIDIA H200/../x") == tmp_path / "kv-cuda" / "copy-paths-nvidia-h200----x.json"
+
+
+def test_measuring_finds_every_path_in_both_directions() -> None:
+    sizes = Sizes(layers=1, heads=1, chunk_tokens=4, chunks=1, block_tokens=(1, 4))
+    measured = list(measure_copy_paths(torch.device("cpu"), sizes))
+    assert {(one.direction, one.copy_path) for one in measured} == {
+        (direction, copy_path) for direction in ("load", "store") for copy_path in ("direct", "staged")
+    }
+    assert {one.run_bytes for one in measured} == {256, 1024}
+    assert all(one.gbps > 0 and one.limit_gbps > 0 for one in measured)
+    table = copy_paths_from(measured)
+    best = max((one for one in measured if one.run_bytes == 1024 and one.direction == "load"), key=lambda one: one.gbps)
+    assert table.choose("load", 1024, may_stage=True, can_drive=False) == best.copy_path
+
+
+def test_measuring_files_finds_both_paths_and_which_is_faster(tmp_path: Path) -> None:
+    sizes = Sizes(layers=1, heads=1, chunk_tokens=4, chunks=3, block_tokens=(4,))
+    cpu, files = torch.device("cpu"), HostFiles()
+    measured = list(measure_files(cpu, tmp_path, files, sizes))
+    assert {(one.direction, one.copy_path) for one in measured} == {
+        (direction, copy_path) for direction in ("load", "store") for copy_path in ("direct", "staged")
+    }
+    assert all(one.gbps > 0 and one.limit_gbps > 0 and one.directory == str(tmp_path) for one in measured)
+    assert not list(tmp_path.iterdir()), "what was written is removed"
+    copy_paths = file_copy_paths_from(measured)
+    for direction in ("load", "store"):
+        best = max((one for one in measured if one.direction == direction), key=lambda one: one.gbps)
+        assert copy_paths.takes_direct(direction, str(tmp_path / "kv-0" / "slab-0000")) == (best.copy_path == "direct")
+    alone = list(measure_files(cpu, tmp_path, NoCuFile("none here", ""), sizes))
+    assert {one.copy_path for one in alone} == {"staged"}
+    assert file_copy_paths_from(alone) == FileCopyPaths(), "there is nothing to choose"
+    with pytest.raises(ConfigError, match="cannot be measured: No such file"):
+        list(measure_files(cpu, tmp_path / "none", NoCuFile("", ""), sizes))
+
+
+def test_the_command_keeps_which_path_is_faster_for_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `kv bench copy --file` does on a GPU, with small chunks, and the host's files where cuFile would be."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small = Sizes(layers=1, heads=1, chunk_tokens=4, block_tokens=(4,))
+    monkeypatch.setattr("kv_cuda.tune.measure_files.Sizes", lambda: small)
+    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: HostFiles())
+    for number, json_lines in (("1", False), ("2", True)):
+        disk = tmp_path / number
+        disk.mkdir()
+        asked = argparse.Namespace(file=disk, json=json_lines, dry_run=False)
+        kept = bench_cli._file_copy_paths(torch.device("cpu"), "test", asked)
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == 4
+        assert all(json.loads(line)["directory"] == str(disk) if json_lines else str(disk) in line for line in said)
+    assert kept is not None
+    assert set(read_file_copy_paths(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
+    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: NoCuFile("no driver", "get one"))
+    assert bench_cli._file_copy_paths(torch.device("cpu"), "test", asked) is None
+    assert "no direct path: no driver. get one" in capsys.readouterr().err
+    asked.dry_run = True
+    assert bench_cli._file_copy_paths(torch.device("cpu"), "test", asked) is None
+
+
+def test_which_path_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = file_copy_paths_file("NVIDIA H200")
+    assert path == tmp_path / "kv-cuda" / "file-copy-paths-nvidia-h200.json"
+    assert read_file_copy_paths(path) == FileCopyPaths()
+    copy_paths = FileCopyPaths({"/nvme": {"load": "direct", "store": "staged"}})
+    write_file_copy_paths(path, copy_paths)
+    assert read_file_copy_paths(path) == copy_paths
+
+
+@pytest.mark.parametrize(
+    "directories",
+    [
+        "[]",
+        '{"nvme": {"load": "direct", "store": "direct"}}',
+        '{"/": {"load": "tunnel", "store": "direct"}}',
+        '{"/": 5}',
+    ],
+)
+def test_a_file_that_says_no_paths_of_files_is_refused(tmp_path: Path, directories: str) -> None:
+    path = tmp_path / "file-copy-paths.json"
+    path.write_text(f'{{"version": 1, "directories": {directories}}}')
+    with pytest.raises(ConfigError, match="remove it, or measure again: kv bench copy"):
+        read_file_copy_paths(path)
+
+
+def test_the_command_says_what_is_missing_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["bench", "copy"]) == 2
+    assert "there is no such GPU; `kv doctor` says what is missing" in capsys.readouterr().err
+    assert main(["bench", "copy", "--device", "tape"]) == 2
+    assert "write cuda" in capsys.readouterr().err
