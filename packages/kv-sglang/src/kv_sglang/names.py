@@ -1,12 +1,22 @@
 """The names of a prompt's pages: SGLang's own hashes, and the digest of the tokens after the last whole page.
 
 Both engines of a hand-over, and every cache, compute them from the same tokens, so no name has to be trusted.
+
+A request may give embeddings in place of tokens. SGLang then shares none of its KV: it accepts `input_embeds` only
+without a prefix cache, and keeps prompts with `positional_embed_overrides` out of it. A hand-over still has to name
+the pages, so their names contain the embeddings too.
 """
 
+import hashlib
+from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import torch
 from kv_core.hashing import ChainScheme
+
+_EMBEDDED: Final = b"kv-sglang: pages of embeddings"
+"""Before what is hashed, so that no prompt of tokens has such a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +58,20 @@ def names_of(req: Any, tree: Any) -> Names:
     if tail_tokens:
         root = storage_namespace_seed(req.extra_key, req.cache_salt) or ""
         hashes.append(tail_of(req, tree.page_size, hashes[-1] if hashes else root))
+    if embeddings := _embeddings_of(req):
+        hashes = [hashlib.sha256(_EMBEDDED + embeddings + bytes.fromhex(each)).hexdigest() for each in hashes]
     return Names(tuple(hashes), tail_tokens)
+
+
+def _embeddings_of(req: Any) -> bytes:
+    """The digest of the embeddings that a request gives in place of tokens; empty if it gives none."""
+    whole, some = req.input_embeds, req.positional_embed_overrides
+    if whole is None and some is None:
+        return b""
+    digest = hashlib.sha256()
+    for row in whole or ():
+        digest.update(array("d", row))
+    if some is not None:
+        digest.update(array("q", some.positions))
+        digest.update(some.embeds.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.digest()
