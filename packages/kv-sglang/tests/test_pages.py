@@ -182,6 +182,22 @@ def test_quantised_pages_come_back_within_their_bound_into_another_layout(
     assert cache.attach(half, wanted=wanted).held(hashes(2)) == 0
 
 
+def test_pages_that_the_format_cannot_represent_are_not_stored_and_others_are(
+    cache: Cache, make_pool: MakePool
+) -> None:
+    """One request's NaN costs the pages of its write, not the cache."""
+    pool = make_pool("mha", "page_first")
+    fill(pool)
+    pool.kv_buffer[0, slots(1)[0]] = float("nan")
+    store = cache.attach(pool, wanted="int8")
+    assert store.write(hashes(1), slots(0)) == [True]
+    assert store.write(hashes(3), slots(0, 1, 2)) == [True, False, False]
+    assert store.held(hashes(3)) == 1
+    assert store.write(hashes(2, "another"), slots(2, 3)) == [True, True]
+    assert store.read(hashes(2, "another"), slots(4, 5)) == [True, True]
+    assert store.read(hashes(1), slots(3)) == [True]
+
+
 def test_a_format_that_the_models_pages_cannot_have_is_refused(make_pool: MakePool) -> None:
     with pytest.raises(ConfigError, match=r"format is int8, and this model's pages .* leave format out"):
         describe(make_pool("mamba"), "kv", "int8")

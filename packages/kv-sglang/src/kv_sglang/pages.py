@@ -19,11 +19,12 @@ from typing import Final, Generic, TypeVar
 
 from kv_core.connect.controls import NO_CONTROLS, Controls
 from kv_core.cost import Costs, Use
-from kv_core.errors import InputError
+from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import ReadLease
+from kv_core.service import ReadLease, WriteLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_tiers import HostPool, LocalCache
@@ -35,6 +36,8 @@ from kv_tiers.server.remote_cache import RemoteCache
 from kv_sglang.metrics import NO_FIGURES, Figures, OncePerRequest
 from kv_sglang.pools import PoolPages
 from kv_sglang.requests import RequestPages
+
+_log = limited_logger(__name__)
 
 _ASK_AGAIN_S: Final = 0.0005
 _PROMISES: Final = 16
@@ -236,7 +239,7 @@ class PageStore:
         *,
         behind: Sequence[str] = (),
     ) -> list[bool]:
-        """Copy pages from `slots` where they are not held yet. False: there was no room, or it may not be stored.
+        """Copy pages from `slots` where they are not held yet. False: there was no room, or it is not to be stored.
 
         before: the hashes of the prompt's pages before these, so that none of them is evicted to make room.
         behind: the same if they are in another pool.
@@ -278,21 +281,31 @@ class PageStore:
                 self.cache.release(lease)
                 self._end_all()
                 lease = self.cache.begin_store(keys, holder, tiers=tiers)
+            failed = bool(lease.refused)
             if lease.keys:
-                with self._copier(copier) as binding:
-                    plan = self.plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
-                    binding.store(plan).wait()
-                self.cache.commit(lease)
-                self._figures.add("stored_tokens", len(lease.keys) * self.pages.page_slots)
-                self._figures.add("stored_bytes", len(lease.keys) * self.pages.format.nbytes)
-                self._figures.look_at(self.cache)
-            self._figures.add("stores_failed", int(bool(lease.refused)))
-            if not lease.refused:
+                try:
+                    self._copy_in(lease, place, copier)
+                except CopyFailed as error:  # also pages that the format cannot represent (docs/formats/quantised.md)
+                    failed = True
+                    self.cache.release(lease)
+                    _log.warning("pages could not be stored and were discarded: %s", error)
+            self._figures.add("stores_failed", int(failed))
+            if not failed:
                 return [True] * len(keys)
             kept = self._lookup(keys, holder, 0.0, NO_CONTROLS).chunks
             return [number < kept for number in range(len(keys))]
         finally:
             self.cache.end(holder)
+
+    def _copy_in(self, lease: WriteLease, place: Mapping[ChunkKey, int], copier: Copier | None) -> None:
+        """Copy the leased pages from their slots, and commit them."""
+        with self._copier(copier) as binding:
+            plan = self.plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
+            binding.store(plan).wait()
+        self.cache.commit(lease)
+        self._figures.add("stored_tokens", len(lease.keys) * self.pages.page_slots)
+        self._figures.add("stored_bytes", len(lease.keys) * self.pages.format.nbytes)
+        self._figures.look_at(self.cache)
 
     def close(self) -> None:
         """Release the pool's memory, and everything promised. No call may be in progress."""
