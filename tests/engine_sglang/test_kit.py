@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from kv_core.errors import ConfigError
+from kv_core.lookup import Ended, LookupPlan
 from kv_tiers.attach.identity import ServedModel, Weights, key_space
 from kv_tiers.server.process import ServerProcess, launch
 from sglang.srt.environ import envs
@@ -234,6 +235,31 @@ def test_a_fault_of_ours_turns_the_cache_off_and_the_tree_goes_on(fixtures: Fixt
     assert match_prefix(cache, sequence).host_hit_length == 0
     assert "batch_get_v1 raised ZeroDivisionError" in backend.off
     assert backend.batch_exists([]) == 0 and backend.batch_set_v1(["00" * 32], torch.arange(16)) == [False]
+
+
+@pytest.mark.parametrize("fixtures", [pytest.param((FULL, True), id="full")], indirect=True)
+def test_the_scheduler_of_a_decode_engine_does_not_wait_for_slower_tiers(fixtures: Fixtures) -> None:
+    """It asks in its loop (`query_storage_hit_length`), while other requests decode."""
+    sequence = fixtures._make_seq(15000, 4)
+    fixtures._l3_produce(fixtures._make_storage_dir(), sequence)
+    cache, _, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+    cache.prefetch_threshold = 1
+    service = cache.cache_controller.storage_backend._kv.cache
+
+    def ask() -> int:
+        return int(cache.query_storage_hit_length(cache.root_node_handle(), list(sequence)))
+
+    def promoting(keys: Any, holder: str, **named: Any) -> LookupPlan:
+        promoted.append(named["wait_for_promotion"])
+        return LookupPlan(holder, 0, Ended.PENDING, ())
+
+    promoted: list[bool] = []
+    with mock.patch.object(service, "lookup", promoting):
+        assert ask() == ask() == 0
+    assert promoted == [True, True]
+    assert ask() == len(sequence)
+    fixtures._consume_prefetch(cache, sequence, CacheRequestHandle("fits", 0))
+    assert match_prefix(cache, sequence).host_hit_length == len(sequence)
 
 
 @pytest.mark.parametrize("fixtures", [pytest.param((FULL, True), id="full")], indirect=True)

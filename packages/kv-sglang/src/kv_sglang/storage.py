@@ -1,7 +1,8 @@
 """The class that SGLang calls. Each method translates its arguments and makes one call; the logic is in
 `kv_sglang.pages`.
 
-SGLang's threads for lookups, reads and writes call concurrently. No exception leaves a hook once the engine serves: a
+SGLang's threads for lookups, reads and writes call concurrently, and a decode engine's scheduler looks up too, which
+must not wait. No exception leaves a hook once the engine serves: a
 bug of ours turns the cache off with a traceback in the log, and the engine continues. Before it serves, anything that
 cannot be served correctly is an error that says what to do.
 """
@@ -80,6 +81,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         self._pages: dict[str, PoolPages] = {}
         self._attached = Attached()
         self._stats = _Stats()
+        self._scheduler = threading.get_ident()  # SGLang makes its storage on the scheduler's thread
         if getattr(storage_config, "attn_cp_size", 1) > 1:
             raise ConfigError(
                 "kv-sglang cannot tell which share of a page a rank of context parallelism has; start with "
@@ -140,6 +142,9 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
 
     @guarded(always(0))
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        if threading.get_ident() == self._scheduler:
+            # An engine that decodes for another one asks in its loop, and again in each step until the request fits.
+            return self._kv.ready(keys, f"{self._kv.name}-in-the-loop-{keys[-1] if keys else ''}")
         return self._kv.held(keys)
 
     @guarded(_none_of)
