@@ -12,6 +12,8 @@ import torch
 from kv_core.cost import Use
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import FormatSetting
+from kv_cuda.copy.cpu import CpuCopier
+from kv_cuda.copy.streams import DoneEvent
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
 from kv_sglang.requests import RequestPages
@@ -420,6 +422,24 @@ def test_three_threads_at_once(cache: Cache, make_pool: MakePool, rows_of: Rows)
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_thread_that_has_ended_keeps_no_pool(
+    cache: Cache, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang starts others whenever it empties its caches."""
+    store = cache.attach(make_pool("mha", "page_first"))
+    attached: list[str] = []
+    monkeypatch.setattr(CpuCopier, "attach", lambda _self, pool, _view: attached.append(pool))
+    monkeypatch.setattr(CpuCopier, "detach", lambda _self, pool: attached.remove(pool))
+    monkeypatch.setattr(CpuCopier, "store", lambda _self, _plan: DoneEvent())
+    for number in range(5):
+        thread = threading.Thread(target=store.write, args=(hashes(1, str(number)), slots(0)))
+        thread.start()
+        thread.join()
+        assert len(attached) == 1
+    store.close()
+    assert attached == []
 
 
 def test_a_hash_that_is_none_is_an_error(cache: Cache, make_pool: MakePool) -> None:

@@ -124,7 +124,7 @@ class PageStore:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._promises: OrderedDict[str, _Promise] = OrderedDict()  # by their holders, oldest first
-        self._bindings: list[PoolBinding[Copier]] = []
+        self._bindings: list[tuple[threading.Thread, PoolBinding[Copier]]] = []
         self._mine = threading.local()
 
     def keys(self, hashes: Iterable[str]) -> list[ChunkKey]:
@@ -312,7 +312,7 @@ class PageStore:
         self._end_all()
         with self._lock:
             every, self._bindings = self._bindings, []
-        for binding in every:
+        for _, binding in every:
             binding.unbind()
 
     def taken(self, hashes: Sequence[str]) -> None:
@@ -417,7 +417,13 @@ class PageStore:
         if mine is None:
             mine = self._mine.binding = PoolBinding(self.pages.copier())
             with self._lock:
-                self._bindings.append(mine)
+                # SGLang replaces its threads whenever it empties its caches. What one of them has bound would keep the
+                # pool of a server mapped that has been replaced since.
+                ended = [each for each in self._bindings if not each[0].is_alive()]
+                self._bindings = [each for each in self._bindings if each not in ended]
+                self._bindings.append((threading.current_thread(), mine))
+            for _, binding in ended:
+                binding.unbind()
         yield mine.on(self.cache.pool)
 
     def _promise(self, holder: str, keys: Sequence[ChunkKey], plan: LookupPlan) -> None:
