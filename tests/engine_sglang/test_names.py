@@ -1,19 +1,27 @@
 """The names of a hand-over's pages, by SGLang's own hashes: the same where the KV is the same, and only there."""
 
+from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from kv_sglang.names import Names, names_of
+from kv_sglang.transfer import plugin
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
 TREE = SimpleNamespace(page_size=4)
 
 
-def names(tokens: int = 10, **given: Any) -> Names:
-    """Of a prompt of the same token, as SGLang replaces embeddings by."""
+def request(tokens: Sequence[int], **given: Any) -> Any:
     usual = {"extra_key": None, "cache_salt": None, "input_embeds": None, "positional_embed_overrides": None}
-    return names_of(SimpleNamespace(origin_input_ids=[1] * tokens, **usual | given), TREE)
+    return SimpleNamespace(origin_input_ids=array("q", tokens), **usual | given)
+
+
+def names(**given: Any) -> Names:
+    """Of a prompt of the same token, as SGLang replaces embeddings by."""
+    return names_of(request([1] * 10, **given), TREE)
 
 
 def at(*positions: int, value: float = 1.0) -> PositionalEmbeds:
@@ -35,3 +43,30 @@ def test_prompts_with_embeddings_among_their_tokens_neither() -> None:
     some = [at(1, 2), at(1, 3), at(1, 2, value=2.0)]
     every = [names(), *(names(positional_embed_overrides=each) for each in some)]
     assert len({page for each in every for page in each.hashes}) == 4 * 3
+
+
+class Side:
+    """A sender or a receiver."""
+
+    def __init__(self) -> None:
+        self.named: list[Names] = []
+        self.failed: list[str] = []
+
+    def name_pages(self, names: Names) -> None:
+        self.named.append(names)
+
+    def fail(self, why: str) -> None:
+        self.failed.append(why)
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, -3, 4, 5], [1, 2, 3, 4, -5]])
+def test_a_prompt_that_has_no_names_costs_its_request_and_not_the_engine(tokens: list[int]) -> None:
+    """SGLang accepts any `input_ids`, and an engine that decodes never looks them up in its model."""
+    sent, received = Side(), Side()
+    asked = request(tokens, disagg_kv_sender=sent)
+    plugin._name_sent(True, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=TREE)), asked)
+    plugin._name_received(SimpleNamespace(kv_receiver=received), SimpleNamespace(tree_cache=TREE), asked)
+    assert sent.named == received.named == []
+    assert sent.failed == received.failed and "negative" in sent.failed[0]
+    plugin._name_received(SimpleNamespace(kv_receiver=received), SimpleNamespace(tree_cache=TREE), request([1] * 5))
+    assert [each.tail_tokens for each in received.named] == [1]

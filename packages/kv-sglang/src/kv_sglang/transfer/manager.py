@@ -373,6 +373,11 @@ class _ClosesRoom:
     kv_mgr: KVManager
     bootstrap_room: int
 
+    def fail(self, why: str) -> None:
+        """End the request: SGLang aborts it when it polls next."""
+        self.kv_mgr.record_failure(self.bootstrap_room, f"kv-sglang cannot hand over: {why}")
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
     def clear(self) -> None:
         self.kv_mgr.close_room(self.bootstrap_room)
         super().clear()  # type: ignore[misc]  # SGLang's class, which is next
@@ -399,12 +404,8 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
         super().init(prefill_dp_rank)
         info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
         if info is not None and info.attn_tp_size != self.kv_mgr.attn_tp_size:
-            self.kv_mgr.record_failure(
-                self.bootstrap_room,
-                f"kv-sglang hands over between equal numbers of ranks: {info.attn_tp_size} compute prompts, and "
-                f"{self.kv_mgr.attn_tp_size} decode",
-            )
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            own = self.kv_mgr.attn_tp_size
+            self.fail(f"the numbers of ranks differ: {info.attn_tp_size} compute prompts, and {own} decode")
 
     def send_metadata(
         self,

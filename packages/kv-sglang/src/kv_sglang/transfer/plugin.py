@@ -61,15 +61,27 @@ def _attach_pool(made: Any, queue: Any) -> None:
 
 
 def _name_sent(created: bool, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """SGLang does not tell a sender which request's pages it sends. A warm-up request's sender sends nothing."""
-    if created and hasattr(req.disagg_kv_sender, "name_pages"):
-        from kv_sglang.names import names_of
-
-        req.disagg_kv_sender.name_pages(names_of(req, queue.scheduler.tree_cache))
+    """SGLang does not tell a sender which request's pages it sends."""
+    if created:
+        _name(req.disagg_kv_sender, req, queue.scheduler.tree_cache)
 
 
 def _name_received(made: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    if hasattr(made.kv_receiver, "name_pages"):
-        from kv_sglang.names import names_of
+    _name(made.kv_receiver, req, queue.tree_cache)
 
-        made.kv_receiver.name_pages(names_of(req, queue.tree_cache))
+
+def _name(side: Any, req: Any, tree: Any) -> None:
+    """side: the sender or receiver. That of a warm-up request moves nothing.
+
+    SGLang does not check a prompt's tokens before this, so a client may have sent anything: it costs that request.
+    """
+    if not hasattr(side, "name_pages"):
+        return
+    from kv_sglang.names import names_of
+
+    try:
+        names = names_of(req, tree)
+    except Exception as error:  # noqa: BLE001  # any error would end the engine
+        side.fail(f"the pages of its prompt have no names: {error}")
+    else:
+        side.name_pages(names)
