@@ -40,12 +40,20 @@ def always() -> bool:
 class Side:
     """One engine's pool and its exchange. before_copy: is called before each copy."""
 
-    def __init__(self, cache: LocalCache, pool: Any, *, wait_s: float = 0.0, in_doubt: bool = False) -> None:
+    def __init__(
+        self,
+        cache: LocalCache,
+        pool: Any,
+        *,
+        wait_s: float = 0.0,
+        in_doubt: bool = False,
+        weights: LiveWeights = WEIGHTS,
+    ) -> None:
         self.pool = pool
         pages = describe(pool, "kv", "auto")
         fingerprint = pages.format.fingerprint
         space = LiveKeySpace(
-            WEIGHTS, kv_dtype=pages.dtype, format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}"
+            weights, kv_dtype=pages.dtype, format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}"
         )
         self.store = PageStore(cache, space, pages, shard=0, wait_s=0.0)
         self.before_copy: Callable[[], object] = lambda: None
@@ -204,6 +212,31 @@ def test_pages_of_other_weights_are_not_handed_over(make_side: Callable[..., Sid
     side = make_side(in_doubt=True)
     assert side.exchange.put(names(1), 0, slots(0), always).startswith("the weights have changed")
     assert side.store.cache.counts().chunks_resident == 0
+
+
+def test_engines_whose_weights_were_updated_go_on_handing_over(make_side: Callable[..., Side], rows_of: Rows) -> None:
+    """Each engine has a name of its own for weights that nothing identifies, and tells the other."""
+    model = ServedModel("sglang", "m", None, "float32", dummy_seed=0)
+    one, other = LiveWeights(model), LiveWeights(model)
+    prefill, decode = make_side(1, weights=one), make_side(2, weights=other)
+
+    def hand_over(seed: str) -> str:
+        named = names(2, seed)
+        assert prefill.exchange.put(named, 0, slots(0, 1), always) == ""
+        given_by = prefill.store.revision
+        return decode.exchange.get(named, 0, slots(3, 4), always, threading.Lock(), given_by=given_by)
+
+    assert hand_over("before") == ""
+    one.changed("an update")
+    assert hand_over("in between") == "page 0 of the prompt is not in the cache"
+    other.changed("an update")
+    decode.pool.kv_buffer.zero_()
+    assert hand_over("after") == ""
+    assert torch.equal(rows_of(decode.pool, of(3, 4)), rows_of(prefill.pool, of(0, 1)))
+    assert decode.store.held(names(2, "after").hashes) == 0  # what it computes itself is not taken for the other's
+    one.changed("an update")
+    assert hand_over("again") == ""
+    assert decode.exchange.get(names(2, "before"), 0, slots(3, 4), always, threading.Lock()) != ""
 
 
 def test_a_bug_in_one_hand_over_does_not_end_the_others(

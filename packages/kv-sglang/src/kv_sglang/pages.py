@@ -127,8 +127,16 @@ class PageStore:
         self._bindings: list[tuple[threading.Thread, PoolBinding[Copier]]] = []
         self._mine = threading.local()
 
-    def keys(self, hashes: Iterable[str]) -> list[ChunkKey]:
+    @property
+    def revision(self) -> str:
+        """Of the weights of pages that are written now; empty while they are not known."""
+        space = self._space.now
+        return "" if space is None else space.revision
+
+    def keys(self, hashes: Iterable[str], given_by: str = "") -> list[ChunkKey]:
         """The keys of these pages; empty while the key space is not known.
+
+        given_by: the revision of another engine's weights, for pages that it hands over.
 
         Raises:
             InputError: the hashes are not SGLang's page hashes.
@@ -137,7 +145,7 @@ class PageStore:
             digests = [bytes.fromhex(each) for each in hashes]
         except (TypeError, ValueError):
             raise InputError("a page's key is not the hex digits of a SHA-256") from None
-        space = self._space.now
+        space = self._space.handed_over(given_by) if given_by else self._space.now
         return space.keys(digests, shards=self._shards) if space is not None else []
 
     def held(self, hashes: Sequence[str], until: float | None = None) -> int:

@@ -71,12 +71,22 @@ class Exchange:
                 return refused or "another thread has not finished storing them"
         return "the request has ended"
 
-    def get(self, names: Names, first: int, slots: Sequence[int], is_wanted: Wanted, lock: threading.Lock) -> str:
+    def get(
+        self,
+        names: Names,
+        first: int,
+        slots: Sequence[int],
+        is_wanted: Wanted,
+        lock: threading.Lock,
+        *,
+        given_by: str = "",
+    ) -> str:
         """Load pages `first …` of the prompt to `slots`. Empty, or why they are not loaded.
 
         lock: held while the device is written to, so that nothing is written while another thread holds it.
+        given_by: the revision of the weights with which they were computed, according to the other engine.
         """
-        keys = self._store.keys(names.hashes[first : first + len(slots)])
+        keys = self._store.keys(names.hashes[first : first + len(slots)], given_by)
         if not keys:
             return "the weights of the engine are not known"
         cache, missing, coming = self._store.cache, _Waiting(self._wait_s), _Waiting(self._hold_s)

@@ -59,6 +59,22 @@ class _Peer:
     is_dummy: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a prefill engine says of a prompt.
+
+    pages: how many of its pages are in the cache.
+    last: the name of the last of them.
+    weights: the revision of the weights with which they were computed.
+    metadata: SGLang's, with the last page.
+    """
+
+    pages: int
+    last: str
+    weights: str
+    metadata: Sequence[bytes]
+
+
 class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes are untyped here
     """The manager of one rank."""
 
@@ -245,7 +261,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def _tell(self, peers: Sequence[_Peer], room: int, names: Names, pages: int, metadata: Sequence[bytes]) -> None:
         """Notify the peers that pages up to this number are in the cache."""
         last = names.hashes[pages - 1].encode("ascii")
-        parts = [_PAGES, b"%d" % room, b"%d" % self._prefill_unique_rank(), b"%d" % pages, last, *metadata]
+        weights = self._attached.stores[KV].revision.encode()
+        parts = [_PAGES, b"%d" % room, b"%d" % self._prefill_unique_rank(), b"%d" % pages, last, weights, *metadata]
         for peer in peers:
             address = NetworkAddress(peer.endpoint, peer.dst_port)
             self._send_multipart_locked(address.to_tcp(), parts, is_ipv6=address.is_ipv6)
@@ -293,54 +310,52 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     def _hear_prefill(self, message: Sequence[bytes]) -> None:
         if message[0] == _PAGES:
-            _, room, rank, pages, last, *metadata = message
-            said_last = last.decode("ascii")
-            job = partial(
-                self._load, room=int(room), rank=int(rank), pages=int(pages), last=said_last, metadata=metadata
-            )
+            _, room, rank, pages, last, weights, *metadata = message
+            said = _Said(int(pages), last.decode("ascii"), weights.decode(), metadata)
             assert self._lanes is not None
-            self._lanes.add(int(room), job)
-        elif not self.handle_abort_ack_message(list(message)) and (said := self.parse_kv_status_message(list(message))):
-            room_number, status, prefill_rank, reason = said
+            self._lanes.add(int(room), partial(self._load, room=int(room), rank=int(rank), said=said))
+        elif not self.handle_abort_ack_message(list(message)) and (
+            ended := self.parse_kv_status_message(list(message))
+        ):
+            room_number, status, prefill_rank, reason = ended
             if status == KVPoll.Failed:  # success is known here first
                 self.apply_prefill_status(
                     bootstrap_room=room_number, status=status, prefill_rank=prefill_rank, failure_reason=reason
                 )
 
-    def _load(
-        self, exchange: Exchange, *, room: int, rank: int, pages: int, last: str, metadata: Sequence[bytes]
-    ) -> None:
+    def _load(self, exchange: Exchange, *, room: int, rank: int, said: _Said) -> None:
         with self._rooms:
             coming = self._coming.get(room)
         if coming is None or self.request_status.get(room) in (None, KVPoll.Failed):
             return  # it was given up
         try:
-            why = self._fetch(exchange, coming, pages, last, metadata)
+            why = self._fetch(exchange, coming, said)
         except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be loaded")
             why = f"{type(error).__name__}: {error}"
         if why:
             self.record_failure(room, f"kv-sglang could not take over: {why}")
             self.update_status(room, KVPoll.Failed)
-        elif metadata:
+        elif said.metadata:
             self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=rank)
 
-    def _fetch(self, exchange: Exchange, coming: Coming, pages: int, last: str, metadata: Sequence[bytes]) -> str:
-        """Load the pages up to this number. Empty, or why not all are loaded."""
+    def _fetch(self, exchange: Exchange, coming: Coming, said: _Said) -> str:
+        """Load the pages that are in the cache. Empty, or why not all are loaded."""
         hashes = coming.names.hashes
-        if not 0 < pages <= len(hashes) or hashes[pages - 1] != last:
+        if not 0 < said.pages <= len(hashes) or hashes[said.pages - 1] != said.last:
             return (
                 "the prefill engine names the prompt's pages differently: it has a different prompt, page size or "
                 "adapter"
             )
-        while (first := coming.loaded) < pages:
-            count = min(pages - first, self._batch_pages)
+        while (first := coming.loaded) < said.pages:
+            count = min(said.pages - first, self._batch_pages)
             slots = coming.slots[first - coming.first :][:count]
-            if why := exchange.get(coming.names, first, slots, lambda: coming.is_open, coming.lock):
+            names, lock = coming.names, coming.lock
+            if why := exchange.get(names, first, slots, lambda: coming.is_open, lock, given_by=said.weights):
                 return why
             coming.loaded = first + count
-        if metadata:
-            return self._take_metadata(coming, metadata)
+        if said.metadata:
+            return self._take_metadata(coming, said.metadata)
         return ""
 
     def _take_metadata(self, coming: Coming, metadata: Sequence[bytes]) -> str:

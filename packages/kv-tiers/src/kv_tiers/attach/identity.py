@@ -77,6 +77,10 @@ class ServedModel:
     beside: Sequence[tuple[str, str]] = ()
 
 
+_UNIQUE: Final = "engine-"
+"""Begins the revisions that are unique to an engine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The identity of a model's weights.
@@ -161,7 +165,7 @@ class LiveWeights:
         """The engine's weights have changed in an unknown way: they get a unique identity from now on."""
         with self._lock:
             self._changes += 1
-            self._take(f"engine-{self._engine}-{self._changes}")
+            self._take(f"{_UNIQUE}{self._engine}-{self._changes}")
         _log.warning(
             "%s: the weights of %s may have changed, so chunks stored before are no longer found, and chunks stored "
             "from now on live no longer than this engine",
@@ -189,7 +193,7 @@ class LiveWeights:
                 self._now = weights
                 self._settled.set()
             else:
-                self._take(f"engine-{self._engine}-0")
+                self._take(f"{_UNIQUE}{self._engine}-0")
         if weights is None:
             _log.warning(
                 "the weights of %s are identified neither by a commit nor by files on this machine: stored chunks "
@@ -222,6 +226,7 @@ class LiveKeySpace:
         self._shape = {"kv_dtype": kv_dtype, "format_fingerprint": format_fingerprint, "world": world, "chain": chain}
         self._tags = tags
         self._last: tuple[Weights | None, KeySpace | None] = (None, None)
+        self._of_another: tuple[Weights, KeySpace] | None = None
 
     @property
     def now(self) -> KeySpace | None:
@@ -229,12 +234,27 @@ class LiveKeySpace:
         weights = self.weights.now
         of, space = self._last
         if weights is not of:
-            space = None
-            if weights is not None:
-                made = key_space(self.weights.model, weights, **self._shape)  # type: ignore[arg-type]
-                space = replace(made, tags=(*made.tags, *self._tags))
+            space = self._made(weights) if weights is not None else None
             self._last = (weights, space)
         return space
+
+    def handed_over(self, revision: str) -> KeySpace | None:
+        """The key space of what another engine of this model hands over to this one.
+
+        revision: of the other's weights. If those of both are identified by nothing, the other's name for them counts,
+        as only the user can know that they are the same. Otherwise it is this engine's own key space.
+        """
+        own = self.weights.now
+        if own is None or not (own.revision.startswith(_UNIQUE) and revision.startswith(_UNIQUE)):
+            return self.now
+        weights, made = replace(own, revision=revision), self._of_another
+        if made is None or made[0] != weights:
+            made = self._of_another = weights, self._made(weights)
+        return made[1]
+
+    def _made(self, weights: Weights) -> KeySpace:
+        made = key_space(self.weights.model, weights, **self._shape)  # type: ignore[arg-type]
+        return replace(made, tags=(*made.tags, *self._tags))
 
 
 def identify(model: ServedModel, memory: DigestMemory, *, stopped: threading.Event | None = None) -> Weights | None:
