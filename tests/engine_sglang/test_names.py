@@ -45,6 +45,14 @@ def test_prompts_with_embeddings_among_their_tokens_neither() -> None:
     assert len({page for each in every for page in each.hashes}) == 4 * 3
 
 
+def test_a_request_that_is_computed_again_has_the_names_of_what_was_decoded_too() -> None:
+    """The decode engine has a part of it as its answer, and sends all of it to the prefill engine as a prompt."""
+    answered = {"output_ids": array("q", [11, 12, 13]), "pd_rebootstrap_in_progress": True}
+    again = names_of(request(range(1, 11), **answered), TREE)
+    assert again == names_of(request([*range(1, 11), 11, 12, 13]), TREE)
+    assert again.tail_tokens == 1 and len(again.hashes) == 4
+
+
 class Side:
     """A sender or a receiver."""
 

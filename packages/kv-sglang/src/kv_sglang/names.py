@@ -38,22 +38,31 @@ def hashes_of(req: Any, tree: Any) -> list[str]:
 
     core = getattr(tree, "tree_core", None)  # a decode engine without a tree lacks it
     is_eagle = core is not None and core.is_eagle
-    key = RadixKey(req.origin_input_ids, extra_key=req.extra_key, is_bigram=is_eagle, cache_salt=req.cache_salt)
+    key = RadixKey(_prompt_of(req), extra_key=req.extra_key, is_bigram=is_eagle, cache_salt=req.cache_salt)
     return list(get_storage_hash_str(key.page_aligned(tree.page_size), page_size=tree.page_size))
 
 
 def tail_of(req: Any, page_tokens: int, last_page: str) -> str:
     """The digest of the tokens after the last whole page, as stored on vLLM. last_page: empty if there is none."""
-    tokens = list(req.origin_input_ids)
+    tokens = list(_prompt_of(req))
     tail = tokens[len(tokens) // page_tokens * page_tokens :]
     return ChainScheme("sha256", page_tokens).extend_tail(bytes.fromhex(last_page), tail).hex()
+
+
+def _prompt_of(req: Any) -> "array[int]":
+    """The tokens whose KV is handed over. A decode engine that gave up a request in the middle
+    (`pause_generation(mode="retract")`) has its prompt and its answer so far computed again as a prompt."""
+    if getattr(req, "pd_rebootstrap_in_progress", False):
+        return array("q", [*req.origin_input_ids, *req.output_ids])
+    tokens: array[int] = req.origin_input_ids
+    return tokens
 
 
 def names_of(req: Any, tree: Any) -> Names:
     """The names of all pages with KV of a request's prompt."""
     from sglang.srt.mem_cache.utils import storage_namespace_seed
 
-    tail_tokens = len(req.origin_input_ids) % tree.page_size
+    tail_tokens = len(_prompt_of(req)) % tree.page_size
     hashes = hashes_of(req, tree)
     if tail_tokens:
         root = storage_namespace_seed(req.extra_key, req.cache_salt) or ""
