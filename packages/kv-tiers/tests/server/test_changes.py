@@ -14,6 +14,7 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
 from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache
+from kv_tiers.config import ColdConfig
 from kv_tiers.events.bus import EventBus
 from kv_tiers.events.changes import Change, ChangeLog, Changes
 from kv_tiers.events.events import Committed, Evicted, Forgotten
@@ -125,6 +126,27 @@ def test_what_comes_back_from_a_tier_is_among_them(seed: int) -> None:
     assert (
         tower.cache.counts().chunks_evicted > 0 and sum(state.lane.loaded for state in tower.cache.lower.states()) > 50
     )
+    tower.close()
+    bus.close()
+
+
+def test_what_leaves_at_once_to_keep_slots_free_has_entered_before() -> None:
+    """Else it would be among them for good."""
+    bus = EventBus()
+    cold = ColdConfig(batch_bytes=2 * 4096, spill_share=1.0, prefetch_share=1.0, drain_s=0.2)
+    tower = Tower("back", slots=4, cold=cold, events=bus.source("", (CHUNK_BYTES,)))
+    reader, keys = Reader(tower.cache.changes_since), key_chain(3)
+    reader.read()
+    tower.cache.commit(tower.cache.begin_store(keys, "w", tiers=()))
+    assert reader.read() == set(tower.cache.admin.resident_keys()) == set()
+    tower.store(keys)
+    tower.run()
+    assert reader.read() == set(tower.cache.admin.resident_keys()) == set()
+    tower.ask(keys)
+    tower.cache.end("r")
+    tower.run()
+    assert tower.lanes[0].counts().loaded > 0
+    assert reader.read() == set(tower.cache.admin.resident_keys()) == set()
     tower.close()
     bus.close()
 

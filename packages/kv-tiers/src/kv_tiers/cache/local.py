@@ -253,13 +253,14 @@ class LocalCache:
             found = self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than the chunks just added, and must not be evicted before them.
             self._host.touch(write.chain)
-            self._spills.committed(write.keys, write.slots, write.chain, lower=write.lower)
             if write.hold_s:
                 kept = [slot for key in found if (slot := self._index.find(key)) is not None]
                 self._hold(kept, write.chain, self._clock.now_s(), write.hold_s)
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
                 self.events.publish(events.Committed(write.holder, write.number, found, seconds))
+            # Last, because it keeps slots free, for which it may evict these chunks too.
+            self._spills.committed(write.keys, write.slots, write.chain, lower=write.lower)
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
         now_s = self._clock.now_s()

@@ -478,7 +478,6 @@ class Promotions:
                 self._presence.was_in_time(job.tier)
                 self._index.lease(here)
                 wait.slots += here
-            self._spills.committed(keys, slots, chain, above=job.tier, lower=promotion.lower)
         if arrivals and self._host.events.on:
             found = [key for key, _ in pairs]
             self._host.events.publish(
@@ -492,3 +491,5 @@ class Promotions:
                     job.estimated_s,
                 )
             )
+        # Last, because it keeps slots free, for which it may evict these chunks too.
+        self._spills.committed(keys, slots, job.chain, above=job.tier, lower=promotion.lower)
