@@ -68,6 +68,19 @@ def test_written_back_each_share_keeps_room_of_its_own() -> None:
     tower.close()
 
 
+def test_what_waits_to_go_down_waits_once_although_a_quota_was_set_meanwhile() -> None:
+    """In two shares' queues it would never have left the first, and closing would not have ended."""
+    tower = Tower("back", slots=24)
+    (waiting,) = tower.cache.lower.spills._tiers
+    tower.store(key_chain(8, salt="ann"))
+    tower.cache.admin.set_quota(ANN, 9 * SLOT)
+    tower.lanes[0]._jobs._max_store_chunks = 0  # as if many others were being stored
+    assert tower.store(key_chain(1, branch="more", salt="ann")) == 1
+    assert sum(map(len, waiting.queues.values())) == len(waiting.share_of) == 9
+    tower.lanes[0]._jobs._max_store_chunks = 256
+    tower.close()
+
+
 def test_going_down_shares_take_turns() -> None:
     tower = Tower("through", slots=64, quotas={ANN: 32 * SLOT})
     lane = tower.lanes[0]

@@ -84,6 +84,7 @@ class _LowerTier:
         return None if share is None else self.queues[share][slot]
 
     def add(self, slot: int, chunk: _Waiting, share: Share) -> None:
+        self.remove(slot)  # it may wait in the queue of the share that its tenant had before a quota was set
         self.queues.setdefault(share, OrderedDict())[slot] = chunk
         self.share_of[slot] = share
         self.turns[share] = None
