@@ -460,6 +460,22 @@ def test_a_tier_that_hangs_when_the_cache_is_closed_leaves_the_others_time() -> 
     tower.close()
 
 
+def test_a_named_pool_that_is_closed_before_all_went_down_keeps_what_did_not() -> None:
+    """Slots are no longer kept free: nobody stores what is evicted for it."""
+    HostPool.unlink("below-test")
+    try:
+        tower = Tower("back", pool=HostPool.named("below-test", CHUNK_BYTES, 8, fingerprint="t"))
+        keys = key_chain(8)
+        tower.store(keys)
+        assert tower.cache.lower.states()[0].lane.queued == 2
+        tower.cache.close()
+        again = LocalCache(HostPool.named("below-test", CHUNK_BYTES, 8, fingerprint="t"))
+        assert again.lookup(keys, "r").chunks == 8
+        again.close()
+    finally:
+        HostPool.unlink("below-test")
+
+
 def test_promoted_chunks_of_a_named_pool_are_there_for_the_next_process() -> None:
     HostPool.unlink("below-test")
     try:

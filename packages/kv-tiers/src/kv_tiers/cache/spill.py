@@ -193,6 +193,8 @@ class Spills:
 
     def _pump(self, share: Share) -> None:
         """Submit as many chunks as the lanes have room for, now that this share has new ones."""
+        if self._stopped:
+            return  # which chunks the lower tiers lack is no longer known, so none may be evicted
         for tier in self._tiers:
             if tier.mode == "through":
                 while self._hand_over(tier):
