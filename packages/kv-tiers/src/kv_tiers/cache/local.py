@@ -385,6 +385,7 @@ class LocalCache:
         self.pool.close()
 
     def _verify(self, doubtful: Doubtful) -> None:
+        """Verify adopted chunks, and end the pins and holds of damaged ones. Takes the lock itself."""
         if self._host.verify(doubtful):
             with self._lock:
                 self.admin.unpin_forgotten()
