@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 import threading
+import uuid
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -16,7 +17,7 @@ from kv_testing.faults import FAULTS, Fault
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import FINGERPRINT, Tower
 from kv_testing.wait import joined
-from kv_tiers import chunk_header
+from kv_tiers import HostPool, LocalCache, chunk_header
 from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.testing.tier_contract import content
 
@@ -63,6 +64,27 @@ def test_a_chunk_comes_from_the_pool_and_from_a_tier_that_answers_from_memory(to
     assert reads.holds([*KEYS, *key_chain(1, branch="nobody's")]) == [True] * 3 + [False]
     assert [is_right(reads, key) for key in KEYS] == [True] * 3
     assert tower.tiers[0].calls.count("load") == 3
+
+
+def test_a_peer_does_not_get_what_an_earlier_process_left_damaged() -> None:
+    """The checksum that is sent is of whatever is there, and would vouch for the wrong bytes."""
+    name = f"peers-{uuid.uuid4().hex}"
+    try:
+        before = Tower(slots=4, pool=HostPool.named(name, CHUNK_BYTES, 4))
+        before.store(KEYS)
+        before.close()
+        cache = LocalCache(HostPool.named(name, CHUNK_BYTES, 4))
+        slot = cache._index.find(KEYS[1])
+        assert slot is not None
+        with cache.pool.chunk(slot, CHUNK_BYTES) as chunk:
+            chunk[7] ^= 1
+        reads = cache.reads_for_peers(FINGERPRINT)
+        assert [is_right(reads, key) for key in KEYS] == [True, None, True]
+        counts = cache.counts()
+        assert (counts.chunks_damaged, counts.chunks_resident, counts.slots_used) == (1, 2, 2)
+        cache.close()
+    finally:
+        HostPool.unlink(name)
 
 
 def test_a_remote_tier_is_never_asked(tower: Tower) -> None:

@@ -348,7 +348,8 @@ class LocalCache:
     def reads_for_peers(self, fingerprint: str) -> PeerReads:
         """fingerprint: of the chunks' format."""
         format_id = chunk_header.format_id(fingerprint)
-        return PeerReads(self._host, self._index, self.lower.local_lanes(), format_id, self.holds)
+        lanes = self.lower.local_lanes()
+        return PeerReads(self._host, self._index, lanes, format_id, self.holds, verify=self._verify)
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()

@@ -18,7 +18,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 
 from kv_tiers.cache.holds import Holds
-from kv_tiers.cache.host import AT_ONCE, HostTier
+from kv_tiers.cache.host import AT_ONCE, Doubtful, HostTier
 from kv_tiers.chunk_header import HEADER_BYTES, pack_header
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.residency import Residency
@@ -43,9 +43,20 @@ class StoredChunk:
 class PeerReads:
     """Reads of one cache by peers, on any thread but an engine's, because it waits for lower tiers."""
 
-    def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], format_id: bytes, holds: Holds) -> None:
-        """lanes: of the tiers that answer from memory, hottest first. format_id: of the chunks."""
+    def __init__(
+        self,
+        host: HostTier,
+        index: Residency,
+        lanes: Sequence[Lane],
+        format_id: bytes,
+        holds: Holds,
+        *,
+        verify: Callable[[Doubtful], None],
+    ) -> None:
+        """lanes: of the tiers that answer from memory, hottest first. format_id: of the chunks. verify: called without
+        the lock with adopted chunks that a peer wants."""
         self._holds = holds
+        self._verify = verify
         self._host = host
         self._index = index
         self._lanes = lanes
@@ -99,12 +110,17 @@ class PeerReads:
 
         The header names no parent: the peer that requests chunks knows their order.
         """
-        with self._host.lock:
-            self._host.check_open()
-            slot = self._index.find(key)
-            if slot is not None:
-                since = self._index.lease_bytes([slot])
-                leased = self._host.pool.chunk(slot, self._host.pool.sizes.of(key))
+        while True:
+            with self._host.lock:
+                self._host.check_open()
+                slot = self._index.find(key)
+                doubtful = self._host.lease_doubtful([] if slot is None else [slot])
+                if slot is not None and not doubtful:
+                    since = self._index.lease_bytes([slot])
+                    leased = self._host.pool.chunk(slot, self._host.pool.sizes.of(key))
+            if not doubtful:
+                break
+            self._verify(doubtful)  # or the checksum that is sent would vouch for bytes that nobody has verified
         if slot is None:
             with self._read_lower(key, timeout_s) as stored:
                 yield stored
