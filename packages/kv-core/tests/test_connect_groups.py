@@ -1,6 +1,8 @@
 """The halves with a model of three groups, full attention, a window and a linear layer, against a toy engine."""
 
-from hypothesis import given, settings
+from typing import Literal
+
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_core.connect.admission import StateAdmission, StateKind
 from kv_core.connect.inputs import RequestTokens, Scheduled
@@ -61,16 +63,25 @@ def test_nothing_is_found_of_a_step_of_which_one_group_could_not_be_stored() -> 
     assert (machine.worker.counts.stores_failed, machine.worker.counts.bytes_stored) == (1, 0)
 
 
-@given(st.integers(1, 12), st.integers(1, 8), st.data())
+@given(st.sampled_from(["window", "local"]), st.integers(1, 12), st.integers(1, 8), st.integers(0, 32))
+@example("window", 1, 2, 0)
+@example("local", 8, 2, 0)
 @settings(deadline=None)
-def test_what_is_stored_covers_every_load(window: int, chunks: int, data: st.DataObject) -> None:
-    """Of each boundary whose chunks were all stored, every block that a load fills was there."""
-    group = GroupShape(BLOCK, Coverage("window", window), WINDOW)
-    start = data.draw(st.integers(0, chunks * CHUNK - 1))
-    left = max(0, start - window + 1) // BLOCK
+def test_what_is_stored_covers_every_load(
+    kind: Literal["window", "local"], size: int, chunks: int, computed: int
+) -> None:
+    """Of each boundary whose chunks were all stored, every block that a load fills was there, and no chunk is stored
+    of which no block was.
+
+    computed: tokens of the step that stores them; 0, if they are stored again by a later one.
+    """
+    group = GroupShape(BLOCK, Coverage(kind, size), WINDOW)
+    start = max(0, chunks * CHUNK - computed)
+    left = group.coverage.first_token(start) // BLOCK
     table = [NO_BLOCK] * left + list(range(1, chunks * CHUNK // BLOCK - left + 1))
     first = stored_from(group, table, chunks, CHUNK)
-    assert first <= -(-start // CHUNK) or window == 1  # nothing that this step computed is left out
+    assert first <= -(-start // CHUNK)  # nothing that this step computed is left out
+    assert NO_BLOCK not in without_holes(table)[first * CHUNK // BLOCK :]
     for boundary in range(1, chunks + 1):
         since = load_from(group, 0, boundary * CHUNK)
         if since // CHUNK >= first:

@@ -209,6 +209,11 @@ class ToyHybrid(RuleBasedStateMachine):
         if self.service.held and not self.service.promised:
             self.service.forget([data.draw(st.sampled_from(sorted(self.service.held)))])
 
+    @rule()
+    def reset(self) -> None:
+        """What was stored is stored again, also by requests whose windows have passed it."""
+        self.scheduler.reset()
+
     @invariant()
     def only_those_who_hold_are_promised(self) -> None:
         if hasattr(self, "scheduler"):

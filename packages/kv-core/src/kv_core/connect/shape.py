@@ -110,9 +110,9 @@ def stored_from(group: GroupShape, table: Sequence[int], chunks: int, chunk_toke
     first = chunks
     for chunk in reversed(range(chunks)):
         end = (chunk + 1) * chunk_tokens
-        needed = max(chunk * chunk_tokens, group.coverage.first_token(end))
-        blocks = table[needed // group.block_tokens : end // group.block_tokens]
-        if needed < end and NO_BLOCK in blocks:
+        # Its last block too where no hit needs any of it, or there would be nothing to store.
+        needed = min(max(chunk * chunk_tokens, group.coverage.first_token(end)), end - 1)
+        if NO_BLOCK in table[needed // group.block_tokens : end // group.block_tokens]:
             break
         first = chunk
     return first
