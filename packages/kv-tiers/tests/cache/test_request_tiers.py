@@ -174,6 +174,19 @@ def test_a_chunk_that_is_forgotten_and_stored_again_is_its_new_requests_alone() 
     tower.close()
 
 
+def test_chunks_are_held_before_slots_are_kept_free_for_others() -> None:
+    """They may go down now, so the slots are kept free of which the tier that is written back lacks nothing."""
+    tower = Tower("through", "back", slots=4)
+    store(tower, KEYS[:3], ())
+    tower.cache.begin_store(key_chain(1, branch="being written"), "s")
+    tower.cache.begin_store(KEYS[:3], "w", hold_s=30.0, tiers=("tier0",))
+    assert tower.cache.holds.chunks == 2  # half of the pool
+    assert tower.cache.lookup(KEYS, "r").chunks == 2
+    tower.cache.end("w")
+    tower.clock.advance(31.0)
+    tower.close()
+
+
 CHAINS = ([*KEYS[:3], *key_chain(3, branch="left")], KEYS, key_chain(5, branch="other"))
 TIERS = (None, (), ("host",), ("tier0",), ("tier1",), ("host", "tier0", "tier1"))
 

@@ -219,10 +219,11 @@ class LocalCache:
             self._totals.chunks_refused += refused
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
             write.lower = lower
-            self._spills.allow(own_slots, chain, lower)
             if hold_s > 0:
                 write.hold_s = hold_s
                 self._hold(list(dict.fromkeys(own_slots)), chain, now_s, hold_s)
+            # After the hold, because it may evict chunks that are not held to keep slots free.
+            self._spills.allow(own_slots, chain, lower)
         why = ""
         if refused:
             why = (
