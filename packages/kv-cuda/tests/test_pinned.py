@@ -14,6 +14,7 @@ from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.pinned import CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
 from kv_cuda.quantise.copier import QuantisingCopier
 from kv_testing.layouts import TOKENS, small_caches
+from kv_testing.threads import threads_left
 from kv_testing.wait import until
 
 
@@ -105,6 +106,21 @@ def test_what_cannot_be_pinned_ahead_costs_nothing_until_it_is_needed() -> None:
         pinned.pin(2048, 10)
     pinned.unpin()
     assert not driver.held
+
+
+def test_without_a_thread_nothing_is_pinned_ahead_and_all_else_goes_on() -> None:
+    driver = Driver()
+    pinned = PinnedMapping(0, 4096, driver, slice_bytes=1024)
+    with threads_left():
+        pinned.pin(0, 10)
+        pinned.pin(1024, 10)
+        assert list(driver.held) == [0, 1024]
+        pinned.unpin()
+    assert not driver.held
+    pinned.pin(0, 10)
+    nobody_pins()
+    assert list(driver.held) == [0, 1024]
+    pinned.unpin()
 
 
 def test_a_limit_on_locked_memory_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,13 @@ class PinnedMapping:
         if following in self._registered or following * self._slice >= self._bytes or self._is_refused:
             return
         if self._ahead is None or not self._ahead.is_alive():
-            self._ahead = threading.Thread(target=self._pin_ahead, args=(following,), name="kv-pin", daemon=True)
-            self._ahead.start()
+            ahead = threading.Thread(target=self._pin_ahead, args=(following,), name="kv-pin", daemon=True)
+            try:
+                ahead.start()
+            except RuntimeError as error:  # the system has no more threads for us; the next call tries again
+                _log.debug("the host pool is not pinned ahead for now: %s", error)
+                return
+            self._ahead = ahead
 
     def unpin(self) -> None:
         """Unregister everything: nothing may be copied to or from it any more. Does nothing in a forked child."""
