@@ -3,6 +3,7 @@
 import random
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from threading import Event
@@ -18,6 +19,7 @@ from kv_cuda.copy import behind
 from kv_cuda.copy.behind import LayerCopy, copy_behind, copying_thread, pays_behind
 from kv_cuda.kernels import installed_kernels
 from kv_testing.layouts import BLOCKS, TOKENS, SmallCache, small_caches
+from kv_testing.threads import threads_left
 
 CHUNK = 3 * TOKENS
 CACHES = small_caches()
@@ -183,6 +185,25 @@ def test_a_pool_that_is_detached_meanwhile_is_read_to_the_end(busy: Event) -> No
     for event in events:
         event.wait()
     assert loaded.is_loaded()
+
+
+@needs_c
+def test_what_has_no_thread_is_copied_by_the_call_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor keeps it until it has a thread, when the blocks and the slots belong to others."""
+    executor = ThreadPoolExecutor(1)
+    monkeypatch.setattr(behind, "copying_thread", lambda: executor)
+    cache = next(iter(CACHES.values()))
+    loaded, stored = Loaded(cache), Stored(cache)
+    with threads_left():
+        events = [*loaded.copier.load_layers(loaded.plan), stored.copier.store(stored.plan)]
+    assert all(event.done() for event in events)
+    assert loaded.is_loaded() and stored.pool == stored.chunks
+    stored.pool[:] = bytes(len(stored.pool))
+    for tensor in loaded.tensors:
+        _bytes(tensor).fill_(1)
+    executor.submit(lambda: None).result()
+    assert not any(stored.pool) and all(bool((_bytes(tensor) == 1).all()) for tensor in loaded.tensors)
+    executor.shutdown()
 
 
 def test_one_thread_copies_a_layer_and_the_others_wait_for_it() -> None:

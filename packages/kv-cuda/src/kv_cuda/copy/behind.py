@@ -55,9 +55,14 @@ class LayerCopy:
 
 
 def copy_behind(layers: Sequence[Callable[[], None]]) -> list[LayerCopy]:
-    """Start copying these layers, in their order."""
+    """Start copying these layers, in their order; or copy them, if the system has no more threads for this process."""
     copies = [LayerCopy(copy) for copy in layers]
-    copying_thread().submit(_copy_all, copies)
+    try:
+        copying_thread().submit(_copy_all, copies)
+    except RuntimeError:
+        # The executor keeps them nevertheless. A thread that it can start later must find nothing left to copy: by then
+        # the memory on both sides may belong to others.
+        _copy_all(copies)
     return copies
 
 
