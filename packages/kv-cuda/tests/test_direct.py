@@ -26,6 +26,7 @@ from kv_cuda.files.cufile import CuFiles, NoCuFile, find_cufile
 from kv_cuda.files.direct import Carried, DirectCopier, make_direct_copier
 from kv_cuda.files.host_files import Files, HostFiles, OpenFile, Transfer
 from kv_testing.layouts import BLOCKS, TOKENS, small_caches
+from kv_testing.threads import threads_left
 
 CACHE = small_caches()["NHD, K‖V"]
 CHUNK = 2 * TOKENS
@@ -207,6 +208,19 @@ def test_what_one_path_wrote_the_other_reads(slab: Slab, copiers: Copiers, write
     assert same(tensors, empty, TABLE)
     assert not any(layer[4].any() for layer in empty), "a block that nobody asked for"
     assert (counted.writes, counted.reads) == (3 * (writer == "direct"), 3 * (reader == "direct"))
+
+
+def test_what_has_no_thread_is_moved_by_those_who_wait_and_never_again(slab: Slab, copiers: Copiers) -> None:
+    """An executor keeps what it could not start a thread for, and the file's room may be another chunk's later."""
+    tensors, empty = filled(), CACHE.make()
+    writer, reader = copiers(tensors, MISSING), copiers(empty, MISSING)
+    with threads_left():
+        written = slab.written(store(writer, slab))
+        assert load(reader, written).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(tensors, empty, TABLE)
+    slab.path.write_bytes(bytes(3 * SLOT))
+    assert [type(outcome) for outcome in load(writer, written).outcomes] == [Damaged] * 3
+    assert not any(slab.path.read_bytes())
 
 
 def test_more_chunks_than_the_ring_holds_take_turns(

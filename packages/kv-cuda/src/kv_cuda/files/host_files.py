@@ -7,7 +7,11 @@ failure is an `OSError`; a transfer that ends early returns a short count.
 
 import errno
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from threading import Lock
 from typing import Final, Protocol
 
 import torch
@@ -96,10 +100,10 @@ class _HostFile:
             self._direct = -1
 
     def read(self, memory: torch.Tensor, offset: int) -> Transfer:
-        return _Running(self._threads.submit(_read, self._file(memory, offset), memory.numpy().data, offset))
+        return _Running(self._threads, partial(_read, self._file(memory, offset), memory.numpy().data, offset))
 
     def write(self, memory: torch.Tensor, offset: int) -> Transfer:
-        return _Running(self._threads.submit(_write, self._file(memory, offset), memory.numpy().data, offset))
+        return _Running(self._threads, partial(_write, self._file(memory, offset), memory.numpy().data, offset))
 
     def close(self) -> None:
         for file in (self._plain, self._direct):
@@ -113,11 +117,32 @@ class _HostFile:
 
 
 class _Running:
-    def __init__(self, call: Future[int]) -> None:
-        self._call = call
+    """A transfer that a thread makes, or whoever waits for it before one has begun; once in any case."""
+
+    def __init__(self, threads: ThreadPoolExecutor, move: Callable[[], int]) -> None:
+        self._lock = Lock()
+        self._move: Callable[[], int] | None = move  # until it has ended
+        self._moved: int | Exception = 0
+        # The system may have no more threads for this process. The executor keeps the transfer nevertheless, and a
+        # thread that comes to it later must find it made: the file's room and the memory are others' by then.
+        with suppress(RuntimeError):
+            threads.submit(self._make)
 
     def wait(self) -> int:
-        return self._call.result()
+        self._make()
+        if isinstance(self._moved, Exception):
+            raise self._moved
+        return self._moved
+
+    def _make(self) -> None:
+        with self._lock:
+            if self._move is None:
+                return
+            try:
+                self._moved = self._move()
+            except Exception as error:  # noqa: BLE001  # whatever it is, whoever waits gets it
+                self._moved = error
+            self._move = None
 
 
 def _read(file: int, memory: memoryview, offset: int) -> int:
