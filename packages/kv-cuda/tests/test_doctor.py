@@ -1,6 +1,9 @@
 """What `kv doctor` says of GPUs, here and elsewhere."""
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +52,36 @@ def test_gpudirect_storage_says_what_is_missing_and_which_path_is_taken(monkeypa
     assert finding.state == "ok"
     assert finding.found == "kvikio 26.10 and the nvidia-fs module; /nvme: load direct, store staged"
     files.close()
+
+
+def test_a_second_gpu_s_bus_is_timed_on_its_own_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where events are recorded in the current device's, which is idle, all copies seem to take no time."""
+    second, current, recorded = torch.device("cuda", 1), [torch.device("cuda", 0)], []
+
+    @contextmanager
+    def chosen(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Event:
+        def __init__(self, **_options: Any) -> None: ...
+
+        def record(self) -> None:
+            recorded.append(current[-1])
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, _end: "Event") -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "device", chosen)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    memory = torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "empty", lambda *_sizes, **_options: memory)
+    monkeypatch.setattr(torch, "empty_like", lambda _like, device: memory.clone())
+    assert doctor.bus_gbps(second) == (4 * (256 << 20) / 1e6,) * 2
+    assert recorded == [second] * 4
 
 
 @pytest.mark.gpu

@@ -4,6 +4,8 @@ import argparse
 import json
 import stat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from kv_cuda.copy.copy_paths import (
 )
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.host_files import HostFiles
-from kv_cuda.tune import bench_cli
+from kv_cuda.tune import bench_cli, measure
 from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
 from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
 
@@ -83,6 +85,21 @@ def test_measuring_finds_every_path_in_both_directions() -> None:
     table = copy_paths_from(measured)
     best = max((one for one in measured if one.run_bytes == 1024 and one.direction == "load"), key=lambda one: one.gbps)
     assert table.choose("load", 1024, may_stage=True, can_drive=False) == best.copy_path
+
+
+@pytest.mark.parametrize("to_device", [True, False])
+def test_a_plain_copy_is_waited_for_where_it_runs(monkeypatch: pytest.MonkeyPatch, to_device: bool) -> None:
+    """With `--device cuda:1` the current device is another, whose queue is empty."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda device="the current device": SimpleNamespace(synchronize=lambda: waited.append(device)),
+    )
+    there: Any = SimpleNamespace(device=torch.device("cuda", 1), copy_=lambda *_origin, **_options: None)
+    here: Any = SimpleNamespace(device=torch.device("cpu"), copy_=lambda *_origin, **_options: None)
+    measure._copy(*((there, here) if to_device else (here, there)))
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_measuring_files_finds_both_paths_and_which_is_faster(tmp_path: Path) -> None:

@@ -70,18 +70,20 @@ def _device(number: int, options: DoctorOptions) -> Iterator[Finding]:
 
 def bus_gbps(device: torch.device) -> tuple[float, float]:
     """To the device and from it, in GB/s, of one large copy from pinned memory."""
-    host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=device)
     rates = []
-    for to, origin in ((there, host), (host, there)):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        to.copy_(origin, non_blocking=True)
-        start.record()
-        for _ in range(4):
+    # Copies go to the queue of the memory's device, and events to that of the current one.
+    with torch.cuda.device(device):
+        host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(host, device=device)
+        for to, origin in ((there, host), (host, there)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             to.copy_(origin, non_blocking=True)
-        end.record()
-        end.synchronize()
-        rates.append(4 * _COPIED_BYTES / start.elapsed_time(end) / 1e6)
+            start.record()
+            for _ in range(4):
+                to.copy_(origin, non_blocking=True)
+            end.record()
+            end.synchronize()
+            rates.append(4 * _COPIED_BYTES / start.elapsed_time(end) / 1e6)
     return rates[0], rates[1]
 
 

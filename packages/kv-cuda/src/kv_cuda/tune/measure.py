@@ -151,8 +151,9 @@ def _plan(layout: PagedLayout, sizes: Sizes, chunk_bytes: int) -> TransferPlan:
 
 def _copy(to: torch.Tensor, origin: torch.Tensor) -> None:
     to.copy_(origin, non_blocking=True)
-    if "cuda" in (to.device.type, origin.device.type):
-        torch.cuda.current_stream().synchronize()
+    for device in (to.device, origin.device):
+        if device.type == "cuda":  # its own stream: the current device may be another GPU
+            torch.cuda.current_stream(device).synchronize()
 
 
 def paired_s(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
