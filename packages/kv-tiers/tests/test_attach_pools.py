@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kv_core.errors import ConfigError
 from kv_core.extent import HostExtent
 from kv_testing.connect import DictCopier
+from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers import HostPool
 from kv_tiers.attach.pools import PoolPart, RankPools, RanksReady
@@ -88,6 +89,22 @@ def test_memory_that_cannot_be_made_ready_is_not_tried_for_ever() -> None:
         device.limit = 1 << 40
         rank.follow(PoolPart("a", CHUNK_BYTES))
         assert rank.ready == {"a": 0} and not device.prepared
+        rank.close()
+
+
+def test_memory_that_no_thread_can_make_ready_is_made_so_later() -> None:
+    """Or is let go without having been."""
+    with pools("a", "b") as both:
+        device = Device()
+        rank = RankPools([device], for_scheduler=True)
+        for pool in both:
+            rank.add(pool)
+        with threads_left():
+            rank.follow(PoolPart("a", CHUNK_BYTES))
+            rank.follow(PoolPart("b", CHUNK_BYTES))
+        assert device.attached == ["b"] and rank.ready == {"b": 0}
+        rank.follow(PoolPart("b", CHUNK_BYTES))
+        until(lambda: rank.ready == {"b": CHUNK_BYTES})
         rank.close()
 
 

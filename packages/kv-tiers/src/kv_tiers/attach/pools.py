@@ -82,10 +82,13 @@ class RankPools:
                 self._refuse(pool.name, error)
                 return
             # Not in a step: the system takes tens of milliseconds for each slice.
-            self._thread = threading.Thread(
-                target=self._prepare, args=(pool.name, first, end), name="kv-ready", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._prepare, args=(pool.name, first, end), name="kv-ready", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads for us; the next step tries again
+                _log.debug("no memory is made ready for now, and chunks are loaded between steps: %s", error)
+                return
+            self._thread = thread
 
     def close(self) -> None:
         """Detach all pools."""
