@@ -82,10 +82,19 @@ def test_views_of_other_bytes_are_refused(
     assert isinstance(prove_states(with_views(change)), Refusal)
 
 
-def test_layers_on_the_same_bytes_are_refused() -> None:
+def test_layers_on_the_same_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the memory through which their states were moved is let go: on a GPU the driver knows it."""
+    copiers: list[Any] = []
+
+    def made(*arguments: Any, **options: Any) -> Any:
+        copiers.append(make_copier(*arguments, **options))
+        return copiers[-1]
+
+    monkeypatch.setattr("kv_cuda.states.make_copier", made)
     tensors, views = engine()
     refused = prove_states(group(tensors=(tensors[0],) * 2, views=(views[0],) * 2))
     assert isinstance(refused, Refusal) and "overlaps other states" in refused.reason
+    assert [copier._pool_bytes for copier in copiers] == [{}]
 
 
 @pytest.mark.parametrize("fields", [{"state_bytes": 200}, {"state_bytes": 160}, {"blocks": 6}, {"blocks": 3}])

@@ -8,6 +8,7 @@ and the blocks around both must be unchanged. The previous content of the blocks
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -119,7 +120,8 @@ def _why_not_carried(group: StateGroup, layout: PagedLayout, described: ChunkFor
     copier = make_copier(layout, group.tensors, described)
     copier.attach(_POOL, memoryview(bytearray(described.nbytes)))
     extent = HostExtent(_POOL, 0, described.nbytes)
-    with kept_pages(group.tensors, touched, group.blocks):
+    with ExitStack() as attached, kept_pages(group.tensors, touched, group.blocks):
+        attached.callback(copier.detach, _POOL)  # whatever is found: the driver must know no memory that is freed
         # All layers first, so that an overlap of two shows.
         written = [_write(layer, views, source) for layer, views in enumerate(group.views)]
         for views in group.views:
@@ -139,7 +141,6 @@ def _why_not_carried(group: StateGroup, layout: PagedLayout, described: ChunkFor
                     return f"state {number} of layer {layer} is not what was written"
         if any(after[place] != before[place] for place in after if place[1] != target):
             return "writing a state back changed another block"
-    copier.detach(_POOL)
     return None
 
 
