@@ -1,5 +1,6 @@
 """Layers that a thread of the CPU copies in their order, to the engine and away from it; who waits for one has it."""
 
+import os
 import random
 import weakref
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from kv_cuda.copy.behind import LayerCopy, copy_behind, copying_thread, pays_beh
 from kv_cuda.kernels import installed_kernels
 from kv_testing.layouts import BLOCKS, TOKENS, SmallCache, small_caches
 from kv_testing.threads import threads_left
+from kv_testing.wait import until
 
 CHUNK = 3 * TOKENS
 CACHES = small_caches()
@@ -224,6 +226,20 @@ def test_one_thread_copies_a_layer_and_the_others_wait_for_it() -> None:
     for event in events:
         event.wait()
     assert copied == [1, 0]
+
+
+def test_a_forked_child_has_a_thread_of_its_own() -> None:
+    """A store that nobody waits for would never end, and the engine would hold its blocks for ever."""
+    copying_thread().submit(lambda: None).result()
+    child = os.fork()
+    if child == 0:
+        try:
+            (copy,) = copy_behind([lambda: None])
+            until(copy.done)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_copy_that_fails_says_so_to_all_who_wait_for_that_layer_and_no_other() -> None:

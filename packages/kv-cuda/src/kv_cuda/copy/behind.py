@@ -72,6 +72,9 @@ def copying_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
 
 
+os.register_at_fork(after_in_child=copying_thread.cache_clear)  # a child inherits the executor without its thread
+
+
 def _copy_all(copies: Sequence[LayerCopy]) -> None:
     for copy in copies:
         with suppress(Exception):  # raised again for callers that wait
