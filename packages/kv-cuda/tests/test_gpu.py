@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_core.errors import CopyFailed, InputError
+from kv_core.errors import ConfigError, CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, make_copier
@@ -157,6 +157,26 @@ def test_what_raises_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch, d
     with pytest.raises(CopyFailed, match="refuses"):
         getattr(copier, direction)(whole())
     assert end.waits == 1
+
+
+def no_memory(*_arguments: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_without_memory_for_the_ring_only_this_copy_fails() -> None:
+    """The engine may leave some later; an error that is not ours would turn its cache off."""
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT)
+    copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
+    with pytest.MonkeyPatch.context() as patch:
+        for pipeline in copier._pipelines.values():
+            patch.setattr(pipeline, "_make_ring", no_memory)
+        for copy in (copier.load, copier.store, copier.load_layers):
+            with pytest.raises(CopyFailed, match="no memory left for a copy's buffers: CUDA out of memory"):
+                copy(whole())
+        with pytest.raises(ConfigError, match="no memory left for a copy's buffers"):
+            copier.prepare([HostExtent("pool", 0, FORMAT.nbytes)])
+    copier.store(whole()).wait()
+    copier.load(whole()).wait()
 
 
 @pytest.mark.parametrize("copy_path", ["direct", "staged"])

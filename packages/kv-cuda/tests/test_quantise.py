@@ -453,6 +453,24 @@ def test_more_chunks_than_staging_holds(maker: Maker) -> None:
     assert (np.abs(back - given_rows) <= bound(given_rows, "int8", "float32", np.concatenate(factors, 2))).all()
 
 
+def test_without_memory_for_staging_only_this_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    described = NHD.layout.quantised_format("int8", CHUNK)
+    copier = TORCH.take(NHD.layout, NHD.make(), "int8")
+    for name, pool in pools_for(described).items():
+        copier.attach(name, memoryview(pool))
+    plan = chunks_plan(described, [0, 1, 2, 3, 4, 5])
+    with monkeypatch.context() as patch:
+        patch.setattr("kv_cuda.quantise.copier.Codes", no_memory)
+        for copy in (copier.load, copier.store):
+            with pytest.raises(CopyFailed, match="no memory left for a copy's buffers: CUDA out of memory"):
+                copy(plan)
+    copier.store(plan).wait()
+    copier.load(plan).wait()
+
+
 def test_a_part_of_a_chunk_is_not_stored() -> None:
     """It would take the other tokens' codes from what the staging held before."""
     described = NHD.layout.quantised_format("int8", CHUNK)

@@ -81,7 +81,7 @@ class LayerwiseCopier(DeviceCopier, Protocol):
         """Prepare everything that copies of these extents need besides their plan, so that they cannot lack it later.
 
         Raises:
-            ConfigError: the system does not let this process lock so much memory.
+            ConfigError: the system does not let this process lock so much memory, or the device has too little left.
             InputError: the pool is not attached.
         """
 

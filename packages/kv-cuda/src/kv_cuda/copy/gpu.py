@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from kv_core.errors import CopyFailed, InputError
+from kv_core.errors import ConfigError, CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan
 
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
-from kv_cuda.copy.memory import Pool, device_pool, host_pool
+from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_pool
 from kv_cuda.copy.nvtx import nvtx_ranges
 from kv_cuda.copy.ops import driver
 from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
@@ -162,7 +162,11 @@ class GpuCopier:
     def prepare(self, extents: Sequence[HostExtent]) -> None:
         for extent in extents:
             self._pools[extent.pool].chunk(extent)
-        self._pipelines["load"].prepare()
+        try:
+            with buffers_for_copies():
+                self._pipelines["load"].prepare()
+        except CopyFailed as error:
+            raise ConfigError(str(error)) from None
 
     def load(self, plan: TransferPlan) -> Event:
         (event,) = self._move(self._checked(plan, "load"), [self._all])
@@ -204,7 +208,7 @@ class GpuCopier:
 
     def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[Event]:
         """One event for each step; a step is the planes that have been moved when it completes."""
-        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"):
+        with self._range(f"kv {checked.direction}: {checked.tokens} tokens"), buffers_for_copies():
             return self._enqueue(checked, steps)
 
     def _enqueue(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[Event]:
@@ -368,8 +372,9 @@ class _CopyPipeline:
     def _add_list(self) -> None:
         is_cuda = self._device.type == "cuda"
         given = torch.empty((2, self.list_tokens), dtype=torch.int64, pin_memory=is_cuda)
+        there = torch.empty_like(given, device=self._device) if is_cuda else given
         self._lists.append(given)
-        self._on_device.append(torch.empty_like(given, device=self._device) if is_cuda else given)
+        self._on_device.append(there)
         self._used.append(DoneEvent())
 
     def direct(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:

@@ -1,9 +1,11 @@
 """Chunk memory as a copier on a device sees it: host memory, pinned on first use, or device memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from kv_core.errors import InputError
+from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import HostExtent
 
 from kv_cuda.copy.numa import node_of
@@ -70,3 +72,16 @@ def device_pool(name: str, memory: torch.Tensor, device: torch.device) -> Pool:
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device != device:
         raise InputError(f"pool {name!r} must be a run of uint8 on {device}, as one axis")
     return Pool(memory, is_on_device=True)
+
+
+@contextmanager
+def buffers_for_copies() -> Iterator[None]:
+    """Buffers are allocated when a copy first needs them, from what the engine has left of the device's memory.
+
+    Raises:
+        CopyFailed: it has left too little. That may change, so only this copy fails.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CopyFailed(f"the device has no memory left for a copy's buffers: {error}") from None

@@ -21,7 +21,7 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, is_quantised_kind
 from kv_core.transfer import Copy, TransferPlan
 
-from kv_cuda.copy.memory import Pool, device_pool, host_pool
+from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_pool
 from kv_cuda.copy.plan import validate_and_split
 from kv_cuda.copy.streams import DoneEvent, Event, make_queue
 from kv_cuda.layout import PagedLayout
@@ -101,6 +101,7 @@ class QuantisingCopier:
         for extent in extents:
             self._pools[extent.pool].chunk(extent)
 
+    @buffers_for_copies()
     def load(self, plan: TransferPlan) -> Event:
         """A chunk that is loaded in part crosses the bus as a whole, but only the requested part is written."""
         by_chunk = self._checked(plan, to_engine=True)
@@ -121,6 +122,7 @@ class QuantisingCopier:
     def store_layers(self, plan: TransferPlan) -> None:
         """None: a chunk is encoded as a whole."""
 
+    @buffers_for_copies()
     def store(self, plan: TransferPlan) -> Event:
         """Chunks are stored whole, else `InputError`. If the event raises `CopyFailed`, commit nothing of the plan."""
         by_chunk = self._checked(plan, to_engine=False)
