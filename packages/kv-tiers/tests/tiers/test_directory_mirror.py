@@ -72,10 +72,12 @@ def new_mirror(**options: int) -> Mirror:
 class Directories(RuleBasedStateMachine):
     """Hosts change, write, restart and are cut off; their entries come late, twice, in any order, or never."""
 
+    max_names = 10**6
+
     @initialize()
     def begin(self) -> None:
         self.hosts = [HostModel(number) for number in range(HOSTS)]
-        self.mirror = new_mirror()
+        self.mirror = new_mirror(max_names=self.max_names)
         self.on_the_way: list[Entry] = []
         self.repairing: list[tuple[Host, HostModel]] = []
         self.now_s = 0.0
@@ -170,6 +172,29 @@ class Directories(RuleBasedStateMachine):
 
 TestDirectories = Directories.TestCase
 TestDirectories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class DirectoriesWithoutRoom(Directories):
+    """The same, where there is no room for the names of all hosts."""
+
+    max_names = 12
+
+    @invariant()
+    def of_a_host_that_is_left_out_nothing_is_kept(self) -> None:
+        if not hasattr(self, "hosts"):
+            return
+        assert self.mirror.counts().names <= self.max_names
+        for address in self.mirror.addresses():
+            host = self.mirror.host_at(address)
+            if host is not None and host.is_left_out:
+                assert not len(self.mirror.names_of(host.id)) and not host.count and not host.sums.any()
+
+    def teardown(self) -> None:
+        """Nothing is asserted: who is left out depends on who was first."""
+
+
+TestDirectoriesWithoutRoom = DirectoriesWithoutRoom.TestCase
+TestDirectoriesWithoutRoom.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def known(mirror: Mirror, model: HostModel, now_s: float = 0.0) -> Host:
@@ -360,6 +385,18 @@ def test_memory_is_bounded_whatever_is_written(lies: str) -> None:
         model.address = "10.0.0.1:22"
         mirror.take(model.write(), 0.0)
         assert mirror.counts().hosts == 0
+
+
+def test_of_a_host_left_out_during_its_repair_nothing_more_is_taken() -> None:
+    """The names that it listed afterwards stayed for ever, because no entry of a host that is left out is applied."""
+    model, mirror = HostModel(0), new_mirror(max_names=100)
+    model.change(key_chain(150), ())
+    mirror.take(Entry(1, model.contents.id, model.address, 0, 0, bytes(8)), 0.0)
+    (host,) = mirror.begin_repairs(1, 0.0)
+    model.write()
+    repair(mirror, host, model, 0.0, most=30)
+    assert mirror.counts().left_out == 1
+    assert mirror.counts().names == 0 and not any(mirror.holders(names_of(list(model.held)), 8))
 
 
 def test_names_of_shards_that_were_not_asked_for_are_ignored() -> None:

@@ -263,7 +263,7 @@ class Mirror:
     def replace(self, host: Host, sequence: int, shards: Sequence[int], names: Names) -> None:
         """Take what the host holds in these shards, as of this number."""
         with self._lock:
-            if self._hosts.get(host.id) is not host:
+            if self._hosts.get(host.id) is not host or host.is_left_out:
                 return
             names = np.unique(names[np.isin(shards_of(names), shards)])
             ours = names[:0]
