@@ -1,6 +1,7 @@
 """Bytes of the disk tier that others carry: where they lie stays theirs while they do, and no order of events serves
 what was not wholly written."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -323,3 +324,22 @@ def test_a_directory_is_not_begun_anew_while_bytes_of_it_are_carried(tier: DiskT
     tier.end_lease(lease)
     tier.probe()
     assert os.path.isdir(box.paths[0])
+
+
+def test_what_a_directory_that_is_still_there_had_does_not_come_back_over_what_replaced_it(
+    tier: DiskTier, box: Box
+) -> None:
+    """Its records were left when the tier could not begin anew, although their room was given to others."""
+    store(tier, KEYS)
+    lease = tier.lease_extents(KEYS[:1])
+    shutil.rmtree(box.paths[1])
+    with pytest.raises(TierDown, match="still in use"):
+        tier.probe()
+    others = key_chain(SLOTS, branch="others")
+    for key in others:
+        with contextlib.suppress(TierDown):  # its place is in the directory that has gone
+            store(tier, [key])
+    assert any(tier.holds(others))
+    tier.discard(others)
+    tier.end_lease(lease)
+    assert box.restart().holds(KEYS) == [False] * 4

@@ -347,10 +347,12 @@ class DiskChunks:
         return True
 
     def _start_over(self) -> None:
-        self.index.discard(self.index.all_keys())
+        discarded = self.index.discard(self.index.all_keys())
         self._unreadable.clear()
         self.full, self._told_full = "", False  # it may be another medium
         if not self.index.is_idle():
+            # A store in progress may get their room in a directory that is still there.
+            self._wipe_if_possible(discarded)
             raise TierDown(f"disk tier {self.name}: its directory has gone, and chunks of it are still in use")
         self._close_directories()
         try:
