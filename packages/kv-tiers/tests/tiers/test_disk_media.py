@@ -231,6 +231,31 @@ def test_a_failed_sync_is_not_forgotten_by_the_next(box: DiskBox, monkeypatch: p
     store(tier, key_chain(1))
 
 
+def test_no_store_is_answered_by_a_sync_after_the_one_that_lost_its_writes(
+    box: DiskBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another store's sync fails and drops what this one has written; the next sync has nothing to do, and succeeds."""
+    tier = box.start()
+    real = File.sync
+    probed: list[bool] = []
+
+    def sync(self: File) -> None:
+        if self.path.name == "index" and not probed:
+            probed.append(True)
+            self.in_doubt = True
+            with pytest.raises(TierDown, match="are being stored"):
+                tier.probe()
+        real(self)
+
+    monkeypatch.setattr(File, "sync", sync)
+    keys = key_chain(2)
+    with pytest.raises(TierDown):
+        tier.store(writes_of(keys))
+    assert probed and tier.holds(keys) == [False] * 2
+    tier.probe()
+    store(tier, keys)
+
+
 def test_a_directory_that_vanished_is_noticed_and_made_again(box: DiskBox) -> None:
     tier = box.start()
     keys = key_chain(3)

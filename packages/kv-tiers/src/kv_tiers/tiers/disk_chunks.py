@@ -327,6 +327,9 @@ class DiskChunks:
         """
         if any(directory.has_vanished() for directory in self.directories):
             self._start_over()
+        if self._arriving and self._records.doubted():
+            # What the failed sync was to make durable may be theirs, and the next sync of theirs would succeed.
+            raise TierDown(f"disk tier {self.name}: a sync failed, and chunks that it may have lost are being stored")
         try:
             self._records.mend()
         except OSError as error:

@@ -146,9 +146,14 @@ class ChunkRecords:
         for slot in self._slots(entry, units) if self._syncs else ():
             self._wiped[slot] = self._wipes
 
+    def doubted(self) -> list[File]:
+        """The files of which a sync has failed."""
+        return [file for directory in self._directories for file in directory.files() if file.in_doubt]
+
     def mend(self) -> None:
-        """After a failed sync: rewrite what may not have reached the medium, and try the medium."""
-        doubted = [file for directory in self._directories for file in directory.files() if file.in_doubt]
+        """After a failed sync: rewrite what may not have reached the medium, and try the medium. Nothing is being
+        stored."""
+        doubted = self.doubted()
         if doubted:
             # A shortened record may be the longer one again, so it is given up.
             self._stale.update(self._shortened & self._recorded.keys())
