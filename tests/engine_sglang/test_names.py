@@ -1,15 +1,21 @@
 """The names of a hand-over's pages, by SGLang's own hashes: the same where the KV is the same, and only there."""
 
+import json
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kv_core.errors import ConfigError
 from kv_sglang.names import Names, names_of
 from kv_sglang.transfer import plugin
+from kv_sglang.transfer.manager import _refuse_what_is_not_served
 from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.server_args import ServerArgs
 
 TREE = SimpleNamespace(page_size=4)
 
@@ -51,6 +57,40 @@ def test_a_request_that_is_computed_again_has_the_names_of_what_was_decoded_too(
     again = names_of(request(range(1, 11), **answered), TREE)
     assert again == names_of(request([*range(1, 11), 11, 12, 13]), TREE)
     assert again.tail_tokens == 1 and len(again.hashes) == 4
+
+
+HRM = {
+    "architectures": ["HrmTextForCausalLM"],
+    "model_type": "hrm_text",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (HRM, "attention to the whole prompt"),
+        (HRM | {"prefix_lm": False}, ""),
+        ({"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}, "an encoder"),
+    ],
+)
+def test_a_model_whose_pages_depend_on_more_than_their_names_is_not_handed_over(
+    config: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    """Of two prompts with the same first page, the second would be decoded with the KV of the first."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused = pytest.raises(ConfigError, match=f"a model with {said}") if said else nullcontext()
+    with refused:
+        _refuse_what_is_not_served(
+            SimpleNamespace(state_types=[], num_draft_entries=0), ServerArgs(model_path=str(tmp_path), device="cpu")
+        )
 
 
 class Side:

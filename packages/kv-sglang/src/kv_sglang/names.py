@@ -72,6 +72,22 @@ def names_of(req: Any, tree: Any) -> Names:
     return Names(tuple(hashes), tail_tokens)
 
 
+def why_names_do_not_suffice(model: Any) -> str:
+    """Why the KV of a page depends on more than the tokens up to its end, which are all that its name has; empty if it
+    does not. For these models SGLang turns its prefix cache off.
+
+    model: SGLang's configuration of it (`ModelConfig`).
+    """
+    config = model.hf_config
+    if model.is_encoder_decoder:
+        return "an encoder, whose output is in no page's name"
+    is_prefix_lm = config.model_type == "hrm_text" and getattr(config, "prefix_lm", True)
+    # SGLang sets `is_causal` for decision checkpoints, too.
+    if is_prefix_lm or getattr(model.hf_text_config, "is_causal", True) is False:
+        return "attention to the whole prompt, of which a page's name has only the tokens up to its end"
+    return ""
+
+
 def _embeddings_of(req: Any) -> bytes:
     """The digest of the embeddings that a request gives in place of tokens; empty if it gives none."""
     whole, some = req.input_embeds, req.positional_embed_overrides

@@ -17,6 +17,7 @@ from typing import Any, Final
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.config import HandoverConfig
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     ABORT_TAG,
@@ -30,7 +31,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes
 from kv_sglang.linker.device import DevicePool, describe_device
-from kv_sglang.names import Names
+from kv_sglang.names import Names, why_names_do_not_suffice
 from kv_sglang.page_settings import read_settings
 from kv_sglang.served import served_model
 from kv_sglang.transfer.exchange import Exchange
@@ -443,7 +444,9 @@ def _refuse_what_is_not_served(args: Any, server_args: Any) -> None:
     Raises:
         ConfigError: pages of this model, or with this parallelism, are not handed over.
     """
+    unnamed = why_names_do_not_suffice(ModelConfig.from_server_args(server_args))
     refused = {
+        f"a model with {unnamed}": bool(unnamed),
         "a model with " + ", ".join(str(kind.value) for kind in args.state_types): bool(args.state_types),
         "a draft model's KV": bool(args.num_draft_entries),
         "pipeline parallelism": server_args.pp_size > 1,
