@@ -17,8 +17,9 @@ from kv_tiers.attach.ranks import share_of
 from kv_tiers.settings import Settings
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
-from kv_vllm.parallel import replica_of
+from kv_vllm.parallel import rank_share, replica_of
 from kv_vllm.translate import request_tokens
+from transformers import PretrainedConfig
 from vllm import PoolingParams, SamplingParams, TokensPrompt
 from vllm.config import ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -173,6 +174,28 @@ def test_of_ranks_with_the_same_heads_one_stores(ranks: int, heads: int, shares:
     found = [share_of(rank, ranks, heads) for rank in range(ranks)]
     assert [(share.shard, share.stores) for share in found] == shares
     assert {share.shards for share in found} == {min(ranks, heads)}
+
+
+@pytest.mark.parametrize(
+    ("others", "shards"),
+    [
+        ({}, 4),
+        ({"num_global_key_value_heads": 2}, 4),
+        ({"swa_num_key_value_heads": 8}, 8),
+        ({"num_key_value_heads_per_layer": [4, 8, 4]}, 8),
+        ({"attention_other_setting": {"num_attention_groups": 8}}, 8),
+    ],
+)
+def test_ranks_with_the_same_heads_in_some_layers_only_share_nothing(others: dict[str, Any], shards: int) -> None:
+    """vLLM reports 4 KV heads for MiMo-V2, of which the windowed layers have 8: with 8 ranks each has its own."""
+    config = PretrainedConfig(num_key_value_heads=4, **others)
+    model = SimpleNamespace(hf_text_config=config, is_hybrid=False, has_inner_state=False, is_attention_free=False)
+    model.use_mla, model.get_total_num_kv_heads = False, lambda: config.num_key_value_heads
+    parallel = SimpleNamespace(tensor_parallel_size=8, pipeline_parallel_size=1, nnodes_within_dp=1)
+    served = SimpleNamespace(model_config=model, parallel_config=parallel, speculative_config=None)
+    assert rank_share(served).shards == shards
+    parallel.tensor_parallel_size = 2
+    assert rank_share(served).shards == 2  # no rank has a head of another
 
 
 def test_stages_have_shares_of_their_own() -> None:

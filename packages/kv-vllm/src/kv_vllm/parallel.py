@@ -7,6 +7,7 @@ cached. Parallelism over tokens is refused here, by name.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from kv_core.errors import ConfigError
@@ -15,6 +16,7 @@ from kv_tiers.attach.ranks import RankShare, share_of
 from kv_tiers.settings import Settings
 
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+_KV_HEADS = re.compile(r"key_value_heads|kv_heads|attention_groups")
 _REPLICA = re.compile(r"_dp(\d+)$")
 """The suffix that vLLM appends to the engine id of each data-parallel replica, even where its configuration describes
 it as the only one."""
@@ -34,11 +36,29 @@ def rank_share(vllm_config: Any) -> RankShare:
         distinct = ranks  # its layers are in the chunks too, with other heads
     elif model.is_hybrid or model.has_inner_state or model.is_attention_free:
         distinct = ranks  # states are divided more finely than attention heads: no two ranks have the same
+    elif model.use_mla:
+        distinct = 1
     else:
-        distinct = 1 if model.use_mla else int(model.get_total_num_kv_heads())
+        distinct = int(model.get_total_num_kv_heads())
+        if max(_kv_heads(model.hf_text_config.to_dict()), default=0) > distinct:
+            distinct = (
+                ranks  # some layers (MiMo-V2's windows) have more heads: ranks with the same in others differ there
+            )
     rank, stage = _place(ranks, stages)
     nodes = int(vllm_config.parallel_config.nnodes_within_dp)
     return share_of(rank, ranks, distinct, stage=stage, stages=stages, nodes=nodes)
+
+
+def _kv_heads(config: Any, name: str = "") -> Iterator[int]:
+    """Every number of KV heads in a model's configuration, of which vLLM reports one for all layers."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from _kv_heads(value, str(key))
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _kv_heads(value, name)
+    elif isinstance(config, int) and _KV_HEADS.search(name):
+        yield config
 
 
 def draft_model(vllm_config: Any) -> Any | None:
