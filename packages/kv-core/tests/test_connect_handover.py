@@ -12,7 +12,7 @@ from kv_core.connect.handover import MIN_TAIL_TOKENS, HandOvers
 from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
-from kv_core.connect.step import StepPlan
+from kv_core.connect.step import StepPlan, StepReport
 from kv_core.connect.worker import WorkerHalf
 from kv_core.coverage import Coverage
 from kv_core.extent import HostExtent
@@ -87,6 +87,27 @@ def test_a_prompt_that_is_handed_over_is_found_to_its_last_token_but_one(service
     # Nobody else finds the partial chunk, nor is anything else of the kind stored.
     assert Engine(service, "e", shape_of()).match(PROMPT, 0) == 64
     assert len(service.held) == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks"), [((8, 8), (11, 11)), ((8, 32), (11, 3)), ((32, 8), (3, 11)), ((None, 8), (3, 11))]
+)
+def test_a_partial_chunk_fits_tables_of_different_blocks(
+    service: DictService, sizes: tuple[int | None, ...], blocks: tuple[int, ...]
+) -> None:
+    """The blocks of one table end before those of the other, and a table may have none of our layers."""
+    groups = [GroupShape(size, table=table) for table, size in enumerate(sizes) if size is not None]
+    alike = [GroupShape(BLOCK, table=number) for number in range(len(groups))]
+    prefill, decoder = Engine(service, "p", shape_of(*alike)), Engine(service, "d", shape_of(*groups))
+    prefill.compute(PROMPT, [84], hands_over_tokens=84)
+    decoder.copier.pool = prefill.copier.pool
+    assert decoder.match(PROMPT, 84) == 83
+    decoder.scheduler.allocated("d", 83, tuple(list(range(1, 1 + count)) for count in blocks))
+    plan = decoder.scheduler.build_step([])
+    assert plan.refused == ()
+    assert [load.last_token for load in plan.loads] == [88]
+    decoder.worker.start_loads(plan)
+    assert decoder.worker.poll() == StepReport(frozenset({"d"}), frozenset())
 
 
 def test_a_request_that_is_not_handed_over_stores_whole_chunks_and_holds_none(service: DictService) -> None:

@@ -150,9 +150,9 @@ class SchedulerHalf:
             return
         offered = tracked.offered_tokens if tracked.phase is Phase.PROMISED else None
         first, last = tracked.offered_from, tracked.offered_from + external_tokens
-        fits = len(blocks) >= len(self._shape.tables) and all(
-            len(table) * block_tokens >= last for table, block_tokens in zip(blocks, self._shape.tables, strict=False)
-        )
+        tables = self._shape.tables
+        ends = [len(table) * block_tokens for table, block_tokens in zip(blocks, tables, strict=False) if block_tokens]
+        fits = len(blocks) >= len(tables) and min(ends) >= last
         if offered is None:
             # No promise, no lease: there is nothing to load, and the engine must be told.
             self._refused.append(request_id)
@@ -170,8 +170,8 @@ class SchedulerHalf:
             return
         chunk_tokens = self._shape.chunk_tokens
         # A full hit leaves one token to compute, yet its block is loaded whole: what is computed there is the same.
-        block_tokens = max(self._shape.tables)
-        last = min(-(-last // block_tokens) * block_tokens, tracked.promised_chunks * chunk_tokens)
+        block_tokens = max(tables)
+        last = min(-(-last // block_tokens) * block_tokens, tracked.promised_chunks * chunk_tokens, *ends)
         first_chunk, last_chunk = first // chunk_tokens, -(-last // chunk_tokens)
         if self._has_states:
             self._admission.hit(tracked.keys.digests[last_chunk - 1])
