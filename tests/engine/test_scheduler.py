@@ -193,6 +193,23 @@ def test_a_reset_of_the_connector_forgets_everything(make: Make) -> None:
     assert loaded(oracle) == 192
 
 
+@pytest.mark.parametrize("of_connector", [False, True])
+def test_after_a_reset_what_follows_vllms_own_hits_is_stored_again(make: Make, of_connector: bool) -> None:
+    """Until vLLM has forgotten the blocks of other weights, it is not."""
+    oracle = make(prefix_caching=True)
+    cache, weights = oracle.engine.cache, oracle.engine.weights
+    assert cache is not None and weights is not None
+    ask(oracle, "a", SHARED[:64])
+    weights.identity.changed("an update in place")
+    ask(oracle, "b", SHARED[:200])  # with vLLM's blocks of before
+    stored = cache.counts().chunks_committed
+    assert stored == 1
+    assert oracle.scheduler.reset_prefix_cache(reset_connector=of_connector)
+    ask(oracle, "c", SHARED[:64])
+    ask(oracle, "d", SHARED[:200])  # two of its blocks are vLLM's
+    assert cache.counts().chunks_committed == stored + 3
+
+
 def test_a_promise_that_expired_in_the_queue_is_looked_up_again(make: Make) -> None:
     """An engine may hold a promised request for long; the lease is renewed by being asked for, not by luck."""
     oracle = make(blocks=12)

@@ -112,7 +112,7 @@ def test_what_the_engine_finds_in_its_own_blocks_may_be_of_before_and_is_not_sto
     run(scheduler, worker, copier, "b")
     scheduler.finished("b")
     assert service.held == {}
-    scheduler.reset(engine_is_empty=True)
+    scheduler.engine_emptied()
     scheduler.match(request("c"), 4)
     run(scheduler, worker, copier, "c")
     assert len(service.held) == 2

@@ -55,7 +55,7 @@ from kv_vllm.sessions import Sessions
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.steps import StepReader
 from kv_vllm.translate import request_reader
-from kv_vllm.weights import Weights
+from kv_vllm.weights import Weights, note_resets
 
 _log = limited_logger(__name__)
 
@@ -229,6 +229,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_cache_manager = kv_cache_manager
         self._start_events()
         self._start_holding()
+        note_resets(kv_cache_manager, self._engine)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -487,12 +488,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(always(None))
     def _reset(self) -> None:
         if self._scheduler is not None and self._engine.weights is not None:
-            manager = self._kv_cache_manager
-            self._scheduler.reset(engine_is_empty=manager is not None and manager.usage == 0)
-            if self._steps is not None:
-                self._steps.look_again()
             self._engine.weights.identity.changed("vLLM's caches were reset")
             self._follow_weights()
+            self._scheduler.reset()
+            if self._kv_cache_manager is not None and self._kv_cache_manager.usage == 0:
+                self._scheduler.engine_emptied()
 
     def _follow_weights(self) -> None:
         half, weights = self._scheduler, self._engine.weights

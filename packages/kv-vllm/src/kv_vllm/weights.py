@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kv_core.log import limited_logger
+from kv_tiers.attach.engine import Engine
 from kv_tiers.attach.identity import LiveKeySpace
 from kv_tiers.attach.weights import EngineWeights
 
@@ -95,6 +96,25 @@ class Weights(EngineWeights):
 def adapter_identity(weights: EngineWeights | None) -> Callable[[Any], str | None] | None:
     """The function that names the content of a request's adapter; None: adapters have no names."""
     return weights.adapter if isinstance(weights, Weights) else None
+
+
+def note_resets(kv_cache_manager: Any, engine: Engine) -> None:
+    """Inform the scheduler half whenever vLLM has emptied its own prefix cache, of which vLLM itself notifies only a
+    connector that is to be reset, too."""
+    reset: Callable[[], bool] = kv_cache_manager.reset_prefix_cache
+
+    @functools.wraps(reset)
+    def reset_prefix_cache() -> bool:
+        is_empty, half, weights = reset(), engine.scheduler, engine.weights
+        if is_empty and half is not None and weights is not None and not engine.off:
+            try:
+                weights.follow(half)  # first: blocks of weights from before a change are what vLLM has just forgotten
+                half.engine_emptied()
+            except Exception as error:  # noqa: BLE001  # as in `guarded`
+                engine.turn_off(f"noting vLLM's reset raised {type(error).__name__}: {error}", error)
+        return is_empty
+
+    kv_cache_manager.reset_prefix_cache = reset_prefix_cache
 
 
 def _watch(vllm_config: Any) -> None:

@@ -300,14 +300,14 @@ class SchedulerHalf:
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
                 self._service.end(self._holder(request_id))  # the next lookup finds no promise to renew
 
-    def reset(self, *, engine_is_empty: bool = False) -> None:
+    def engine_emptied(self) -> None:
+        """The engine has forgotten what is in its own blocks."""
+        self._engine_has_old_blocks = False
+
+    def reset(self) -> None:
         """Forget everything held. Earlier promises are void, and so are the leases of the loads in progress: the
         workers will report those as failed.
-
-        engine_is_empty: the engine has forgotten what is in its own blocks, too.
         """
-        if engine_is_empty:
-            self._engine_has_old_blocks = False
         self._service.clear()
         for request_id, tracked in self._tracked.items():
             tracked.store_again()
