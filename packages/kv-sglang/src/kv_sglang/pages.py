@@ -30,6 +30,7 @@ from kv_cuda import Copier
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.attach.identity import LiveKeySpace
 from kv_tiers.cache.host import TIER
+from kv_tiers.messages import MAX_KEYS
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.remote_cache import RemoteCache
 
@@ -42,6 +43,9 @@ _log = limited_logger(__name__)
 _ASK_AGAIN_S: Final = 0.0005
 _PROMISES: Final = 16
 """Number of lookups whose promises are retained. SGLang looks up requests one by one, and reads them soon after."""
+_SEARCH_S: Final = 0.05
+"""What a search for shorter prefixes may take, beyond the wait for slower tiers: each page costs a lookup, which at a
+server is a round trip."""
 _NUMBERS: Final = itertools.count()
 
 _C = TypeVar("_C", bound=Copier)
@@ -199,7 +203,7 @@ class PageStore:
         until = time.monotonic() + self._wait_s
         found: list[int] = []
         length = len(hashes)
-        while length > 0 and len(found) < most:
+        while length > 0 and len(found) < most and time.monotonic() < until + _SEARCH_S:
             first = max(0, length - window)
             run = self.held(hashes[first:length], until)
             if run == length - first:
@@ -257,7 +261,8 @@ class PageStore:
         answers: list[bool] = []
         for tiers, alike in itertools.groupby(controls[:storable], key=lambda each: each.tiers):
             first, last = len(answers), len(answers) + len(list(alike))
-            in_front = [*before, *hashes[:first]]
+            # One call takes only so many keys: the head of a longer prompt may be evicted by its own tail.
+            in_front = [*before, *hashes[:first]][max(0, len(before) + last - MAX_KEYS) :]
             answers += self._write(hashes[first:last], slots[first:last], in_front, copier, tiers)
         self.taken(hashes)
         return answers + [False] * (len(hashes) - storable)
