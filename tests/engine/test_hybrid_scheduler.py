@@ -6,13 +6,17 @@ no lease is left.
 
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_core.connect.inputs import EngineState
+from kv_core.connect.inputs import EngineState, RequestTokens
+from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.errors import CopyFailed
+from kv_core.hashing import ChainScheme
+from kv_vllm.steps import StepReader
 from models import BY_NAME
 from oracle import BLOCK_TOKENS, HAS_NEWER_RUNNER, NGRAM, Oracle
 
@@ -331,3 +335,31 @@ def _anything(oracle: Oracle, chance: random.Random) -> None:
         expected = oracle.expected_tokens(name, prompt_tokens, new_tokens)
         generated = oracle.generated[name]
         assert generated == expected or (name in aborted and generated == expected[: len(generated)]), name
+
+
+def test_a_state_is_stored_although_its_request_is_not_in_the_step_that_offers_it() -> None:
+    """An asynchronous scheduler offers it once its tokens are known. The next step leaves the request out if it has all
+    its tokens but the last, which is in flight."""
+    offered = {"out": [(1, 7, CHUNK)], "unknown": [(1, 8, CHUNK)]}
+    blocks = SimpleNamespace(boundary_state_offloads=offered, get_block_ids=lambda _request_id: ([1, 2], [0, 7]))
+    half = SimpleNamespace(
+        shape=ConnectShape(ChainScheme(chunk_tokens=CHUNK), None, (GroupShape(BLOCK_TOKENS),)),
+        completes_chunk=lambda _request, _computed_tokens: False,
+        costs=None,
+    )
+    config = SimpleNamespace(speculative_config=None)
+    output = SimpleNamespace(
+        num_scheduled_tokens={"in": 1},
+        total_num_scheduled_tokens=1,
+        kv_connector_block_state=blocks,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=[]),
+    )
+    requests: dict[str, Any] = {
+        name: (SimpleNamespace(request_id=name, num_computed_tokens=70), RequestTokens(name, SHARED[:71], 71))
+        for name in ("in", "out")
+    }
+    step = StepReader(config, half).read(output, requests)
+    assert [(each.request.request_id, each.computed_tokens, each.states) for each in step.scheduled] == [
+        ("out", 70, (EngineState(1, 7, CHUNK),))
+    ]

@@ -54,7 +54,8 @@ class StepReader:
             return Step([], tokens, most, 0.0)
         self._quiet.begin()
         scheduled, pairs = [], 0.0
-        for request_id, new_tokens in given.items():
+        # A state is offered once, also that of a request that another step has completed and this one leaves out.
+        for request_id, new_tokens in (dict.fromkeys(handed_over, 0) | given).items():
             if request_id not in requests:
                 continue
             request, known = requests[request_id]
