@@ -52,3 +52,21 @@ def test_nothing_but_its_tiers_is_read_or_written_for_a_request(
             assert [ask(engine, KEPT_OUT, reference[0], **silent) for _ in range(2)] == [0, 0]
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    ("config", "warns"),
+    [
+        (None, False),
+        ('{"interface_v1": 1, "hicache_storage_pass_prefix_keys": true}', False),
+        ('{"interface_v1": 1}', True),
+    ],
+)
+def test_a_start_without_the_pages_before_those_that_are_written_says_what_is_lost(
+    config: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Generated pages have the options of the page before them."""
+    from kv_sglang.storage import warn_without_prefixes
+
+    warn_without_prefixes(config)
+    assert ("hicache_storage_pass_prefix_keys" in caplog.text) == warns

@@ -128,6 +128,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         )
         # At run time, SGLang records the name of a storage only after it has been attached.
         watch_updates(has_served=get_memory().hicache_storage_backend is None)
+        warn_without_prefixes(get_memory().hicache_storage_backend_extra_config)
         name = engine_name(rank.ranks)
         figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
         model = served_model(rank)
@@ -330,6 +331,21 @@ def check_interface() -> None:
     if differences := [*call_differences(HiCacheStorage, _CALLS)]:
         raise other_sglang("storage", differences)
     check_hashes()
+
+
+def warn_without_prefixes(extra_config: str | None) -> None:
+    """Warn if SGLang will not name the pages before those that it writes.
+
+    extra_config: `--hicache-storage-backend-extra-config`, from which SGLang removes this setting; None: not known, as
+        for storage that is attached to a running engine.
+    """
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    if extra_config and not HybridCacheController.parse_storage_backend_extra_config(extra_config)[-1]:
+        _log.warning(
+            "generated pages are stored whatever their request says (store, save_decode), and a long prompt may evict "
+            'its own beginning: add "hicache_storage_pass_prefix_keys": true to --hicache-storage-backend-extra-config'
+        )
 
 
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:
