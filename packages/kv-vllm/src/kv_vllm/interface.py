@@ -58,6 +58,7 @@ def interface_differences() -> Iterator[str]:
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.executor.abstract import Executor
@@ -74,6 +75,7 @@ def interface_differences() -> Iterator[str]:
     yield from call_differences(base.KVConnectorWorkerMetadata, {"aggregate": ["other"]})
     yield from call_differences(BlockPool, {"touch": ["blocks"], "free_blocks": ["ordered_blocks"]})
     yield from field_differences(KVCacheBlock, ["ref_cnt"])
+    yield from call_differences(KVCacheManager, {"reset_prefix_cache": []})
     stored = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
     yield from field_differences(BlockStored, [*stored, "extra_keys", "group_idx", "session_id"])
     yield from field_differences(BlockRemoved, ["block_hashes", "medium", "group_idx"])

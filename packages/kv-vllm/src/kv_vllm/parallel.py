@@ -41,9 +41,8 @@ def rank_share(vllm_config: Any) -> RankShare:
     else:
         distinct = int(model.get_total_num_kv_heads())
         if max(_kv_heads(model.hf_text_config.to_dict()), default=0) > distinct:
-            distinct = (
-                ranks  # some layers (MiMo-V2's windows) have more heads: ranks with the same in others differ there
-            )
+            # Some layers (MiMo-V2's windows) have more heads: ranks with the same in others differ there.
+            distinct = ranks
     rank, stage = _place(ranks, stages)
     nodes = int(vllm_config.parallel_config.nnodes_within_dp)
     return share_of(rank, ranks, distinct, stage=stage, stages=stages, nodes=nodes)

@@ -101,6 +101,8 @@ def adapter_identity(weights: EngineWeights | None) -> Callable[[Any], str | Non
 def note_resets(kv_cache_manager: Any, engine: Engine) -> None:
     """Inform the scheduler half whenever vLLM has emptied its own prefix cache, of which vLLM itself notifies only a
     connector that is to be reset, too."""
+    if engine.off:  # perhaps because this vLLM has no such method
+        return
     reset: Callable[[], bool] = kv_cache_manager.reset_prefix_cache
 
     @functools.wraps(reset)
