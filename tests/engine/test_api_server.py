@@ -108,7 +108,7 @@ def test_one_line_at_the_start_and_one_at_the_end_and_nothing_left(
     assert len(set(answers)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_replicas_share_a_private_server_and_its_disk(spelling_llama: str, tmp_path: Path, runtime: Path) -> None:
     """What one computed the other finds, and both after a restart, without a word in the settings about it."""
     tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}

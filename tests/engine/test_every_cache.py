@@ -153,7 +153,7 @@ def test_latents_of_mla(arguments: dict[str, Any], tiny_deepseek: str, disk: Pat
             assert engine.hits == WARM
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_two_ranks_with_the_same_latents_one_stores_for_both(
     tiny_deepseek: str, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

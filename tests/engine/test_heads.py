@@ -18,6 +18,7 @@ from kv_tiers.attach.engine import engines
 ASKED = [SHARED[200:800], PROMPTS[0], PROMPTS[1]]
 """The last two part behind 512 tokens: one finds chunks whose last place in the head depends on the other's tokens."""
 COLD, WARM = [0, 0, 511], [511, 511, 511]
+OTHER_HEADS = [pytest.param(method, marks=pytest.mark.long) for method in ("eagle", "mtp")]
 Told = tuple[list[Answer], list[int], int, int]
 """Answers, hits, guesses that were right, guesses."""
 
@@ -76,7 +77,7 @@ def negate(*, of_the_head: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.long), "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle3", *OTHER_HEADS])
 def test_as_many_guesses_of_a_head_are_right_from_the_cache_as_without(
     method: str, model: Path, answers: list[Answer], tmp_path: Path
 ) -> None:

@@ -137,7 +137,7 @@ def test_what_was_computed_before_an_update_in_place_is_never_found_and_the_next
             assert engine.hits == [hits], path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_that_update_their_weights_agree_on_the_new_key_space(
     model: Path, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

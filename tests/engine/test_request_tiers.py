@@ -10,6 +10,7 @@ from engines import PROMPTS, Answer, Engine, started
 from kv_tiers.server.process import launch
 
 KEPT_OUT, WRITTEN = PROMPTS[0], PROMPTS[5]
+SERVERS = [pytest.param(f"{whose} server", marks=pytest.mark.long) for whose in ("private", "shared")]
 
 
 @contextmanager
@@ -35,9 +36,7 @@ def saying(**kv_tiers: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where", ["in process", "private server", pytest.param("shared server", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("where", ["in process", *SERVERS])
 def test_nothing_but_its_tiers_is_read_or_written_for_a_request(
     tiny_llama: str, reference: list[Answer], tmp_path: Path, where: str
 ) -> None:

@@ -110,7 +110,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyTier]]:
 @pytest.mark.parametrize(
     ("kind", "requests"),
     [
-        ("canonical", 800),
+        ("canonical", 400),
+        pytest.param("canonical", 800, marks=pytest.mark.long),
         pytest.param("blocks", 600, marks=pytest.mark.long),
         ("int8", 300),
         pytest.param("fp8", 300, marks=pytest.mark.long),
