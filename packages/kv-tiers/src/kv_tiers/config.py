@@ -92,7 +92,7 @@ class ColdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     prefetch_share: Share = 0.5
     """The part of the pool that promotions may take."""
     spill_share: Share = 0.25
-    """The part of the pool that may be leased while it is being spilled."""
+    """The part of the pool that may be leased while it is being spilled. Tiers that are written to share it equally."""
     batch_bytes: Count = 32 << 20
     """Size of one call to a tier. At least one chunk."""
     drain_s: Seconds = 5.0
