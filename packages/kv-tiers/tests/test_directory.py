@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -263,21 +264,27 @@ def test_garbage_is_an_empty_pool(name: str) -> None:
     cache.close()
 
 
+@contextmanager
+def memory_for(calls: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So many allocations find memory, and those after them none."""
+    real, left = os.posix_fallocate, [calls]
+
+    def allocate(file: int, start: int, nbytes: int) -> None:
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        left[0] -= 1
+        real(file, start, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", allocate)
+        yield
+
+
 def test_a_store_that_finds_no_memory_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else may fill shared memory after the pool was opened."""
     cache = opened(name)
     keys = key_chain(6)
-    real = os.posix_fallocate
-    calls = []
-
-    def full_after_two(file: int, start: int, nbytes: int) -> None:
-        calls.append(start)
-        if len(calls) > 2:
-            raise OSError(28, "No space left on device")
-        real(file, start, nbytes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full_after_two)
+    with memory_for(2, monkeypatch):
         lease = cache.begin_store(keys, "w")
     assert lease.keys == tuple(keys[:2])
     assert "no memory left for 4 of 6" in lease.refused
@@ -294,18 +301,8 @@ def test_a_pool_that_finds_no_memory_for_its_directory_can_be_opened_later(
 ) -> None:
     """The file of another format is emptied first, and somebody else may take the memory."""
     filled(name, key_chain(6))
-    real, calls = os.posix_fallocate, []
-
-    def full_after_one(file: int, start: int, nbytes: int) -> None:
-        calls.append(start)
-        if len(calls) > 1:
-            raise OSError(28, "No space left on device")
-        real(file, start, nbytes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full_after_one)
-        with pytest.raises(ConfigError, match="cannot be mapped: No space left") as refused:
-            opened(name, fingerprint="other")
+    with memory_for(1, monkeypatch), pytest.raises(ConfigError, match="cannot be mapped: No space left") as refused:
+        opened(name, fingerprint="other")
     cache = opened(name, fingerprint="other")  # while the traceback of the first attempt is alive
     assert refused.tb and cache.counts().chunks_adopted == 0
     cache.close()
