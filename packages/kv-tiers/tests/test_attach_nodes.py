@@ -311,6 +311,7 @@ class Nodes(RuleBasedStateMachine):
         self.seen: dict[str, list[list[int]]] = {}
         self.since_s: dict[str, float] = {}
         self.was_lost = False
+        self.has_waited = False  # as long as a node is waited for
 
     def now(self, branch: int) -> list[int]:
         return [self.world.run(node, self.prompts[branch]) if self.world.on[node] else 0 for node in range(2)]
@@ -349,6 +350,7 @@ class Nodes(RuleBasedStateMachine):
         if holder not in self.open:
             self.open[holder], self.seen[holder] = branch, [self.now(branch)]
             self.since_s[holder] = self.world.clock.now_s()
+        was_silent = bool(self.world.nodes._silent)
         plan = self.world.lookup(self.prompts[branch], holder)
         if plan.ended is Ended.PENDING:
             assert self.world.clock.now_s() - self.since_s[holder] < PATIENCE_S
@@ -357,8 +359,10 @@ class Nodes(RuleBasedStateMachine):
         most = min(max(at[node] for at in seen) for node in range(2))
         assert plan.chunks <= most
         waited_s = self.world.clock.now_s() - self.since_s[holder]
-        # Without a step in all that time nobody could be asked, and nobody is waited for any longer.
-        if not self.was_lost and not (plan.ended is Ended.REFUSED and waited_s >= PATIENCE_S):
+        self.has_waited = self.has_waited or waited_s >= PATIENCE_S
+        # Without a step in all that time no node could answer, and until it does, no other lookup waits for it either.
+        is_given_up = plan.ended is Ended.REFUSED and (waited_s >= PATIENCE_S or was_silent)
+        if not self.was_lost and not is_given_up:
             assert plan.chunks >= min(min(at[node] for at in seen) for node in range(2))
         if plan.chunks:
             self.world.nodes.renew(holder)
@@ -381,9 +385,31 @@ class Nodes(RuleBasedStateMachine):
             assert self.world.leases() == [0, 0]
 
     @invariant()
+    def no_node_is_given_up_early(self) -> None:
+        assert self.has_waited or not self.world.nodes._silent
+
+    @invariant()
     def look(self) -> None:
         for holder, seen in self.seen.items():
             seen.append(self.now(self.open[holder]))
+
+
+def test_a_node_that_one_lookup_gave_up_is_not_waited_for_by_the_next() -> None:
+    """Found by the state machine, which took it for a miss of what both nodes hold."""
+    state = Nodes()
+    state.store(branch=0, chunks=1, node=1)
+    state.store(branch=1, chunks=1, node=0)
+    state.looks_up(branch=1, holder="b")
+    state.passes(seconds=PATIENCE_S)
+    state.looks_up(branch=1, holder="b")
+    state.store(branch=0, chunks=1, node=0)
+    state.looks_up(branch=0, holder="a")
+    assert not state.open
+    for _ in range(2):  # the question is sent all the same, and its answer ends the silence
+        state.steps(plan=False, output=False)
+        state.looks_up(branch=0, holder="a")
+    assert not state.open and not state.world.nodes._silent
+    state.is_at_rest()
 
 
 TestNodes = Nodes.TestCase
