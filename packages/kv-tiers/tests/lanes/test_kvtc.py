@@ -60,6 +60,16 @@ def recorded_calibration(step: float = 0.4) -> Calibration:
     return learning.learnt(step)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("part", "name"), [(0, "keys"), (1, "values")])
+def test_nothing_is_learnt_from_numbers_that_are_not_finite(bad: float, part: int, name: str) -> None:
+    drawn = Drawn()
+    context = drawn.context(0, 256)
+    context[part, 1, 7] = bad
+    with pytest.raises(ConfigError, match=f"the {name} of layer 1 contain NaN or infinity"):
+        drawn.learning().add([(context[0, layer], context[1, layer]) for layer in range(drawn.layers)])
+
+
 class TestKvtc(CodecContract):
     drawn = Drawn()
     calibration = drawn.calibration()

@@ -71,7 +71,7 @@ class Learning:
         """Add a context, from its first token on. layers: keys as stored, and values, [tokens, heads, head_dim].
 
         Raises:
-            ConfigError: they are of another shape.
+            ConfigError: they are of another shape, or not finite.
         """
         shape = self._shape
         tokens = len(layers[0][0])
@@ -85,6 +85,11 @@ class Learning:
         for number, pair in enumerate(layers):
             for part, numbers in enumerate(pair):
                 wide = np.ascontiguousarray(numbers, np.float32)
+                if not np.isfinite(wide).all():
+                    raise ConfigError(
+                        f"the {'values' if part else 'keys'} of layer {number} contain NaN or infinity: check whether "
+                        "the model computes with its own dtype here"
+                    )
                 if not part:
                     keys = np.empty_like(wide)
                     shape.order.ordered(wide, keys)
