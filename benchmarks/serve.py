@@ -18,7 +18,8 @@ engine's own memory, of 5,120 tokens, has been filled by others:
 
 Each client is the engine's: vLLM's `bench serve`, SGLang's `bench_serving`. One engine is alive at a time, with as many
 threads as any other, and every configuration is started once a round, so that the machine's drift meets all alike.
-Figures are medians over the rounds, with the smallest and the largest where they are seconds.
+Figures are medians over the rounds, with the smallest and the largest where they are seconds. `first token` is the mean
+of all prompts; `returning` is that of those whose beginning was asked before, `new` that of the others.
 
     make bench-serve [ENGINE=sglang] [PLOT=serve.svg] [QUICK=1] [JSON=1]
     python benchmarks/serve.py --model DIRECTORY --engine vllm sglang --starts 3
@@ -50,9 +51,11 @@ from _report import parser
 
 HOME = Path(__file__).parents[1]
 DEVICE_TOKENS, BLOCK_TOKENS, PAGE_TOKENS = 5120, 128, 64
+BEGINNING = 2000  # characters of a prompt; those of other documents, conversations and tasks differ in them
 NEW_TOKENS = 8
 READY_S = 240
 POOL_BYTES, SMALL_POOL_BYTES = 1 << 30, 192 << 20  # a token takes 45 KiB
+SPLIT = (("returning", 6), ("new", 5))  # columns and their widths
 RESTARTED = ("alone", "own file", "disk")
 WAYS = {
     "vllm": ["alone", "own host", "own file", "in process", "private", "shared", "disk"],
@@ -83,7 +86,29 @@ def workloads(share: float) -> dict[str, list[str]]:
     return {"document": document, "multi-turn": multi_turn, "agent": agent, "restart": document[: len(documents)]}
 
 
+def returning(prompts: Sequence[str], work: str) -> list[bool]:
+    """Whether the beginning of each was asked before. All were, before a restart."""
+    begun: set[str] = set()
+    before = []
+    for prompt in prompts:
+        before.append(work == "restart" or prompt[:BEGINNING] in begun)
+        begun.add(prompt[:BEGINNING])
+    return before
+
+
 # The client, in the engine's environment.
+
+
+def first_tokens(seconds: Sequence[float], prompts: Path) -> dict[str, float]:
+    """Mean times of the prompts that return and of those that do not, in milliseconds, where there are such."""
+    lines = [json.loads(line) for line in prompts.read_text().splitlines()]
+    texts = [line["prompt"] if "prompt" in line else line["messages"][0]["content"] for line in lines]
+    flags = returning(texts, prompts.stem)
+    means = {}
+    for name, flag in (("returning", True), ("new", False)):
+        if of := [1000 * each for each, returns in zip(seconds, flags, strict=True) if returns is flag]:
+            means[name] = statistics.mean(of)
+    return means
 
 
 def vllm_client(url: str, model: str, prompts: Path, out: Path) -> dict[str, float]:
@@ -102,6 +127,7 @@ def vllm_client(url: str, model: str, prompts: Path, out: Path) -> dict[str, flo
         "0",
     ]
     before = cached_tokens(url)
+    words += ["--save-detailed"]  # keeps the times of each request in what is returned; nothing is saved
     found = serve.main(given.parse_args([*words, "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl"]))
     after = cached_tokens(url)
     return {
@@ -111,7 +137,7 @@ def vllm_client(url: str, model: str, prompts: Path, out: Path) -> dict[str, flo
         "tokens a second": found["total_token_throughput"],
         "found": (after[0] - before[0]) / (after[1] - before[1]),
         "failed": len(prompts.read_text().splitlines()) - found["completed"],
-    }
+    } | first_tokens(found["ttfts"], prompts)
 
 
 def cached_tokens(url: str) -> tuple[float, float]:
@@ -131,6 +157,7 @@ def sglang_client(url: str, model: str, prompts: Path, out: Path) -> dict[str, f
     words = ["--backend", "sglang-oai-chat", "--base-url", url, "--model", model, "--dataset-name", "openai"]
     words += ["--dataset-path", str(prompts), "--num-prompts", "0", "--sharegpt-output-len", str(NEW_TOKENS)]
     words += ["--max-concurrency", "1", "--warmup-requests", "0", "--cache-report", "--disable-tqdm"]
+    words += ["--output-details"]
     sys.argv = ["bench_serving", *words, "--output-file", str(out)]
     serving.cli_main()
     found = json.loads(out.read_text().splitlines()[-1])
@@ -141,7 +168,7 @@ def sglang_client(url: str, model: str, prompts: Path, out: Path) -> dict[str, f
         "tokens a second": found["total_throughput"],
         "found": found["cache_report"]["cache_hit_rate_pct"] / 100,
         "failed": len(prompts.read_text().splitlines()) - found["completed"],
-    }
+    } | first_tokens(found["ttfts"], prompts)
 
 
 def client(engine: str, url: str, model: str, directory: str, *works: str) -> None:
@@ -311,7 +338,7 @@ def table(results: dict[tuple[str, str, str], list[dict[str, float]]], as_json: 
     """A row for each engine, workload and configuration; 1 if a request has failed."""
     if not as_json:
         print(
-            f"{'':28}{'first token':>14} {'of alone':>9} {'(starts)':>15} {'p99':>9} {'between':>9} "
+            f"{'':28}{'first token':>14} {'of alone':>9} {'(starts)':>15} {'returning':>9} {'new':>8} {'between':>9} "
             f"{'tokens/s':>9} {'found':>6}"
         )
     for (engine, work, way), starts in results.items():
@@ -324,8 +351,9 @@ def table(results: dict[tuple[str, str, str], list[dict[str, float]]], as_json: 
             continue
         print(
             f"{f'{engine} {work}: {way}':28}{of['first token, mean']:>11.0f} ms {ratio:>9.2f} "
-            f"{f'({min(first):.0f}–{max(first):.0f})':>15} {of['first token, p99']:>6.0f} ms "
-            f"{of['between tokens']:>6.1f} ms {of['tokens a second']:>9.0f} {of['found']:>6.2f}"
+            f"{f'({min(first):.0f}–{max(first):.0f})':>15} "
+            + "".join(f"{of[name]:>{width}.0f} ms " if name in of else " " * (width + 4) for name, width in SPLIT)
+            + f"{of['between tokens']:>6.1f} ms {of['tokens a second']:>9.0f} {of['found']:>6.2f}"
         )
     return int(any(start["failed"] for starts in results.values() for start in starts))
 
