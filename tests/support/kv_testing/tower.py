@@ -133,8 +133,14 @@ class Tower:
     def store_below(self, keys: Sequence[ChunkKey], data: bytes = b"") -> None:
         """Like `store`, until only the tiers have the chunks."""
         self.store(keys, data)
-        self.run()
+        self._settle()
         self.crowd_out()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Like `run`, for lanes that work by themselves as well: what they have not written yet may be evicted."""
+        self.run()
+        assert all(lane.drain(5) for lane in self.lanes)
 
     def close(self) -> None:
         """Check that in the end no lease is left and the counts add up, whatever happened."""

@@ -4,8 +4,9 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,8 @@ def test_slots_of_a_lost_client_are_freed_later_and_the_server_goes_on(
     cache: Any = SimpleNamespace(
         pool=SimpleNamespace(descriptor=descriptor), release=lambda lease: released.append(lease.id)
     )
-    mine = Orphans(selector, HandClock(), LEASE_S, on_server=lambda work: work())
+    answers: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    mine = Orphans(selector, HandClock(), LEASE_S, on_server=answers.put)
     ending.callback(mine.close)
     pid = os.getpid()
     mine.add(b"token", cache, {7: LastingLease("h", 1, 1, is_write=True)}, pid, open_pidfd(pid))
@@ -64,6 +66,8 @@ def test_slots_of_a_lost_client_are_freed_later_and_the_server_goes_on(
 
     def is_freed() -> bool:
         mine.expire()
+        while not answers.empty():
+            answers.get()()
         return released == [7]
 
     until(is_freed)
