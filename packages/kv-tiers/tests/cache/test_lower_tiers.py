@@ -1,5 +1,8 @@
 """The tiers below the pool: what goes down comes up again, whole or not at all, and nobody waits long for it."""
 
+import time
+from typing import Any
+
 import pytest
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
@@ -256,6 +259,24 @@ def test_what_is_written_back_is_stored_when_the_cache_closes() -> None:
     below.close = lambda: (seen.extend(below.holds(KEYS[:4])), close())  # type: ignore[method-assign,func-returns-value,assignment]
     tower.cache.close()
     assert seen == [True] * 4
+
+
+def test_stores_that_have_ended_but_are_not_settled_are_not_reported_as_lost_when_the_cache_closes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = Tower("back", threads=1, cold=ColdConfig(batch_bytes=2 * 4096, drain_s=10.0))
+    tower.store(KEYS[:4])
+    spills = tower.cache.lower.spills
+    settle = spills._stored
+
+    def settle_late(*outcome: Any) -> None:
+        time.sleep(0.05)
+        settle(*outcome)
+
+    monkeypatch.setattr(spills, "_stored", settle_late)
+    with caplog.at_level("WARNING"):
+        tower.cache.close()
+    assert "were not stored" not in caplog.text
 
 
 def test_a_tier_for_reading_only_is_never_written() -> None:

@@ -230,7 +230,7 @@ class Spills:
         until = time.monotonic() + timeout_s
         tiers = self._tiers
         while tiers := [tier for tier in tiers if not self._is_drained(tier, until)]:
-            time.sleep(0.002)  # the last stores of a lane have ended, and are about to be settled
+            time.sleep(0.002)
 
     def _is_drained(self, tier: _LowerTier, until: float) -> bool:
         """Submit what waits for this tier, and wait a little for it. True: it is all stored, or can no longer be."""
@@ -242,7 +242,8 @@ class Spills:
         if left <= 0 or not tier.lane.health()[0].serves:
             return True
         # Not until it is done: it may hang, and the time is also that of the others.
-        return tier.lane.drain(min(left, _DRAIN_TURN_S)) and is_submitted
+        is_idle = tier.lane.drain(min(left, _DRAIN_TURN_S))
+        return is_idle and is_submitted and not tier.counts.under_way  # a store that has ended is settled after that
 
     def stop(self) -> int:
         """Submit nothing more. Returns how many chunks were not stored by then, summed over the tiers."""
