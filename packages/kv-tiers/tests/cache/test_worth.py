@@ -15,6 +15,7 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.testing import key_chain
 from kv_testing.throttled import ThrottledTier, offer
+from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache, chunk_header
 from kv_tiers.cache.probes import Probes
 from kv_tiers.cache.worth import Part, worth_waiting
@@ -71,19 +72,26 @@ class Slow:
         self.prompts = [key_chain(PROMPT, branch=str(number)) for number in range(prompts)]
         for keys in self.prompts:
             store(self.cache, keys)
-            assert self.lane.drain(5)
-        for number in range(2):
-            store(self.cache, key_chain(PROMPT, branch=f"crowd {number}"))
-        assert self.lane.drain(5)
+            self.settle()
+        self.crowd_out()
 
     def serve(self, number: int, costs: Costs | None = COSTS) -> tuple[LookupPlan, float]:
         """The final answer for a prompt, and how long it was waited for. What came up is put out again."""
         plan, seconds = ask(self.cache, self.prompts[number], costs)
         self.cache.end("r")
-        assert self.lane.drain(5)
-        for crowd in range(2):
-            store(self.cache, key_chain(PROMPT, branch=f"crowd {crowd}"))
+        self.crowd_out()
         return plan, seconds
+
+    def crowd_out(self) -> None:
+        """Fill the pool with other chunks, none of which is being written in the end: those cannot be evicted."""
+        self.settle()
+        for number in range(2):
+            store(self.cache, key_chain(PROMPT, branch=f"crowd {number}"))
+        self.settle()
+
+    def settle(self) -> None:
+        assert self.lane.drain(5)
+        until(lambda: not any(state.spill.under_way for state in self.cache.lower.states()))
 
     def close(self) -> None:
         self.cache.close()
@@ -160,7 +168,7 @@ def test_an_engine_that_stores_nothing_finds_it_the_next_time() -> None:
         plan, seconds = ask(made.cache, made.prompts[6], costs)
         assert plan.chunks == 0 and seconds < PROMPT * CHUNK_S
         made.cache.end("r")
-        assert made.lane.drain(5)
+        made.settle()
         plan, _ = ask(made.cache, made.prompts[6], costs)
         assert plan.chunks == PROMPT
         made.cache.end("r")
@@ -176,9 +184,9 @@ def test_a_tier_that_becomes_slow_and_quick_again_is_followed(monkeypatch: pytes
         assert max(seconds for _, seconds in served) < 2 * PROMPT * CHUNK_S  # however it finds out
         assert served[-1][0].chunks < PROMPT
         made.tier.load_bytes_per_s = FAST
-        until = time.monotonic() + 20
+        deadline = time.monotonic() + 20
         while made.serve(16)[0].chunks < PROMPT:
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.02)
         assert made.serve(17)[0].chunks == PROMPT
 
