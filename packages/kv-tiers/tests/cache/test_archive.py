@@ -59,7 +59,7 @@ def test_pins_never_take_more_than_half_the_pool() -> None:
 def test_a_prefix_is_warmed_up_from_below_and_kept() -> None:
     tower = Tower("through", slots=16, threads=1)
     tower.store(KEYS)
-    assert tower.lanes[0].drain(5)
+    tower.settle()
     for number in range(3):
         tower.store(key_chain(16, branch=f"crowd {number}"))
     assert tower.cache.lookup(KEYS, "r").chunks == 0
