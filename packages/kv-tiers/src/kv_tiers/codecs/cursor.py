@@ -23,8 +23,8 @@ class Cursor:
         Raises:
             CodecError: there are fewer bytes left.
         """
-        if nbytes > self.left:
-            raise CodecError(f"a part ends {nbytes - self.left} bytes too early")
         taken = self._part[self._at : self._at + nbytes]
+        if len(taken) < nbytes:
+            raise CodecError(f"a part ends {nbytes - len(taken)} bytes too early")
         self._at += nbytes
         return taken

@@ -47,6 +47,7 @@ VERSION: Final = 2
 HEAD_BYTES: Final = HEAD.size + SEAL_BYTES
 _FRAME_BYTES: Final = struct.Struct("<I")
 _NO_FRAME: Final = bytes(_FRAME_BYTES.size)
+_EXPONENTS: Final = bytes(range(LEAST_EXPONENT, MOST_EXPONENT + 1))
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 _SECTION: Final = FRAME_SYMBOLS
 """Numbers that are coded together; the last section has what remains."""
@@ -172,9 +173,10 @@ class ProgressiveCodec:
 
     def _decode_section(self, words: Words, first: Cursor, more: Sequence[Cursor], scratch: Bytes) -> None:
         """Decode some numbers from the parts that are there: the first, and those behind it."""
-        exponents = np.frombuffer(first.take(words.size // SCALED_NUMBERS), np.uint8)
-        if exponents.size and not LEAST_EXPONENT <= exponents.min() <= exponents.max() <= MOST_EXPONENT:
-            raise CodecError(f"steps of exponents {exponents.min()} to {exponents.max()}")
+        stored = first.take(words.size // SCALED_NUMBERS)
+        if wrong := bytes(stored).translate(None, delete=_EXPONENTS):
+            raise CodecError(f"steps of exponents out of range, such as {wrong[0]}")
+        exponents = np.frombuffer(stored, np.uint8)
         symbols = self._frame(first, words.size)
         nibbles = np.frombuffer(more[0].take(words.size // 2), np.uint8) if more else None
         missing = scratch[: words.size]

@@ -4,12 +4,12 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
 #include <immintrin.h>
-#define VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,gfni,popcnt")))
+#define VBMI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,gfni,popcnt")))
 
 enum { AT_ONCE = 64 };
 
 static int has_vbmi(void) {
-    return HAS_AVX512("vbmi") && HAS_AVX512("vbmi2") && HAS_AVX512("bw") && HAS_AVX512("vl") &&
+    return HAS_AVX512("vbmi") && HAS_AVX512("vbmi2") && HAS_AVX512("bw") && HAS_AVX512("dq") && HAS_AVX512("vl") &&
            __builtin_cpu_supports("gfni");
 }
 
@@ -120,9 +120,7 @@ VBMI static inline __m512i small_table(const u8 *bytes) {
  * eight numbers have 56 bits at most, which any eight bytes have from any bit on. */
 VBMI static inline __m512i missing_bits(const u8 *packed, __m512i lacking, size_t *bit) {
     static const u8 of_missing[16] = {0, 1, 3, 7, 15, 31, 63, 127};
-    __m512i ends = _mm512_add_epi8(lacking, _mm512_slli_epi64(lacking, 8)); /* of each number among its eight */
-    ends = _mm512_add_epi8(ends, _mm512_slli_epi64(ends, 16));
-    ends = _mm512_add_epi8(ends, _mm512_slli_epi64(ends, 32));
+    __m512i ends = _mm512_mullo_epi64(lacking, _mm512_set1_epi8(1)); /* of each number among its eight: sums from there on */
     __m128i eights = _mm512_cvtepi64_epi16(_mm512_srli_epi64(ends, 56)); /* where each eight end */
     eights = _mm_add_epi16(eights, _mm_slli_si128(eights, 2));
     eights = _mm_add_epi16(eights, _mm_slli_si128(eights, 4));
@@ -146,7 +144,10 @@ VBMI static void restore_vbmi(Restoring *all) {
     const Table powers = table_of(tables.powers), lackings = table_of(tables.lacking);
     const __m512i nibble_exponents = small_table(tables.nibble_exponents), nibble_bits = small_table(tables.nibble_bits);
     const __m512i nibble_lackings = small_table(tables.nibble_lacking);
-    const __m512i fifteen = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
+    __m512i fifteen = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
+    __m512i all_but_sign = _mm512_set1_epi8(-2), escape = _mm512_set1_epi8(-1);
+    /* The compiler would make these again at each use, from a general register. */
+    __asm__("" : "+v"(fifteen), "+v"(eight), "+v"(all_but_sign), "+v"(escape));
     __m512i pairs[2]; /* of bytes of one register and of another */
     for (size_t k = 0; k < 2; k++) {
         u8 places[AT_ONCE];
@@ -154,47 +155,52 @@ VBMI static void restore_vbmi(Restoring *all) {
             places[i] = (u8)(AT_ONCE / 2 * k + i / 2 + AT_ONCE * (i % 2));
         pairs[k] = _mm512_loadu_si512(places);
     }
-    size_t half = all->n / 2, escaped = 0, whole = 0;
-    __m512i lacked = _mm512_setzero_si512();
+    const u8 *in = all->symbols, *nibbled = all->nibbles;
+    u16 *words = all->words;
+    u8 *missing = all->missing;
+    size_t half = all->n / 2, escaped = 0;
+    __m512i lacked = _mm512_setzero_si512(), whole = _mm512_setzero_si512();
     for (size_t at = 0; at < all->n; at += HALF_SCALED) {
         const __m512i step = _mm512_set1_epi8((char)all->exponents[at / SCALED]);
         u8 room[HALF_SCALED];
         const u8 *packed = all->packed_bytes ? bits_at(all, room) : NULL;
         size_t first = all->bits % 8, bit = first;
+        __m512i eights = _mm512_setzero_si512(); /* 8 for each number that misses all its bits */
         for (size_t i = at; i < at + HALF_SCALED; i += AT_ONCE) {
-            __m512i symbols = _mm512_loadu_si512(all->symbols + i), nibbles = eight;
-            if (all->nibbles) {
-                nibbles = _mm512_loadu_si512(all->nibbles + (at < half ? i : i - half));
+            __m512i symbols = _mm512_loadu_si512(in + i), nibbles = eight;
+            if (nibbled) {
+                nibbles = _mm512_loadu_si512(nibbled + (at < half ? i : i - half));
                 nibbles = _mm512_and_si512(at < half ? nibbles : _mm512_srli_epi16(nibbles, 4), fifteen);
             }
             __m512i steps = _mm512_srli_epi16(symbols, 1); /* whose highest bit is another's, and is not looked at */
-            __mmask64 none = _mm512_testn_epi8_mask(symbols, _mm512_set1_epi8(-2));
+            __mmask64 none = _mm512_testn_epi8_mask(symbols, all_but_sign);
             __m512i lacking = _mm512_mask_shuffle_epi8(by_table(lackings, steps), none, nibble_lackings, nibbles);
             __m512i exponent = _mm512_mask_shuffle_epi8(by_table(exponents, steps), none, nibble_exponents, nibbles);
             __m512i low = _mm512_mask_shuffle_epi8(by_table(bits, steps), none, nibble_bits, nibbles);
             low = _mm512_or_si512(low, _mm512_gf2p8mul_epi8(nibbles, by_table(powers, steps))); /* below 256: a product */
+            __m512i of_packed = _mm512_andnot_si512(eight, lacking);
             if (packed) {
-                __m512i missing = missing_bits(packed, _mm512_andnot_si512(eight, lacking), &bit);
-                low = _mm512_or_si512(low, _mm512_add_epi8(missing, missing));
+                __m512i found = missing_bits(packed, of_packed, &bit);
+                low = _mm512_or_si512(low, _mm512_add_epi8(found, found));
             } else {
-                __m512i sums = _mm512_sad_epu8(_mm512_andnot_si512(eight, lacking), _mm512_setzero_si512());
-                lacked = _mm512_add_epi64(lacked, sums);
+                lacked = _mm512_add_epi64(lacked, _mm512_sad_epu8(of_packed, _mm512_setzero_si512()));
             }
             exponent = _mm512_add_epi8(exponent, step);
             /* Exponent and bits together, half as large, and the sign before them. */
             for (size_t k = 0; k < 2; k++) {
                 __m512i both = _mm512_permutex2var_epi8(low, pairs[k], exponent);
                 __m512i signs = _mm512_permutexvar_epi8(pairs[k], symbols);
-                _mm512_storeu_si512(all->words + i + AT_ONCE / 2 * k, _mm512_shrdi_epi16(both, signs, 1));
+                _mm512_storeu_si512(words + i + AT_ONCE / 2 * k, _mm512_shrdi_epi16(both, signs, 1));
             }
-            _mm512_storeu_si512(all->missing + i, lacking);
-            escaped += (size_t)__builtin_popcountll(_mm512_cmpeq_epi8_mask(symbols, _mm512_set1_epi8(-1)));
-            whole += (size_t)__builtin_popcountll(_mm512_cmpeq_epi8_mask(lacking, eight));
+            _mm512_storeu_si512(missing + i, lacking);
+            escaped += (size_t)__builtin_popcountll(_mm512_cmpeq_epi8_mask(symbols, escape));
+            eights = _mm512_add_epi8(eights, _mm512_and_si512(lacking, eight));
         }
+        whole = _mm512_add_epi64(whole, _mm512_sad_epu8(eights, _mm512_setzero_si512()));
         all->bits += bit - first;
     }
     all->escaped = escaped;
-    all->whole = whole;
+    all->whole = (uint64_t)_mm512_reduce_add_epi64(whole) / 8;
     all->bits += (uint64_t)_mm512_reduce_add_epi64(lacked);
 }
 #endif
