@@ -56,16 +56,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     one block of 64 tokens or more, else the smallest multiple from 256 on, or from 64 on in models with states
     (`kv_tiers.attach.chunk_size`)."""
     algorithm: Literal["sha256", "xxh3_128", "blake2b"] = "sha256"
-    """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`."""
+    """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`. On SGLang
+    sha256 only."""
     secret_file: str = ""
     """For blake2b: the file with the secret, 16 to 64 bytes, readable by its owner alone."""
     format: FormatSetting = "auto"
     """canonical: shared between engines. blocks: this engine's blocks as they are. auto: canonical where proven. int8,
-    fp8: one byte per element and a scale for each head of each token. They are lossy: loaded values differ from stored
-    ones, by 1/254 of a head's largest number in int8 and by 1/16 of each in fp8 (docs/formats/quantised.md)."""
+    fp8: one byte per element, with a scale for each head of each token and a power of two for each channel. They are
+    lossy: docs/formats/quantised.md has the bounds. SGLang's pages cannot be `blocks`."""
     judge: JudgeConfig = JudgeConfig()
     save_decode: bool = False
-    """Also store chunks of generated tokens."""
+    """Also store chunks of generated tokens. vLLM only: SGLang's are stored unless a request says otherwise."""
     use: Literal["auto", "always", "never"] = "auto"
     """When held chunks are used. auto: if loading them, with the wait for slower tiers, is estimated to be quicker than
     computing them (docs/cost.md). always: all held chunks are loaded, after a wait of up to `cold.wait_s`. never:
