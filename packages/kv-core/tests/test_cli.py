@@ -53,6 +53,23 @@ def test_json_says_what_the_library_says(prompt: Path, tmp_path: Path, capsys: p
     assert [KeySpace.parse(name["spelling"]) for name in named] == [(space, key) for key in keys]
 
 
+def test_a_key_space_of_which_only_the_fingerprint_is_known_has_the_same_keys(
+    prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine's key space has tags for its configuration, which nobody could write on a command line."""
+    scheme = ChainScheme(chunk_tokens=4)
+    space = KeySpace("org/m", "r", "bfloat16", "ff", 2, scheme.name, (("config", "5d41402a"), ("engine", "vllm")))
+    words = ["keys", str(prompt), "--chunk-tokens", "4", "--salt", "s", "--space", space.fingerprint.hex()]
+    assert main([*words, "--world", "2", "--group", "3", "--output", "json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    digests = KeySequence(scheme, root=scheme.root(salt="s")).append(range(8))
+    keys = space.keys(digests, groups=[3], tenant=tenant_tag("s"))
+    named = [named for row in rows for named in row["keys"]]
+    assert [name["key"] for name in named] == [key.hex() for key in keys]
+    assert [name["path"] for name in named] == [key.path() for key in keys]
+    assert all(name.keys() == {"group", "shard", "key", "path"} for name in named)
+
+
 def test_the_table_has_a_row_a_key_and_says_what_is_left_over(prompt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", str(prompt), "--chunk-tokens", "4", "--model", "m", "--world", "2"]) == 0
     head, *rows, left = capsys.readouterr().out.splitlines()
@@ -154,7 +171,12 @@ BAD_OPTIONS: list[tuple[list[str], str]] = [
     (["P", "--tag", "a=1", "--tag", "a=2"], "given twice"),
     (["P", "--item", "a:b"], "write it as HASH:FIRST:TOKENS"),
     (["P", "--item", "a:0:0"], "fills 0 tokens"),
-    (["P", "--dtype", "bfloat16"], "need --model"),
+    (["P", "--dtype", "bfloat16"], "need --model or --space"),
+    (["P", "--space", "a" * 32, "--model", "m"], "--space stands for --model"),
+    (["P", "--space", "a" * 32, "--dtype", "bfloat16"], "leave them out"),
+    (["P", "--space", "A" * 32], "write 32 lower-case hex digits"),
+    (["P", "--space", "a" * 32, "--world", "0"], "--world 0: write the number of shards"),
+    (["P", "--space", "a" * 32, "--group", "65535"], "group 65535"),
     (["P", "--model", ""], "needs the model's name"),
     (["P", "--model", "m", "--world", "0"], "world is 0"),
     (["P", "--model", "m", "--group", "65535"], "group 65535"),
@@ -240,7 +262,7 @@ def test_help_is_complete_and_no_command_is_an_error(capsys: pytest.CaptureFixtu
     options = (
         "chunk-tokens algorithm secret-file salt lora tag item model revision dtype format-fingerprint world group"
     )
-    for option in [*(f"--{name}" for name in options.split()), "--partial", "--output", "examples:"]:
+    for option in [*(f"--{name}" for name in options.split()), "--space", "--partial", "--output", "examples:"]:
         assert option in shown
     assert main([]) == 2
 

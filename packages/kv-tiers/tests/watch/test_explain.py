@@ -326,6 +326,11 @@ def test_the_space_may_be_named_and_is_then_found_without_the_history(asked: Ask
     named = ["--model", "model", "--revision", "r", "--dtype", "float16", "--format-fingerprint", "f"]
     status, out = asked.run(tokens, *named)
     assert status == 0 and "chunks 0–1: in host" in out
+    status, out = asked.run(tokens, "--space", SPACE.fingerprint.hex(), "--json")
+    told = json.loads(out)["salts"][0]["explained"][0]
+    assert status == 0 and told["was_asked"] and told["space"] == SPACE.fingerprint.hex()
+    status, out = asked.run(tokens, "--space", "ab" * 16)
+    assert status == 1 and out.startswith("0 of 2 chunks")
 
 
 def test_whether_loading_pays_is_told_with_both_estimates(asked: Asked) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TextIO, get_args
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.hashing import Algorithm, ChainScheme, Item
-from kv_core.keys import ChunkKey, KeySpace, tenant_tag
+from kv_core.keys import ALL_LAYERS, SPACE_ID_BYTES, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.sequence import KeySequence
 from kv_core.tokens import pack_tokens
 from kv_core.tools import doctor
@@ -103,14 +103,16 @@ def _register_keys(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_keys)
-    add_prompt_options(parser)
+    add_prompt_options(parser, without_space="digests are printed instead of keys")
     parser.add_argument("--partial", action="store_true", help="give the last partial chunk a key as well")
     parser.add_argument("--output", choices=("table", "json"), default="table", help="json: one object per line")
 
 
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+def add_prompt_options(parser: argparse.ArgumentParser, *, without_space: str) -> None:
     """Add the options that define a prompt and the keys of its chunks, for any command about a prompt. Read them with
     `prompt_scheme`, `prompt_space`, `prompt_root`, `prompt_items` and `prompt_tokens`.
+
+    without_space: what happens if the user gives no key space.
     """
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument("file", nargs="?", metavar="FILE", help="token ids; - for standard input")
@@ -135,7 +137,12 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         metavar="HASH:FIRST:TOKENS",
         help="an image or the like that fills TOKENS tokens from FIRST on; repeatable",
     )
-    space = parser.add_argument_group("key space", "without --model, digests are printed instead of keys")
+    space = parser.add_argument_group(
+        "key space",
+        f"Without --space and --model, {without_space}.\nThe key space of an engine also contains the model's "
+        "configuration and options of the engine, so name it by\n--space, which `kv explain --json` shows.",
+    )
+    space.add_argument("--space", metavar="HEX", help="its fingerprint, 32 hex digits; needs only --world and --group")
     space.add_argument("--model", metavar="NAME")
     space.add_argument("--revision", default="", metavar="TEXT", help="of the model, or a fingerprint of its weights")
     space.add_argument("--dtype", default="", metavar="NAME", help="of the stored KV, such as bfloat16")
@@ -149,19 +156,50 @@ def prompt_scheme(args: argparse.Namespace) -> ChainScheme:
     return ChainScheme(args.algorithm, args.chunk_tokens, _secret(args.secret_file, args.algorithm))
 
 
-def prompt_space(args: argparse.Namespace, scheme: ChainScheme) -> KeySpace | None:
-    """The key space; None if no model is named.
+@dataclass(frozen=True, slots=True)
+class PromptSpace:
+    """The key space and group of the options.
+
+    fingerprint: of the key space.
+    shards: how many each chunk has.
+    described: everything that the fingerprint represents; None if the user gave the fingerprint alone.
+    """
+
+    fingerprint: bytes
+    shards: int
+    group: int
+    described: KeySpace | None
+
+    def keys(self, digest: bytes, tenant: bytes) -> list[ChunkKey]:
+        """A key for each shard."""
+        shards = range(self.shards)
+        return keys_in(self.fingerprint, [digest], groups=(self.group,), shards=shards, tenant=tenant)
+
+
+def prompt_space(args: argparse.Namespace, scheme: ChainScheme) -> PromptSpace | None:
+    """The key space; None if the options name none.
 
     Raises:
-        InputError: options of a space without its model, or an invalid group.
+        InputError: a part of a space without the rest, a part of one that is given as a whole, or an invalid number.
     """
-    if args.model is not None:
-        space = KeySpace(args.model, args.revision, args.dtype, args.format_fingerprint, args.world, scheme.name)
-        space.keys([], groups=(args.group,))  # refuse a bad group before any tokens are read
-        return space
-    if args.revision or args.dtype or args.format_fingerprint or args.world != 1 or args.group:
-        raise InputError("--revision, --dtype, --format-fingerprint, --world and --group need --model")
-    return None
+    parts = bool(args.revision or args.dtype or args.format_fingerprint)
+    if args.space is not None:
+        if args.model is not None or parts:
+            raise InputError("--space stands for --model, --revision, --dtype and --format-fingerprint: leave them out")
+        if not re.fullmatch(rf"[0-9a-f]{{{2 * SPACE_ID_BYTES}}}", args.space, re.ASCII):
+            raise InputError(f"--space {args.space[:80]}: write {2 * SPACE_ID_BYTES} lower-case hex digits")
+        if not 1 <= args.world <= ALL_LAYERS:
+            raise InputError(f"--world {args.world}: write the number of shards, 1 to {ALL_LAYERS}")
+        space = PromptSpace(bytes.fromhex(args.space), args.world, args.group, None)
+    elif args.model is not None:
+        named = KeySpace(args.model, args.revision, args.dtype, args.format_fingerprint, args.world, scheme.name)
+        space = PromptSpace(named.fingerprint, args.world, args.group, named)
+    elif parts or args.world != 1 or args.group:
+        raise InputError("--revision, --dtype, --format-fingerprint, --world and --group need --model or --space")
+    else:
+        return None
+    keys_in(space.fingerprint, [], groups=(args.group,))  # refuse a bad group before any tokens are read
+    return space
 
 
 def prompt_root(args: argparse.Namespace, scheme: ChainScheme, salt: str | None) -> bytes:
@@ -177,7 +215,7 @@ def prompt_items(args: argparse.Namespace) -> list[Item]:
 def _keys(args: argparse.Namespace) -> int:
     scheme = prompt_scheme(args)
     space = prompt_space(args, scheme)
-    printed_keys = None if space is None else _PrintedKeys(space, args.group, tenant_tag(args.salt))
+    printed_keys = None if space is None else _PrintedKeys(space, tenant_tag(args.salt))
     sequence = KeySequence(scheme, root=prompt_root(args, scheme, args.salt), items=prompt_items(args))
     write = _write_json if args.output == "json" else _write_table
     if args.output == "table":
@@ -200,14 +238,19 @@ def _keys(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _PrintedKeys:
-    """The key spaces and group whose keys are printed."""
+    """The key space and tenant whose keys are printed."""
 
-    space: KeySpace
-    group: int
+    space: PromptSpace
     tenant: bytes
 
     def keys(self, digest: bytes) -> list[ChunkKey]:
-        return self.space.keys([digest], groups=(self.group,), tenant=self.tenant)
+        return self.space.keys(digest, self.tenant)
+
+    def described(self, key: ChunkKey) -> dict[str, object]:
+        """A key in all notations. Its text needs more than the fingerprint of its space."""
+        space = self.space.described
+        text: dict[str, object] = {} if space is None else {"spelling": space.spell(key)}
+        return {"group": key.group, "shard": key.shard, "key": key.hex(), "path": key.path(), **text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +270,7 @@ def _write_table(row: _Printed, printed_keys: _PrintedKeys | None) -> None:
 def _write_json(row: _Printed, printed_keys: _PrintedKeys | None) -> None:
     described: dict[str, object] = {**asdict(row), "digest": row.digest.hex()}
     if printed_keys is not None:
-        spell = printed_keys.space.spell
-        described["keys"] = [
-            {"group": key.group, "shard": key.shard, "key": key.hex(), "path": key.path(), "spelling": spell(key)}
-            for key in printed_keys.keys(row.digest)
-        ]
+        described["keys"] = [printed_keys.described(key) for key in printed_keys.keys(row.digest)]
     print(json.dumps(described, ensure_ascii=False))
 
 

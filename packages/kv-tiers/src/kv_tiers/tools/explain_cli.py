@@ -32,7 +32,8 @@ from kv_tiers.watch.explain import is_held
 _ABOUT = """\
 Ask a running kv-server what it holds of a prompt, chunk by chunk, and what became of the rest.
 
-The prompt is given as to `kv keys`. Without --model all models and formats of the server are searched.
+The prompt is given as to `kv keys`. --json shows the key space of every answer (`space`), which kv keys needs to print
+the keys of an engine's chunks.
 """
 _EXAMPLES = """\
 examples:
@@ -81,7 +82,7 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_explain)
-    add_prompt_options(parser)
+    add_prompt_options(parser, without_space="all models and formats of the server are searched")
     server = parser.add_argument_group("server")
     add_server_options(server)
     parser.add_argument(
@@ -106,7 +107,7 @@ def _explain(args: argparse.Namespace) -> int:
     socket = socket_of(args)
     salts = list(dict.fromkeys([args.salt, None, *args.also_salt]))
     answers = [_Answer(salt, salt == args.salt, _ask(socket, args, scheme, tokens, salt)) for salt in salts]
-    own = _own(answers[0].answer, is_named=args.model is not None)
+    own = _own(answers[0].answer, is_named=args.model is not None or args.space is not None)
     explained = min(chunks, wire.MAX_EXPLAINED)
     is_all_held = own is not None and own.held == chunks
     if args.json:
@@ -124,7 +125,7 @@ def _ask(
     space = prompt_space(args, scheme)
     key_prefixes = []
     if space is not None:
-        keys = space.keys(digests[:1], groups=(args.group,), tenant=tenant_tag(salt))
+        keys = space.keys(digests[0], tenant_tag(salt))
         key_prefixes = [bytes(key[: len(key) - len(key.digest)]) for key in keys]
     nbytes = len(digests[0])
     request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), key_prefixes)

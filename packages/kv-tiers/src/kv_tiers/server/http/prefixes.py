@@ -249,8 +249,8 @@ def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: 
 
 def _nothing(what: str, chunks: int, otherwise: str) -> InputError:
     return InputError(
-        f"{what} the first of these {chunks} chunks. Have an engine serve the prompt; give kv keys the model, dtype, "
-        f"format and salt of that engine; or {otherwise}"
+        f"{what} the first of these {chunks} chunks. Have an engine serve the prompt; give kv keys that engine's key "
+        f"space (--space, as kv explain --json shows it) and the salt; or {otherwise}"
     )
 
 
