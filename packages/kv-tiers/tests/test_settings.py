@@ -4,12 +4,13 @@ import io
 import json
 import re
 import uuid
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
-from kv_core.tools.cli import main
+from kv_core.tools.cli import main, prompt_scheme
 from kv_tiers.attach.connect import Format, open_in_process, open_remote
 from kv_tiers.build import check_settings
 from kv_tiers.config import ColdConfig, HostConfig
@@ -231,6 +232,16 @@ def test_a_secret_is_required_private_and_long_enough(tmp_path: Path) -> None:
         load({"algorithm": "blake2b", "secret_file": str(secret)}, {})[0].scheme()
     with pytest.raises(ConfigError, match="takes none"):
         load({"secret_file": str(secret)}, {})[0].scheme()
+
+
+def test_an_engine_and_kv_keys_read_the_same_secret(tmp_path: Path) -> None:
+    """A secret of random bytes may begin or end with one that is white space."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b" 0123456789abcdef\t\n")
+    secret.chmod(0o600)
+    scheme = load({"algorithm": "blake2b", "secret_file": str(secret)}, {})[0].scheme()
+    assert scheme == prompt_scheme(Namespace(algorithm="blake2b", chunk_tokens=256, secret_file=str(secret)))
+    assert scheme.secret == b" 0123456789abcdef\t"
 
 
 def test_tiers_are_listed_in_any_of_the_places(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.algorithm == "blake2b":
             if not self.secret_file:
                 raise ConfigError("algorithm blake2b needs a secret: set secret_file to a file of at least 16 bytes")
-            secret = read_secret(Path(self.secret_file), "secret_file").strip()
+            secret = read_secret(Path(self.secret_file), "secret_file")
             if not 16 <= len(secret) <= 64:
                 raise ConfigError(f"secret_file {self.secret_file} holds {len(secret)} bytes; a secret has 16 to 64")
         elif self.secret_file:
