@@ -33,10 +33,10 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.drain_state import DrainState
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
-from kv_tiers.server.http.metrics import drain_families
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.tier_contract import content
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerStream, Request
+from kv_tiers.watch.metrics import drain_families
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
 PROMPTS = [key_chain(4, branch=str(number)) for number in range(6)]

@@ -27,10 +27,10 @@ from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.lanes.lane import Health
 from kv_tiers.server import RemoteCache, ServerConfig
 from kv_tiers.server.caches import cache_name
-from kv_tiers.server.http.metrics import directory_families, drain_families, peer_families
+from kv_tiers.server.peer_metrics import peer_families
 from kv_tiers.server.report import PeersServed
 from kv_tiers.server.server import CacheServer
-from kv_tiers.watch.metrics import Metrics
+from kv_tiers.watch.metrics import Metrics, directory_families, drain_families
 from prometheus_client.parser import text_string_to_metric_families
 
 Told = TypeVar("Told")

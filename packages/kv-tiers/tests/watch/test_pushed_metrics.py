@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from kv_testing.wait import until
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig, ObserveConfig
+from kv_tiers.server.config import read_config
+from kv_tiers.server.server import CacheServer
 from kv_tiers.watch.build import build_bus
 from kv_tiers.watch.metrics import Metrics
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -75,8 +78,10 @@ def test_a_collector_is_sent_what_a_scrape_says(monkeypatch: pytest.MonkeyPatch)
         lease = cache.load(keys, "r")
         assert isinstance(lease, ReadLease) and cache.release(lease)
         cache.end("r")
+        cache.drain.begin(1.0)  # it has nobody to offer anything to, and says so
         assert bus.flush()
         expected = scraped(scrape)
+        assert expected["kv_drain_under_way", frozenset({("cache", "c")})] == 0.0
         assert expected["kv_chunks_committed_total", frozenset({("cache", "c")})] == 36
         assert any(name == "kv_evictions_total" for name, _ in expected)
         until(lambda: received and points(received[-1]) == expected)
@@ -87,6 +92,26 @@ def test_a_collector_is_sent_what_a_scrape_says(monkeypatch: pytest.MonkeyPatch)
         bus.close()
         assert len(received) > before, "the last are sent"
     assert not [thread for thread in threading.enumerate() if thread.name == "kv-metrics"]
+
+
+def test_a_server_also_sends_what_it_serves_to_other_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with otlp_collector("/v1/metrics", ExportMetricsServiceRequest.FromString) as (url, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+        config = {
+            "server": {"socket": str(tmp_path / "its" / "kv.sock")},
+            "peers": {"listen": "127.0.0.1:0"},
+            "observe": {"otel": True},
+        }
+        server = CacheServer(read_config(config))
+        serving = threading.Thread(target=server.serve)
+        serving.start()
+        try:
+            until(lambda: received and ("kv_peer_connections", frozenset[tuple[str, str]]()) in points(received[-1]))
+        finally:
+            server.stop()
+            serving.join()
 
 
 def test_points_begin_before_they_end_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:

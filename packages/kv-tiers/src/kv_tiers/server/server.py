@@ -9,7 +9,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -42,6 +42,8 @@ from kv_tiers.server.session import Session
 from kv_tiers.watch.build import build_bus
 
 if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
     from kv_tiers.server.peers import PeerServer
 
 T = TypeVar("T")
@@ -61,9 +63,12 @@ class CacheServer:
         self._names = {tenant.tag: tenant.name for tenant in config.tenants}
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._started_s = self._clock.now_s()
+        self._peers: PeerServer | None = None
         made: list[Caches] = []
         self.bus, self._history = build_bus(
-            config.observe, lambda: [cache for caches in made for cache in caches.by_format().values()]
+            config.observe,
+            lambda: [cache for caches in made for cache in caches.by_format().values()],
+            self._peer_metrics,
         )
         """The events of all of its caches; it is closed with them."""
         try:
@@ -87,7 +92,6 @@ class CacheServer:
         self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
         self._is_stopping = False
-        self._peers: PeerServer | None = None
         try:
             self._peers = _open_peers(config.peers, self._caches)
             self._caches.peers_address = self.peers_address
@@ -393,6 +397,14 @@ class CacheServer:
                 client.waiting = None
                 self._connections.attempt(client, partial(self._go_on, client, request, opened))
                 self._connections.work(client)
+
+    def _peer_metrics(self) -> "Iterable[Metric]":
+        """On any thread."""
+        if self._peers is None:
+            return ()
+        from kv_tiers.server.peer_metrics import peer_families
+
+        return peer_families(self._peers.counts())
 
     def _close(self) -> None:
         self._address.stop_listening()

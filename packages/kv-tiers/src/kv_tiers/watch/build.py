@@ -1,6 +1,7 @@
 """Builds a bus and the subscribers that the settings name."""
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ObserveConfig
@@ -10,13 +11,19 @@ from kv_tiers.watch.log import LogLines, say_json, say_text
 from kv_tiers.watch.recorder import Recorder
 from kv_tiers.watch.subscribers import make_subscriber
 
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
 
 def build_bus(
-    config: ObserveConfig, caches: Callable[[], Iterable[LocalCache]] = tuple
+    config: ObserveConfig,
+    caches: Callable[[], Iterable[LocalCache]] = tuple,
+    others: "Callable[[], Iterable[Metric]]" = tuple,
 ) -> tuple[EventBus, History | None]:
     """The bus, which its owner closes after its caches; and the history on it, if one is configured.
 
     caches: those on this bus that exist now, for metrics that are pushed. Called from any thread.
+    others: metrics that are pushed besides those of caches. Called from any thread.
 
     Raises:
         ConfigError: a setting that cannot be honoured; the text says what to change.
@@ -33,7 +40,7 @@ def build_bus(
         subscribers.append(make_spans(bus))
         from kv_tiers.watch.pushed_metrics import make_pushed_metrics
 
-        if (pushed := make_pushed_metrics(bus, caches)) is not None:
+        if (pushed := make_pushed_metrics(bus, caches, others)) is not None:
             subscribers.append(pushed)
     history = History(config.history_keys, bus.now_s()) if config.history_keys else None
     if history is not None:

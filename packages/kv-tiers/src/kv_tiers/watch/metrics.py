@@ -22,6 +22,8 @@ from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.lower_tiers import TierState
+from kv_tiers.directory_state import DirectoryState
+from kv_tiers.drain_state import DrainState
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import (
     Committed,
@@ -167,15 +169,23 @@ class Metrics(Subscriber):
         yield from self._from_events()
         known: list[tuple[str, LocalCache, CacheCounts, list[TierState]]] = []
         tenants: list[tuple[str, list[TenantUse]]] = []
+        drains: list[tuple[str, DrainState]] = []
         for cache in self._caches():
             try:
                 known.append((cache.events.name, cache, cache.counts(), cache.lower.states()))
                 tenants.append((cache.events.name, cache.admin.tenants()))
+                if (drain := cache.drain.state()) is not None:
+                    drains.append((cache.events.name, drain))
             except MisuseError:  # it was closed just now
                 continue
         yield from _from_counts([(name, cache, counts) for name, cache, counts, _ in known])
-        yield from _from_tiers([(name, state) for name, _, _, states in known for state in states])
+        tiers = [(name, state) for name, _, _, states in known for state in states]
+        yield from _from_tiers(tiers)
+        yield from directory_families(
+            (name, state.name, state.directory) for name, state in tiers if state.directory is not None
+        )
         yield from _from_tenants(tenants)
+        yield from drain_families(drains)
         dropped, failures = self._bus.events_dropped, self._bus.failures
         yield CounterMetricFamily("kv_events_dropped", "Events that found the bus's queue full.", value=dropped)
         yield CounterMetricFamily(
@@ -356,6 +366,59 @@ def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Met
         if rest := largest[MAX_TENANTS:]:
             used.add_metric((cache, "others"), sum(use.used_bytes for use in rest))
     yield from (used, quota)
+
+
+def directory_families(states: Iterable[tuple[str, str, DirectoryState]]) -> Iterator[Metric]:
+    """Metrics of what tiers with a directory know of other hosts. states: for each tier its cache, its name and its
+    state."""
+    known = list(states)
+    if not known:
+        return
+    for name, (about, is_counter, value_of) in _DIRECTORY.items():
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        family = kind(f"kv_directory_{name}", about, labels=("cache", "tier"))
+        for cache, tier, state in known:
+            family.add_metric((cache, tier), float(value_of(state)))
+        yield family
+
+
+def drain_families(states: Iterable[tuple[str, DrainState]]) -> Iterator[Metric]:
+    """Metrics of caches that are being drained, or were. states: for each its name and its progress."""
+    known = list(states)
+    if not known:
+        return
+    under_way = GaugeMetricFamily("kv_drain_under_way", "1 while chunks are offered to other hosts.", labels=("cache",))
+    chunks = GaugeMetricFamily(
+        "kv_drain_chunks",
+        "Chunks of the pool and, when their turn has come, of the host's own tiers, by what became of them.",
+        labels=("cache", "state"),
+    )
+    moved = GaugeMetricFamily("kv_drain_moved_bytes", "Bytes that other hosts have fetched since.", labels=("cache",))
+    for cache, state in known:
+        under_way.add_metric((cache,), state.phase == "draining")
+        moved.add_metric((cache,), state.moved_bytes)
+        for name in ("moved", "elsewhere", "refused", "gone", "left"):
+            chunks.add_metric((cache, name), getattr(state, name))
+    yield from (under_way, chunks, moved)
+
+
+_DIRECTORY: Final[dict[str, tuple[str, bool, Callable[[DirectoryState], float]]]] = {
+    "up": ("1 while the directory can be read and written, else 0.", False, lambda of: not of.why),
+    "lag_seconds": ("Seconds since the directory was last read to its end.", False, lambda of: of.lag_s),
+    "hosts": ("Other hosts that are known.", False, lambda of: of.hosts),
+    "exact_hosts": ("Other hosts whose chunks are known exactly.", False, lambda of: of.exact),
+    "left_out_hosts": ("Other hosts whose chunks are not tracked for lack of room.", False, lambda of: of.left_out),
+    "chunks": ("Known chunks of other hosts, counted once per host.", False, lambda of: of.names),
+    "used_bytes": ("Memory that the known chunks take.", False, lambda of: of.used_bytes),
+    "listed_chunks": ("Chunks of this server that are announced to other hosts.", False, lambda of: of.listed or 0),
+    "entries": ("Entries of other hosts that were applied.", True, lambda of: of.entries),
+    "gaps": ("Times that entries of a host were missing.", True, lambda of: of.gaps),
+    "repairs": ("Times that a host was queried for missing entries.", True, lambda of: of.repairs),
+    "failed_repairs": ("Times that a host did not answer such a query.", True, lambda of: of.failed_repairs),
+    "repair_bytes": ("Bytes transferred by repairs.", True, lambda of: of.repair_bytes),
+    "not_here": ("Chunks that a host lacked although the directory listed them.", True, lambda of: of.not_here),
+}
+"""For each metric its description, whether it only grows, and its value."""
 
 
 def _counter(name: str, about: str, values: Mapping[_Labels, float], *labels: str) -> Metric:

@@ -59,10 +59,15 @@ class PushedMetrics(Subscriber):
     wants_requests = False
 
     def __init__(
-        self, bus: EventBus, caches: Callable[[], Iterable[LocalCache]], exporter: MetricExporter, interval_s: float
+        self,
+        bus: EventBus,
+        caches: Callable[[], Iterable[LocalCache]],
+        exporter: MetricExporter,
+        interval_s: float,
+        others: Callable[[], Iterable[Family]] = tuple,
     ) -> None:
-        """bus, caches: as for `Metrics`."""
-        self._metrics = Metrics(bus, caches)
+        """bus, caches, others: as for `Metrics`."""
+        self._metrics = Metrics(bus, caches, others)
         self._exporter = exporter
         self._interval_s = interval_s
         self._began_ns = time.time_ns()
@@ -133,7 +138,9 @@ def _histograms(family: Family, began_ns: int, now_ns: int) -> Iterator[Histogra
         )
 
 
-def make_pushed_metrics(bus: EventBus, caches: Callable[[], Iterable[LocalCache]]) -> PushedMetrics | None:
+def make_pushed_metrics(
+    bus: EventBus, caches: Callable[[], Iterable[LocalCache]], others: Callable[[], Iterable[Family]] = tuple
+) -> PushedMetrics | None:
     """Uses the exporter that OTEL_METRICS_EXPORTER names: otlp (the default, over HTTP), console, or another package's.
     Returns None if it names none.
 
@@ -148,7 +155,7 @@ def make_pushed_metrics(bus: EventBus, caches: Callable[[], Iterable[LocalCache]
     if not interval_s > 0:
         raise ConfigError(f"OTEL_METRIC_EXPORT_INTERVAL is {said!r}; write milliseconds, such as 60000")
     exporter = _exporter(os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip())
-    return None if exporter is None else PushedMetrics(bus, caches, exporter, interval_s)
+    return None if exporter is None else PushedMetrics(bus, caches, exporter, interval_s, others)
 
 
 def _exporter(name: str) -> MetricExporter | None:
