@@ -20,6 +20,14 @@ from kv_tiers.settings import Settings, load
 from kv_sglang import TESTED
 from kv_sglang.page_settings import read_settings
 
+_EXAMPLE: Final = """\
+example, with eval because the arguments are quoted for a shell:
+  eval python -m sglang.launch_server --model-path MODEL \\
+    $(python -m kv_sglang flags --capacity 8GiB --tier disk:directory=/var/kv,capacity_bytes=200GiB)
+
+All settings are in docs/settings.md; those without an option here go into --config-file or KV_… variables. The exit
+status is 0, or 2 if the engine would refuse the settings; the text on standard error says what to do.
+"""
 _PAGE_TOKENS: Final = 64
 _DIRECTORY: Final = "directory"
 """The option of tiers that names a directory; options that end in `_file` name files."""
@@ -32,9 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "flags",
         help="print the arguments of sglang.launch_server",
         description="Print the arguments that make `python -m sglang.launch_server` use this cache.",
-        epilog="example: python -m kv_sglang flags --capacity 8GiB --tier disk:directory=/var/kv,capacity_bytes=200GiB",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("--capacity", help="host memory for chunks, beside SGLang's own host pool (default: 4GiB)")
+    flags.add_argument(
+        "--capacity", metavar="BYTES", help="host memory for chunks, beside SGLang's own host pool (default: 4GiB)"
+    )
     flags.add_argument(
         "--tier",
         action="append",
@@ -45,10 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "engine has ended, by a process that outlives it, for at most cold.drain_s (5 s)"
         ),
     )
-    flags.add_argument("--socket", help="join the kv-server that listens there; capacity and tiers are then its own")
+    flags.add_argument(
+        "--socket", metavar="PATH", help="join the kv-server that listens there; capacity and tiers are then its own"
+    )
     flags.add_argument(
         "--page-size",
         type=int,
+        metavar="TOKENS",
         help="tokens per page, which is a chunk (default: the settings' chunk_tokens, or 64); the same in all engines",
     )
     host = flags.add_mutually_exclusive_group()
@@ -70,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "only lower tiers have are a miss the first time; experimental"
         ),
     )
-    flags.add_argument("--config-file", help="a file with the settings: YAML, TOML or JSON")
+    flags.add_argument("--config-file", metavar="FILE", help="a file with the settings: YAML, TOML or JSON")
     flags.set_defaults(run=_flags)
     args = parser.parse_args(arguments)
     return int(args.run(args))

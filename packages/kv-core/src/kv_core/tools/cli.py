@@ -143,7 +143,7 @@ def add_prompt_options(parser: argparse.ArgumentParser, *, without_space: str) -
         "configuration and options of the engine, so name it by\n--space, which `kv explain --json` shows.",
     )
     space.add_argument("--space", metavar="HEX", help="its fingerprint, 32 hex digits; needs only --world and --group")
-    space.add_argument("--model", metavar="NAME")
+    space.add_argument("--model", metavar="NAME", help="the model's name")
     space.add_argument("--revision", default="", metavar="TEXT", help="of the model, or a fingerprint of its weights")
     space.add_argument("--dtype", default="", metavar="NAME", help="of the stored KV, such as bfloat16")
     space.add_argument("--format-fingerprint", default="", metavar="HEX", help="of the chunk format")

@@ -46,8 +46,8 @@ def register(subparsers: Any) -> None:
         action="append",
         choices=[*sorted(QUANTISED), FIRST_PARTS],
         help=(
-            f"only this one; repeatable (default: those of one byte per number). {FIRST_PARTS}: first parts of its "
-            "chunks"
+            "only this one; repeatable (default: those of one byte per number, or none with --calibration). "
+            f"{FIRST_PARTS}: first parts of its chunks"
         ),
     )
     parser.add_argument("--compare", action="store_true", help="published formats too, for comparison")
@@ -84,7 +84,9 @@ def register(subparsers: Any) -> None:
         help="of keys and values, as the engine stores them (default: bfloat16)",
     )
     parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
-    parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="stored before each continuation")
+    parser.add_argument(
+        "--context", type=int, default=1024, metavar="TOKENS", help="stored before each continuation (default: 1024)"
+    )
     parser.add_argument("--windows", type=int, default=8, metavar="N", help="of text, at most (default: 8)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the verdict there")
     parser.add_argument("--json", action="store_true", help="print the verdict instead of a table")

@@ -45,7 +45,7 @@ same file, and join this server if server.socket is set in it. In YAML:
   observe:                        # what watches the caches: docs/observability.md
     log: text                     # or json: a line for each thing an operator must know
     record: requests.jsonl        # a trace for kv sim; each cache's name is put before the suffix
-    otel: false                   # spans, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like point
+    otel: false                   # spans and metrics, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like point
     history_keys: 1048576         # how many keys kv explain remembers
   server:
     name: default                 # tells servers of one user apart
@@ -54,8 +54,10 @@ same file, and join this server if server.socket is set in it. In YAML:
     max_sessions: 128             # clients served at once
   peers:                          # other hosts' servers that read from this one (docs/peers.md)
     listen: 10.0.0.1:9500         # off unless set; beyond loopback it needs the files or the token
-    tls_ca_file: /…/ca.pem        # with tls_cert_file and tls_key_file
-    token_file: /…/token          # a secret that all peers have
+    tls_ca_file: /…/ca.pem        # who may connect; all three files, or none of them
+    tls_cert_file: /…/cert.pem
+    tls_key_file: /…/key.pem      # mode 0600
+    token_file: /…/token          # a secret that all peers have, instead of the files or as well
   http:                           # pip install 'kv-tiers[http]'; GET /openapi.json lists the requests
     listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; off unless set
     token_file: /…/token          # created if missing; without it nothing can be changed over HTTP
@@ -151,7 +153,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="the settings; - reads JSON or YAML from standard input")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the settings, which other options override; - reads JSON or YAML from standard input",
+    )
     parser.add_argument("--capacity", metavar="BYTES", help="host.capacity_bytes, such as 4GiB")
     parser.add_argument("--name", help=f"server.name; by default it listens at {default_socket()}")
     parser.add_argument("--socket", metavar="PATH", help="server.socket: where to listen")
@@ -164,7 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--detach", action="store_true", help="continue detached from the parent process, in a session of its own"
     )
-    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=["debug", "info", "warning", "error"],
+        help="of the lines on standard error (default: warning)",
+    )
     parser.add_argument("--version", action="version", version=f"kv-server {PACKAGE}")
     return parser
 

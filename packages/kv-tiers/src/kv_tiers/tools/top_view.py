@@ -53,7 +53,7 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     head = Text()
     if away:
         head.append(f"▲ away at {time.strftime('%H:%M:%S')}: {away}\n", style="bold red")
-        head.append("  asking every second; the last known state follows\n" if picture else "")
+        head.append("  asking again; the last known state follows\n" if picture else "")
     if picture is None:
         return head if away else head.append(f"asking {where}")
     report = picture.report
