@@ -147,11 +147,11 @@ def file_system_of(path: Path, mounts: Path) -> str:
 def _kernels() -> Finding:
     from kv_tiers.codecs.kernels import best_kernels
 
-    what = "codecs floats, progressive"
+    what = "codecs floats, kvtc, progressive, and format int8 on a CPU"
     if best_kernels().name == "compiled":
         return Finding("ok", what, "compiled")
     advice = "only if you use them and want them faster: install a C compiler, then kv-tiers again"
-    return Finding("ok", what, "in numpy, because none were compiled", advice)
+    return Finding("ok", what, "in numpy, int8 in torch, because none were compiled", advice)
 
 
 def _libraries() -> Iterator[Finding]:
