@@ -6,8 +6,9 @@ and loads, and what they still have to compute. vLLM and SGLang turn text into t
     python 10_route.py --listen 127.0.0.1:8080 --server http://host-a:9400=token-a --server http://host-b:9400=token-b \
         --engine engine-0=http://host-a:8000 --engine engine-1=http://host-b:8000
 
-The name of an engine is its engine_id (vLLM's --kv-transfer-config). Without arguments it shows what it does: two hosts
-with an engine each, both made up.
+The name of an engine is what its host's server calls it: vLLM's engine_id (--kv-transfer-config), or sglang-PID-REPLICA
+for SGLang, with the number of the process that started its schedulers; GET /status lists them. Without arguments it
+shows what it does: two hosts with an engine each, both made up.
 """
 
 import argparse
