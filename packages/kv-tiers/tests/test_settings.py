@@ -260,10 +260,29 @@ def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch
     for tier in ({"url": "redis://me:hush@host:6379/0"}, {"url": "redis://:hush@host"}, {"password": "hush"}):
         monkeypatch.setenv("KV_TIERS", json.dumps([{"type": "redis", **tier}]))
         for output in ("table", "json"):
-            assert main(["config", "--output", output]) == 0
-            printed = capsys.readouterr().out
-            assert "hush" not in printed
-            assert "***" in printed
+            assert main(["config", "--output", output]) == 2  # none of these is where a password belongs
+            printed = capsys.readouterr()
+            assert "hush" not in printed.out + printed.err
+            assert "***" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"tiers": [{"type": "dsk"}]}, "did you mean 'disk'?"),
+        ({"tiers": [{"type": "dram", "capcity_bytes": 1 << 30}]}, "did you mean 'capacity_bytes'?"),
+        ({"host": {"policy": "lruu"}}, "did you mean 'lru'?"),
+    ],
+)
+def test_kv_config_shows_what_an_engine_would_refuse_and_says_why(
+    extra: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--extra", json.dumps(extra)]) == 2
+    told = capsys.readouterr()
+    assert "host.capacity_bytes" in told.out
+    assert told.err.startswith("kv config: ") and said in told.err
+    joined = {**extra, "server": {"socket": "/run/kv/kv.sock"}}
+    assert main(["config", "--extra", json.dumps(joined)]) == 0
 
 
 def test_what_watches_the_cache_in_this_process_is_what_the_settings_say(tmp_path: Path) -> None:

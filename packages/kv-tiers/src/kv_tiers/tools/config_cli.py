@@ -1,4 +1,5 @@
-"""`kv config`: the settings that an engine's package would use, and where each value came from."""
+"""`kv config`: the settings that an engine's package would use, where each value came from, and what is wrong with
+them."""
 
 import argparse
 import json
@@ -21,7 +22,9 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="print the settings in force and where each came from",
         description="Read the settings as kv-vllm and kv-sglang do, and print each with its value and origin. "
         "Precedence: --extra, then the file, then KV_… environment variables. Under SGLang, --page-size decides "
-        "chunk_tokens, and algorithm is sha256.",
+        "chunk_tokens, and algorithm is sha256. The host pool and the tiers are checked as at the start of an engine "
+        "on this machine, unless server.socket names a server, which has its own. The exit status is 0, or 2 if "
+        "something is wrong; the text on standard error says what to do.",
     )
     parser.add_argument(
         "--file", help="YAML, TOML or JSON file to read, as the setting config_file or KV_CONFIG_FILE would name it"
@@ -49,18 +52,26 @@ def _run(args: argparse.Namespace) -> int:
     if args.file:
         extra["config_file"] = args.file
     try:
-        _, in_force = load(extra, os.environ)
+        settings, in_force = load(extra, os.environ)
     except ConfigError as error:
         print(f"kv config: {error}", file=sys.stderr)
         return 2
     if args.output == "json":
         values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
         print(json.dumps(values, indent=1))
-        return 0
-    width = max(len(entry.path) for entry in in_force)
-    for entry in in_force:
-        value = json.dumps(_shown(entry.value), ensure_ascii=False)
-        print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
+    else:
+        width = max(len(entry.path) for entry in in_force)
+        for entry in in_force:
+            value = json.dumps(_shown(entry.value), ensure_ascii=False)
+            print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
+    if not settings.server.socket:  # otherwise the host pool and the tiers are the server's own
+        from kv_tiers.build import check_settings  # too much to import for every command's --help
+
+        try:
+            check_settings(settings.host, settings.tiers)
+        except ConfigError as error:
+            print(f"kv config: {error}", file=sys.stderr)
+            return 2
     return 0
 
 
