@@ -74,8 +74,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     load: LoadMode = "async"
     """When chunks are copied to the engine's blocks. async: between its steps, and the request waits. layerwise: in the
     step that computes the rest of the request, each layer while those before it are computed. auto: layerwise if it is
-    estimated to hide the copy, or if no other request would wait for it. vLLM only, with one worker (in its scheduler's
-    process) and one kind of layers; elsewhere always async (docs/contracts/vllm.md#layerwise-loads)."""
+    estimated to hide the copy, or if no other request would wait for it. vLLM only, on one node, without pipeline
+    stages and with one kind of layers; elsewhere always async (docs/contracts/vllm.md#layerwise-loads)."""
     store: StoreMode = "async"
     """When chunks are copied from the engine's blocks. async: after the step that completes them. layerwise: in this
     step, each layer while those after it are computed, so that they can be found sooner. vLLM only; chunks in int8 and

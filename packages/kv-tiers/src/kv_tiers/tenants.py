@@ -88,7 +88,7 @@ def _check_once(tenants: Sequence[Tenant]) -> None:
     names: set[str] = set()
     for tenant in tenants:
         if tenant.name in names:
-            raise ConfigError(f"tenants: there are two called {tenant.name!r}")
+            raise ConfigError(f"tenants: there are two called {tenant.name!r}; give each a name of its own")
         names.add(tenant.name)
         if (other := of_tag.setdefault(tenant.tag, tenant.name)) != tenant.name:
-            raise ConfigError(f"tenants: {other!r} and {tenant.name!r} have the same salt")
+            raise ConfigError(f"tenants: {other!r} and {tenant.name!r} have the same salt; list it once")

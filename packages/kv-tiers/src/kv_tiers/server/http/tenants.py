@@ -41,7 +41,7 @@ class TenantState(msgspec.Struct, frozen=True):
     name: str
     tag: str
     caches: list[Use]
-    note: str = "a quota set here lasts until the server ends; what it starts with is in its settings ([[tenants]])"
+    note: str = "a quota set here lasts until the server ends; what it starts with is in its settings (tenants)"
 
 
 class Names:
