@@ -1,6 +1,7 @@
 """Options are read strictly, and every refusal says what to write instead."""
 
 from importlib.metadata import EntryPoint, EntryPoints
+from typing import Literal
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     path: str
     capacity_bytes: int = 0
     wait_s: float = 1.0
+    mode: Literal["single", "cluster"] = "single"
 
     def __post_init__(self) -> None:
         if self.wait_s < 0:
@@ -57,7 +59,9 @@ def test_options_become_settings() -> None:
             {"path": "/x", "capacity": 1},
             "there is no option 'capacity'; it is now 'capacity_bytes'",
         ),
-        ({"path": "/x", "zzz": 1}, "there are capacity_bytes, path, wait_s"),
+        ({"path": "/x", "zzz": 1}, "there are capacity_bytes, mode, path, wait_s"),
+        ({"path": "/x", "mode": "sharded"}, "here: .*'sharded' - at `mode`; write one of single, cluster"),
+        ({"path": "/x", "mode": 3}, "at `mode`; write one of single, cluster"),
         ({}, "path"),
         ({"path": 3}, r"here: Expected `str`, got `int` - at `path`"),
         ({"path": "/x", "capacity_bytes": "many"}, "here: capacity_bytes is 'many'"),
@@ -98,3 +102,8 @@ def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(monkeypatch: py
     ):
         with pytest.raises(ConfigError, match=says):
             tier_factory(name)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints())
+    with pytest.raises(
+        ConfigError, match=r"'broken'; no installed package has any in its entry points kv_tiers\.tiers"
+    ):
+        tier_factory("broken")

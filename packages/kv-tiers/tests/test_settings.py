@@ -269,7 +269,8 @@ def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"tiers": [{"type": "dsk"}]}, "did you mean 'disk'?"),
+        ({"tiers": [{"type": "dsk"}]}, "tiers[0]: there is no tier of type 'dsk'; did you mean 'disk'?"),
+        ({"tiers": [{"type": "dram", "capacity_bytes": 4096, "codec": "gz"}]}, "tiers[0]: there is no codec 'gz'"),
         ({"tiers": [{"type": "dram", "capcity_bytes": 1 << 30}]}, "did you mean 'capacity_bytes'?"),
         ({"host": {"policy": "lruu"}}, "did you mean 'lru'?"),
     ],

@@ -170,7 +170,10 @@ def _codec(config: LaneConfig, context: TierContext, where: str) -> Codec | None
         return None
     if not isinstance(name, str):
         raise ConfigError(f"{where}: codec: say which, such as codec: zstd, or codec: {{type: zstd, level: 3}}")
-    return codec_factory(name)(options, context)
+    try:
+        return codec_factory(name)(options, context)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _check_parts(options: Mapping[str, object], codec: Codec | None, where: str) -> None:
@@ -185,10 +188,14 @@ def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, 
     type_name = options.get("type")
     if not isinstance(type_name, str):
         raise ConfigError(f"{where}: say which type of tier this is, such as type: disk")
+    try:
+        factory = tier_factory(type_name)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     own = set(LaneConfig.__struct_fields__)
     lane_config = read_options(LaneConfig, {name: options[name] for name in own & set(options)}, where)
     rest = {name: value for name, value in options.items() if name not in own and name != "type"}
-    return tier_factory(type_name), msgspec.structs.replace(lane_config, name=lane_config.name or type_name), rest
+    return factory, msgspec.structs.replace(lane_config, name=lane_config.name or type_name), rest
 
 
 def _check_names(names: Sequence[str]) -> None:

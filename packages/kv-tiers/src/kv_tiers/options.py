@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -59,7 +59,15 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
         ]
         if missing:
             raise ConfigError(f"{where}: `{'` and `'.join(missing)}` must be given; write {missing[0]}: …") from None
-        raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}") from None
+        raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}{_choices(settings, str(error))}") from None
+
+
+def _choices(settings: type[msgspec.Struct], said: str) -> str:
+    """What may be written for the option that this error is about, if that is one of a few words."""
+    found = re.search(r" - at `\$\.(\w+)`$", said)
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(settings)}
+    wanted = None if found is None else types.get(found[1])
+    return f"; write one of {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else ""
 
 
 def counted(name: str, value: object, where: str) -> object:

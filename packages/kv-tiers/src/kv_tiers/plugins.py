@@ -26,7 +26,8 @@ def load_plugin(group: str, kind: str, name: str, *, built_in: Iterable[str] = (
     found = {entry.value: entry for entry in offered if entry.name == name}
     if not found:
         names = {*built_in, *(entry.name for entry in offered)}
-        raise ConfigError(f"there is no {kind} {name!r}; {nearest(name, names)}")
+        hint = nearest(name, names) if names else f"no installed package has any in its entry points {group}"
+        raise ConfigError(f"there is no {kind} {name!r}; {hint}")
     if len(found) > 1:
         raise ConfigError(f"several packages offer a {kind} {name!r}: {', '.join(sorted(found))}")
     (entry,) = found.values()

@@ -102,7 +102,8 @@ def _explain(args: argparse.Namespace) -> int:
     chunks = len(tokens) // scheme.chunk_tokens
     if not chunks:
         raise InputError(
-            f"{len(tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is stored"
+            f"{len(tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is stored; give a "
+            "longer prompt, or the engine's --chunk-tokens"
         )
     socket = socket_of(args)
     salts = list(dict.fromkeys([args.salt, None, *args.also_salt]))

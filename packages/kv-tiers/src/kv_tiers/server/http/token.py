@@ -37,5 +37,8 @@ def _make_token(path: Path) -> str:
         with os.fdopen(descriptor, "w") as file:
             file.write(f"{token}\n")
     except OSError as error:
-        raise ConfigError(f"http: token_file: {path} cannot be made: {error.strerror}") from None
+        raise ConfigError(
+            f"http: token_file: {path} does not exist and cannot be made: {error.strerror}; write a path in a "
+            "directory that this user can write to"
+        ) from None
     return token
