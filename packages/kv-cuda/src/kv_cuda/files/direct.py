@@ -7,9 +7,10 @@ In both, one half of the ring is filled or emptied by the files while the other 
 own copier, for which a ring is a pool like any other. Bytes are scattered only after their checksum has been verified,
 and both paths write the same checksum, so both may be used on the same file at any time (docs/adr/0014).
 
-The direct path is used if cuFile is available and was measured to be faster (`kv bench copy --file`). Chunks that it
-does not deliver completely go through the staged path; if that succeeds, this copier does not use the direct path again
-and logs that once. Bytes that both paths read and found wrong are damaged; a failed read says nothing about the bytes.
+The direct path is used if cuFile is available, unless it was measured to be slower (`kv bench copy --file`). Chunks
+that it does not deliver completely go through the staged path; if that succeeds, this copier does not use the direct
+path again and logs that once. Bytes that both paths read and found wrong are damaged; a failed read says nothing about
+the bytes.
 """
 
 import os
