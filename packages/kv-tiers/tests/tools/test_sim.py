@@ -193,6 +193,7 @@ def test_the_table_shows_every_tier(small: str, capsys: pytest.CaptureFixture[st
     ("words", "complaint"),
     [
         (["--capacity", "lots"], "--capacity lots: write a number with a unit"),
+        (["--capacity", "lots"], "512B; or chunks, or 5%\n"),
         (["--capacity", "0"], "--capacity 0 holds no chunk"),
         (["--capacity", "120%"], "from 0% to 100%"),
         (["--capacity", "1KiB"], "holds no chunk; one takes 64 MiB"),
@@ -204,6 +205,11 @@ def test_the_table_shows_every_tier(small: str, capsys: pytest.CaptureFixture[st
         (["--capacity", "3", "--bandwidth", "disk=3"], "there is no such tier; there are host"),
         (["--capacity", "3", "--bandwidth", "host=fast"], "write NAME=GB/S"),
         (["--capacity", "3", "--chunk-tokens", "0"], "at least one token"),
+        (
+            ["--capacity", "3", "--token-bytes", "5%"],
+            "--token-bytes 5%: write a number with a unit, such as 64GiB, 2TB or 512B\n",
+        ),
+        (["--capacity", "3", "--token-bytes", "0.3B"], "--token-bytes 0.3B: write a number with a unit"),
         (["--capacity", "3", "--warm-up", "half"], "--warm-up half: write a part"),
         (["--capacity", "3", "--plot", "hits.gif"], "end the name in one of .svg"),
     ],

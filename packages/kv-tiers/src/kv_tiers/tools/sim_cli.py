@@ -272,18 +272,19 @@ def _chunks(text: str, trace: Trace, chunk_bytes: int, option: str) -> int:
     elif re.fullmatch(r"[0-9]{1,15}", text):
         chunks = int(text)
     else:
-        chunks = _bytes(text, option) // chunk_bytes
+        chunks = _bytes(text, option, or_else="; or chunks, or 5%") // chunk_bytes
     if chunks < 1:
         raise InputError(f"{option} {text} holds no chunk; one takes {spelled(chunk_bytes)}")
     return min(chunks, trace.chunks_unique)  # more than all unique chunks makes no difference
 
 
-def _bytes(text: str, option: str) -> int:
+def _bytes(text: str, option: str, *, or_else: str = "") -> int:
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]{1,3})", text)
     unit = None if found is None else _UNITS.get(found[2].upper())
-    if found is None or unit is None or float(found[1]) <= 0:
-        raise InputError(f"{option} {text}: write a number with a unit, such as 64GiB, 2TB or 512B; or chunks, or 5%")
-    return int(float(found[1]) * unit)
+    nbytes = 0 if found is None or unit is None else int(float(found[1]) * unit)
+    if not nbytes:
+        raise InputError(f"{option} {text}: write a number with a unit, such as 64GiB, 2TB or 512B{or_else}")
+    return nbytes
 
 
 def _part(text: str, option: str) -> float:
