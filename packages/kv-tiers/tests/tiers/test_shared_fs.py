@@ -22,7 +22,7 @@ from kv_core.testing import key_chain
 from kv_testing.wait import joined, until
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.tier import Tier, TierContext
+from kv_tiers.tier import RemovalRefusedError, Tier, TierContext
 from kv_tiers.tiers import shared_fs
 from kv_tiers.tiers.shared_fs import SharedFsTier, make_shared_fs_tier
 
@@ -175,6 +175,31 @@ class TestSharedFs(PersistentTierContract):
         assert len(self.files()) == 1
         assert self.loaded(keys) == [True, False, False, False]
         self.tier.probe()
+
+    @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+    def test_who_may_not_remove_is_told_and_goes_on_reading(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A file system that is mounted read-only says so even for what is not there."""
+        keys = key_chain(3)
+        self.store(keys[:2])
+
+        def refused(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refused)
+            patch.setattr(os, "rename", refused)
+            self.tier.discard(keys[2:])
+            with closing(make_shared_fs_tier(self.options, TierContext(10_000, 12_288, "empty"))) as empty:
+                empty.clear()
+            for call in (
+                lambda: self.tier.discard(keys),
+                self.tier.clear,
+                lambda: self.mine.clear_tenant(keys[0].tenant),
+            ):
+                with pytest.raises(RemovalRefusedError, match=os.strerror(number)):
+                    call()
+            self.tier.probe()
+            assert self.loaded(keys) == [True, True, False]
 
     @pytest.mark.parametrize("call", ["fsync", "replace", "pwritev", "preadv", "lstat"])
     def test_a_medium_with_errors_is_down(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Re
 from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
 from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
-from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.key_paths import keys_in_paths
 
 _PAGE_BYTES: Final = 4096
@@ -63,7 +63,8 @@ _MAX_FAILURES: Final = 3
 """How many files of one call may be unreadable before the rest are skipped."""
 
 _TEMPORARY: Final = ".tmp"
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+_READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} | _READ_ONLY
 _NOT_OURS: Final = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 _CODE_AT: Final = slice(HEADER_BYTES, HEADER_BYTES + 32)
 _GONE: Final = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
@@ -273,9 +274,8 @@ class SharedFsTier:
 
     def _receive(self, path: str, read: Read) -> LoadOutcome:
         try:
-            file = os.open(
-                path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            )  # opening a pipe would block forever
+            # Without O_NONBLOCK, opening a pipe would block forever.
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in _NOT_OURS:
                 return Absent()
@@ -413,8 +413,8 @@ class SharedFsTier:
             try:
                 os.rename(directory, f"{self._root}/{left}{secrets.token_hex(8)}")
             except OSError as error:
-                if error.errno not in _GONE:
-                    raise self._down(error) from error
+                if error.errno not in _GONE and (error.errno not in _READ_ONLY or os.path.lexists(directory)):
+                    raise self._down(error, removing=True) from error
         self._check_root()
         for name in os.listdir(self._root):
             if name.startswith(left):
@@ -424,10 +424,10 @@ class SharedFsTier:
         try:
             os.unlink(path)
         except OSError as error:
-            if error.errno in _NOT_OURS and not self._is_there(path):
+            if error.errno in _GONE or error.errno == errno.EISDIR:  # which is no chunk
                 return
-            if error.errno not in _GONE and error.errno != errno.EISDIR:  # which is no chunk
-                raise self._down(error) from error
+            if error.errno not in _READ_ONLY or self._is_there(path):
+                raise self._down(error, removing=True) from error
 
     def _is_there(self, path: str) -> bool:
         """Whether the file exists for us: another user's file, which we could not remove, does not."""
@@ -462,8 +462,9 @@ class SharedFsTier:
             )
         self._gid = gid
 
-    def _down(self, error: OSError) -> TierDown:
-        return TierDown(f"{self._root}: {error.strerror or error}")
+    def _down(self, error: OSError, *, removing: bool = False) -> TierDown:
+        kind = RemovalRefusedError if removing and error.errno in _READ_ONLY else TierDown
+        return kind(f"{self._root}: {error.strerror or error}")
 
 
 def _read_key(config: SharedFsConfig, where: str) -> bytes:
