@@ -236,6 +236,18 @@ class TestSharedFs(PersistentTierContract):
         assert self.load(keys) == [Absent(), Absent()]
         self.store(keys)
 
+    def test_a_directory_that_is_closed_to_us_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another user, whose files were trusted because of a key, made it with mode 0700."""
+        (key,) = key_chain(1)
+        path = self.mine._path(key)
+
+        def closed(path: str) -> os.stat_result:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+        monkeypatch.setattr(os, "lstat", closed)
+        with pytest.raises(TierDown, match=f"^{path}: Permission denied"):
+            self.tier.holds([key])
+
     def test_files_are_their_owners_or_their_groups(self) -> None:
         old = os.umask(0o077)
         try:

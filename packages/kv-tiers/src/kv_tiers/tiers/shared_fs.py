@@ -464,7 +464,7 @@ class SharedFsTier:
 
     def _down(self, error: OSError, *, removing: bool = False) -> TierDown:
         kind = RemovalRefusedError if removing and error.errno in _READ_ONLY else TierDown
-        return kind(f"{self._root}: {error.strerror or error}")
+        return kind(f"{error.filename or self._root}: {error.strerror or error}")
 
 
 def _read_key(config: SharedFsConfig, where: str) -> bytes:
