@@ -36,6 +36,12 @@ _ENDPOINT: Final = re.compile(
 _DELETED_AT_ONCE: Final = 1000
 """The most objects that one request of the protocol may name."""
 
+_REASON: Final = re.compile(r"(?:<\?xml[^>]*> ?)?<Error> ?<Code>([^<]*)</Code>(?: ?<Message>([^<]*)</Message>)?")
+"""The store's own words in an error, without the numbers, names and signatures that follow."""
+
+_REFUSES: Final = "status code: 4"
+"""Part of an error if the store refuses the request."""
+
 _STREAM_BYTES: Final = 1 << 20
 """A reply is copied into the borrowed pages in pieces of about this size, so no more than that is in memory twice."""
 
@@ -128,7 +134,7 @@ class ObjectsTier:
         self._threads = ThreadPoolExecutor(config.requests, thread_name_prefix="kv-s3")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._each(keys, lambda key: self._is_chunk(self._size(key)))
+        return self._each(keys, lambda key: self._is_chunk(self._size(self._path(key))))
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._each(reads, self._load)
@@ -166,14 +172,9 @@ class ObjectsTier:
             self._delete_below(f"{space.rstrip('/')}/{tenant.hex()}")
 
     def probe(self) -> None:
-        try:
-            self._call(lambda: self._obstore.head(self._store, f"{self._prefix}/probe"))
-        except FileNotFoundError:
+        if self._size(f"{self._prefix}/probe") is None:
             # This is the answer whether the bucket exists or not; only a listing tells them apart.
-            try:
-                self._call(lambda: self._obstore.list_with_delimiter(self._store, f"{self._prefix}/probe"))
-            except FileNotFoundError as error:
-                raise TierDown(f"there is no such bucket: {_shortened(error)}") from error
+            self._list_nothing()
 
     def usage(self) -> TierUsage:
         return TierUsage(full=self._full)
@@ -184,11 +185,22 @@ class ObjectsTier:
     def _path(self, key: ChunkKey) -> str:
         return f"{self._prefix}/{key.path()}"
 
-    def _size(self, key: ChunkKey) -> int | None:
+    def _size(self, path: str) -> int | None:
+        """The size of this object; None: there is none."""
         try:
-            return int(self._call(lambda: self._obstore.head(self._store, self._path(key)))["size"])
+            return int(self._call(lambda: self._obstore.head(self._store, path))["size"])
         except FileNotFoundError:
             return None
+        except TierDown as error:
+            if _REFUSES in str(error):
+                self._list_nothing()  # the reply to HEAD has no body, so only this one says why
+            raise
+
+    def _list_nothing(self) -> None:
+        try:
+            self._call(lambda: self._obstore.list_with_delimiter(self._store, f"{self._prefix}/probe"))
+        except FileNotFoundError as error:
+            raise TierDown(f"there is no such bucket: {_shortened(error)}") from error
 
     def _is_chunk(self, object_bytes: int | None) -> bool:
         return object_bytes is not None and 0 < object_bytes - HEADER_BYTES <= self._chunk_bytes
@@ -230,7 +242,7 @@ class ObjectsTier:
         return Loaded(object_bytes - HEADER_BYTES)
 
     def _keep(self, write: Write) -> StoreOutcome:
-        if self._is_chunk(self._size(write.key)):
+        if self._is_chunk(self._size(self._path(write.key))):
             return Stored()
         # Two buffers and no multipart upload: one request, whose body obstore sends without copying it.
         body = [write.header, write.payload]
@@ -353,4 +365,6 @@ def _shortened(error: BaseException) -> str:
     """Without the details that obstore adds for programmers. The store's own message, the most useful part, is at the
     end."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
+    if (reason := _REASON.search(text)) is not None:
+        text = text[: reason.start()] + ": ".join(filter(None, reason.groups()))
     return text if len(text) <= 400 else f"{text[:150]} … {text[-247:]}"
