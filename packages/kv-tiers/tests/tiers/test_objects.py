@@ -185,6 +185,30 @@ def test_who_may_only_read_is_refused_what_it_stores() -> None:
         contract.teardown_method()
 
 
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(b"507 Insufficient Storage", b"XMinioStorageFull"), (b"400 Bad Request", b"XMinioAdminBucketQuotaExceeded")],
+)
+def test_a_full_store_refuses_and_goes_on_serving(status: bytes, code: bytes) -> None:
+    body = b"<Error><Code>%b</Code><Message>no room</Message></Error>" % code
+
+    def answer(asked: bytes) -> bytes:
+        if asked.startswith(b"PUT"):
+            return b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(body), body)
+        return b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    with listening(answer) as endpoint:
+        contract.tier = make_objects_tier(contract.options | {"endpoint": endpoint, "retries": 0}, contract.context)
+        (outcome,) = contract.tier.store(contract.writes(key_chain(1)))
+        assert isinstance(outcome, Refused)
+        assert contract.tier.usage().full.endswith("no room")
+        assert contract.tier.holds(key_chain(1)) == [False]
+        contract.teardown_method()
+
+
 @pytest.mark.parametrize("in_bulk", [True, False])
 def test_who_may_not_delete_is_told_and_goes_on_reading(in_bulk: bool) -> None:
     contract = TestObjects()

@@ -39,6 +39,9 @@ _DELETED_AT_ONCE: Final = 1000
 _REASON: Final = re.compile(r"(?:<\?xml[^>]*> ?)?<Error> ?<Code>([^<]*)</Code>(?: ?<Message>([^<]*)</Message>)?")
 """The store's own words in an error, without the numbers, names and signatures that follow."""
 
+_FULL: Final = ("507 Insufficient Storage", "QuotaExceeded")
+"""Parts of an error if the store has no room, or the bucket its quota: MinIO's, and Ceph's."""
+
 _REFUSES: Final = "status code: 4"
 """Part of an error if the store refuses the request."""
 
@@ -251,8 +254,10 @@ class ObjectsTier:
             self._call(lambda: put(self._store, self._path(write.key), body, use_multipart=False))
         except FileNotFoundError as error:
             raise TierDown(f"there is no such bucket: {_shortened(error)}") from error
-        except _ForbiddenError as error:
-            return Refused(str(error))
+        except TierDown as error:
+            if isinstance(error, _ForbiddenError) or any(sign in str(error) for sign in _FULL):
+                return Refused(str(error))
+            raise
         return Stored()
 
     def _delete_below(self, path: str) -> None:
