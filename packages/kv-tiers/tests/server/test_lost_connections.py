@@ -1,11 +1,13 @@
 """Clients that go, however they go: what they held is given back, and only what nobody can be writing."""
 
 import contextlib
+import errno
 import json
 import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +65,27 @@ def test_an_answer_that_has_come_counts_however_late_its_reader_runs(
     with contextlib.closing(connection):
         assert isinstance(connection.receive(0.2), wire.Welcome)
         assert isinstance(connection.ask(wire.Status()), wire.Stated)
+
+
+def test_a_client_that_may_open_no_more_descriptors_finds_nothing_until_it_may(
+    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception would end up in the engine's hook, which turns the cache off for good."""
+    cache, keys = served.join(), key_chain(2)
+    store(cache, keys)
+    assert cache._link.connection is not None
+    cache._link.connection.close()
+
+    def none_left(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection_module, "socket", SimpleNamespace(**{**vars(socket), "socket": none_left}))
+        for _ in range(2):  # the first finds the connection lost, the second would connect
+            assert cache.lookup(keys, "r").ended is Ended.REFUSED
+        assert not cache.begin_store(key_chain(1, branch="new"), "w").keys
+    until(lambda: cache.lookup(keys, "r").ended is Ended.ALL_HELD)
+    cache.close()
 
 
 def test_who_lost_only_the_connection_may_still_be_writing(served: ThreadedServer) -> None:

@@ -34,13 +34,16 @@ class Connection:
         timeout_s: how long each operation may take; 0 does not wait.
 
         Raises:
-            TierDown: no server answers there; `NobodyListens`: because there is none.
+            TierDown: no server answers there, or we have no descriptor for it; `NobodyListens`: there is no server.
             ConfigError: the server there is another user's.
         """
         self.timeout_s = timeout_s
         self._frames = wire.Frames(wire.MAX_ANSWER_BYTES)
         self._descriptors: list[int] = []
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # this process may open no more descriptors
+            raise TierDown(f"the server at {path} cannot be connected to: {error.strerror}") from None
         try:
             self._socket.setblocking(False)
             try:
