@@ -478,6 +478,26 @@ class TestTroubles:
             with pytest.raises(TierDown, match=r"NOAUTH|[Aa]uthentication required"):
                 call()
 
+    @pytest.mark.parametrize(
+        ("answer", "says"),
+        [
+            ("ERR max number of clients reached", "max number of clients reached"),
+            ("ERR AUTH <password> called without any password configured", "without any password configured"),
+            ("ERR unknown command 'AUTH', with args beginning with: 's3cret' ", "unknown command 'AUTH'$"),
+            ("WRONGPASS it is not s3cret", "log in: WRONGPASS$"),
+        ],
+    )
+    def test_why_a_server_allows_no_login_is_said_without_the_password(
+        self, answer: str, says: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KV_TEST_PASSWORD", "s3cret")
+        liar = Liar(f"-{answer}\r\n".encode())
+        self.closing.append(liar)
+        self.tier(f"redis://127.0.0.1:{liar.port}", password_env="KV_TEST_PASSWORD")
+        with pytest.raises(TierDown, match=says) as raised:
+            self.bench.tier.probe()
+        assert "s3cret" not in str(raised.value)
+
     def test_a_dead_server_is_no_reason_not_to_start(self) -> None:
         tier = self.tier(f"redis://127.0.0.1:{free_port()}")
         with pytest.raises(TierDown, match="refused"):

@@ -279,12 +279,15 @@ class Servers:
         return connection
 
     def _log_in(self, address: Address, connection: Connection) -> None:
-        words = [b"AUTH"] + [word.encode() for word in (self._config.username, self._password()) if word]
+        password = self._password()
+        words = [b"AUTH"] + [word.encode() for word in (self._config.username, password) if word]
         if len(words) > 1:
             connection.send([command(*words)])
             refusal = connection.read_ok()
-            if refusal is not None:  # its text may repeat what was sent
-                raise TierDown(f"{address} does not allow us to log in: {refusal.code}")
+            if refusal is not None:
+                said = refusal.text.partition(", with args")[0]  # a server without AUTH repeats what was sent
+                why = refusal.code if password in said else said
+                raise TierDown(f"{address} does not allow us to log in: {why}")
         if self._url.database:
             connection.send([command(b"SELECT", b"%d" % self._url.database)])
             refusal = connection.read_ok()
