@@ -498,6 +498,16 @@ class TestTroubles:
             self.bench.tier.probe()
         assert "s3cret" not in str(raised.value)
 
+    def test_an_idle_connection_is_not_forgotten_on_its_way(self) -> None:
+        liar = Liar(b"+PONG\r\n")
+        self.closing.append(liar)
+        tier = self.tier(f"redis://127.0.0.1:{liar.port}")
+        tier.probe()
+        ((connection,),) = tier._servers._idle.values()
+        sock = connection._socket._sock
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 120
+
     def test_a_dead_server_is_no_reason_not_to_start(self) -> None:
         tier = self.tier(f"redis://127.0.0.1:{free_port()}")
         with pytest.raises(TierDown, match="refused"):

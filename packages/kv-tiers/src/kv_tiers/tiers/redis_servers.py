@@ -35,6 +35,9 @@ _SCHEMES: Final = {
 _SLOTS: Final = 16384
 _MAX_ANSWER_BYTES: Final = 16 << 20
 """For the answer to a large query: all slots of a cluster, or a thousand names with what a server adds to them."""
+_KEEPALIVE_S: Final = 60
+"""How often an idle connection is shown to be alive. Load balancers and firewalls forget one that is idle for some
+minutes, and tell neither side: the next request then waits for its time-out. The system's own interval is two hours."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_PORT: Final = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 
@@ -265,6 +268,8 @@ class Servers:
             if address.port:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
             else:
                 sock.settimeout(limit_s)
                 sock.connect(address.host)
