@@ -399,12 +399,15 @@ def test_a_peer_whose_host_is_gone_is_given_up(ending: ExitStack, monkeypatch: p
     until(lambda: served_by(server).connections == 0)
 
 
-def test_there_are_no_more_connections_than_the_settings_allow(ending: ExitStack) -> None:
+def test_there_are_no_more_connections_than_the_settings_allow(
+    ending: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
     server = filled(ending, max_connections=2)
     first, _ = connected(ending, server), connected(ending, server)
     with pytest.raises(ConnectionResetError):
         connected(ending, server)
     assert served_by(server).turned_away == 1
+    until(lambda: "peers.max_connections allows, 2" in caplog.text)
     first.close()
     until(lambda: served_by(server).connections == 1)
     assert still_serves(server)

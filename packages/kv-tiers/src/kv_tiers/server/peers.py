@@ -123,13 +123,20 @@ class PeerServer:
                     _log.warning("peers cannot be accepted; trying again in %g s: %s", REST_S, error.strerror or error)
                     self._ending.wait(REST_S)
                 continue
+            thread = threading.Thread(target=self._serve, args=(sock,), name="kv-peer", daemon=True)
             with self._lock:
-                if len(self._connected) >= self._config.max_connections:
+                is_full = len(self._connected) >= self._config.max_connections
+                if is_full:
                     self._counts.turned_away += 1
-                    sock.close()
-                    continue
-                thread = threading.Thread(target=self._serve, args=(sock,), name="kv-peer", daemon=True)
-                self._connected[thread] = sock
+                else:
+                    self._connected[thread] = sock
+            if is_full:  # the peer learns only that the connection was closed
+                sock.close()
+                _log.warning(
+                    "a peer is refused: there are as many connections as peers.max_connections allows, %d; write more",
+                    self._config.max_connections,
+                )
+                continue
             try:
                 thread.start()
             except RuntimeError as error:  # the system has no more threads for us
