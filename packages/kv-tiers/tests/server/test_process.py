@@ -269,6 +269,20 @@ def test_where_a_server_is_and_what_it_cannot_be(monkeypatch: pytest.MonkeyPatch
     assert default_socket("x").parent.parent == Path(tempfile.gettempdir())
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_runtime_directory_is_not_used(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    with tempfile.TemporaryDirectory() as readable:
+        os.chmod(readable, 0o755)
+        for runtime in (readable, str(home / "closed")):
+            monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+            os.seteuid(12345)
+            try:
+                socket = default_socket("x")
+            finally:
+                os.seteuid(0)
+            assert socket.parent.parent == Path(tempfile.gettempdir())
+
+
 def test_a_server_has_a_socket_wherever_temporary_files_are(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch system's directory and an engine's name together are longer than a socket's path may be."""
     engine = "engine-6f1c7b0e-55bd-4b3c-8a53-0d1f0e5d9c11_dp0-node1"

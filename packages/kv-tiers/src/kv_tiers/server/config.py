@@ -60,7 +60,8 @@ def default_socket(name: str = "default") -> Path:
     temporary files, or in /tmp if that path is too long for a socket, as it may be on batch systems."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     parents = [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108  # the directory made in it is the user's alone
-    if Path(runtime).is_dir():
+    # Another user's remains in the environment after `su` and `sudo`.
+    if os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK, effective_ids=True):
         parents.insert(0, Path(runtime))
     paths = [user_directory(parent) / f"{name}.sock" for parent in parents]
     return next((path for path in paths if len(os.fsencode(path)) <= _MAX_PATH_BYTES), paths[0])
