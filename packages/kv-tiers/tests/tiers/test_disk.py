@@ -25,7 +25,7 @@ from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import BoundedTierContract, PersistentTierContract
 from kv_tiers.tier import Tier, TierContext
-from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for, slots_for
+from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for, make_disk_tier, slots_for
 
 
 class DiskContract(BoundedTierContract, PersistentTierContract):
@@ -290,6 +290,18 @@ def test_users_who_share_the_directory_above_do_not_hinder_each_other() -> None:
             DiskTier(config, other, LruPolicy()).close()
         finally:
             os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_directory_behind_a_closed_one_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(0o700)
+    options = {"directory": str(tmp_path / "closed" / "above" / "kv"), "capacity_bytes": "1GiB"}
+    os.seteuid(12345)
+    try:
+        with pytest.raises(ConfigError, match="cannot be reached: Permission denied"):
+            make_disk_tier.check(options)
+    finally:
+        os.seteuid(0)
 
 
 def test_a_directory_has_one_owner(box: DiskBox) -> None:

@@ -426,7 +426,14 @@ def check_place(path: Path) -> None:
     """
     # Each format has its own subdirectory, mode 0700; who may read this one is up to the user.
     parent = path.absolute().parent
-    if path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise ConfigError(
+            f"the disk tier's directory {path} cannot be reached: {error.strerror}; open the directories above it to "
+            "this user, or write another path"
+        ) from None
+    if is_there:
         if not path.is_dir():
             raise ConfigError(
                 f"{path} cannot be used for the disk tier: it is not a directory; choose another directory"
