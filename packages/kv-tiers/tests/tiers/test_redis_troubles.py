@@ -498,6 +498,18 @@ class TestTroubles:
             self.bench.tier.probe()
         assert "s3cret" not in str(raised.value)
 
+    def test_connections_to_a_server_that_is_no_master_any_more_are_closed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tier = self.tier("redis://127.0.0.1", mode="sentinel", sentinel_master="m")
+        for _ in range(2):
+            liar = Liar(b"+PONG\r\n")
+            self.closing.append(liar)
+            master = [b"127.0.0.1", b"%d" % liar.port]
+            monkeypatch.setattr(tier._servers, "_ask", lambda *_, master=master, **__: master)
+            tier.probe()
+        assert [address.port for address in tier._servers._idle] == [liar.port]
+
     def test_an_idle_connection_is_not_forgotten_on_its_way(self) -> None:
         liar = Liar(b"+PONG\r\n")
         self.closing.append(liar)

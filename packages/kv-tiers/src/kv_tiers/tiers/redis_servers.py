@@ -319,6 +319,10 @@ class Servers:
                     self._masters = [self._sentinels_master()]
                 else:
                     self._masters = [self._url.addresses[0]]
+                with self._lock:
+                    left = self._idle.keys() - set(self._masters)
+                for address in left:  # after a failover; nothing else would close their connections
+                    self._drop(address)
             return self._masters, self._slots
 
     def _cluster_slots(self) -> tuple[list[Address], list[Address | None]]:
