@@ -295,6 +295,32 @@ def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
     assert bench.outcomes() == [Loaded, Loaded]
 
 
+@pytest.mark.parametrize(("threads", "health"), [(2, Health.UP), (1, Health.STUCK)])
+def test_clearing_a_tenant_takes_its_time_and_the_others_are_served(threads: int, health: Health) -> None:
+    """A million files take minutes. Only where no thread is left is that the same as a tier that hangs."""
+    bench = Bench(threads=threads)
+    keys = key_chain(2)
+    bench.store(keys)
+    assert bench.lane.drain(5)
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def clear_tenant(_: bytes) -> None:
+        has_begun.set()
+        assert go_on.wait(30)
+
+    bench.tier.clear_tenant = clear_tenant  # type: ignore[method-assign]
+    bench.lane.clear_tenant(key_chain(1, salt="theirs")[0].tenant)
+    assert has_begun.wait(30)
+    bench.clock.advance(60.0)
+    assert bench.lane.health()[0] is health
+    assert bench.load(keys) == (health is Health.UP)
+    if health is Health.UP:
+        until(lambda: bench.arrived)
+        assert bench.outcomes() == [Loaded, Loaded]
+    go_on.set()
+    assert bench.lane.close()
+
+
 def test_a_load_does_not_wait_for_stores_that_take_long() -> None:
     bench = Bench(threads=2)
     keys = key_chain(2)

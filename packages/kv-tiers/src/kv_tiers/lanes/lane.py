@@ -10,8 +10,8 @@ An idle lane checks whether the rest of some payload is wanted (`when_idle`), an
 is other work. A lane that is never idle reads a step of it now and then (`RestTurns`).
 
 A tier that raises is down: nothing is sent to it until a probe succeeds; probes become rarer, up to a limit. A job that
-does not return within `stuck_s` has the same effect until it does; its memory stays in use, as its thread may still
-write there.
+does not return within `stuck_s` (see `Running`) has the same effect until it does; its memory stays in use, as its
+thread may still write there.
 """
 
 import logging
@@ -36,6 +36,7 @@ from kv_tiers.lanes.health import Health, HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Probe, Rest, Store
 from kv_tiers.lanes.moving import Moving, refuse
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
+from kv_tiers.lanes.running import Running
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.lanes.turns import RestTurn, RestTurns
 from kv_tiers.lanes.workers import Workers
@@ -97,7 +98,7 @@ class Lane:
             backoff_s=backoff_s, max_backoff_s=max_backoff_s, stuck_s=stuck_s, clock=self._clock
         )
         self._changed = threading.Condition()
-        self._running: dict[int, float] = {}  # job → when it began
+        self._running = Running(threads)
         self._counts = LaneCounts()
         self._speed = LoadSpeed()
         jobs, speed, counts, changed = self._jobs, self._speed, self._counts, self._changed
@@ -199,7 +200,7 @@ class Lane:
     def hangs(self) -> bool:
         """Whether a call to the tier has not returned for so long that the tier is bypassed."""
         with self._changed:
-            return self._tracker.hangs(self._running.values())
+            return self._tracker.hangs(self._running.since_s())
 
     def room_for_stores(self) -> int:
         """How many more chunks `store` would take now."""
@@ -263,7 +264,7 @@ class Lane:
     # Under `_changed`.
 
     def _health(self) -> Health:
-        now = self._tracker.now(self._running.values())
+        now = self._tracker.now(self._running.since_s())
         if now is not self._noticed:  # a call that hangs is noticed at the next query, as nothing else happens then
             if self.events.on:
                 why = self._tracker.why(now)
@@ -302,14 +303,14 @@ class Lane:
         if isinstance(job, RestTurn):
             self._turns.asks()
             return
-        self._running[id(job)] = self._clock.now_s()
+        self._running.began(job, self._clock.now_s())
         if isinstance(job, Probe):
             self._tracker.is_probing = True
         else:
             self._jobs.begin(job)
 
     def _end(self, job: Job | Probe) -> None:
-        del self._running[id(job)]
+        self._running.ended(job)
         if isinstance(job, Rest):
             self._turns.ended(self._clock.now_s())
         if isinstance(job, Probe):

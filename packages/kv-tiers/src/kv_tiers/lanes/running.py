@@ -1,0 +1,31 @@
+"""The calls to a tier that are in progress, and which of them show by their duration whether it answers.
+
+Removing the chunks of a tenant takes as long as there are chunks: minutes for a million files. As long as a thread is
+left for other calls, those show whether the tier answers.
+"""
+
+from kv_tiers.lanes.jobs import Job, Probe, Removal
+
+
+class Running:
+    """The calls of one lane, under its lock. Times are by its clock."""
+
+    def __init__(self, threads: int) -> None:
+        """threads: of the lane."""
+        self._threads = threads
+        self._others: dict[int, float] = {}  # job → when it began
+        self._removals: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._removals)
+
+    def began(self, job: Job | Probe, now_s: float) -> None:
+        (self._removals if isinstance(job, Removal) else self._others)[id(job)] = now_s
+
+    def ended(self, job: Job | Probe) -> None:
+        del (self._removals if isinstance(job, Removal) else self._others)[id(job)]
+
+    def since_s(self) -> list[float]:
+        """When each call began that should have returned soon."""
+        is_full = len(self._removals) >= self._threads
+        return [*self._others.values(), *(self._removals.values() if is_full else ())]
