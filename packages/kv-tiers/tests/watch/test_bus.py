@@ -1,9 +1,11 @@
 """The bus never costs its publishers anything, and the caches tell on it what happened, once a call."""
 
+import gc
 import logging
 import re
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -80,6 +82,18 @@ def test_nobody_subscribes_and_nothing_is_made() -> None:
     cache.end("r")
     assert not bus._queue and bus._thread is None
     cache.close()
+
+
+def test_a_cache_that_was_closed_or_could_not_be_opened_leaves_nothing_behind() -> None:
+    """A client comes back every two seconds while a directory of its server's tiers is missing."""
+    bus = EventBus()
+    source = bus.source("opened")
+    source.changes_since(0)
+    left = weakref.ref(source)
+    del source
+    gc.collect()
+    assert left() is None
+    bus.close()
 
 
 def test_events_are_told_in_order_with_their_source_and_time() -> None:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
+from weakref import WeakSet
 
 import msgspec
 from kv_core.clock import Clock
@@ -34,6 +35,7 @@ class Source:
     """One cache's end of a bus. Publish only if `on` is true, so that events without a subscriber are never created."""
 
     __slots__ = (
+        "__weakref__",
         "_append",
         "_changes",
         "_dropped",
@@ -139,7 +141,7 @@ class EventBus:
         self._interval_s = interval_s
         self._now_s: Callable[[], float] = time.monotonic if clock is None else clock.now_s
         self._lock = threading.Lock()  # of everything below; publishing takes it only to count dropped events
-        self._sources: list[Source] = []
+        self._sources: WeakSet[Source] = WeakSet()  # a server opens and closes many caches
         self._subscribers: tuple[Subscriber, ...] = ()
         self._failed_before: set[int] = set()
         self._events_dropped = 0
@@ -162,7 +164,7 @@ class EventBus:
         """The source for a new cache."""
         source = Source(self, name, group_bytes, chunk_tokens)
         with self._lock:
-            self._sources.append(source)
+            self._sources.add(source)
             self._switch(source)
         return source
 
