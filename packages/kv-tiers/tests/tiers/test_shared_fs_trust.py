@@ -2,11 +2,12 @@
 
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
 from kv_core.errors import ConfigError, TierDown
-from kv_core.outcome import Absent, Damaged, Loaded, Stored
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers.testing.tier_contract import PersistentTierContract
 from kv_tiers.tier import Tier, TierContext
@@ -176,6 +177,34 @@ class TestWithoutAKey(TestWithAKey):
         third.chmod(0o666)
         assert sorted(self.tier.holds(KEYS)) == [False, False, True]
         assert Absent() in self.load(KEYS) and Loaded(self.context.chunk_bytes) in self.load(KEYS)
+
+    @as_root
+    @pytest.mark.parametrize("mode", [0o770, 0o2770])
+    def test_a_groups_directory_need_not_hand_on_its_group(self, mode: int) -> None:
+        """As after chgrp and chmod 770. Whoever stores has another group of his own."""
+        self.tier.close()
+        os.chown(self.root, 0, 77)
+        self.root.chmod(mode)
+        self.tier = make_shared_fs_tier({"directory": str(self.root), "mode": "group"}, self.context)
+        self.store(KEYS)
+        assert self.tier.holds(KEYS) == [True] * 3
+        assert self.loaded(KEYS) == [True] * 3
+        assert {path.stat().st_gid for path in self.root.rglob("*")} == {77}
+
+    def test_what_would_not_be_served_is_refused_and_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A server of NFS may make all users one, or not know their names."""
+        real = os.fstat
+
+        def of_nobody(file: int) -> os.stat_result:
+            found = list(real(file))
+            found[stat.ST_UID] = 65534
+            return os.stat_result(found)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", of_nobody)
+            assert [type(outcome) for outcome in self.tier.store(self.writes(KEYS))] == [Refused] * 3
+        assert f"{self.root}: files made there are of user 65534" in self.tier.usage().full
+        assert self.files() == []
 
 
 def test_a_key_and_trust_in_everybody_exclude_each_other(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class File:
         while (done := os.pwritev(self.fd, buffers, offset)) < left:
             if not done:
                 raise OSError(errno.EIO, "none of a write was accepted")
-            buffers, offset, left = _after(buffers, done), offset + done, left - done
+            buffers, offset, left = after(buffers, done), offset + done, left - done
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Number of bytes read: fewer than requested if the file ends."""
@@ -49,7 +49,7 @@ class File:
             offset, left = offset + done, left - done
             if done % PAGE_BYTES:  # only at the end of the file, and direct I/O may not start there
                 break
-            buffers = _after(buffers, done)
+            buffers = after(buffers, done)
         return offset - start
 
     def sync(self) -> None:
@@ -94,7 +94,7 @@ class File:
             os.close(opened)
 
 
-def _after(buffers: Sequence[bytes | memoryview], nbytes: int) -> list[memoryview]:
+def after(buffers: Sequence[bytes | memoryview], nbytes: int) -> list[memoryview]:
     """The buffers without their first `nbytes`."""
     left = []
     for buffer in buffers:

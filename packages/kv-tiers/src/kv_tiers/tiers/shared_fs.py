@@ -43,6 +43,7 @@ from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
 from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tiers.disk_files import after
 from kv_tiers.tiers.key_paths import keys_in_paths
 
 _PAGE_BYTES: Final = 4096
@@ -290,7 +291,7 @@ class SharedFsTier:
             room = read.pages[:stored_bytes] if self._key else read.room[:stored_bytes]
             if self._has_payload(found):
                 while at < _PAGE_BYTES + len(room):
-                    step = os.preadv(file, _rest([memoryview(page), room], at), at)
+                    step = os.preadv(file, after([memoryview(page), room], at), at)
                     if not step:
                         break
                     at += step
@@ -362,11 +363,15 @@ class SharedFsTier:
             page = memoryview((write.header + code).ljust(_PAGE_BYTES, b"\0"))
             at = 0
             while at < _PAGE_BYTES + write.stored_bytes:
-                at += os.pwritev(file, _rest([page, write.payload], at), at)
+                at += os.pwritev(file, after([page, write.payload], at), at)
             # Before the rename, or a host that dies could leave half a file under the final name. It also reveals what
             # a remote file system reports late: that it is full.
             os.fsync(file)
-            return os.fstat(file).st_mtime
+            found = os.fstat(file)
+            if not self._is_trusted(found):  # the file system gives files to users and groups of its own choice
+                mode, owner = stat.S_IMODE(found.st_mode), f"user {found.st_uid} and group {found.st_gid}"
+                raise PermissionError(errno.EPERM, f"files made there are of {owner}, mode {mode:04o}: not served")
+            return found.st_mtime
         finally:
             os.close(file)
 
@@ -385,6 +390,8 @@ class SharedFsTier:
             except FileExistsError:
                 continue
             if self._config.mode == "group":
+                with suppress(PermissionError):  # the root's mode need not hand its group on
+                    os.chown(at, -1, os.stat(self._root).st_gid)
                 os.chmod(at, self._directory_mode)
 
     def _sweep_some(self, now_s: float) -> None:
@@ -472,16 +479,6 @@ def _read_key(config: SharedFsConfig, where: str) -> bytes:
     if not 16 <= len(key) <= 4096:
         raise ConfigError(f"{where}: key_file {config.key_file} has {len(key)} bytes; a key has 16 to 4096")
     return key
-
-
-def _rest(buffers: Sequence[memoryview], at: int) -> list[memoryview]:
-    """The buffers without their first `at` bytes."""
-    rest = []
-    for buffer in buffers:
-        if at < len(buffer):
-            rest.append(buffer[at:])
-        at = max(0, at - len(buffer))
-    return rest
 
 
 def _files(directory: str) -> Iterator[os.DirEntry[str]]:
