@@ -173,6 +173,27 @@ def test_opening_a_new_models_tiers_delays_nobody_else(served: ThreadedServer, m
         cache.close()
 
 
+def test_a_starting_engine_waits_for_tiers_that_take_long_to_open(
+    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It failed, and its private server with it, so that the next start found nothing opened either."""
+    go_on, build = threading.Event(), caches_module.build_local_cache
+
+    def slow(*args: Any, **options: Any) -> LocalCache:
+        assert go_on.wait(30)
+        return build(*args, **options)
+
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
+    met: list[RemoteCache] = []
+    engine = threading.Thread(target=lambda: met.append(served.join(connect_timeout_s=2.0)))
+    engine.start()
+    until(lambda: "is opening its tiers" in caplog.text)
+    go_on.set()
+    joined(engine)
+    store(met[0], key_chain(2))
+    met[0].close()
+
+
 def test_a_server_that_ends_does_not_wait_for_a_cache_that_takes_long_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk of many terabytes takes minutes, and whoever stops a server kills it before."""
     go_on, build = threading.Event(), caches_module.build_local_cache

@@ -143,6 +143,8 @@ class Opening:
         """
         self.connection = Connection(path, timeout_s)
         self.register = register
+        self.is_greeted = False
+        """The server answers: if there is no pool yet, it is opening its tiers."""
         try:
             self.connection.send(register)
         except BaseException:
@@ -162,7 +164,7 @@ class Opening:
                 case None:
                     return None
                 case wire.Welcome():
-                    pass
+                    self.is_greeted = True
                 case wire.Pool() as pool:
                     return pool
                 case wire.Failed(_, text):

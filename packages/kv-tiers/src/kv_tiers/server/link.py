@@ -21,6 +21,8 @@ _log = limited_logger(__name__)
 
 FIRST_BACK_OFF_S: Final = 0.02
 MAX_BACK_OFF_S: Final = 2.0
+OPENING_S: Final = 600.0
+"""How much longer to wait at first for a server that opens its tiers: a disk with millions of chunks takes minutes."""
 
 A = TypeVar("A", bound=wire.Answer)
 
@@ -75,6 +77,12 @@ class Link:
         try:
             self._opening = Opening(self._path, timeout_s, self._on_connect())
             answer = self._opening.finish(timeout_s)
+            if answer is None and self._opening.is_greeted:
+                _log.warning(
+                    "the cache server at %s is opening its tiers; waiting for it, up to %d s", self._path, OPENING_S
+                )
+                timeout_s = OPENING_S
+                answer = self._opening.finish(timeout_s)
             if answer is None:
                 raise TierDown(f"no answer within {timeout_s} s")
             self._connected(self._opening, answer)

@@ -69,7 +69,8 @@ class RemoteCache:
         on_new_pool: Callable[[MappedPool], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Connect and register; this waits for the server, up to `connect_timeout_s`, as it may have tiers to open.
+        """Connect and register; this waits for the server, up to `connect_timeout_s`, and much longer for one that has
+        greeted us and is opening its tiers.
 
         group_bytes, fingerprint: the chunks' format: the size of each group's, and what the bytes mean. Sessions with
             the same format share chunks.
