@@ -277,6 +277,30 @@ def test_a_directory_that_vanished_is_noticed_and_made_again(box: DiskBox) -> No
     assert box.start().holds(keys) == [True] * 3
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+def test_a_directory_that_cannot_be_looked_at_has_not_vanished(
+    box: DiskBox, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """All of its chunks were discarded, and with a load in flight their records too."""
+    tier = box.start()
+    keys = key_chain(3)
+    store(tier, keys)
+    in_flight = tier._index.begin_load(keys[:1])
+
+    def lstat(_: str) -> os.stat_result:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "lstat", lstat)
+        for call in (lambda: tier.store(writes_of(key_chain(1, branch="more"))), tier.probe):
+            with pytest.raises(TierDown, match=os.strerror(number)):
+                call()
+    tier._index.end_load(in_flight)
+    tier.probe()
+    assert tier.holds(keys) == [True] * 3
+    assert box.start().holds(keys) == [True] * 3
+
+
 def test_a_full_disk_that_was_replaced_is_not_said_to_be_full(box: DiskBox, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = box.start()
     with monkeypatch.context() as full:

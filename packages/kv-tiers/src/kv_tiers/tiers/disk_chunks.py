@@ -325,7 +325,11 @@ class DiskChunks:
         Raises:
             TierDown: the medium does not work yet.
         """
-        if any(directory.has_vanished() for directory in self.directories):
+        try:
+            has_vanished = any(directory.has_vanished() for directory in self.directories)
+        except OSError as error:
+            raise self.down(error) from error
+        if has_vanished:
             self._start_over()
         if self._arriving and self._records.doubted():
             # What the failed sync was to make durable may be theirs, and the next sync of theirs would succeed.

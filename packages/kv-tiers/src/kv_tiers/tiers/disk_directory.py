@@ -106,12 +106,16 @@ class DiskDirectory:
             raise
 
     def has_vanished(self) -> bool:
-        """Whether what is at our path is no longer what we opened: removed, replaced, or unmounted."""
+        """Whether what is at our path is no longer what we opened: removed, replaced, or unmounted.
+
+        Raises:
+            OSError: the path cannot be looked at now, which says nothing about the directory.
+        """
         if self._fd < 0:
             return True
         try:
             found = os.lstat(self._lock_path)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
         return (found.st_ino, found.st_dev) != self._lock_is
 
