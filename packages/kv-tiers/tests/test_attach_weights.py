@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from kv_testing.threads import threads_left
 from kv_tiers.attach import adapters as adapters_module
 from kv_tiers.attach import file_digests, identity, private_json
 from kv_tiers.attach.adapters import Adapters
@@ -347,6 +348,20 @@ class TestAdapters:
         gate.open.set()
         assert adapters.wait(30)
         assert adapters.identity(1, "one", str(tmp_path / "a")) is not None
+
+    @pytest.mark.parametrize("threads", [0, 1])
+    def test_without_threads_it_is_known_later_and_nothing_is_raised(
+        self, adapters: Adapters, tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One thread reads what several would."""
+        monkeypatch.setattr(file_digests, "_threads", lambda: 4)
+        path = str(write(tmp_path / "a", "adapter_model.safetensors"))
+        with threads_left(threads):
+            assert adapters.identity(1, "a", path) is None
+            assert adapters.wait(30)
+        assert (adapters.identity(1, "a", path) is not None) == (threads == 1)
+        assert adapters.wait(30)
+        assert adapters.identity(1, "a", path) is not None
 
     def test_no_file_is_looked_at_on_the_callers_thread(self, adapters: Adapters, tmp_path: Path) -> None:
         """A network file system that hangs would stop the engine."""

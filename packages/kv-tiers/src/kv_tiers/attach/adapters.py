@@ -104,8 +104,13 @@ class Adapters:
         if self._stopped.is_set():
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kv-adapters", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kv-adapters", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads for us; the next request tries again
+                _log.warning("requests for adapters are not cached for now: %s", error)
+                return
+            self._thread = thread
         with self._idle:
             self._waiting += 1
         adapter.is_queued = True

@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -175,10 +176,13 @@ def _hash_all(states: Sequence[FileState], threads: int, stopped: threading.Even
     segments = _Segments((state, offset) for state in states for offset in range(0, max(state.size, 1), _SEGMENT_BYTES))
     # Daemons: an engine that ends meanwhile does not wait for them.
     others = [threading.Thread(target=_hash_some, args=(segments, stopped), daemon=True) for _ in range(threads - 1)]
+    started = []
     for thread in others:
-        thread.start()
+        with suppress(RuntimeError):  # the system has no more threads for us
+            thread.start()
+            started.append(thread)
     _hash_some(segments, stopped)
-    for thread in others:
+    for thread in started:
         thread.join()
     if segments.error is not None:
         raise segments.error
