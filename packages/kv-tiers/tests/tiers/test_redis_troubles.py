@@ -435,8 +435,9 @@ class TestTroubles:
         assert self.bench.loaded(keys) == [True, False]
         refused = reader.store([self.bench.write(keys[1])])
         assert isinstance(refused[0], Refused)
-        with pytest.raises(RemovalRefusedError, match="NOPERM"):
-            reader.discard(keys)
+        for remove in (lambda: reader.discard(keys), reader.clear, lambda: reader.clear_tenant(keys[0].tenant)):
+            with pytest.raises(RemovalRefusedError, match="NOPERM"):
+                remove()
         (tmp_path / "password").write_text("another one")
         server.ask("CLIENT", "KILL", "USER", "writer")
         for call in (writer.probe, writer.clear, lambda: writer.holds(keys)):

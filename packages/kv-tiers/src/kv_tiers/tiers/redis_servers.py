@@ -22,6 +22,7 @@ import msgspec
 from kv_core.errors import ConfigError, TierDown
 
 from kv_tiers.pool.private_files import read_secret
+from kv_tiers.tier import RemovalRefusedError
 from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, Reply, command
 from kv_tiers.tiers.tls_files import TlsFiles, load_certificate
 
@@ -201,9 +202,13 @@ class Servers:
     def find(
         self, address: Address, pattern: bytes, found: Callable[[list[bytes]], object], *, looks: int | None = None
     ) -> None:
-        """Call `found` with the names of this server's values that match, some at a time. Raises `TierDown`.
+        """Call `found` with the names of this server's values that match, some at a time.
 
         looks: the most requests to send; None: continue until all are found.
+
+        Raises:
+            RemovalRefusedError: names are not for us, so what they name cannot be removed.
+            TierDown: the server cannot be reached, or does not name its values.
         """
         cursor, looked = b"0", 0
         while looked != looks and not self._closed:  # a server may claim forever that there is more
@@ -216,6 +221,8 @@ class Servers:
             match self.talk(address, ask):
                 case [bytes(cursor), list(answer)] if cursor.isdigit() and len(cursor) <= 20:
                     names = [name for name in answer if isinstance(name, bytes)]
+                case ErrorReply(code="NOPERM") as refusal:
+                    raise RemovalRefusedError(f"{address}: {refusal.text}")
                 case other:
                     raise _unexpected(address, other)
             looked += 1
