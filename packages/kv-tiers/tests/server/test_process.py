@@ -283,6 +283,20 @@ def test_another_users_runtime_directory_is_not_used(monkeypatch: pytest.MonkeyP
             assert socket.parent.parent == Path(tempfile.gettempdir())
 
 
+def test_a_container_without_a_place_for_temporary_files_is_no_reason_to_fail(
+    monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    """`kv-server --help` names the default place, and so does every start."""
+
+    def nowhere() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    for runtime, parent in ((home, home), (home / "nowhere", Path("/tmp"))):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        assert default_socket("x").parent.parent == parent
+
+
 def test_a_server_has_a_socket_wherever_temporary_files_are(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch system's directory and an engine's name together are longer than a socket's path may be."""
     engine = "engine-6f1c7b0e-55bd-4b3c-8a53-0d1f0e5d9c11_dp0-node1"

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -59,7 +60,9 @@ def default_socket(name: str = "default") -> Path:
     """The default path of a server's socket, by the server's name: in the user's runtime directory, or in the one for
     temporary files, or in /tmp if that path is too long for a socket, as it may be on batch systems."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
-    parents = [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108  # the directory made in it is the user's alone
+    parents = [Path("/tmp")]  # noqa: S108  # the directory made in it is the user's alone
+    with suppress(FileNotFoundError):  # a container's file system may be read-only, and have no place for such files
+        parents.insert(0, Path(tempfile.gettempdir()))
     # Another user's remains in the environment after `su` and `sudo`.
     if os.path.isdir(runtime) and os.access(runtime, os.W_OK | os.X_OK, effective_ids=True):
         parents.insert(0, Path(runtime))
