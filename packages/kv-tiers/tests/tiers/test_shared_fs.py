@@ -19,6 +19,7 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
+from kv_testing.threads import threads_left
 from kv_testing.wait import joined, until
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
@@ -312,6 +313,16 @@ class TestSharedFs(PersistentTierContract):
         asked = [key for number in range(100) for key in (*keys, *key_chain(1, branch=f"absent {number}"))]
         assert self.tier.holds(asked) == [key in keys for key in asked]
         assert next(asked_elsewhere) > 2
+
+    def test_a_slow_file_system_is_asked_by_one_thread_if_there_are_no_more(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shared_fs, "_SLOW_S", -1.0)
+        keys = key_chain(8)
+        self.store(keys)
+        asked = [key for number in range(50) for key in (*keys, *key_chain(1, branch=f"absent {number}"))]
+        with threads_left(1):
+            assert self.tier.holds(asked) == [key in keys for key in asked]
 
     def test_what_is_used_does_not_grow_old(self) -> None:
         tier = self.with_options(ttl_s=1000)

@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -45,6 +46,7 @@ from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.disk_files import after
 from kv_tiers.tiers.key_paths import keys_in_paths
+from kv_tiers.tiers.together import begin
 
 _PAGE_BYTES: Final = 4096
 """The header has a page to itself, so that the chunk's bytes begin at a page boundary."""
@@ -144,7 +146,8 @@ class SharedFsTier:
         held = self._look(first)
         if time.perf_counter() - start_s > _SLOW_S * _KEYS_A_THREAD and rest:
             parts = [rest[start : start + _KEYS_A_THREAD] for start in range(0, len(rest), _KEYS_A_THREAD)]
-            held += itertools.chain.from_iterable(self._started().map(self._look, parts))
+            futures = [begin(self._started(), partial(self._look, part)) for part in parts]
+            held += itertools.chain.from_iterable([future.result() for future in futures])
         else:
             held += self._look(rest)
         if held and not any(held):
