@@ -273,6 +273,21 @@ def test_what_may_not_be_removed_is_hidden_until_it_may(bench: Bench) -> None:
     assert bench.lane.holds(keys) == [True] * 3
 
 
+def test_that_a_tier_is_back_is_as_visible_as_that_it_was_down(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """`kv-server` logs warnings, unless it is told otherwise."""
+    bench.tier.fault = "down"
+    bench.load(key_chain(1))
+    with caplog.at_level("WARNING"):
+        bench.run()
+        bench.tier.fault = ""
+        bench.clock.advance(1.0)
+        bench.run()
+    assert [record.getMessage() for record in caplog.records] == [
+        "tier dram is down: told to be down",
+        "tier dram is back",
+    ]
+
+
 def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
     bench = Bench(threads=2)
     keys = key_chain(2)

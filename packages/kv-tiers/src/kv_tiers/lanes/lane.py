@@ -406,7 +406,7 @@ class Lane:
                     self._health()
                 self._see_whether_full()
                 if not self.events.is_logged:
-                    _log.info("tier %s is back", self.name)
+                    _log.warning("tier %s is back", self.name)  # as visible as that it was down
         return lambda: None
 
     def _then(self, answer: Callable[[], object], failures: Sequence[str]) -> Callable[[], None]:
