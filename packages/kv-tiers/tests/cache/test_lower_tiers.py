@@ -113,6 +113,37 @@ def test_a_tier_that_is_always_too_slow_soon_costs_next_to_nothing_and_earns_its
     tower.close()
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_a_tier_that_was_slow_for_a_moment_is_waited_for_again(far: bool) -> None:
+    """It needs 0.6 s, and after one wait in vain it was given 0.5 s, then 0.25 s, and never again long enough."""
+    tower = Tower("through", remote=[far])
+    prompts = [key_chain(2, branch=str(number)) for number in range(6)]
+    for keys in prompts:
+        tower.store(keys)
+        tower.run()
+    tower.crowd_out()
+
+    def hit(keys: list[ChunkKey], needed_s: float) -> int:
+        began_s = tower.clock.now_s()
+        works_at_s = [began_s + needed_s / 2] * far + [began_s + needed_s]  # a question, if it is far, and the load
+        final: LookupPlan | None = None
+        while works_at_s or final is None:
+            if final is None and (plan := tower.ask(keys, "s")).ended is not Ended.PENDING:
+                final = plan
+            tower.clock.advance(0.01)
+            if works_at_s and tower.clock.now_s() >= works_at_s[0]:
+                del works_at_s[0]
+                tower.run()
+        tower.cache.end("s")
+        tower.crowd_out()
+        return final.chunks
+
+    assert hit(prompts[0], 1.2) == 0
+    hits = [hit(keys, 0.6) for keys in prompts[1:]]
+    assert hits[1:] == [2] * 4
+    tower.close()
+
+
 def test_a_tier_far_away_that_hardly_ever_has_anything_is_asked_and_not_waited_for() -> None:
     tower = Tower("through", remote=[True])
     tower.tiers[0].fault = "delay"

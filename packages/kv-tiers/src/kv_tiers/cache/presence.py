@@ -5,8 +5,9 @@ queried in place, a remote one on another thread: until it answers, its keys cou
 
 Each tier has a time limit of its own. A wait that ends before everything has arrived halves it, and an arrival in time
 doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing, and what it delivers late
-still serves later requests. A remote tier that answers slowly and hardly ever has a key is still queried, but its
-answer is not waited for until it has had one again.
+still serves later requests. What comes late, but within `wait_s`, shows how long the tier needs, so that one that was
+slow for a moment is not waited for in vain from then on. A remote tier that answers slowly and hardly ever has a key is
+still queried, but its answer is not waited for until it has had one again.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from kv_core.keys import ChunkKey
 from kv_tiers.lanes.lane import Lane
 
 _MIN_LIMIT_S: Final = 0.01
+_ROOM: Final = 1.5
+"""How many times as long as a tier needed it may take the next time."""
 _MIN_HIT_RATE: Final = 0.05
 _QUICK_S: Final = 0.005
 _SAMPLES: Final = 16
@@ -90,6 +93,11 @@ class Presence:
     def was_in_time(self, tier: int) -> None:
         self.limit_s[tier] = min(2 * self.limit_s[tier], self._wait_s)
 
+    def came(self, tier: int, seconds: float) -> None:
+        """An answer or chunks came from this tier, this long after they were requested, whether in time or too late."""
+        if seconds <= self._wait_s:
+            self.limit_s[tier] = max(self.limit_s[tier], min(_ROOM * seconds, self._wait_s))
+
     def find(self, keys: Sequence[ChunkKey], answers: Answers, now_s: float) -> tuple[dict[ChunkKey, int], bool]:
         """The hottest tier of each key that any tier holds; and whether every tier has answered."""
         found: dict[ChunkKey, int] = {}
@@ -129,8 +137,10 @@ class Presence:
         sent_s = self._clock.now_s()
 
         def answered(found: Sequence[bool]) -> None:
+            took_s = self._clock.now_s() - sent_s
             with self._lock:
-                self._recent[tier].add(any(found), self._clock.now_s() - sent_s)
+                self._recent[tier].add(any(found), took_s)
+                self.came(tier, took_s)
             for key, is_there in zip(keys, found, strict=True):
                 if held[key] is None:
                     held[key] = is_there

@@ -474,6 +474,8 @@ class Promotions:
             here = [slot for _, slot in pairs]
             if promotion.on_arrived is not None:
                 promotion.on_arrived(here)
+            began_s = job.began_s if wait is None else min(job.began_s, wait.answers.began_s)
+            self._presence.came(job.tier, self._clock.now_s() - began_s)
             if wait is not None and not wait.over:
                 self._presence.was_in_time(job.tier)
                 self._index.lease(here)
