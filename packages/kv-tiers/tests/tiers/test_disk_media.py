@@ -133,6 +133,28 @@ def test_a_small_file_system_that_fills_up(tmp_path: Path) -> None:
         subprocess.run(["umount", str(mount)], check=True, timeout=120)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_start_where_no_file_can_be_made_finds_what_is_there(
+    box: DiskBox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """A file system without a free inode, or a user who has all the files that he may have."""
+    keys = key_chain(3)
+    store(box.start(), keys)
+    box.stop()
+    real = os.open
+
+    def open_what_is_there(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if path == "direct":
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", open_what_is_there)
+    tier = box.start()
+    assert tier.holds(keys) == [True] * 3
+    assert [type(load(tier, key)) for key in keys] == [Loaded] * 3
+    assert os.strerror(number) in caplog.text
+
+
 def failing(number: int, path_end: str = "") -> Callable[..., None]:
     def fail(self: File, *_: object) -> None:
         if self.path.name.startswith(path_end):

@@ -234,6 +234,9 @@ class DiskDirectory:
         try:
             file = File(self._fd, self.path / "direct", direct=True)
         except OSError as error:
+            if error.errno in NO_ROOM:  # for one more file; those that are there can be used nevertheless
+                self.notes.append(f"uses the page cache until the next start, as no file can be made: {error.strerror}")
+                return False
             if error.errno in _NO_DIRECT:
                 return False
             raise
