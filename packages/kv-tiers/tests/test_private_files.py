@@ -136,6 +136,9 @@ def test_a_secret_as_kubernetes_mounts_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "..2026" / "secret").chmod(0o644)
     with pytest.raises(ConfigError, match="defaultMode: 0400"):
         read_secret(tmp_path / "secret", "token_file")
+    (tmp_path / "..2026" / "secret").chmod(0o440)  # defaultMode: 0400 with fsGroup
+    with pytest.raises(ConfigError, match="with fsGroup"):
+        read_secret(tmp_path / "secret", "token_file")
 
 
 def test_newlines_at_the_end_do_not_count_and_spaces_do(path: Path) -> None:

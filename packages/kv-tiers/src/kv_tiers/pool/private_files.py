@@ -17,7 +17,10 @@ from typing import Final
 from kv_core.errors import ConfigError
 
 MAX_SECRET_BYTES: Final = 64 << 10
-_KUBERNETES: Final = "for a secret that Kubernetes mounts write defaultMode: 0400"
+_KUBERNETES: Final = (
+    "for a secret that Kubernetes mounts write defaultMode: 0400; with fsGroup, which opens it to that group, run as "
+    "root or have an init container copy it"
+)
 
 
 def read_secret(path: Path, what: str, *, empty_hint: str = "write the secret into it") -> bytes:
