@@ -203,7 +203,9 @@ def test_a_name_is_a_plain_word(wrong: str) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM])
-def test_a_full_file_system_is_noticed_before_it_kills(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_is_noticed_before_it_kills(
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     made = HostPool.named(name, 100, 3)
 
     def full(file: int, start: int, nbytes: int) -> None:
@@ -212,6 +214,7 @@ def test_a_full_file_system_is_noticed_before_it_kills(number: int, name: str, m
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         assert made.back([0, 2]) == {0, 2}
+    assert f"pool {name} has no memory for more chunks" in caplog.text
     assert made.back([0, 2]) == set()
     made.close()
 

@@ -262,6 +262,13 @@ class HostPool:
                     if error.errno not in _NO_ROOM:
                         raise
                     short.add(slot)
+        if short:
+            _log.warning(
+                "pool %s has no memory for more chunks, as its file system (%s) or this control group is full; free "
+                "some, or write a smaller capacity",
+                self.name,
+                _parent(),
+            )
         return short
 
     def place(self, slot: int) -> int:
