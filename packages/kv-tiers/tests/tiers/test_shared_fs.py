@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -358,6 +360,34 @@ class TestSharedFs(PersistentTierContract):
         joined(host)
         for branch in range(4):
             self.load(key_chain(4, branch=str(branch)))  # which checks what is loaded
+
+
+HANGING = """
+import itertools, os, sys, threading
+from kv_core.testing import key_chain
+from kv_tiers.tier import TierContext
+from kv_tiers.tiers import shared_fs
+
+shared_fs._SLOW_S = -1.0
+tier = shared_fs.make_shared_fs_tier({"directory": sys.argv[1]}, TierContext(4096, 4096, "hanging"))
+real, looked, asked = os.lstat, itertools.count(), threading.Semaphore(0)
+
+def lstat(path):
+    if next(looked) < shared_fs._KEYS_A_THREAD:
+        return real(path)
+    asked.release()
+    threading.Event().wait()
+
+os.lstat = lstat
+threading.Thread(target=tier.holds, args=(key_chain(200),), daemon=True).start()
+for _ in range(3):
+    asked.acquire()
+"""
+
+
+def test_a_file_system_that_does_not_answer_keeps_no_process_from_ending(tmp_path: Path) -> None:
+    """A lane's thread is a daemon, and so must be the threads that look for files."""
+    subprocess.run([sys.executable, "-c", HANGING, str(tmp_path)], check=True, timeout=60)
 
 
 def a_host(root: str, number: int, results: "multiprocessing.Queue[object]", turns: int = 60) -> None:

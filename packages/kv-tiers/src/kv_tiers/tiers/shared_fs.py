@@ -29,9 +29,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -45,8 +43,8 @@ from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.disk_files import after
+from kv_tiers.tiers.helpers import spread
 from kv_tiers.tiers.key_paths import keys_in_paths
-from kv_tiers.tiers.together import begin
 
 _PAGE_BYTES: Final = 4096
 """The header has a page to itself, so that the chunk's bytes begin at a page boundary."""
@@ -133,8 +131,6 @@ class SharedFsTier:
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
         self._full = ""
         self._gid: int | None = None  # the directory's group, once it was looked at
-        self._threads: ThreadPoolExecutor | None = None
-        self._starting = threading.Lock()
         self._sweeping = threading.Lock()
         self._sweep: Iterator[os.DirEntry[str]] = iter(())
         self._swept_from_s = -math.inf  # by this machine's monotonic clock: the file system's may be set back
@@ -146,8 +142,7 @@ class SharedFsTier:
         held = self._look(first)
         if time.perf_counter() - start_s > _SLOW_S * _KEYS_A_THREAD and rest:
             parts = [rest[start : start + _KEYS_A_THREAD] for start in range(0, len(rest), _KEYS_A_THREAD)]
-            futures = [begin(self._started(), partial(self._look, part)) for part in parts]
-            held += itertools.chain.from_iterable([future.result() for future in futures])
+            held += itertools.chain.from_iterable(spread(self._look, parts, self._config.lookup_threads))
         else:
             held += self._look(rest)
         if held and not any(held):
@@ -219,16 +214,7 @@ class SharedFsTier:
         return TierUsage(full=self._full)
 
     def close(self) -> None:
-        with self._starting:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown()
-
-    def _started(self) -> ThreadPoolExecutor:
-        with self._starting:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._config.lookup_threads, thread_name_prefix="kv-shared-fs")
-            return self._threads
+        return
 
     def _path(self, key: ChunkKey) -> str:
         return f"{self._directory}/{key.path()}"
