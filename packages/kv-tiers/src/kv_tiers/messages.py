@@ -17,7 +17,10 @@ HEADER: Final = struct.Struct("<IB")
 MAX_KEYS: Final = 1 << 16
 """Keys in one message: 16 million tokens in chunks of 256."""
 
-Name = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_NAME: Final = 256
+"""Characters of a name."""
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]
 
 

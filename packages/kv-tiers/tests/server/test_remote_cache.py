@@ -114,6 +114,25 @@ def test_whoever_watches_the_server_hears_of_an_engines_blocks(served: ThreadedS
     cache.close()
 
 
+def test_a_holders_name_may_have_any_length(served: ThreadedServer) -> None:
+    """An engine's clients may choose the ids of its requests. None of these ends the session of all the others."""
+    cache = served.join()
+    keys, long = key_chain(3), "r" * 1000
+    lease = cache.begin_store(keys[:2], long)
+    fill(cache, lease)
+    cache.commit(lease)
+    for holder in ("short", long, f"{long}, another"):
+        assert cache.lookup(keys[:2], holder).chunks == 2
+    cache.allocated({long: 5})
+    assert read(cache, keys[:2], long)
+    writing = cache.begin_store(keys, long)
+    assert cache.renew(long)
+    cache.end(long)
+    assert not cache.renew(long) and not cache.release(writing)
+    assert cache.renew("short") and cache.renew(f"{long}, another")
+    cache.close()
+
+
 def test_where_nobody_watches_blocks_are_not_told() -> None:
     quiet = ThreadedServer(observe=ObserveConfig(history_keys=0))
     cache = quiet.join()

@@ -13,6 +13,7 @@ no lasting read is open, since such a copy cannot be withdrawn. Keys that were f
 server before the first lookup.
 """
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease,
 
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.changes import Change, Changes
+from kv_tiers.messages import MAX_NAME
 from kv_tiers.server import wire
 from kv_tiers.server.connection import Opening
 from kv_tiers.server.link import Link
@@ -140,7 +142,7 @@ class RemoteCache:
         most = wire.MAX_KEYS // keys_per_chunk * keys_per_chunk
         request = wire.Lookup(
             wire.pack_keys(keys[:most]),
-            holder,
+            _name_of(holder),
             shape.chunk_tokens,
             tuple(map(str, shape.groups)),
             shape.shards,
@@ -159,14 +161,14 @@ class RemoteCache:
 
     def renew(self, holder: Holder) -> bool:
         with self._lock:
-            renewed = self._ask(wire.Renew(holder), wire.Truth)
+            renewed = self._ask(wire.Renew(_name_of(holder)), wire.Truth)
             return renewed is not None and renewed.value
 
     def load(self, keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
         wanted = tuple(keys)
         if len(wanted) > wire.MAX_KEYS:
             return LoadFailed(wanted, f"one load has at most {wire.MAX_KEYS} chunks")
-        request = wire.Load(wire.pack_keys(wanted), holder, lasting)
+        request = wire.Load(wire.pack_keys(wanted), _name_of(holder), lasting)
         with self._lock:
             self._must_return = self._must_return or lasting
             leased = self._ask(request, wire.ReadLeased)
@@ -184,7 +186,7 @@ class RemoteCache:
         self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
     ) -> WriteLease:
         allowed = None if tiers is None else tuple(tiers)
-        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), holder, hold_s, allowed)
+        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), _name_of(holder), hold_s, allowed)
         with self._lock:
             self._must_return = True
             leased = self._ask(request, wire.WriteLeased)
@@ -243,13 +245,14 @@ class RemoteCache:
                 return
             for lease in [lease for lease, its_holder in self._lasting.items() if its_holder == holder]:
                 self._strike(lease)
-            self._ask(wire.End(holder), wire.Done)
+            self._ask(wire.End(_name_of(holder)), wire.Done)
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
         """No round trip: sent only if the server has a subscriber, and not answered."""
         with self._lock:
             if self._is_watched and not self._closed:
-                self._link.tell(wire.Allocated(dict(islice(blocks.items(), wire.MAX_ALLOCATED))))
+                some = islice(blocks.items(), wire.MAX_ALLOCATED)
+                self._link.tell(wire.Allocated({_name_of(holder): count for holder, count in some}))
 
     def measured(self, samples: Sequence[Measured]) -> None:
         """Like `allocated`."""
@@ -430,3 +433,9 @@ class RemoteCache:
             self._void.remove(lease)
             return False
         return True
+
+
+def _name_of(holder: Holder) -> str:
+    """The holder's name in messages, where names are short. An engine's holders have the ids of its requests, which its
+    clients may choose: the server would end the session for one that is too long."""
+    return holder if len(holder) <= MAX_NAME else hashlib.sha256(holder.encode()).hexdigest()
