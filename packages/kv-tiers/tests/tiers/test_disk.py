@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,7 @@ from kv_core.outcome import Absent, Damaged, Loaded
 from kv_core.testing import key_chain
 from kv_testing.disk_box import CHUNK_AT, CONTEXT, DiskBox, flip, load, store, writes_of
 from kv_testing.media import slabs_of, unreadable_device
+from kv_testing.wait import joined
 from kv_tiers import chunk_header
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import BoundedTierContract, PersistentTierContract
@@ -272,6 +274,16 @@ def test_what_others_take_is_told(box: DiskBox, caplog: pytest.LogCaptureFixture
     config = DiskConfig(directory=str(box.path), capacity_bytes=bytes_for(other, 4))
     DiskTier(config, other, LruPolicy()).close()
     assert "chunks of other formats take" in caplog.text
+
+
+def test_a_pipe_in_the_place_of_anothers_index_holds_up_no_start(box: DiskBox) -> None:
+    """In a directory that users share, any of them can put it there."""
+    other = box.path / ("0" * 32)
+    other.mkdir(parents=True)
+    os.mkfifo(other / "index")
+    starting = threading.Thread(target=box.start, daemon=True)
+    starting.start()
+    joined(starting, within_s=10)
 
 
 # Whose directory it is.

@@ -399,10 +399,14 @@ def _allocate(file: File, have: int, least: int, most: int, step: int) -> int:
 
 
 def _version_of(index: Path) -> int | None:
-    """The version of the directory whose index this is; None: it is not an index."""
+    """The version of the directory whose index this is; None: it is not an index. It may be another user's, and a pipe
+    that nobody writes to."""
     try:
-        with index.open("rb") as file:
-            magic, version, *_ = _HEADER.unpack(file.read(_HEADER.size))
+        file = os.open(index, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            magic, version, *_ = _HEADER.unpack(os.read(file, _HEADER.size))
+        finally:
+            os.close(file)
     except (OSError, struct.error):
         return None
     return int(version) if magic == _MAGIC else None
