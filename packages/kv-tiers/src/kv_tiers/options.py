@@ -31,6 +31,8 @@ _RENAMED: Final = {
 _BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]*)")
 BYTES_PATTERN: Final = rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,9}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
 """Matches text that `byte_count` accepts, for schemas; `byte_count` also refuses fractions of a byte."""
+_LONGEST_NAME: Final = 100
+"""Of a name that is compared with others: some come from clients of an engine, and may be of any length."""
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -100,5 +102,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     new = f"{section}{dot}{_RENAMED.get(last, '')}"
     if new in known:
         return f"it is now {new!r}"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

@@ -9,6 +9,7 @@ they must not be, so they stay in the pool.
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -24,6 +25,9 @@ _log = limited_logger(__name__)
 
 KEY: Final = "kv_tiers"
 """The key of our options, which keeps them apart from other connectors'."""
+_MOST_NAMES: Final = 16
+"""How many unknown names of a request are compared with ours and logged: a client may send any number, and each takes
+tens of microseconds, in which the engine's scheduler waits."""
 
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
 TagName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
@@ -118,16 +122,22 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
     if not isinstance(params, Mapping):
         return _DEFAULTS, [f"{_shown(params)} is ignored; write {{{KEY!r}: {{…}}}}"]
     if KEY not in params:
-        near = difflib.get_close_matches(KEY, [name for name in params if isinstance(name, str)], n=1, cutoff=0.8)
+        names = islice((name for name in params if isinstance(name, str)), _MOST_NAMES)
+        near = difflib.get_close_matches(KEY, names, n=1, cutoff=0.8)
         return _DEFAULTS, [f"{near[0]!r} is ignored; did you mean {KEY!r}?"] if near else []
     given = params[KEY]
     if not isinstance(given, Mapping):
         return _DEFAULTS, [f"{KEY} is {_shown(given)} and is ignored; write {{{KEY!r}: {{'store': False}}}}, say"]
     values: dict[str, Any] = {}
-    wrong = []
+    unknown = [name for name in given if name not in _FIELDS]
+    wrong = [
+        f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _FIELDS)}"
+        for name in unknown[:_MOST_NAMES]
+    ]
+    if len(unknown) > _MOST_NAMES:
+        wrong.append(f"{len(unknown) - _MOST_NAMES} more names are ignored")
     for name, value in given.items():
         if name not in _FIELDS:
-            wrong.append(f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _FIELDS)}")
             continue
         if name in unsupported:
             wrong.append(f"{name} is not supported by this engine; {_SERVED.get(name, 'it is ignored')}")
@@ -137,9 +147,10 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
             if name == "tags":
                 _ROOTS.root(tags=values[name])  # only to refuse text that is not Unicode
             elif name == "tiers" and values[name]:
-                unknown = [tier for tier in values[name] if tier not in tiers]
                 wrong += [
-                    f"there is no tier {_shown(tier)}, which is ignored; {nearest(tier, tiers)}" for tier in unknown
+                    f"there is no tier {_shown(tier)}, which is ignored; {nearest(tier, tiers)}"
+                    for tier in values[name]
+                    if tier not in tiers
                 ]
                 values[name] = [tier for tier in values[name] if tier in tiers]
         except (msgspec.ValidationError, InputError) as error:
