@@ -55,3 +55,21 @@ def test_who_asks_for_everything_gets_it(caplog: pytest.LogCaptureFixture) -> No
         for number in range(100):
             log.debug("step %d", number)
     assert len(caplog.messages) == 100
+
+
+def test_whatever_comes_from_outside_stays_on_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = limited_logger("kv_core.test_log")
+    with caplog.at_level(logging.DEBUG, log.name):
+        log.warning("a peer is refused: %s", "Invalid value 'x\n2026-11-26 ERROR kv_core: 100% lost\x1b[2J'")
+        log.debug("a peer has gone: %s", "für immer\r…")
+        log.error("a bug:\n%s", "Traceback:\n  its lines")
+    assert caplog.messages == [
+        "a peer is refused: Invalid value 'x\\n2026-11-26 ERROR kv_core: 100% lost\\x1b[2J'",
+        "a peer has gone: für immer\\r…",
+        "a bug:\nTraceback:\n  its lines",
+    ]
+
+
+def test_a_line_that_cannot_be_made_harms_nobody() -> None:
+    log = limited_logger("kv_core.test_log")
+    assert log.filter(logging.LogRecord(log.name, logging.WARNING, "", 0, "client %d", ("nobody",), None))

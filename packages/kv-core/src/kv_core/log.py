@@ -2,6 +2,9 @@
 
 Every module takes its logger from here. Lines are the same kind if their format strings are equal, before the arguments
 are filled in, so a line per client, chunk or request is one kind. The time is that of the log record.
+
+Names and reasons in a line may come from clients, peers and servers. Whatever they contain, a line remains one line,
+unless its format string has several.
 """
 
 import logging
@@ -65,28 +68,40 @@ class RateLimit:
 
 
 class LimitFilter(logging.Filter):
-    """Puts a `RateLimit` in front of a logger, and appends the number of lines left out to the next one's text."""
+    """Puts a `RateLimit` in front of a logger, appends the number of lines left out to the next one's text, and keeps
+    each on one line."""
 
     def __init__(self, limit: RateLimit) -> None:
         super().__init__()
         self._limit = limit
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not _LIMITED[0] <= record.levelno <= _LIMITED[1]:
-            return True
-        kind = (record.name, record.msg)
-        left_out = self._limit.admit(kind, record.created)
-        if left_out is None:
-            return False
         note = ""
-        if left_out:
-            note = f" ({left_out} more like this were suppressed before)"
-        elif self._limit.is_last_of_burst(kind):
-            note = f" (from now on at most one line like this in {EVERY_S:g} s)"
-        if note:
+        if _LIMITED[0] <= record.levelno <= _LIMITED[1]:
+            kind = (record.name, record.msg)
+            left_out = self._limit.admit(kind, record.created)
+            if left_out is None:
+                return False
+            if left_out:
+                note = f" ({left_out} more like this were suppressed before)"
+            elif self._limit.is_last_of_burst(kind):
+                note = f" (from now on at most one line like this in {EVERY_S:g} s)"
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001  # a bug in a line costs that line: its handler reports it
+            return True
+        line = text if "\n" in str(record.msg) else on_one_line(text)
+        if note or line != text:
             # The arguments are filled in first: they may contain a per cent sign.
-            record.msg, record.args = record.getMessage() + note, None
+            record.msg, record.args = line + note, None
         return True
+
+
+def on_one_line(text: str) -> str:
+    """The text, with escapes in place of what ends a line or controls a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 LIMIT: Final = RateLimit()

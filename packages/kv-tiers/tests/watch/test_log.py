@@ -116,7 +116,8 @@ def test_a_damaged_chunk_and_a_tier_that_is_down_are_one_line_each(
 def test_text_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kv_tiers.watch.log"):
         say_text(logging.WARNING, "100% of it", {})
-    assert caplog.messages == ["100% of it"]
+        say_text(logging.WARNING, "tier peers is down: a peer says\nwhat it likes", {})
+    assert caplog.messages == ["100% of it", "tier peers is down: a peer says\\nwhat it likes"]
 
 
 def test_a_tier_that_does_nothing_but_fail_and_come_back_is_told_once_a_minute() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kv_core.log import RateLimit
+from kv_core.log import RateLimit, on_one_line
 
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import Damaged, LeaseExpired, StoreBegun, TierHealth
@@ -114,7 +114,7 @@ class LogLines(Subscriber):
 
 def say_text(level: int, text: str, fields: dict[str, Any]) -> None:
     """To this process's log."""
-    _log.log(level, "%s", text)
+    _log.log(level, "%s", on_one_line(text))
 
 
 def say_json(level: int, text: str, fields: dict[str, Any]) -> None:
