@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -16,7 +17,7 @@ from kv_tiers.index.journal import Journal
 from kv_tiers.tiers.directory.contents import Contents, Source
 from kv_tiers.tiers.directory.entries import MAX_CHANGES, Entry, decode, encode
 from kv_tiers.tiers.directory.mirror import MAX_BACKOFF_S, MAX_WAITING, Host, Mirror, Summed, Trust
-from kv_tiers.tiers.directory.names import SHARDS, names_of, unpack
+from kv_tiers.tiers.directory.names import SHARDS, names_of, pack, unpack
 
 KEYS = key_chain(48)
 LEASE_S = 10.0
@@ -284,6 +285,21 @@ def test_a_root_that_is_not_ours_is_noticed() -> None:
     entry = model.write()
     mirror.take(Entry(1, entry.host, entry.address, entry.sequence, entry.count, b"\1" * 8), 0.0)
     assert host.trust is Trust.DOUBTFUL and mirror.counts().gaps == 0
+
+
+def test_a_number_that_is_not_the_hosts_own_hides_nothing_for_longer_than_a_repair() -> None:
+    """Whoever may write into the directory may write an entry in another's name."""
+    model, mirror = HostModel(0), new_mirror()
+    model.change(KEYS[:4], ())
+    host = known(mirror, model)
+    forged = {"sequence": (1 << 62) - 1, "added": pack(names_of(KEYS[9:10]))}
+    mirror.take(msgspec.structs.replace(model.write(), **forged), 0.0)
+    (host,) = mirror.begin_repairs(1, MAX_BACKOFF_S)
+    assert repair(mirror, host, model, MAX_BACKOFF_S)
+    model.change(KEYS[4:6], KEYS[:1])
+    mirror.take(model.write(), MAX_BACKOFF_S)
+    assert set(map(int, mirror.names_of(host.id))) == set(map(int, names_of(KEYS[1:6])))
+    assert host.trust is Trust.EXACT
 
 
 def test_more_changes_than_fit_an_entry_are_a_gap() -> None:

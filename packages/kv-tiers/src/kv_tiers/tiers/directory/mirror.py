@@ -257,6 +257,8 @@ class Mirror:
         """The shards that must be fetched from this host, according to its summary."""
         with self._lock:
             host.covered = summed.sequence
+            # A higher number was not the host's own, and would make all that follow from it a repetition.
+            host.sequence = min(host.sequence, summed.sequence)
             host.exact_from = max(host.exact_from, summed.sequence)
             return [int(shard) for shard in np.flatnonzero(host.sums != summed.sums)]
 
