@@ -135,6 +135,8 @@ class Connection:
         """room: how many bytes are left."""
         line = self._line(deadline)
         room[0] -= len(line) + 2
+        if room[0] < 0:
+            raise ProtocolError("a reply of more lines than have room")
         kind = line[:1]
         if kind == b"-":
             return _refusal(line)
@@ -148,7 +150,7 @@ class Connection:
         if size == -1:
             return None
         if not 0 <= size <= room[0]:
-            raise ProtocolError(f"a reply of {size} bytes or parts where {max(0, room[0])} have room")
+            raise ProtocolError(f"a reply of {size} bytes or parts where {room[0]} have room")
         if kind == b"*":
             return [self._reply(room, deadline, depth - 1) for _ in range(size)]
         room[0] -= size
