@@ -21,6 +21,7 @@ from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.config import read_config
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.report import TenantReport
+from kv_tiers.settings import read_file
 from kv_tiers.tenants import read_tenants
 
 CHUNK_BYTES = 4096
@@ -82,6 +83,15 @@ def test_what_cannot_be_is_refused_and_no_salt_is_repeated(listed: Any, said: st
             refused()
         assert SECRET not in str(raised.value)
         assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize("salt", ["hunter2: x", "*hunter2", "!hunter2", "'hunter2", "%hunter2"])
+def test_a_file_that_is_not_yaml_is_refused_with_the_place_and_not_the_salt_there(tmp_path: Path, salt: str) -> None:
+    path = tmp_path / "kv.yaml"
+    path.write_text(f"tenants:\n  - name: a\n    salt: {salt}\n")
+    with pytest.raises(ConfigError, match=r"is not YAML: .* \(at line [34], column [0-9]+\)") as raised:
+        read_file(str(path))
+    assert "hunter2" not in str(raised.value)
 
 
 def test_a_salt_s_file_is_private_and_holds_text(salt_file: Path) -> None:

@@ -242,6 +242,8 @@ def _parse(text: str, suffix: str) -> Any:
         case "JSON":
             return json.loads(text, object_pairs_hook=_without_repeats)
     import yaml  # here, because a server that reads JSON starts sooner without it
+    from yaml.parser import ParserError
+    from yaml.scanner import ScannerError
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -250,6 +252,13 @@ def _parse(text: str, suffix: str) -> Any:
 
     try:
         return yaml.load(text, Loader)  # noqa: S506  # a safe one
+    except yaml.MarkedYAMLError as error:
+        # Its own text repeats the line, and the name of an alias or a tag: there may be a salt in them.
+        is_grammar = isinstance(error, ParserError | ScannerError)
+        why = error.problem if is_grammar else "an alias, a tag or a key that cannot be read"
+        mark = error.problem_mark
+        where = "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
+        raise ValueError(f"{why}{where}") from None
     except yaml.YAMLError as error:
         raise ValueError(error) from None
 
