@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from kv_tiers.messages import HEADER, Keys, pack_keys
 from kv_tiers.server import launch, peers
 from kv_tiers.server.config import read_config
 from kv_tiers.tier import MAX_OFFERED, TierContext
+from kv_tiers.tiers import peers_wire
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import (
     MAX_FETCHED,
@@ -389,6 +391,22 @@ def test_a_newcomer_that_says_nothing_is_given_up(ending: ExitStack, monkeypatch
     with socket.create_connection(("127.0.0.1", int(port_of(server)))):
         until(lambda: served_by(server).connections == 1)
         until(lambda: served_by(server).connections == 0)
+
+
+def test_a_newcomer_that_begins_late_has_no_more_time_than_one_that_says_nothing(ending: ExitStack) -> None:
+    ours, theirs = socket.socketpair()
+    stream = PeerStream(ours)
+    for each in (stream, theirs):
+        ending.callback(each.close)
+    theirs.sendall(b"\1")
+    began_s = time.monotonic()
+    with (
+        mock.patch.object(stream, "fill", side_effect=TimeoutError) as fill,
+        mock.patch.object(peers_wire, "time", mock.Mock(monotonic=mock.Mock(side_effect=[began_s, began_s + 4.0]))),
+        pytest.raises(TimeoutError),
+    ):
+        stream.admit(b"", 5.0)
+    assert fill.call_args.args[1] == began_s + 5.0
 
 
 def test_a_peer_whose_host_is_gone_is_given_up(ending: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ import struct
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from math import inf
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -285,7 +286,7 @@ class PeerStream(TimedSocket):
         return challenge.process
 
     def admit(self, token: bytes, timeout_s: float) -> None:
-        """The listening side's handshake.
+        """The listening side's handshake. timeout_s: how long it may take in all.
 
         Raises:
             PermissionError: the peer does not have our token.
@@ -293,7 +294,7 @@ class PeerStream(TimedSocket):
         nonce = secrets.token_bytes(16)
         deadline = time.monotonic() + timeout_s
         self.send_message(Challenge(nonce, PROCESS), deadline)
-        hello, deadline = self.next_request(deadline, timeout_s, max_bytes=_MAX_HELLO_BYTES)
+        hello, _ = self.next_request(deadline, timeout_s, ends_by=deadline, max_bytes=_MAX_HELLO_BYTES)
         if not isinstance(hello, Hello):
             raise InputError("the first message is a hello")
         nonces = nonce + hello.nonce
@@ -305,16 +306,16 @@ class PeerStream(TimedSocket):
         self.send([frame(message)], deadline)
 
     def next_request(
-        self, begins_by: float, timeout_s: float, *, max_bytes: int = MAX_REQUEST_BYTES
+        self, begins_by: float, timeout_s: float, *, ends_by: float = inf, max_bytes: int = MAX_REQUEST_BYTES
     ) -> tuple[Request, float]:
         """The next request, and the deadline of its answer.
 
         begins_by: the deadline of its first byte. timeout_s: the time from then on for the whole request and its
-            answer.
+            answer. ends_by: the latest deadline of these.
         """
         first = memoryview(bytearray(HEADER.size))
         came = self.receive(first, begins_by)
-        deadline = time.monotonic() + timeout_s
+        deadline = min(time.monotonic() + timeout_s, ends_by)
         self.fill(first[came:], deadline)
         body = self._body(first, max_bytes, deadline)
         return _decode(_REQUESTS, body), deadline
