@@ -286,6 +286,34 @@ class TestSharedFs(PersistentTierContract):
         assert another.holds(keys) == [False] * 10 + [True] * 2
         assert self.loaded(others) == [True] * 8
 
+    def test_a_link_leads_no_sweep_to_files_elsewhere(self, tmp_path: Path) -> None:
+        tier = self.with_options(ttl_s=1000)
+        elsewhere, first, second = an_old_file(tmp_path / "home" / "mail"), *self.writes(key_chain(2))
+        assert tier.store([first]) == [Stored()]
+        space = Path(tier._path(first.key)).parents[3]
+        space.parent.rename(self.root / "before")
+        space.parent.symlink_to(tmp_path / "home")  # as another may who may write to the directory
+        assert tier.store([second]) == [Stored()]
+        assert elsewhere.exists()
+
+    def test_a_link_that_replaces_a_directory_while_it_is_swept_is_not_followed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shared_fs, "_SWEPT_AT_ONCE", 1)
+        tier = self.with_options(ttl_s=1000)
+        first, *more = self.writes(key_chain(8))
+        assert tier.store([first]) == [Stored()]
+        swept = Path(tier._path(first.key)).parents[3] / "swept"
+        old = [an_old_file(swept / name) for name in "ab"]
+        elsewhere = [an_old_file(tmp_path / name) for name in "ab"]
+        for write in more:
+            assert tier.store([write]) == [Stored()]
+            if not swept.is_symlink() and not all(path.exists() for path in old):
+                swept.rename(self.root / "before")
+                swept.symlink_to(tmp_path)
+        assert swept.is_symlink()
+        assert all(path.exists() for path in elsewhere)
+
     def test_a_clock_that_was_ahead_and_is_set_back_ends_no_sweeping(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shared_fs, "_REST_S", 0.0)
         tier, real = self.with_options(ttl_s=1000), shared_fs.SharedFsTier._write
@@ -388,6 +416,13 @@ for _ in range(3):
 def test_a_file_system_that_does_not_answer_keeps_no_process_from_ending(tmp_path: Path) -> None:
     """A lane's thread is a daemon, and so must be the threads that look for files."""
     subprocess.run([sys.executable, "-c", HANGING, str(tmp_path)], check=True, timeout=60)
+
+
+def an_old_file(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.utime(path, (0, time.time() - 2000))
+    return path
 
 
 def a_host(root: str, number: int, results: "multiprocessing.Queue[object]", turns: int = 60) -> None:

@@ -22,6 +22,7 @@ import hashlib
 import hmac
 import itertools
 import math
+import operator
 import os
 import secrets
 import shutil
@@ -43,6 +44,7 @@ from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.disk_files import after
+from kv_tiers.tiers.files_below import files_below, opened_below
 from kv_tiers.tiers.helpers import spread
 from kv_tiers.tiers.key_paths import keys_in_paths
 
@@ -59,6 +61,9 @@ _SWEPT_AT_ONCE: Final = 64
 
 _REST_S: Final = 60.0
 """The least time from the beginning of one sweep to that of the next."""
+
+_LEVELS: Final = 4
+"""Directories in the path of a chunk key."""
 
 _MAX_FAILURES: Final = 3
 """How many files of one call may be unreadable before the rest are skipped."""
@@ -132,7 +137,7 @@ class SharedFsTier:
         self._full = ""
         self._gid: int | None = None  # the directory's group, once it was looked at
         self._sweeping = threading.Lock()
-        self._sweep: Iterator[os.DirEntry[str]] = iter(())
+        self._sweep: Iterator[tuple[str, str]] = iter(())  # directories and names
         self._swept_from_s = -math.inf  # by this machine's monotonic clock: the file system's may be set back
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -164,9 +169,8 @@ class SharedFsTier:
         return outcomes
 
     def some_keys(self, count: int) -> list[ChunkKey]:
-        paths = (
-            entry.path[len(self._directory) + 1 :] for entry in itertools.islice(_files(self._directory), 8 * count)
-        )
+        files = itertools.islice(self._files(), 8 * count)
+        paths = (f"{directory}/{name}".partition("/")[2] for directory, name in files)
         keys = itertools.islice(keys_in_paths(paths), count)
         return [key for key in keys if (found := self._found(self._path(key))) is not None and self._is_chunk(found)]
 
@@ -388,19 +392,25 @@ class SharedFsTier:
         if not self._sweeping.acquire(blocking=False):
             return
         try:
-            looked_at = 0
-            for entry in itertools.islice(self._sweep, _SWEPT_AT_ONCE):
-                looked_at += 1
-                limit_s = self._config.temporary_s if entry.name.endswith(_TEMPORARY) else self._config.ttl_s
-                try:
-                    if limit_s and now_s - entry.stat(follow_symlinks=False).st_mtime > limit_s:
-                        os.unlink(entry.path)
-                except OSError:  # another host was faster
-                    continue
-            if looked_at < _SWEPT_AT_ONCE and time.monotonic() - self._swept_from_s > _REST_S:
-                self._sweep, self._swept_from_s = _files(self._directory), time.monotonic()
+            some = list(itertools.islice(self._sweep, _SWEPT_AT_ONCE))
+            for directory, files in itertools.groupby(some, operator.itemgetter(0)):
+                with suppress(OSError), opened_below(self._root, directory) as opened:
+                    for _, name in files:
+                        self._remove_if_old(name, opened, now_s)
+            if len(some) < _SWEPT_AT_ONCE and time.monotonic() - self._swept_from_s > _REST_S:
+                self._sweep, self._swept_from_s = self._files(), time.monotonic()
         finally:
             self._sweeping.release()
+
+    def _remove_if_old(self, name: str, directory: int, now_s: float) -> None:
+        limit_s = self._config.temporary_s if name.endswith(_TEMPORARY) else self._config.ttl_s
+        with suppress(OSError):  # another host was faster
+            if limit_s and now_s - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime > limit_s:
+                os.unlink(name, dir_fd=directory)
+
+    def _files(self) -> Iterator[tuple[str, str]]:
+        """The files of our chunks and whatever else is there: the directory below the root, and the name."""
+        return files_below(self._root, os.path.basename(self._directory), _LEVELS)
 
     def _take_away(self, directories: Sequence[str]) -> None:
         """Rename these at once, then remove them, and whatever other hosts have renamed but not removed."""
@@ -468,19 +478,3 @@ def _read_key(config: SharedFsConfig, where: str) -> bytes:
     if not 16 <= len(key) <= 4096:
         raise ConfigError(f"{where}: key_file {config.key_file} has {len(key)} bytes; a key has 16 to 4096")
     return key
-
-
-def _files(directory: str) -> Iterator[os.DirEntry[str]]:
-    """Every file below the directory, found lazily. Directories that vanish meanwhile are skipped."""
-    directories = [directory]
-    while directories:
-        try:
-            with os.scandir(directories.pop()) as found:
-                entries = list(found)
-        except OSError:
-            continue
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                directories.append(entry.path)
-            else:
-                yield entry
