@@ -263,6 +263,24 @@ class TestSharedFs(PersistentTierContract):
         finally:
             os.umask(old)
 
+    def test_a_link_in_the_place_of_a_new_directory_opens_no_other_directory_to_the_group(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tmp_path.chmod(0o700)
+        real, tier = os.mkdir, self.with_options(mode="group")
+
+        def replaced(path: str, mode: int) -> None:
+            real(path, mode)
+            if path == tier._directory:
+                Path(path).rmdir()  # as another member of the group may
+                Path(path).symlink_to(tmp_path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "mkdir", replaced)
+            tier.store(self.writes(key_chain(1)))
+        assert Path(tier._directory).is_symlink()
+        assert tmp_path.stat().st_mode & 0o7777 == 0o700
+
     def test_what_is_old_is_swept_a_little_with_every_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shared_fs, "_SWEPT_AT_ONCE", 4)
         tier = self.with_options(ttl_s=1000, temporary_s=100)

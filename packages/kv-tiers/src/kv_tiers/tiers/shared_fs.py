@@ -383,9 +383,14 @@ class SharedFsTier:
             except FileExistsError:
                 continue
             if self._config.mode == "group":
-                with suppress(PermissionError):  # the root's mode need not hand its group on
-                    os.chown(at, -1, os.stat(self._root).st_gid)
-                os.chmod(at, self._directory_mode)
+                # Not by its name: another member of the group may have put a link in its place.
+                made = os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    with suppress(PermissionError):  # the root's mode need not hand its group on
+                        os.fchown(made, -1, os.stat(self._root).st_gid)
+                    os.fchmod(made, self._directory_mode)
+                finally:
+                    os.close(made)
 
     def _sweep_some(self, now_s: float) -> None:
         """Check a few more files and remove those that are too old. One thread at a time is enough."""
