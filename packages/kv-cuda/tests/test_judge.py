@@ -1,7 +1,7 @@
 """The judge's parts that need no model: keys and values through a format, and the verdict that settings demand."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -228,6 +228,10 @@ def test_exact_formats_need_no_verdict() -> None:
         ('{"version": 1}', "other versions of the formats"),
         ('{"version": 2, "findings": [{"kl": 1}]}', "is not a file of `kv judge`"),
         (json.dumps({"version": 2, "findings": [], "heads": [[1]]}), "is not a file of `kv judge`"),
+        ('{"version": 2, "findings": [], "heads": [[Infinity, 1]]}', "is not a file of `kv judge`"),
+        (json.dumps({"version": 2, **asdict(verdict(finding(0.25)))}).replace("0.25", '"low"'), "could not convert"),
+        (json.dumps({"version": 2, **asdict(verdict(finding(0.25)))}).replace("0.25", "null"), "must be a string or a"),
+        pytest.param("[" * 100_000, "recursion", id="deep"),
     ],
 )
 def test_what_is_no_verdict_is_named(text: str, message: str, tmp_path: Path) -> None:

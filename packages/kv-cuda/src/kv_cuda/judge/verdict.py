@@ -77,17 +77,20 @@ def read_verdict(path: Path) -> Verdict:
     """
     try:
         said: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"judge.verdict {path}: {error}; `kv judge MODEL --out {path}` writes one") from error
     try:
         if said.pop("version") != VERSION:
             raise ConfigError(
                 f"judge.verdict {path} was written for other versions of the formats; write it again with `kv judge`"
             )
-        findings = tuple(Finding(**finding) for finding in said.pop("findings"))
+        findings = tuple(
+            Finding(finding.pop("format"), **{name: float(number) for name, number in finding.items()})
+            for finding in said.pop("findings")
+        )
         heads = tuple((int(count), int(dim)) for count, dim in said.pop("heads"))
         return Verdict(heads=heads, findings=findings, **said)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"judge.verdict {path} is not a file of `kv judge`: {error!r}") from error
 
 
