@@ -150,7 +150,7 @@ def test_loads_that_fail_one_after_another_turn_the_cache_off(make: Make, monkey
     for number in range(3):
         assert oracle.engine.off == ""
         ask(oracle, f"loads {number}", SHARED[:200])
-    assert "the last 3 loads have failed" in oracle.engine.off
+    assert "all loads have failed, 3 times in a row" in oracle.engine.off
     ask(oracle, "goes on", SHARED[:200])
     oracle.engine.off = ""  # as it should be at rest; and so it was meant
     oracle.engine.faults.clear()

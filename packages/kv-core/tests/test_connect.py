@@ -249,6 +249,17 @@ def test_a_failed_load_forgets_what_failed_before_it_is_reported(fault: str, lef
     assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (1, 0)
 
 
+def test_loads_that_fail_together_count_once_among_those_that_fail_in_a_row() -> None:
+    """One restart of a server fails all that are under way, which says nothing about the next."""
+    _, _, scheduler, _ = halves()
+    many = [f"load {number}" for number in range(40)]
+    scheduler.loads_ended(many, many)
+    scheduler.loads_ended([], [])
+    assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (40, 1)
+    scheduler.loads_ended(many[:2], many[:1])
+    assert scheduler.counts.loads_failed_in_a_row == 0
+
+
 def test_closing_the_worker_gives_everything_back() -> None:
     service, copier, scheduler, worker = halves()
     store_all(scheduler, worker, copier, request("a", list(range(8))))

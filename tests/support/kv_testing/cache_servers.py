@@ -79,13 +79,13 @@ def start_server(home: Path, slots: int = 8, *, disk: bool = False) -> ServerPro
 
 def join_server(home: Path, **options: object) -> RemoteCache:
     """A client of the server that `start_server` started."""
-    options.setdefault("timeout_s", 5.0)
     return join_at(home / "s", "f", **options)
 
 
 def join_at(path: Path, fingerprint: str = "f", **options: object) -> RemoteCache:
     """A client of the server at this socket."""
     options.setdefault("group_bytes", (CHUNK_BYTES,))
+    options.setdefault("timeout_s", 5.0)  # a busy machine may be late
     return RemoteCache(path, fingerprint=fingerprint, **options)  # type: ignore[arg-type]
 
 

@@ -111,7 +111,7 @@ def test_a_server_also_sends_what_it_serves_to_other_hosts(monkeypatch: pytest.M
             until(lambda: received and ("kv_peer_connections", frozenset[tuple[str, str]]()) in points(received[-1]))
         finally:
             server.stop()
-            serving.join()
+            serving.join(10)
 
 
 def test_points_begin_before_they_end_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:

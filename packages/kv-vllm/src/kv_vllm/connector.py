@@ -408,7 +408,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 request, tokens = self._requests[request_id]
                 self._requests[request_id] = (request, replace(tokens, controls=replace(tokens.controls, loads=False)))
             if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
-                self.turn_off(f"the last {in_a_row} loads have failed, one after another")
+                self.turn_off(f"all loads have failed, {in_a_row} times in a row")
 
     @guarded(always(None))
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -17,7 +17,8 @@ class SchedulerCounts:
     tokens_by_tier: the same by the slowest tier that they came from.
     tokens_loaded: tokens of loads that the workers completed.
     loads_failed: loads that the workers could not complete.
-    loads_failed_in_a_row: how many of the latest loads failed without a success in between.
+    loads_failed_in_a_row: how many times in a row loads ended and all of them had failed; loads that end together count
+        once.
     loads_refused: loads with an inconsistent allocation.
     stores: steps of requests that had something to store.
     handovers_given: requests whose prompt was stored for another engine.

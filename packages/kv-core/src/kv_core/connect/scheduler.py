@@ -236,7 +236,8 @@ class SchedulerHalf:
         finished, failed = set(finished), set(failed)
         if finished - failed:
             self.counts.loads_failed_in_a_row = 0
-        self.counts.loads_failed_in_a_row += len(failed)
+        elif failed:
+            self.counts.loads_failed_in_a_row += 1  # however many: a server that is restarted fails all of them at once
         for request_id in failed:
             self.counts.loads_failed += 1
             if (tracked := self._tracked.get(request_id)) is not None:
