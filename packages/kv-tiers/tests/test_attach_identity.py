@@ -66,6 +66,13 @@ def test_whatever_changes_the_bytes_changes_the_key_space(tmp_path: Path) -> Non
     assert len({first, *others}) == len(others) + 1
 
 
+def test_the_log_has_the_key_space_which_kv_keys_needs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path)
+    with caplog.at_level("INFO"):
+        named = fingerprint(served(tmp_path)).hex()
+    assert f"the key space is {named}, of 1 shards" in caplog.text
+
+
 def test_two_engines_share_a_model_that_both_are_shown_to_keep_alike(tmp_path: Path) -> None:
     """Wherever it lies, and whatever the library that reads configurations makes of it."""
     one, other = write(tmp_path / "one"), write(tmp_path / "other")

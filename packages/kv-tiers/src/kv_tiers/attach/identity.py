@@ -236,6 +236,8 @@ class LiveKeySpace:
         if weights is not of:
             space = self._made(weights) if weights is not None else None
             self._last = (weights, space)
+            if space is not None:  # `kv keys --space` needs it
+                _log.info("the key space is %s, of %d shards", space.fingerprint.hex(), space.world)
         return space
 
     def handed_over(self, revision: str) -> KeySpace | None:
