@@ -47,8 +47,6 @@ MISFIT: Final = -1
 _DAMAGED: Final = -2
 _FULL: Final = -3
 _AT: Final = ctypes.c_char * 0
-_TWO: Final = ctypes.c_int64 * 2
-_THREE: Final = ctypes.c_int64 * 3
 _NONE: Final[Bytes] = np.empty(0, np.uint8)
 _ARRAYS: Final = {
     "split": 3,
@@ -116,9 +114,9 @@ class CompiledKernels:
     def cut(
         self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
     ) -> tuple[int, int]:
-        counts = _TWO()
-        self.call("cut", offset, words, exponents, symbols, nibbles, missing, _where(counts))
-        return counts[0], counts[1]
+        counts = np.empty(2, np.int64)
+        self.call("cut", offset, words, exponents, symbols, nibbles, missing, counts)
+        return int(counts[0]), int(counts[1])
 
     def restore(
         self,
@@ -131,10 +129,10 @@ class CompiledKernels:
         missing: Bytes,
         to_middle: bool,
     ) -> tuple[int, int, int]:
-        counts = _THREE()
+        counts = np.empty(3, np.int64)
         known = _NONE if nibbles is None else nibbles
-        self.call("restore", int(to_middle), symbols, known, exponents, packed, words, missing, _where(counts))
-        return counts[0], counts[1], counts[2]
+        self.call("restore", int(to_middle), symbols, known, exponents, packed, words, missing, counts)
+        return int(counts[0]), int(counts[1]), int(counts[2])
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
         return room[: self.call("pack", words, missing, room)]
@@ -206,11 +204,6 @@ class CompiledKernels:
         if answer == MISFIT:
             raise MisuseError(f"kernel {name}: arrays whose sizes do not match")
         return answer
-
-
-def _where(counts: "ctypes.Array[ctypes.c_int64]") -> tuple[int, int]:
-    """As `CompiledKernels.call` takes it."""
-    return ctypes.addressof(counts), ctypes.sizeof(counts)
 
 
 @cache
