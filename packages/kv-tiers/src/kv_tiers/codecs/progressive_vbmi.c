@@ -120,7 +120,7 @@ VBMI static inline __m512i small_table(const u8 *bytes) {
  * eight numbers have 56 bits at most, which any eight bytes have from any bit on. */
 VBMI static inline __m512i missing_bits(const u8 *packed, __m512i lacking, size_t *bit) {
     static const u8 of_missing[16] = {0, 1, 3, 7, 15, 31, 63, 127};
-    __m512i ends = _mm512_mullo_epi64(lacking, _mm512_set1_epi8(1)); /* of each number among its eight: sums from there on */
+    __m512i ends = _mm512_mullo_epi64(lacking, _mm512_set1_epi8(1)); /* of each among its eight: sums up to it */
     __m128i eights = _mm512_cvtepi64_epi16(_mm512_srli_epi64(ends, 56)); /* where each eight end */
     eights = _mm_add_epi16(eights, _mm_slli_si128(eights, 2));
     eights = _mm_add_epi16(eights, _mm_slli_si128(eights, 4));
