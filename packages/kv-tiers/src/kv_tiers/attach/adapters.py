@@ -26,6 +26,7 @@ from kv_tiers.attach.file_digests import (
     default_memory,
 )
 from kv_tiers.attach.identity import content_of
+from kv_tiers.threads import start_thread
 
 _log = limited_logger(__name__)
 
@@ -105,10 +106,8 @@ class Adapters:
             return
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="kv-adapters", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system has no more threads for us; the next request tries again
-                _log.warning("requests for adapters are not cached for now: %s", error)
+            if why := start_thread(thread):  # the next request tries again
+                _log.warning("requests for adapters are not cached for now: %s", why)
                 return
             self._thread = thread
         with self._idle:

@@ -12,12 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from kv_tiers.attach.private_json import cache_directory, read_private, write_private
+from kv_tiers.threads import start_thread
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 _BESIDE: Final = re.compile(
@@ -176,11 +176,7 @@ def _hash_all(states: Sequence[FileState], threads: int, stopped: threading.Even
     segments = _Segments((state, offset) for state in states for offset in range(0, max(state.size, 1), _SEGMENT_BYTES))
     # Daemons: an engine that ends meanwhile does not wait for them.
     others = [threading.Thread(target=_hash_some, args=(segments, stopped), daemon=True) for _ in range(threads - 1)]
-    started = []
-    for thread in others:
-        with suppress(RuntimeError):  # the system has no more threads for us
-            thread.start()
-            started.append(thread)
+    started = [thread for thread in others if not start_thread(thread)]
     _hash_some(segments, stopped)
     for thread in started:
         thread.join()

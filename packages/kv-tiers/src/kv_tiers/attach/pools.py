@@ -18,6 +18,7 @@ from kv_core.log import limited_logger
 
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.server.mapped import MappedPool
+from kv_tiers.threads import start_thread
 
 _log = limited_logger(__name__)
 
@@ -83,10 +84,8 @@ class RankPools:
                 return
             # Not in a step: the system takes tens of milliseconds for each slice.
             thread = threading.Thread(target=self._prepare, args=(pool.name, first, end), name="kv-ready", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system has no more threads for us; the next step tries again
-                _log.debug("no memory is made ready for now, and chunks are loaded between steps: %s", error)
+            if why := start_thread(thread):  # the next step tries again
+                _log.debug("no memory is made ready for now, and chunks are loaded between steps: %s", why)
                 return
             self._thread = thread
 

@@ -23,6 +23,7 @@ from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.drain_state import DrainState
 from kv_tiers.index.ranking import most_worth_first
 from kv_tiers.index.residency import Residency
+from kv_tiers.threads import start_thread
 from kv_tiers.tier import Fate, RankedChunk, RanksChunks, Taker
 
 _log = limited_logger(__name__)
@@ -85,10 +86,8 @@ class Drain:
             self._state = DrainState("draining")
             work = _Work(self._host, self._index, self._lower, self._state, stop=self._stop, max_bytes=max_bytes)
             thread = threading.Thread(target=work.run, args=(timeout_s,), name="kv-drain", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system has no more threads for us
-                self._state = DrainState("stopped", str(error))
+            if why := start_thread(thread):
+                self._state = DrainState("stopped", why)
             else:
                 self._thread = thread
 

@@ -23,6 +23,7 @@ from typing import Final
 from kv_core.log import limited_logger
 
 from kv_tiers.pool.places import PAGE_BYTES
+from kv_tiers.threads import start_thread
 
 _log = limited_logger(__name__)
 
@@ -74,10 +75,8 @@ class PopulatedAhead:
         if self._thread is None or not self._thread.is_alive():
             assert self._mapping is not None
             thread = threading.Thread(target=self._populate, args=(self._mapping,), name="kv-populate", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system has no more threads for us; the next slot's call tries again
-                _log.debug("the host pool is not populated ahead for now: %s", error)
+            if why := start_thread(thread):  # the next slot's call tries again
+                _log.debug("the host pool is not populated ahead for now: %s", why)
                 return
             self._thread = thread
 

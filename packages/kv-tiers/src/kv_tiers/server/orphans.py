@@ -23,6 +23,7 @@ from kv_core.log import limited_logger
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.mappings import maps_file
 from kv_tiers.server.session import LastingLease, release
+from kv_tiers.threads import start_thread
 
 _log = limited_logger(__name__)
 
@@ -153,10 +154,8 @@ class Orphans:
                 looking = threading.Thread(
                     target=self._look, args=(pid, process.pidfd, pools), name="kv-mappings", daemon=True
                 )
-                try:
-                    looking.start()
-                except RuntimeError as error:  # the system has no more threads for us
-                    _log.warning("the mappings of process %d are not checked for now: %s", pid, error)
+                if why := start_thread(looking):
+                    _log.warning("the mappings of process %d are not checked for now: %s", pid, why)
                     self._looked(pid, process.pidfd, ())
         now_s = self._clock.now_s()
         for token in [key for key, orphan in self._orphans.items() if not orphan.pid and orphan.deadline_s <= now_s]:

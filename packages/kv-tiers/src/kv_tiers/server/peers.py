@@ -26,6 +26,7 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.server.accepting import REST_S, listen_at
 from kv_tiers.server.report import PeersServed
+from kv_tiers.threads import start_thread
 from kv_tiers.tier import MAX_OFFERED, Fate, Taken
 from kv_tiers.tiers.directory.names import pack
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_files
@@ -137,10 +138,8 @@ class PeerServer:
                     self._config.max_connections,
                 )
                 continue
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system has no more threads for us
-                _log.warning("a peer is refused: %s", error)
+            if why := start_thread(thread):
+                _log.warning("a peer is refused: %s", why)
                 with self._lock:
                     self._counts.turned_away += 1
                     self._connected.pop(thread).close()

@@ -18,6 +18,7 @@ from kv_core.errors import InputError
 from kv_core.log import limited_logger
 
 from kv_tiers.host_port import HostPort
+from kv_tiers.threads import start_thread
 from kv_tiers.tiers.peers_wire import PROCESS, PeerStream
 from kv_tiers.tiers.tls_files import TlsFiles
 from kv_tiers.tiers.together import begin
@@ -232,10 +233,9 @@ class PeerHosts:
             self._resolve_at_s = time.monotonic() + self._resolve_s
             self._is_resolving = True
             hosts = self._hosts
-        try:
-            threading.Thread(target=self._resolve, args=(hosts,), name="kv-peers-names", daemon=True).start()
-        except RuntimeError as error:  # the system has no more threads for us
-            _log.warning("the names of peers are not resolved for now: %s", error)
+        thread = threading.Thread(target=self._resolve, args=(hosts,), name="kv-peers-names", daemon=True)
+        if why := start_thread(thread):
+            _log.warning("the names of peers are not resolved for now: %s", why)
             with self._lock:
                 self._is_resolving, self._resolve_at_s = False, 0.0  # the next call tries again
 

@@ -45,8 +45,8 @@ from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.disk_files import after
 from kv_tiers.tiers.files_below import files_below, opened_below
-from kv_tiers.tiers.helpers import spread
 from kv_tiers.tiers.key_paths import keys_in_paths
+from kv_tiers.tiers.spread import spread
 
 _PAGE_BYTES: Final = 4096
 """The header has a page to itself, so that the chunk's bytes begin at a page boundary."""
@@ -218,7 +218,7 @@ class SharedFsTier:
         return TierUsage(full=self._full)
 
     def close(self) -> None:
-        return
+        """Nothing is open between calls."""
 
     def _path(self, key: ChunkKey) -> str:
         return f"{self._directory}/{key.path()}"

@@ -10,6 +10,7 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.log import limited_logger
 
 from kv_tiers.server.http.problem import Problem
+from kv_tiers.threads import start_thread
 
 _log = limited_logger(__name__)
 
@@ -62,12 +63,10 @@ class Jobs:
                 if self._jobs[id_].state != "running":
                     del self._jobs[id_]
             answer = msgspec.structs.replace(job)
-        try:
-            threading.Thread(target=self._run, args=(job, work), name=f"kv-{what}", daemon=True).start()
-        except RuntimeError as error:
+        if why := start_thread(threading.Thread(target=self._run, args=(job, work), name=f"kv-{what}", daemon=True)):
             with self._lock:
                 del self._jobs[job.id]
-            raise Problem(503, f"no job can be started now: {error}", {"retry-after": "5"}) from None
+            raise Problem(503, f"no job can be started now: {why}", {"retry-after": "5"})
         return answer
 
     def find(self, id_: int) -> Job:

@@ -23,6 +23,7 @@ from kv_core.log import limited_logger
 
 from kv_tiers.directory_state import DirectoryState
 from kv_tiers.host_port import HostPort, read_host_port
+from kv_tiers.threads import start_thread
 from kv_tiers.tiers.directory.contents import Contents
 from kv_tiers.tiers.directory.entries import decode, encode
 from kv_tiers.tiers.directory.mirror import Host, Mirror, Summed
@@ -128,10 +129,8 @@ class Directory:
             while self._to_start and not self._closing.is_set():
                 work, name = self._to_start[0]
                 thread = threading.Thread(target=work, name=name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    _log.warning("this server takes no part in the directory for now: %s", error)
+                if why := start_thread(thread):
+                    _log.warning("this server takes no part in the directory for now: %s", why)
                     return
                 self._threads.append(thread)
                 del self._to_start[0]

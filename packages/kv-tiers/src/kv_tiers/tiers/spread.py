@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
+from kv_tiers.threads import start_thread
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -36,9 +38,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
     helpers: list[threading.Thread] = []
     for _ in range(min(threads, len(items)) - 1):
         helper = threading.Thread(target=run, name=_NAME, daemon=True)
-        try:
-            helper.start()
-        except RuntimeError:
+        if start_thread(helper):
             break
         helpers.append(helper)
     run()
