@@ -1,6 +1,6 @@
 """The tiers below the pool: what goes down comes up again, whole or not at all, and nobody waits long for it."""
 
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -297,14 +297,24 @@ def test_stores_that_have_ended_but_are_not_settled_are_not_reported_as_lost_whe
 ) -> None:
     tower = Tower("back", threads=1, cold=ColdConfig(batch_bytes=2 * 4096, drain_s=10.0))
     tower.store(KEYS[:4])
-    spills = tower.cache.lower.spills
-    settle = spills._stored
+    spills, lane, looks = tower.cache.lower.spills, tower.lanes[0], threading.Semaphore(0)
+    settle, drain = spills._stored, lane.drain
 
     def settle_late(*outcome: Any) -> None:
-        time.sleep(0.05)
+        """Only after the closing thread has found the lane idle twice."""
+        while looks.acquire(blocking=False):
+            pass
+        assert looks.acquire(timeout=10) and looks.acquire(timeout=10)
         settle(*outcome)
 
+    def drained(timeout_s: float) -> bool:
+        is_idle = drain(timeout_s)
+        if is_idle:
+            looks.release()
+        return is_idle
+
     monkeypatch.setattr(spills, "_stored", settle_late)
+    monkeypatch.setattr(lane, "drain", drained)
     with caplog.at_level("WARNING"):
         tower.cache.close()
     assert "were not stored" not in caplog.text
