@@ -253,9 +253,9 @@ class Refinements:
 
     def _keep(self, one: Approximation, first_bytes: FirstBytes | None) -> None:
         """Cache these for the chunk, in place of any others."""
-        for kept, sign in ((one.first_bytes, -1), (first_bytes, 1)):
-            if kept is not None:
-                self._kept_bytes += sign * len(kept.payload)
+        for part, sign in ((one.first_bytes, -1), (first_bytes, 1)):
+            if part is not None:
+                self._kept_bytes += sign * len(part.payload)
         one.first_bytes = first_bytes
 
 

@@ -222,13 +222,13 @@ def _cut(words: Words, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing
     own = np.bitwise_and(words >> 7, 0xFF).view(np.int16).reshape(-1, SCALED_NUMBERS)
     moved = ((exponents.astype(np.int16) + 7)[:, None] - own).reshape(-1)
     # At most five bits of the significand are in the symbol, and what they were moved up by is added to them.
-    kept = np.clip(moved, 3, ALL_MISSING + 4)
-    sixteenths = np.right_shift((words & 0x7F | 0x80) << 4, kept.view(np.uint16))
+    clipped = np.clip(moved, 3, ALL_MISSING + 4)
+    sixteenths = np.right_shift((words & 0x7F | 0x80) << 4, clipped.view(np.uint16))
     steps = (sixteenths >> 4) + (np.maximum(3 - moved, 0) << 4).view(np.uint16)
     symbols[...] = steps << 1 | words >> 15
     symbols[steps >= ESCAPED >> 1] = ESCAPED
     np.bitwise_and(sixteenths, 15, out=nibbles, casting="unsafe")
-    np.maximum(kept - 4, 0, out=missing, casting="unsafe")
+    np.maximum(clipped - 4, 0, out=missing, casting="unsafe")
 
 
 def _restore(

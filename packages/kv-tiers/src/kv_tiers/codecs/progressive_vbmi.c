@@ -165,7 +165,7 @@ VBMI static void restore_vbmi(Restoring *all) {
         u8 room[HALF_SCALED];
         const u8 *packed = all->packed_bytes ? bits_at(all, room) : NULL;
         size_t first = all->bits % 8, bit = first;
-        __m512i eights = _mm512_setzero_si512(); /* 8 for each number that misses all its bits */
+        __m512i whole_here = _mm512_setzero_si512(); /* 8 for each number that misses all its bits */
         for (size_t i = at; i < at + HALF_SCALED; i += AT_ONCE) {
             __m512i symbols = _mm512_loadu_si512(in + i), nibbles = eight;
             if (nibbled) {
@@ -194,9 +194,9 @@ VBMI static void restore_vbmi(Restoring *all) {
             }
             _mm512_storeu_si512(missing + i, lacking);
             escaped += (size_t)__builtin_popcountll(_mm512_cmpeq_epi8_mask(symbols, escape));
-            eights = _mm512_add_epi8(eights, _mm512_and_si512(lacking, eight));
+            whole_here = _mm512_add_epi8(whole_here, _mm512_and_si512(lacking, eight));
         }
-        whole = _mm512_add_epi64(whole, _mm512_sad_epu8(eights, _mm512_setzero_si512()));
+        whole = _mm512_add_epi64(whole, _mm512_sad_epu8(whole_here, _mm512_setzero_si512()));
         all->bits += bit - first;
     }
     all->escaped = escaped;

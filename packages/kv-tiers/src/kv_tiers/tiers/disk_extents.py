@@ -99,12 +99,12 @@ class LentExtents:
                 for (place, parent), checksum in zip(given, checksums, strict=True)
                 if place is not None and checksum is not None
             ]
-            kept = {one.place.entry for one in written}
-            self._chunks.abort([place for place, _ in given if place is not None and place.entry not in kept])
+            stored = {one.place.entry for one in written}
+            self._chunks.abort([place for place, _ in given if place is not None and place.entry not in stored])
         if written:
             self._keep(written)
         why = "there was no room for it, or it was not written"
-        return [Stored() if place is not None and place.entry in kept else Refused(why) for place, _ in given]
+        return [Stored() if place is not None and place.entry in stored else Refused(why) for place, _ in given]
 
     def _keep(self, written: Sequence[_Written]) -> None:
         """The remaining steps of the order of writes, once the bytes are there.
@@ -143,7 +143,7 @@ class LentExtents:
             self._pages.give([page])
 
     def _leased(self, key: ChunkKey, entry: int) -> FileExtent | None:
-        """None if the chunk is encoded or in pieces, or its record was wiped meanwhile or is damaged: a load may tell
+        """None if the chunk is encoded or in pieces, or its record was wiped meanwhile or is damaged: a load may report
         which."""
         extent = self._chunks.index.extent(entry)
         if not isinstance(extent.units, range):

@@ -110,11 +110,11 @@ def optimum(prompts: Prompts, capacity_chunks: int, *, warm_up: float = WARM_UP)
     resident: dict[ChunkKey, int] = {}
     latest_first: list[tuple[int, int, ChunkKey]] = []
     begin = int(warm_up * len(prompts))
-    hit = asked = 0
+    hit = requested = 0
     for number, prompt in enumerate(prompts):
         if number >= begin:
             hit += next((place for place, key in enumerate(prompt) if key not in resident), len(prompt))
-            asked += len(prompt)
+            requested += len(prompt)
         for place, (key, use) in enumerate(zip(prompt, next_use[number], strict=True)):
             if use == never:
                 resident.pop(key, None)
@@ -125,7 +125,7 @@ def optimum(prompts: Prompts, capacity_chunks: int, *, warm_up: float = WARM_UP)
             negative, _, key = heapq.heappop(latest_first)
             if resident.get(key) == -negative:
                 del resident[key]
-    return hit / asked if asked else 0.0
+    return hit / requested if requested else 0.0
 
 
 class _Tier:
