@@ -3,7 +3,8 @@
 import subprocess
 import sys
 
-# What a client needs of this package beside its own modules: a clock, the mapping of a pool and its pages, and records.
+# What a client needs of this package beside its own modules: a clock, the start of a thread, the mapping of a pool and
+# its pages, and records.
 CLIENT = {
     "kv_tiers",
     "kv_tiers.clock",
@@ -25,6 +26,7 @@ CLIENT = {
     "kv_tiers.server.report",
     "kv_tiers.server.returning",
     "kv_tiers.server.wire",
+    "kv_tiers.threads",
     "kv_tiers.watch",
     "kv_tiers.watch.chunk_state",
 }

@@ -13,8 +13,8 @@ def test_each_item_has_its_result(items: int, threads: int) -> None:
 
 
 def test_items_are_worked_on_at_the_same_time() -> None:
-    together = threading.Barrier(3, timeout=10)
-    spread(lambda _: together.wait(), range(3), 3)
+    together = threading.Barrier(3)
+    spread(lambda _: together.wait(timeout=10), range(3), 3)
 
 
 @pytest.mark.parametrize("left", [0, 1])
