@@ -1,5 +1,7 @@
 """One model on one, two and four processes: each shape finds what engines of its own shape have stored, no others."""
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, Engine, started
+from kv_testing.wait import until
 from models import BY_NAME
 
 STAGES: dict[str, Any] = {"worker_extension_cls": "stages.Stages", "distributed_executor_backend": "mp"}
@@ -68,6 +71,21 @@ def test_ranks_in_stages_find_their_own_chunks_after_a_restart(
         hits = hits_by_shape(tiny_llama, [shape], tmp_path, reference)[shape]
         assert all(hit in (0, whole) for hit, whole in zip(hits, most, strict=True)), hits
         assert sum(hit > 0 for hit in hits) >= at_least, hits
+
+
+@pytest.mark.slow
+def test_a_private_server_that_is_killed_costs_hits_until_its_successor_has_them(
+    tiny_llama: str, reference: list[Answer]
+) -> None:
+    # A second is not much for an answer where three processes share two cores.
+    with shaped(tiny_llama, "TP=2", {"host": {"capacity_bytes": "128MiB"}, "server": {"answer_s": 20}}) as engine:
+        assert engine.ask_in_turn(PROMPTS) == reference
+        first, none = engine.inside_all("kv_server")
+        assert first and not none
+        os.kill(first, signal.SIGKILL)
+        assert engine.ask_in_turn(PROMPTS) == reference
+        until(lambda: engine.inside("kv_server") != first, within_s=60)
+        until(lambda: engine.ask_in_turn(PROMPTS) == reference and engine.hits == WARM_HITS, within_s=60)
 
 
 @pytest.mark.long

@@ -26,6 +26,7 @@ class Inspect:
             "kv_key_space",
             "kv_know_weights",
             "kv_scramble",
+            "kv_server",
             "kv_settle",
             "kv_snapshot",
         }
@@ -72,6 +73,11 @@ class Inspect:
         weights = _only_engine().weights
         assert weights is not None
         return weights.space.now.fingerprint.hex() if weights.space.now is not None else ""
+
+    def kv_server(self) -> int:
+        """The process of the private server; 0 in those that have not started it."""
+        server = _only_engine().server
+        return server.pid if server is not None else 0
 
     def kv_corrupt(self) -> None:
         """Halve every float32 in the host pool: what a cache that serves wrong bytes would do."""

@@ -30,8 +30,8 @@ from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
 from kv_tiers.codecs.calibration import Calibration
 from kv_tiers.codecs.division import Division, GroupLayers, divide
 from kv_tiers.events.bus import EventBus
-from kv_tiers.server.process import ServerProcess
 from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.server.supervised import SupervisedServer
 from kv_tiers.settings import Settings
 
 from kv_sglang import TESTED
@@ -86,7 +86,7 @@ class Attached:
     stores: dict[str, PageStore] = field(default_factory=dict)
     caches: dict[Format, LocalCache | RemoteCache] = field(default_factory=dict)
     buses: list[EventBus] = field(default_factory=list)
-    server: ServerProcess | None = None
+    server: SupervisedServer | None = None
     watch: WeightsWatch | None = None
     requests: RequestPages | None = None
     figures: Figures = NO_FIGURES

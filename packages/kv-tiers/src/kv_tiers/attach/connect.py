@@ -8,6 +8,7 @@ named in the settings is joined instead and shared with every engine that names 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,9 +25,10 @@ from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.link import NoServerError
 from kv_tiers.server.mapped import MappedPool
-from kv_tiers.server.process import ServerProcess, launch
+from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.server.report import Registration
+from kv_tiers.server.supervised import SupervisedServer
 from kv_tiers.settings import Settings
 from kv_tiers.tenants import read_tenants
 from kv_tiers.watch.build import build_bus
@@ -107,7 +109,7 @@ def open_remote(
     node: int = 0,
     on_new_pool: Callable[[MappedPool], None] | None = None,
     detached: bool = True,
-) -> tuple[RemoteCache, ServerProcess | None]:
+) -> tuple[RemoteCache, SupervisedServer | None]:
     """The cache at the engine's server, and the server if it is a private one and this process starts it.
 
     is_first: this is the worker that starts it: the first rank of a node.
@@ -134,7 +136,8 @@ def open_remote(
             "tenants": settings.tenants,
             "observe": settings.observe,
         }
-        server = launch(msgspec.to_builtins(config), socket=socket, log_level="info", detached=detached)
+        start = partial(launch, msgspec.to_builtins(config), socket=socket, log_level="info", detached=detached)
+        server = SupervisedServer(start)
     joins = bool(settings.server.socket)
     until = time.monotonic() + (_WAIT_FOR_SERVER_S if joins else _WAIT_FOR_FIRST_S if server is None else 0)
     is_waiting = False

@@ -41,8 +41,8 @@ from kv_tiers.config import HandoverConfig
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.machine import spelled
 from kv_tiers.server.mapped import MappedPool
-from kv_tiers.server.process import ServerProcess
 from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.server.supervised import SupervisedServer
 from kv_tiers.settings import Settings
 
 _log = limited_logger(__name__)
@@ -149,7 +149,7 @@ class Engine(OffSwitch):
         self.id = engine_id
         self.faults: list[str] = []
         self.cache: LocalCache | RemoteCache | None = None
-        self.server: ServerProcess | None = None
+        self.server: SupervisedServer | None = None
         self.share = ALONE
         self.copiers: Sequence[EngineCopier] = ()
         self.pools: RankPools | None = None

@@ -46,6 +46,12 @@ class ServerProcess:
         self._lifeline = lifeline
         self._home = home
 
+    @property
+    def output(self) -> IO[str]:
+        """Readable once it has ended: after `launch` it writes nothing more, and closes it with its end."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
     def is_running(self) -> bool:
         return self._lifeline >= 0 and not self._has_ended(0)
 
@@ -67,19 +73,14 @@ class ServerProcess:
                     os.kill(self.pid, number)
                 self._has_ended(patience_s)
         self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self.output.close()
         remove_stale(self.socket)  # if it was killed
         if self._home is not None:
             with suppress(FileNotFoundError):
                 self._home.rmdir()
 
     def _has_ended(self, timeout_s: float) -> bool:
-        """Once it serves it writes nothing more to its output, which therefore becomes readable only when it has been
-        closed.
-        """
-        assert self._process.stdout is not None
-        return _is_readable(self._process.stdout, timeout_s)
+        return _is_readable(self.output, timeout_s)
 
 
 def launch(
