@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import boto3
 import obstore
 import pytest
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Refused, Stored
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_testing.s3_server import s3_server
 from kv_testing.wait import joined, until
@@ -53,6 +54,34 @@ class TestObjects(PersistentTierContract):
         data = bytearray(obstore.get(self.tier._store, path).bytes())
         data[HEADER_BYTES + at] ^= 1 << at % 8
         obstore.put(self.tier._store, path, bytes(data))
+
+    def archive(self, key: ChunkKey) -> None:
+        """What a rule of the bucket does to old objects: they are listed, and reading one is forbidden."""
+        assert isinstance(self.tier, ObjectsTier)
+        bucket, path = str(WHERE["bucket"]), self.tier._path(key)
+        client = boto3.client(
+            "s3",
+            endpoint_url=str(WHERE["endpoint"]),
+            region_name="us-east-1",
+            aws_access_key_id=str(WHERE["access_key_id"]),
+            aws_secret_access_key=Path(str(WHERE["secret_access_key_file"])).read_text().strip(),
+        )
+        source = {"Bucket": bucket, "Key": path}
+        client.copy_object(Bucket=bucket, Key=path, CopySource=source, StorageClass="GLACIER")
+
+    def test_an_object_that_may_not_be_read_is_missing_until_it_is_stored_again(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        keys = key_chain(3)
+        self.store(keys)
+        self.archive(keys[1])
+        assert self.tier.holds(keys) == [True] * 3
+        assert [type(outcome) for outcome in self.load(keys)] == [Loaded, Absent, Loaded]
+        assert "InvalidObjectState" in caplog.text
+        assert self.tier.holds(keys) == [True, False, True]
+        assert self.tier.store(self.writes(keys)) == [Stored()] * 3
+        assert self.tier.holds(keys) == [True] * 3
+        assert [type(outcome) for outcome in self.load(keys)] == [Loaded] * 3
 
     def objects(self) -> tuple[ObjectsTier, list[str]]:
         assert isinstance(self.tier, ObjectsTier)

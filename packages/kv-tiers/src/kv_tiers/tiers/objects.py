@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers.chunk_header import HEADER_BYTES
@@ -29,6 +30,8 @@ from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
 from kv_tiers.tiers.key_paths import keys_in_paths
 from kv_tiers.tiers.together import begin
+
+_log = limited_logger(__name__)
 
 _ENDPOINT: Final = re.compile(
     r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?(?:/[A-Za-z0-9._~%/-]*)?"
@@ -44,6 +47,9 @@ _FULL: Final = ("507 Insufficient Storage", "QuotaExceeded")
 
 _REFUSES: Final = "status code: 4"
 """Part of an error if the store refuses the request."""
+
+_MAX_UNREADABLE: Final = 10_000
+"""The most chunks that are remembered as ones that we may not read."""
 
 _STREAM_BYTES: Final = 1 << 20
 """A reply is copied into the borrowed pages in pieces of about this size, so no more than that is in memory twice."""
@@ -134,10 +140,11 @@ class ObjectsTier:
         self._prefix = f"{config.prefix}/{context.namespace}"
         self._chunk_bytes = context.chunk_bytes
         self._full = ""
+        self._unreadable: dict[ChunkKey, None] = {}
         self._threads = ThreadPoolExecutor(config.requests, thread_name_prefix="kv-s3")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._each(keys, lambda key: self._is_chunk(self._size(self._path(key))))
+        return self._each(keys, self._is_held)
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._each(reads, self._load)
@@ -188,8 +195,11 @@ class ObjectsTier:
     def _path(self, key: ChunkKey) -> str:
         return f"{self._prefix}/{key.path()}"
 
+    def _is_held(self, key: ChunkKey) -> bool:
+        return key not in self._unreadable and self._is_chunk(self._size(self._path(key)))
+
     def _size(self, path: str) -> int | None:
-        """The size of this object; None: there is none."""
+        """The size of this object; None: there is none, or only this one is forbidden to us."""
         try:
             return int(self._call(lambda: self._obstore.head(self._store, path))["size"])
         except FileNotFoundError:
@@ -197,6 +207,8 @@ class ObjectsTier:
         except TierDown as error:
             if _REFUSES in str(error):
                 self._list_nothing()  # the reply to HEAD has no body, so only this one says why
+            if isinstance(error, _ForbiddenError):
+                return None
             raise
 
     def _list_nothing(self) -> None:
@@ -213,10 +225,22 @@ class ObjectsTier:
             return self._call(lambda: self._receive(read))
         except FileNotFoundError:
             return Absent()
+        except _ForbiddenError as error:
+            self._list_nothing()  # raises if not only this object is forbidden
+            self._pass_over(read.key, str(error))
+            return Absent()
         except _WrongLengthError as error:
             with suppress(RemovalRefusedError):
                 self._delete([self._path(read.key)])
             return Damaged(str(error))
+
+    def _pass_over(self, key: ChunkKey, why: str) -> None:
+        """Another's object, one encrypted with another's key, or one that was moved to an archive: it is found no more,
+        and replaced when its chunk is stored again."""
+        _log.warning("%s: a chunk that may be listed but not read counts as missing: %s", self.name, why)
+        if len(self._unreadable) >= _MAX_UNREADABLE:
+            self._unreadable.clear()  # they are tried once more
+        self._unreadable[key] = None
 
     def _receive(self, read: Read) -> Loaded:
         wanted_bytes = HEADER_BYTES + read.wanted_bytes
@@ -245,7 +269,7 @@ class ObjectsTier:
         return Loaded(object_bytes - HEADER_BYTES)
 
     def _keep(self, write: Write) -> StoreOutcome:
-        if self._is_chunk(self._size(self._path(write.key))):
+        if self._is_held(write.key):
             return Stored()
         # Two buffers and no multipart upload: one request, whose body obstore sends without copying it.
         body = [write.header, write.payload]
@@ -258,6 +282,7 @@ class ObjectsTier:
             if isinstance(error, _ForbiddenError) or any(sign in str(error) for sign in _FULL):
                 return Refused(str(error))
             raise
+        self._unreadable.pop(write.key, None)
         return Stored()
 
     def _delete_below(self, path: str) -> None:
