@@ -45,6 +45,10 @@ def read_host_port(text: str, where: str) -> HostPort:
     host, colon, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16
-    if not colon or not bare or not is_port or (":" in bare) != (bare != host):
+    if not colon or not bare or not bare.isprintable() or not is_port or (":" in bare) != (bare != host):
         raise ConfigError(f"{where} is {text!r}; write a host and a port, such as 127.0.0.1:9400 or [::1]:9400")
+    try:
+        bare.encode("idna")  # as the resolver does; it limits the length of each label
+    except UnicodeError as error:
+        raise ConfigError(f"{where} is {text!r}, whose host is no name of one: {error}") from error
     return HostPort(bare, int(port))

@@ -101,6 +101,16 @@ class TestTroubles:
         self.closing.append(proxy)
         return proxy
 
+    @pytest.mark.parametrize("host", ["x" * 300, "a..b"])
+    def test_a_cluster_that_names_what_is_no_host_is_down(self, host: str) -> None:
+        node = f"*2\r\n${len(host)}\r\n{host}\r\n:6379\r\n"
+        liar = Liar(f"*1\r\n*3\r\n:0\r\n:16383\r\n{node}".encode())
+        self.closing.append(liar)
+        tier = self.tier(f"redis://127.0.0.1:{liar.port}", mode="cluster")
+        for call in (tier.probe, lambda: tier.holds(key_chain(2))):
+            with pytest.raises(TierDown, match="is no name of a host"):
+                call()
+
     def test_a_server_that_starts_anew_is_used_again_at_once(self) -> None:
         server = AskedServer(VALKEY)
         try:

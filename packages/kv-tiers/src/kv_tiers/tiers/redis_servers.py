@@ -268,7 +268,10 @@ class Servers:
     def _connect(self, address: Address, *, log_in: bool = True) -> Connection:
         limit_s = self._config.connect_timeout_s
         if address.port:
-            sock = socket.create_connection((address.host, address.port), limit_s)
+            try:
+                sock = socket.create_connection((address.host, address.port), limit_s)
+            except ValueError as error:  # also UnicodeError: a server's answer may name what is no host's name
+                raise OSError(f"{address.host!r} is no name of a host: {error}") from error
         else:
             sock = socket.socket(socket.AF_UNIX)
         try:
