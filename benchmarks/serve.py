@@ -265,6 +265,7 @@ def python(engine: str) -> str:
 @contextmanager
 def process(command: Sequence[str], environ: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """With all that it starts in its group; nothing of it is left."""
+    there_before = set(shared_memory())
     with log.open("wb") as stream:
         running = subprocess.Popen(command, stdout=stream, stderr=stream, env=environ, start_new_session=True)
     try:
@@ -275,6 +276,15 @@ def process(command: Sequence[str], environ: dict[str, str], log: Path) -> Itera
                 os.killpg(running.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.wait(patience_s)
+        for left in set(shared_memory()) - there_before:
+            with contextlib.suppress(OSError):
+                left.unlink()
+
+
+def shared_memory() -> Iterator[Path]:
+    """What engines leave when they end by a signal: the pools of their own offloading, of a gigabyte each."""
+    for pattern in ("vllm_offload_*", "psm_*"):
+        yield from Path("/dev/shm").glob(pattern)
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
