@@ -1,11 +1,12 @@
 """Engines as users run them: HTTP servers with a trained model, driven by the engines' own clients.
 
-Four workloads over pages of this repository, one request at a time, each with prompts that come back after the
-engine's own memory, of 5,120 tokens, has been filled by others:
+Workloads over pages of this repository, one request at a time; prompts come back after the engine's own memory, of
+5,120 tokens, has been filled by others:
 
     document    questions about documents, in turn
     multi-turn  conversations that grow, in turn
     agent       agents with the same long instructions and tools, each with observations of its own
+    unique      documents that are asked about once, so that a cache can only cost
     restart     of what keeps prompts on a disk, and alone: the documents' first questions, to a server started anew
 
     alone       the engine with its own prefix cache, the limit of every row
@@ -61,6 +62,7 @@ WAYS = {
     "vllm": ["alone", "own host", "own file", "in process", "private", "shared", "disk"],
     "sglang": ["alone", "own host", "own file", "in process", "shared", "disk"],
 }
+WORKS = ("document", "multi-turn", "agent", "unique", "restart")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -83,7 +85,9 @@ def workloads(share: float) -> dict[str, list[str]]:
         for number in range(len(agents)):
             agents[number] += f"\nAgent {number} reads: {text[100_000 + (number * 11 + step) * 1400 :][:1400]}"
             agent.append(agents[number])
-    return {"document": document, "multi-turn": multi_turn, "agent": agent, "restart": document[: len(documents)]}
+    unique = [text[200_000 + number * 5000 :][:5000] for number in range(max(2, round(12 * share)))]
+    made = {"document": document, "multi-turn": multi_turn, "agent": agent, "unique": unique}
+    return made | {"restart": document[: len(documents)]}
 
 
 def returning(prompts: Sequence[str], work: str) -> list[bool]:
@@ -324,7 +328,8 @@ def one_start(engine: str, way: str, model: str, prompts: Path, threads: int) ->
         log = home / "engine.log"
         measured: dict[str, dict[str, float]] = {}
         first = [file.stem for file in prompts.glob("*.jsonl") if file.stem != "restart"]
-        for works in [first, ["restart"]] if way in RESTARTED else [first]:
+        again = [["restart"]] if way in RESTARTED and (prompts / "restart.jsonl").exists() else []
+        for works in [first, *again]:
             with process(command, environ, log) as server:
                 wait_until_ready(server, url, log)
                 asking = [python(engine), __file__, "--client", engine, url, model, str(prompts), *works]
@@ -403,7 +408,9 @@ def main() -> int:
     asked = parser(__doc__.split("\n\n")[0])
     asked.add_argument("--model", required=True, help="a model's folder, as `scripts/setup.sh smollm2` prints it")
     asked.add_argument("--engine", nargs="+", choices=sorted(WAYS), default=["vllm"])
-    asked.add_argument("--way", nargs="+", help="these configurations only, beside the engine alone")
+    ways = sorted({way for ways in WAYS.values() for way in ways})
+    asked.add_argument("--way", nargs="+", choices=ways, help="these configurations only, beside the engine alone")
+    asked.add_argument("--work", nargs="+", choices=WORKS, help="these workloads only; restart needs document")
     asked.add_argument("--starts", type=int, default=2, help="how often each is started (default: 2)")
     asked.add_argument("--threads", type=int, default=1, help="that each engine computes with (default: 1)")
     asked.add_argument("--plot", metavar="FILE", help="draw the times; .svg, .png or .pdf")
@@ -416,6 +423,8 @@ def main() -> int:
             prompts = Path(directory) / engine
             prompts.mkdir()
             for work, texts in workloads(0.4 if chosen.quick else 1.0).items():
+                if chosen.work and work not in chosen.work:
+                    continue
                 lines = [{"prompt": text, "messages": [{"role": "user", "content": text}]} for text in texts]
                 keep = "prompt" if engine == "vllm" else "messages"
                 (prompts / f"{work}.jsonl").write_text("".join(json.dumps({keep: line[keep]}) + "\n" for line in lines))

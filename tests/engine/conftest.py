@@ -45,29 +45,19 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def spelling_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same with a tokenizer, whose token 17 is the word w17: for what of vLLM does not start without one."""
     from kv_cuda.tiny import TinyLlama
+    from kv_testing.spelling import with_words
 
-    return _spelling(TinyLlama().write(tmp_path_factory.mktemp("spelling-llama")))
-
-
-def _spelling(directory: Path) -> str:
-    """This model with a tokenizer whose token 17 is the word w17."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(2048)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(directory)
-    return str(directory)
+    return with_words(TinyLlama().write(tmp_path_factory.mktemp("spelling-llama")))
 
 
 @pytest.fixture(scope="session")
 def spelling_model(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], str]":
     """Makes one of `models` with such a tokenizer."""
+    from kv_testing.spelling import with_words
     from models import BY_NAME
 
     def make(name: str) -> str:
-        return _spelling(BY_NAME[name].write(tmp_path_factory.mktemp("spelling")))
+        return with_words(BY_NAME[name].write(tmp_path_factory.mktemp("spelling")))
 
     return make
 

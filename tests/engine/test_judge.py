@@ -14,8 +14,9 @@ from kv_cuda.judge.measure import Model, Windows, judge
 from kv_cuda.judge.rivals import rivals
 from kv_cuda.judge.roundtrip import RoundTrip
 from kv_cuda.judge.verdict import read_verdict
+from kv_testing.spelling import some_text
 
-TEXT = " ".join(f"w{3 + (7919 * n) % 1900}" for n in range(1300))
+TEXT = some_text(1300)
 
 
 def test_kv_as_it_is_costs_nothing_and_wrong_kv_much(spelling_llama: str) -> None:

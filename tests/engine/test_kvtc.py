@@ -13,11 +13,11 @@ import torch
 from engines import PROMPTS, WARM_HITS, Answer, Engine, empty_the_pool, started
 from kv_core.tools.cli import main
 from kv_cuda.judge.verdict import read_verdict
+from kv_testing.spelling import some_text
 from kv_tiers.attach.engine import engines
 from models import BY_NAME
 from test_parallel import shaped
 
-TEXT = " ".join(f"w{3 + (7919 * n) % 1900}" for n in range(2300))
 ROOT = Path(__file__).parents[2]
 TRAINED = ROOT / ".venvs" / "trained" / "models"
 COLD_HITS = [0, 512, 512, 768, 0, 0]
@@ -28,7 +28,7 @@ BY_GROUPS_HITS = [512, 512, 768, 768, 0, 512]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT)
+    path.write_text(some_text())
     return path
 
 
