@@ -102,8 +102,12 @@ def _frequencies(model: Model) -> list[NDArray[np.float64]]:
         exact = [one for one in model.frequencies() if one.shape == rough.shape and np.allclose(one, rough, 1e-4, 1e-9)]
         chosen = exact[0] if exact else rough.astype(np.float64)
         angles = np.arange(_SHOWN_TOKENS)[:, None] * chosen
-        if np.abs(np.cos(angles) - cos).max() > 1e-3 or np.abs(np.sin(angles) - sin).max() > 1e-3:
-            raise ConfigError(f"model {model.name} rotates its keys in a way that codec {CODEC} does not support")
+        apart = max(np.abs(np.cos(angles) - cos).max(), np.abs(np.sin(angles) - sin).max())
+        if apart > 1e-3:
+            raise ConfigError(
+                f"model {model.name} rotates its keys in a way that codec {CODEC} does not support: its cosines and "
+                f"sines are up to {apart:.2g} from those of constant frequencies"
+            )
         found.append(chosen)
     return found
 
