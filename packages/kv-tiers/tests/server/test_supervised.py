@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import until
+from kv_testing.wait import line, until
 from kv_tiers.attach.connect import Format, open_remote
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
@@ -106,6 +108,31 @@ def test_stopping_does_not_wait_for_the_next_start(starts: Starts, caplog: pytes
     until(lambda: "has ended without being asked to" in caplog.text)
     server.stop()
     assert len(starts.started) == 1
+
+
+def test_a_child_that_the_engine_forked_does_not_keep_it_from_stopping(tmp_path: Path) -> None:
+    """It has what the engine had open, also that by which the thread learns that it is to end."""
+    code = (
+        "import os, sys\n"
+        "from functools import partial\n"
+        "from pathlib import Path\n"
+        "from kv_tiers.server.process import launch\n"
+        "from kv_tiers.server.supervised import SupervisedServer\n"
+        "start = partial(launch, {'host': {'capacity_bytes': '1MiB'}}, socket=Path(sys.argv[1]), detached=True)\n"
+        "server = SupervisedServer(start)\n"
+        "if os.fork():\n"
+        "    server.stop()\n"
+        "    print('stopped', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None and engine.stdin is not None
+        try:
+            assert line(engine.stdout) == "stopped\n"
+        finally:
+            engine.kill()
+            engine.stdin.close()  # and with that the child ends
 
 
 def store(cache: RemoteCache) -> int:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -56,7 +57,9 @@ class SupervisedServer:
 
     def stop(self) -> None:
         """Have the server complete pending spills and end (`ServerProcess.stop`), and start no other."""
-        self._stop.close()  # which makes the other end readable, for good
+        with suppress(OSError):  # stopped before
+            self._stop.shutdown(socket.SHUT_RDWR)  # closing does not suffice: a forked child has it open too
+        self._stop.close()
         if self._thread.ident is not None:
             self._thread.join()
             self._stopped.close()
