@@ -288,6 +288,22 @@ def test_that_a_tier_is_back_is_as_visible_as_that_it_was_down(bench: Bench, cap
     ]
 
 
+def test_a_tier_that_fails_on_a_callers_thread_is_probed_though_no_thread_has_anything_to_do() -> None:
+    bench = Bench(threads=1, backoff_s=0.01, max_backoff_s=0.01)
+    keys = key_chain(2)
+    bench.store(keys)
+    assert bench.lane.drain(5)
+    for _ in range(5):
+        bench.tier.fault = "down"
+        assert leading(bench.lane, keys) == 0
+        assert bench.lane.health()[0] is Health.DOWN
+        bench.tier.fault = ""
+        bench.clock.advance(0.01)
+        until(lambda: bench.lane.health()[0] is Health.UP)
+        assert leading(bench.lane, keys) == 2
+    bench.lane.close()
+
+
 def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
     bench = Bench(threads=2)
     keys = key_chain(2)

@@ -456,6 +456,7 @@ class Lane:
             if down is not None:
                 self._jobs.requeue(down)
             waiting = self._jobs.take_submitted()
+            self._changed.notify_all()  # a thread must probe it, and the call may have failed on a caller's thread
         if is_first and not self.events.is_logged:
             _log.warning("tier %s is down: %s", self.name, why)
 
