@@ -251,6 +251,19 @@ def test_a_private_server_that_cannot_start_says_why(capfd: pytest.CaptureFixtur
     assert "did you mean 'tiers'" in capfd.readouterr().err
 
 
+def test_a_private_server_that_the_system_does_not_start_leaves_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no memory for a process, starting it is tried again and again."""
+    monkeypatch.setattr(sys, "executable", str(home / "none"))
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="none"):
+        launch({"host": {"capacity_bytes": "1MiB"}})
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert list(home.iterdir()) == []
+
+
 def test_a_private_server_that_ended_can_be_stopped_twice() -> None:
     server = launch({"host": {"capacity_bytes": "1MiB"}})
     assert server.is_running()

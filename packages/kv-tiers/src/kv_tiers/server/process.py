@@ -102,6 +102,7 @@ def launch(
 
     Raises:
         ConfigError: it did not become ready; the text is its own message.
+        OSError: the system does not start a process.
     """
     home = None
     if socket is None:
@@ -120,6 +121,11 @@ def launch(
         process = subprocess.Popen(  # noqa: S603  # ourselves
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watched,), text=True
         )
+    except BaseException:
+        os.close(lifeline)
+        if home is not None:
+            home.rmdir()
+        raise
     finally:
         os.close(watched)
     made = ServerProcess(process, socket, lifeline, home, _STOP_S + _drain_s(config))
