@@ -251,6 +251,32 @@ def test_a_private_server_that_cannot_start_says_why(capfd: pytest.CaptureFixtur
     assert "did you mean 'tiers'" in capfd.readouterr().err
 
 
+def test_what_a_tiers_package_prints_is_neither_its_ready_line_nor_its_end(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its standard output is how a private server says that it is ready, and that it has ended."""
+    info = home / "path" / "loud-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[kv_tiers.tiers]\nloud = loud:make\n")
+    (home / "path" / "loud.py").write_text(
+        "from kv_tiers.registry import tier_factory\n"
+        "print('loud is imported')\n"
+        "def make(options, context):\n"
+        "    print('loud is made', flush=True)\n"
+        "    return tier_factory('dram')(options, context)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(home / "path"))
+    tiers = [{"type": "loud", "capacity_bytes": "1MiB"}]
+    server = launch({"host": {"capacity_bytes": "1MiB"}, "tiers": tiers}, socket=home / "s")
+    cache = join_server(home)
+    assert server.is_running()
+    cache.close()
+    server.stop()
+    assert not server.is_running()
+    assert {"loud is imported", "loud is made"} <= set(capfd.readouterr().err.splitlines())
+
+
 def test_a_private_server_that_the_system_does_not_start_leaves_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

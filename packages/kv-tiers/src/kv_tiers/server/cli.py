@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.detach:
         _detach()
+    output = None if args.lifeline is None else _own_output()
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = _config(args)
@@ -103,7 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if server.peers_address is not None:
         ready.append(f"peers={server.peers_address}")
     try:
-        print(*ready, flush=True)
+        if output is None:
+            print(*ready, flush=True)
+        else:
+            os.write(output, f"{' '.join(ready)}\n".encode())
     except OSError as error:  # the reader has gone; if it was our owner, a lifeline ends us
         _log.warning("no process reads the line that says that this server is ready: %s", error.strerror)
         sys.stdout = None  # or it would be flushed again when we end
@@ -186,6 +190,15 @@ def _detach() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
+
+
+def _own_output() -> int:
+    """Keep the pipe to ourselves from which our owner reads one line, and by whose end it learns of ours. What others
+    print, such as the package of a tier, goes to standard error instead."""
+    output = os.dup(1)  # which no process that we start inherits
+    if sys.stderr is not None:
+        os.dup2(2, 1)
+    return output
 
 
 def _end_with(owner: int, server: CacheServer) -> None:
