@@ -100,6 +100,31 @@ def test_an_exported_prefix_is_a_hit_in_another_cache(exported: Path) -> None:
     tower.close()
 
 
+def test_an_import_whose_first_chunks_are_forgotten_meanwhile_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is read a few chunks at a time, and operators may clear the cache in between."""
+    keys, path = key_chain(12), tmp_path / "prompt.kv"
+    tower = Tower(slots=16)
+    tower.store(keys)
+    assert export_prefix(tower.cache, keys, path, fingerprint=FINGERPRINT) == 12
+    tower.cache.clear()
+    real = tower.cache.begin_store
+
+    def begin_store(chain: Sequence[ChunkKey], holder: Holder) -> WriteLease:
+        if len(chain) == 12:
+            tower.cache.forget(keys[:1])
+        return real(chain, holder)
+
+    monkeypatch.setattr(tower.cache, "begin_store", begin_store)
+    imported = import_prefix(tower.cache, path, fingerprint=FINGERPRINT)
+    assert imported.chunks == tower.cache.lookup(keys, "r").chunks == 0
+    assert "chunk 0" in imported.stopped and "forgotten" in imported.stopped
+    monkeypatch.undo()
+    assert import_prefix(tower.cache, path, fingerprint=FINGERPRINT) == Imported(12, "")
+    tower.close()
+
+
 def test_two_imports_of_one_file_write_into_their_own_slots_only(
     exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,10 @@ class _Import:
         chain = [*self.chain, *(one.key for one in waiting)]
         lease = self.cache.begin_store(chain, self.holder)
         number_of = {one.key: number for number, one in enumerate(waiting)}
+        if not number_of.keys() >= set(lease.keys):
+            # Chunks before these were forgotten meanwhile, and their bytes are not at hand.
+            self.cache.release(lease)
+            return self._see_what_is_held(chain)
         for key, extent in zip(lease.keys, lease.extents, strict=True):
             one = waiting[number_of[key]]
             self.file.seek(one.at)
@@ -213,11 +217,16 @@ class _Import:
                 self.cache.release(lease)
                 return f"chunk {self.done + number_of[key]} is damaged: {damage.reason}"
         self.cache.commit(lease)
+        stopped = self._see_what_is_held(chain)
+        return lease.refused or stopped
+
+    def _see_what_is_held(self, chain: list[ChunkKey]) -> str:
+        """Count the chunks of this chain that are held, and keep them. Returns why not all are, or ""."""
         held = self.cache.lookup(chain, self.holder).chunks
         self.done += held - len(self.chain)
         self.chain = chain[:held]
-        if lease.refused or held == len(chain):
-            return lease.refused
+        if held == len(chain):
+            return ""
         return (
             f"chunk {self.done} is being stored by another client too, or was forgotten immediately; import the file "
             "again"
