@@ -75,6 +75,19 @@ def test_a_forward_pass_that_raises_leaves_nothing_of_it(tiny_llama: str, store:
     oracle.close()
 
 
+@pytest.mark.parametrize("store", ["async", "layerwise"])
+def test_an_engine_that_is_asked_by_an_exception_handler_stores_what_it_computes(tiny_llama: str, store: str) -> None:
+    """The exception that its caller is handling is none of the forward pass."""
+    oracle = Oracle(tiny_llama, store=store)
+    try:
+        raise ZeroDivisionError("in the program that asks")
+    except ZeroDivisionError:
+        oracle.submit("a", PREFIX[:200], 1)
+        oracle.run()
+    assert oracle.ask("b", [*PREFIX[:200], 9]) == 192
+    oracle.close()
+
+
 def test_graphs_are_asked_to_leave_the_hooks_only_where_layers_are_stored() -> None:
     assert KVTiersConnector.requires_piecewise_for_cudagraph({"store": "layerwise"})
     assert not KVTiersConnector.requires_piecewise_for_cudagraph({"store": "async"})

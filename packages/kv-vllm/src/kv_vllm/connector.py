@@ -128,6 +128,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = _NO_PLAN
+        self._handled: BaseException | None = None  # by the engine's caller, when the step began
         self._has_drafts = draft_model(vllm_config) is not None
         self._summary_at_s = 0.0
         self._figures: SchedulerFigures | WorkerFigures | None = None
@@ -154,7 +155,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step = _NO_PLAN
+        self._step, self._handled = _NO_PLAN, sys.exc_info()[1]
         if isinstance(connector_metadata, KVTiersMetadata):
             # Also when the cache is off: these requests wait until they are reported.
             self._unanswered.update(connector_metadata.waiting)
@@ -164,8 +165,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._nodes.hear(connector_metadata.to_nodes)
             self._read_plan(connector_metadata)
 
+    @guarded(always(None))
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._start_loads()
+        if self._worker is not None:
+            self._worker.start_loads(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._layerwise.blocks:  # called by every layer in every step
@@ -452,18 +455,14 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._events.planned(plan, lambda request_id: self._requests.get(request_id, (None, None))[0])
         return plan
 
-    @guarded(always(None))
-    def _start_loads(self) -> None:
-        if self._worker is not None:
-            self._worker.start_loads(self._step)
-
     def _end_step(self) -> None:
         """The step's forward pass is over. Does nothing when it is called again."""
         if self._worker is None or self._layerwise.are_filled is not None:
             return
         are_filled = self._layerwise.forward_ended(self._worker.layers)
         # vLLM also comes here when the forward pass has raised: then its results are not in the blocks.
-        is_computed = are_filled and sys.exc_info()[0] is None
+        is_computed = are_filled and sys.exc_info()[1] is self._handled
+        self._handled = None
         (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
         self._worker.finish_stores(wait=not self._step.number)
 
