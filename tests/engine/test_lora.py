@@ -15,6 +15,7 @@ import pytest
 from engines import NEW_TOKENS, SHARED, Answer, Engine, started
 from kv_cuda.tiny import TinyLlama
 from kv_testing.wait import until
+from oracle import Oracle
 
 PROMPT = SHARED[:700]
 RANK = 4
@@ -66,6 +67,30 @@ def found(engine: Engine, adapter: Adapter | None, expected: Answer) -> bool:
 @pytest.fixture
 def adapters(tmp_path: Path) -> list[Adapter]:
     return [(name, number, write_adapter(tmp_path / name, seed=number)) for number, name in ((1, "one"), (2, "two"))]
+
+
+def test_an_adapter_is_what_vllm_loaded_and_not_what_was_written_over_it_before_its_first_request(
+    tiny_llama: str, tmp_path: Path
+) -> None:
+    """`--lora-modules` and `/v1/load_lora_adapter` load it when nobody has asked for it yet."""
+    from kv_vllm.weights import Weights
+    from vllm.lora.request import LoRARequest
+
+    oracle = Oracle(tiny_llama)
+    weights = oracle.engine.weights
+    assert isinstance(weights, Weights)
+    adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", seed=1)))
+    weights.called("add_lora", (adapter,))
+    assert weights.adapters.wait(30)
+    (tmp_path / "one" / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    first = weights.adapter(adapter)
+    assert weights.adapters.wait(30)
+    assert weights.adapter(adapter) is None, "vLLM may read it again"
+    written = LoRARequest("one", 2, adapter.lora_path)
+    weights.called("add_lora", (written,))
+    assert weights.adapters.wait(30)
+    assert first is not None and weights.adapter(written) not in (None, first)
+    oracle.close()
 
 
 @contextmanager

@@ -83,6 +83,8 @@ class Weights(EngineWeights):
             lora = args[0] if args else None
             if lora is not None and lora.load_inplace:
                 self.adapters.loaded_again(lora.lora_int_id, lora.lora_name, lora.lora_path)
+            elif lora is not None:
+                self.adapter(lora)  # seen now: its first request may come long after its files were written over
         else:
             self.identity.changed(f"vLLM's workers did {name}")
 
