@@ -93,6 +93,37 @@ def test_an_adapter_is_what_vllm_loaded_and_not_what_was_written_over_it_before_
     oracle.close()
 
 
+@pytest.mark.parametrize("place", ["one", "other"])
+def test_nothing_is_stored_of_a_request_whose_adapter_is_replaced_under_it(
+    tiny_llama: str, tmp_path: Path, place: str
+) -> None:
+    """vLLM goes by the adapter's number, so it goes on with the new weights: from the same path, or from another one.
+    A request that was sent with the old path is computed with them, too."""
+    from kv_vllm.weights import Weights
+    from vllm.lora.request import LoRARequest
+
+    oracle = Oracle(tiny_llama, batch_tokens=96)
+    weights, cache = oracle.engine.weights, oracle.engine.cache
+    assert isinstance(weights, Weights) and cache is not None
+    old = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", seed=1)))
+    weights.called("add_lora", (old,))
+    assert weights.adapters.wait(30)
+    oracle.submit("running", PROMPT[:200], lora_request=old)
+    oracle.step()
+    assert cache.counts().chunks_resident == 1
+    (write_adapter(tmp_path / place, seed=2) / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    weights.called("add_lora", (LoRARequest("one", 1, str(tmp_path / place), load_inplace=True),))
+    assert weights.adapters.wait(30)
+    oracle.run()
+    assert cache.counts().chunks_resident == 1, "the rest was computed with other weights"
+    oracle.submit("late", PROMPT[:100], lora_request=old)
+    oracle.run()
+    found = oracle.engine.scheduler
+    assert found is not None and found.counts.tokens_hit == 0, "it was stored with other weights"
+    oracle.assert_at_rest()
+    oracle.close()
+
+
 @contextmanager
 def engine_with_adapters(model: str, cache: dict[str, Any] | None) -> Iterator[Engine]:
     with started(model, cache=cache, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:

@@ -327,7 +327,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if not self.off:  # otherwise the reason has been logged
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
-                    lambda space: Weights(space, self._vllm_config),
+                    lambda space: Weights(space, self._vllm_config, self._requests),
                 )
                 assert self._engine.cache is not None
                 self._figures = SchedulerFigures(self._scheduler, self._engine.cache)

@@ -10,8 +10,10 @@ known to leave the weights alone counts as a change. Code that writes weights wi
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
+from kv_core.connect.inputs import RequestTokens
 from kv_core.log import limited_logger
 from kv_tiers.attach.engine import Engine
 from kv_tiers.attach.identity import LiveKeySpace
@@ -65,8 +67,10 @@ _LOCK: Final = threading.Lock()
 class Weights(EngineWeights):
     """The weights of a vLLM engine."""
 
-    def __init__(self, space: LiveKeySpace, vllm_config: Any) -> None:
+    def __init__(self, space: LiveKeySpace, vllm_config: Any, requests: dict[str, tuple[Any, RequestTokens]]) -> None:
+        """requests: of this engine, vLLM's and ours, by id."""
         super().__init__(space)
+        self._requests = requests
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         _watch(vllm_config)
         with _LOCK:
@@ -83,10 +87,19 @@ class Weights(EngineWeights):
             lora = args[0] if args else None
             if lora is not None and lora.load_inplace:
                 self.adapters.loaded_again(lora.lora_int_id, lora.lora_name, lora.lora_path)
+                self._leave_out(lora.lora_int_id)
             elif lora is not None:
                 self.adapter(lora)  # seen now: its first request may come long after its files were written over
         else:
             self.identity.changed(f"vLLM's workers did {name}")
+
+    def _leave_out(self, number: int) -> None:
+        """Requests that are named by the content of the adapter of this number go on with another one: from now on
+        nothing is loaded or stored for them."""
+        for request_id, (request, tokens) in self._requests.items():
+            if tokens.lora is not None and request.lora_request.lora_int_id == number:
+                controls = replace(tokens.controls, loads=False, stores=False)
+                self._requests[request_id] = request, replace(tokens, controls=controls)
 
     def close(self) -> None:
         with _LOCK:

@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -63,7 +62,7 @@ class Adapters:
         """memory: of digests of files; None for the user's own."""
         self._memory = default_memory() if memory is None else memory
         self._process = secrets.token_hex(8)
-        self._known: OrderedDict[Hashable, _Adapter] = OrderedDict()  # those used last at the end
+        self._known: OrderedDict[tuple[int, str, str], _Adapter] = OrderedDict()  # those used last at the end
         self._queue: queue.SimpleQueue[_Adapter | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._idle = threading.Condition()
@@ -86,9 +85,11 @@ class Adapters:
         return f"{name}@{adapter.content}" if adapter.content and not adapter.is_void else None
 
     def loaded_again(self, number: int, name: str, path: str) -> None:
-        """The engine is about to read its files again, whatever they hold now."""
-        if (adapter := self._known.pop((number, name, path), None)) is not None:
-            adapter.is_void = True
+        """The engine is about to read its files again, whatever they hold now. Of all adapters that have had this
+        number it serves this one alone, also to requests for another."""
+        for (known_number, _, _), adapter in self._known.items():
+            adapter.is_void = adapter.is_void or known_number == number
+        self._known.pop((number, name, path), None)
         self.identity(number, name, path)
 
     def wait(self, timeout_s: float) -> bool:
