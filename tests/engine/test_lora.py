@@ -93,6 +93,26 @@ def test_an_adapter_is_what_vllm_loaded_and_not_what_was_written_over_it_before_
     oracle.close()
 
 
+def test_an_adapter_in_the_users_home_is_its_files(
+    tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes `~` for it."""
+    from kv_vllm.weights import Weights
+    from vllm.lora.request import LoRARequest
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    oracle = Oracle(tiny_llama)
+    weights = oracle.engine.weights
+    assert isinstance(weights, Weights)
+    path = write_adapter(tmp_path / "one", seed=1)
+    spelled = [LoRARequest("one", 1, "~/one"), LoRARequest("one", 2, str(path))]
+    assert [weights.adapter(each) for each in spelled] == [None, None]
+    assert weights.adapters.wait(30)
+    short, full = (weights.adapter(each) for each in spelled)
+    assert short == full is not None
+    oracle.close()
+
+
 @pytest.mark.parametrize("place", ["one", "other"])
 def test_nothing_is_stored_of_a_request_whose_adapter_is_replaced_under_it(
     tiny_llama: str, tmp_path: Path, place: str

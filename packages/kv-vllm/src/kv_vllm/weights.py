@@ -8,6 +8,7 @@ known to leave the weights alone counts as a change. Code that writes weights wi
 """
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,7 +79,7 @@ class Weights(EngineWeights):
 
     def adapter(self, lora: Any) -> str | None:
         """The identity of a `LoRARequest`'s adapter, from `Adapters.identity`."""
-        return self.adapters.identity(lora.lora_int_id, lora.lora_name, lora.lora_path)
+        return self.adapters.identity(lora.lora_int_id, lora.lora_name, os.path.expanduser(lora.lora_path))
 
     def called(self, method: object, args: tuple[Any, ...]) -> None:
         """vLLM has its workers run this method, which may change weights or an adapter."""
@@ -86,7 +87,7 @@ class Weights(EngineWeights):
         if method == "add_lora":
             lora = args[0] if args else None
             if lora is not None and lora.load_inplace:
-                self.adapters.loaded_again(lora.lora_int_id, lora.lora_name, lora.lora_path)
+                self.adapters.loaded_again(lora.lora_int_id, lora.lora_name, os.path.expanduser(lora.lora_path))
                 self._leave_out(lora.lora_int_id)
             elif lora is not None:
                 self.adapter(lora)  # seen now: its first request may come long after its files were written over
