@@ -10,6 +10,7 @@ from kv_core.connect.stores import Stores
 from kv_core.errors import ConfigError
 from kv_cuda.copy import behind
 from kv_tiers.attach.engine import engines
+from kv_tiers.attach.ranks import share_of
 from kv_vllm.connector import KVTiersConnector
 from oracle import Oracle
 from slow_device import slow_device
@@ -85,6 +86,18 @@ def test_an_engine_that_is_asked_by_an_exception_handler_stores_what_it_computes
         oracle.submit("a", PREFIX[:200], 1)
         oracle.run()
     assert oracle.ask("b", [*PREFIX[:200], 9]) == 192
+    oracle.close()
+
+
+def test_a_stage_without_the_draft_model_stores_when_its_own_layers_are_computed(tiny_llama: str) -> None:
+    """The last stage alone guesses tokens, and vLLM's older runner calls `wait_for_save` in no other one then."""
+    drafter = {"method": "draft_model", "model": tiny_llama}
+    oracle = Oracle(tiny_llama, guesses=2, drafter=drafter, saves="never")
+    oracle.engine.share = share_of(0, 1, 1, stage=0, stages=2)
+    oracle.submit("a", PREFIX[:200], 1)
+    oracle.run()
+    worker = oracle.engine.worker
+    assert worker is not None and worker.counts.chunks_stored == 3
     oracle.close()
 
 

@@ -186,9 +186,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return _all_failed(self)
-        if not self._has_drafts:
+        if not (self._has_drafts and self._engine.share.is_in_last_stage):
             # While tokens are guessed, vLLM's older runner calls `wait_for_save` after this and the other reports, so
-            # that a draft model can be stored too, and on pipeline stages before the last not at all.
+            # that a draft model can be stored too, and on pipeline stages before the last, which have none, not at all.
             self._end_step()
         report = self._worker.poll()
         self._unanswered -= report.finished

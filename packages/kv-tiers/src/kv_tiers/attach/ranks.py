@@ -42,6 +42,10 @@ class RankShare:
         return self.rank % self.ranks_here == 0
 
     @property
+    def is_in_last_stage(self) -> bool:
+        return self.rank >= self.ranks - self.ranks // self.stages
+
+    @property
     def shards_here(self) -> tuple[int, ...]:
         return self.shards_at(self.node)
 
