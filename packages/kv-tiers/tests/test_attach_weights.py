@@ -22,7 +22,7 @@ from kv_tiers.attach.file_digests import (
     content_files,
     default_memory,
 )
-from kv_tiers.attach.identity import LiveWeights, ServedModel, identify
+from kv_tiers.attach.identity import Beside, LiveWeights, ServedModel, identify
 
 NOWHERE = DigestMemory(None)
 LATER_NS = 10**12
@@ -45,8 +45,8 @@ def digest(source: Path, memory: DigestMemory = NOWHERE) -> str:
     return content_digest(content_files(source), memory)
 
 
-def served(source: Path | str, beside: list[tuple[str, str]] | None = None) -> ServedModel:
-    return ServedModel("vllm", str(source), None, "float32", beside=beside or [])
+def served(source: Path | str, beside: list[tuple[str, ...]] | None = None) -> ServedModel:
+    return ServedModel("vllm", str(source), None, "float32", beside=[Beside(*each) for each in beside or []])
 
 
 @pytest.fixture
@@ -323,6 +323,26 @@ def test_drafts_and_adapters_that_the_engine_starts_with_are_part_of_it(tmp_path
     patch(tmp_path / "a" / "adapter_model.safetensors", 1_234_567)
     assert identify(served(tmp_path / "m", [("one", str(tmp_path / "a"))]), NOWHERE) != with_one
     assert identify(served(tmp_path / "m", [("one", "hub/unknown")]), NOWHERE) is None
+
+
+def test_a_draft_of_the_hub_is_the_commit_that_the_engine_was_told_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the only one on this machine, and another than that of the hub's default branch if both are."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    write(tmp_path / "m")
+    repository = tmp_path / "hub" / "models--org--draft"
+    for branch, commit in (("tuned", "a" * 40), ("main", "b" * 40)):
+        write(repository / "snapshots" / commit, "config.json")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+        if branch == "tuned":
+            tuned = identify(served(tmp_path / "m", [("draft", "org/draft", "tuned")]), NOWHERE)
+            assert tuned is not None
+            assert identify(served(tmp_path / "m", [("draft", "org/draft", "a" * 40)]), NOWHERE) == tuned
+    assert identify(served(tmp_path / "m", [("draft", "org/draft", "tuned")]), NOWHERE) == tuned
+    assert identify(served(tmp_path / "m", [("draft", "org/draft")]), NOWHERE) not in (None, tuned)
 
 
 class TestAdapters:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kv_tiers.attach.identity import ServedModel
+from kv_tiers.attach.identity import Beside, ServedModel
 
 from kv_sglang.attach import Rank
 
@@ -60,9 +60,10 @@ def served_model(rank: Rank) -> ServedModel:
     read = {str(key): value for key, value in model.hf_config.to_dict().items()}
     # SGLang names the pages of these by the adapter's name and path, which do not identify its weights. Adapters loaded
     # later have a name that is valid only in this process.
-    beside = [(str(each.lora_name), str(each.lora_path)) for each in get_lora().lora_paths or ()]
+    beside = [Beside(str(each.lora_name), str(each.lora_path)) for each in get_lora().lora_paths or ()]
     if arguments.speculative_algorithm and arguments.speculative_draft_model_path:
-        beside.append(("draft", str(arguments.speculative_draft_model_path)))
+        draft, revision = arguments.speculative_draft_model_path, arguments.speculative_draft_model_revision
+        beside.append(Beside("draft", str(draft), revision))
     own = read.get("quantization_config")
     quantized = own.get("quant_method") if isinstance(own, dict) else None
     quantization = getattr(model, "quantization", None)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kv_tiers.attach.identity import ServedModel
+from kv_tiers.attach.identity import Beside, ServedModel
 
 from kv_vllm.parallel import draft_model
 
@@ -93,7 +93,7 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
         },
         max_tokens=model.max_model_len,
         read_config=read,
-        beside=[("draft", str(draft.model))] if draft else (),
+        beside=[Beside("draft", str(draft.model), draft.revision)] if draft else (),
     )
 
 

@@ -51,6 +51,19 @@ called "su"; then only its factors reveal it."""
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """Weights besides the model's that determine the KV: a draft's, or an adapter's.
+
+    source: a directory, or a hub's name.
+    revision: the hub's, None for its default.
+    """
+
+    name: str
+    source: str
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model as an engine was configured to serve it.
 
@@ -62,8 +75,8 @@ class ServedModel:
     overrides: the user's changes of the model's configuration, quantisation included; nothing else.
     max_tokens: the longest sequence that the engine accepts.
     read_config: the configuration as the engine read it. It counts only if the model's own file is not found.
-    beside: other weights that determine the KV, as name and directory or hub's name: a draft's, and those of adapters
-        that the engine's own prefix hashes identify only by name.
+    beside: other weights that determine the KV: a draft's, and those of adapters that the engine's own prefix hashes
+        identify only by name.
     """
 
     engine: str
@@ -74,7 +87,7 @@ class ServedModel:
     overrides: Mapping[str, object] = field(default_factory=dict)
     max_tokens: int = 0
     read_config: Mapping[str, object] = field(default_factory=dict)
-    beside: Sequence[tuple[str, str]] = ()
+    beside: Sequence[Beside] = ()
 
 
 _UNIQUE: Final = "engine-"
@@ -277,15 +290,17 @@ def identify(model: ServedModel, memory: DigestMemory, *, stopped: threading.Eve
             return None
         named = "local", "weights-" + content_digest(files, memory, stopped=stopped)
     beside = []
-    for name, path in model.beside:
-        content = content_of(path, memory, stopped=stopped)
+    for other in model.beside:
+        content = content_of(other.source, memory, revision=other.revision, stopped=stopped)
         if content is None:
             return None
-        beside.append(f"{name}@{content}")
+        beside.append(f"{other.name}@{content}")
     return Weights(*named, _digest({"beside": sorted(beside)}) if beside else "")
 
 
-def content_of(path: str, memory: DigestMemory, *, stopped: threading.Event | None = None) -> str | None:
+def content_of(
+    path: str, memory: DigestMemory, *, revision: str | None = None, stopped: threading.Event | None = None
+) -> str | None:
     """The identity of a LoRA adapter or a draft model: a digest of all bytes of its files, or its commit on the hub;
     None if neither is found.
 
@@ -297,7 +312,7 @@ def content_of(path: str, memory: DigestMemory, *, stopped: threading.Event | No
         files = content_files(directory)
         return content_digest(files, memory, stopped=stopped) if files else None
     if snapshot is None and path:
-        snapshot = _SNAPSHOT.search(str(_hub_file(path, None, _ADAPTER) or _hub_file(path, None)))
+        snapshot = _SNAPSHOT.search(str(_hub_file(path, revision, _ADAPTER) or _hub_file(path, revision)))
     return f"{path}@{snapshot[2]}" if snapshot else None
 
 
@@ -319,7 +334,7 @@ def _named(model: ServedModel) -> tuple[str, str] | None:
 
 def _known_at_once(model: ServedModel, memory: DigestMemory) -> bool:
     """Whether no file has to be read."""
-    paths = [path for _, path in model.beside]
+    paths = [other.source for other in model.beside]
     if _named(model) is None:
         paths.append(model.source)
     try:
