@@ -7,6 +7,7 @@ under a wrong name, the next would find.
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from engines import PROMPTS, Answer, Engine, started
 from kv_tiers import HostPool
 from kv_vllm.weights import declared_calls
+from oracle import Oracle
 from safetensors.torch import load_file, save_file
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 NAME = "kv-test-identity"
 NAMED: dict[str, Any] = {"host": {"capacity_bytes": "64MiB", "name": NAME}}
@@ -37,6 +40,32 @@ class Numbers:
 def test_a_declaration_that_cannot_be_read_declares_nothing(extension: str, caplog: pytest.LogCaptureFixture) -> None:
     assert declared_calls(extension) == frozenset()
     assert extension in caplog.text
+
+
+class Executor(UniProcExecutor):
+    """vLLM's, with a worker that answers everything."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config, self.parallel_config = vllm_config, vllm_config.parallel_config
+        self.driver_worker = SimpleNamespace(
+            reload_weights=lambda: True,
+            supports_draft_weight_updates=lambda: True,
+            release_late_interaction_query_cache=lambda keys: True,
+        )
+
+
+def test_what_vllm_does_by_itself_is_no_change_of_the_weights(tiny_llama: str) -> None:
+    """It asks the first when an engine with `--weight-transfer-config` has started, and does the second after each
+    request that compares documents with a query."""
+    oracle = Oracle(tiny_llama)
+    weights, executor = oracle.engine.weights, Executor(oracle.vllm_config)
+    assert weights is not None
+    assert executor.supports_draft_weight_updates()
+    executor.collective_rpc("release_late_interaction_query_cache", args=(["a query"],))
+    assert weights.identity.changes == 0
+    executor.collective_rpc("reload_weights")
+    assert weights.identity.changes == 1
+    oracle.close()
 
 
 @pytest.fixture(scope="module")
