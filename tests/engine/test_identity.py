@@ -68,6 +68,19 @@ def test_what_vllm_does_by_itself_is_no_change_of_the_weights(tiny_llama: str) -
     oracle.close()
 
 
+def test_an_engine_without_us_in_the_same_process_is_none_of_our_business(
+    tiny_llama: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its executor is of the class whose calls are observed."""
+    oracle, other = Oracle(tiny_llama), Oracle(tiny_llama, connector=False)
+    weights = oracle.engine.weights
+    assert weights is not None
+    Executor(other.vllm_config).collective_rpc("reload_weights")
+    assert weights.identity.changes == 0
+    assert "was not understood" not in caplog.text
+    oracle.close()
+
+
 @pytest.fixture(scope="module")
 def model(tiny_llama: str) -> Path:
     return Path(tiny_llama)

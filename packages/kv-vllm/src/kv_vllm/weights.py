@@ -190,7 +190,8 @@ def declared_calls(extension: str) -> frozenset[str]:
 
 def _tell(executor: Any, method: object, args: Any) -> None:
     try:
-        watching = _WATCHES.get(str(executor.vllm_config.kv_transfer_config.engine_id))
+        transfer = executor.vllm_config.kv_transfer_config  # None: an engine without a connector in the same process
+        watching = None if transfer is None else _WATCHES.get(str(transfer.engine_id))
         if watching is not None:
             watching.called(method, tuple(args))
     except Exception as error:  # noqa: BLE001  # the engine's own call must not fail because of us
