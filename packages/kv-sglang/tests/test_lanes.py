@@ -141,7 +141,7 @@ def test_what_was_offered_lands_in_the_slots_that_were_given(engine: Engine) -> 
         tensor.zero_()
     assert engine.loads.ready("r", [*names, "ff" * 32]) == 3
     assert engine.loads.take("r", names[:2], indices(1, 7))
-    number = engine.loads.start(Now())
+    number = engine.loads.start([Now()])
     engine.loads.gate.set_consumer(number)
     for layer in range(LAYERS):
         engine.loads.gate.wait_until(layer)
@@ -158,10 +158,10 @@ def test_several_requests_are_one_batch(engine: Engine) -> None:
         tensor[4:].zero_()
     assert engine.loads.take("one", names[:1], indices(6))
     assert engine.loads.take("two", names[1:3], indices(4, 5))
-    assert engine.loads.gate.finish(engine.loads.start(Now()))
+    assert engine.loads.gate.finish(engine.loads.start([Now()]))
     assert torch.equal(engine.page(6), engine.page(0))
     assert torch.equal(engine.page(5), engine.page(2))
-    assert engine.loads.start(Now()) == -1
+    assert engine.loads.start([Now()]) == -1
 
 
 def test_pages_that_are_gone_are_not_taken(engine: Engine) -> None:
@@ -171,7 +171,7 @@ def test_pages_that_are_gone_are_not_taken(engine: Engine) -> None:
     engine.cache.clear()
     assert not engine.loads.take("r", names, indices(2, 3))
     assert engine.loads.ready("r", names) == 0
-    assert engine.loads.start(Now()) == -1
+    assert engine.loads.start([Now()]) == -1
 
 
 def test_what_was_handed_over_is_kept_until_it_is_taken(engine: Engine) -> None:
@@ -202,7 +202,7 @@ def test_the_slots_are_read_when_the_device_has_written_them(engine: Engine) -> 
     engine.stored(names, 0)
     slots = indices(7)
     assert engine.loads.take("r", names, slots)
-    number = engine.loads.start(held)
+    number = engine.loads.start([held])
     assert held.reached.wait(SOON_S)
     slots.copy_(indices(4))
     held.release()
@@ -210,11 +210,25 @@ def test_the_slots_are_read_when_the_device_has_written_them(engine: Engine) -> 
     assert torch.equal(engine.page(4), engine.page(0))
 
 
+def test_nothing_is_written_to_slots_while_a_forward_pass_in_flight_may_write_to_them(engine: Engine) -> None:
+    """They may be those of a request that has just ended, whose last token it still computes."""
+    names, in_flight = hashes(1), Held()
+    engine.stored(names, 0)
+    assert engine.loads.take("r", names, indices(7))
+    number = engine.loads.start([Now(), in_flight])
+    assert in_flight.reached.wait(SOON_S)
+    for tensor in engine.tensors:
+        tensor[7] = -1.0
+    in_flight.release()
+    assert engine.loads.gate.finish(number)
+    assert torch.equal(engine.page(7), engine.page(0))
+
+
 def test_a_lease_that_ends_while_it_is_read_is_a_batch_that_did_not_land(engine: Engine) -> None:
     names, held = hashes(1), Held()
     engine.stored(names, 0)
     assert engine.loads.take("r", names, indices(1))
-    number = engine.loads.start(held)
+    number = engine.loads.start([held])
     assert held.reached.wait(SOON_S)
     engine.clock.advance(HostConfig(capacity_bytes=0).lease_s + 1)
     held.release()
@@ -226,7 +240,7 @@ def test_a_device_that_fails_is_a_batch_that_did_not_land_and_the_end_of_the_cac
     names = hashes(1)
     engine.stored(names, 0)
     assert engine.loads.take("r", names, indices(1))
-    assert not engine.loads.gate.finish(engine.loads.start(Broken()))
+    assert not engine.loads.gate.finish(engine.loads.start([Broken()]))
     assert engine.errors == ["pages could not be loaded: the device failed"]
     engine.stores.offer(hashes(2), [], indices(0, 1), [Broken()])
     assert engine.answers(1) == [False]
@@ -238,7 +252,7 @@ def test_slots_that_are_no_whole_pages_are_never_written_to(engine: Engine) -> N
     engine.stored(names, 0)
     before = [tensor.clone() for tensor in engine.tensors]
     assert engine.loads.take("r", names, indices(1) + 1)
-    assert not engine.loads.gate.finish(engine.loads.start(Now()))
+    assert not engine.loads.gate.finish(engine.loads.start([Now()]))
     assert all(torch.equal(*pair) for pair in zip(engine.tensors, before, strict=True))
     assert "not those of 1 whole pages" in engine.errors[0]
 
@@ -260,7 +274,7 @@ def test_a_page_that_is_held_is_not_copied_again(engine: Engine) -> None:
     engine.stored(hashes(2), 0, 1)
     assert engine.cache.counts().chunks_reserved_ever == 2
     assert engine.loads.take("r", hashes(2), indices(4, 5))
-    assert engine.loads.gate.finish(engine.loads.start(Now()))
+    assert engine.loads.gate.finish(engine.loads.start([Now()]))
     assert bool(engine.page(5)[0].any())
 
 
@@ -288,7 +302,7 @@ def test_a_reset_waits_for_what_is_under_way_and_keeps_what_is_stored(engine: En
     resetting.join(SOON_S)
     assert not resetting.is_alive()
     assert engine.stores.answered() == 0
-    assert engine.loads.start(Now()) == -1
+    assert engine.loads.start([Now()]) == -1
     assert engine.loads.ready("r", names) == 2
 
 
@@ -312,6 +326,6 @@ def test_what_only_a_slower_tier_has_is_a_miss_that_brings_it_up(tmp_path: Path)
     assert came_up.wait(SOON_S)
     asking.join(SOON_S)
     assert second.loads.take("r", hashes(3), indices(0, 1, 2))
-    assert second.loads.gate.finish(second.loads.start(Now()))
+    assert second.loads.gate.finish(second.loads.start([Now()]))
     assert torch.equal(second.page(2), first.page(2))
     second.close()

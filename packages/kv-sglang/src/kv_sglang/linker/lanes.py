@@ -61,7 +61,7 @@ class Loads:
         self._turn_off = turn_off
         self._numbers = itertools.count()
         self._taken: dict[str, _Load] = {}
-        self._batches: queue.SimpleQueue[tuple[int, list[_Load], Point] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[tuple[int, list[_Load], Sequence[Point]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-sglang loads", daemon=True)
         self._thread.start()
 
@@ -92,16 +92,16 @@ class Loads:
             self._store.cache.end(load.holder)
         return load is not None
 
-    def start(self, known: Point) -> int:
+    def start(self, ready: Sequence[Point]) -> int:
         """Load everything that was taken. Returns the batch's number at the gate; -1: there is nothing to load.
 
-        known: when the slots can be read.
+        ready: when the slots are known, and nothing that was enqueued before writes to them any more.
         """
         if not self._taken:
             return -1
         loads, self._taken = list(self._taken.values()), {}
         number = self.gate.open()
-        self._batches.put((number, loads, known))
+        self._batches.put((number, loads, ready))
         return number
 
     def reset(self) -> None:
@@ -122,10 +122,11 @@ class Loads:
 
     def _run(self) -> None:
         while (batch := self._batches.get()) is not None:
-            number, loads, known = batch
+            number, loads, ready = batch
             landed = False
             try:
-                known.synchronize()
+                for point in ready:
+                    point.synchronize()
                 landed = self._carry(number, loads)
             except Exception as error:  # noqa: BLE001  # the forward pass waits for the end of this batch
                 self._turn_off(f"pages could not be loaded: {error}", error)

@@ -23,7 +23,6 @@ from kv_tiers.attach.interface import call_differences, unknown_calls
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.utils import get_device_module
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang
 from kv_sglang.linker.chains import Chains
@@ -125,7 +124,8 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         return False
 
     def start_layer_wise_loading(self) -> int:
-        return self._loads.start(_now())
+        # A slot may be one of a request that has ended, which the forward pass in flight still writes to.
+        return self._loads.start(self.record_offload_ready())
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self._loads.gate.finish(counter_index)
@@ -234,9 +234,3 @@ def _rank(server_args: Any, replicated: bool, group: Any) -> Rank:
 
 def _pages(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
     return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
-
-
-def _now() -> Any:
-    event = get_device_module().Event()
-    event.record()
-    return event
