@@ -206,6 +206,20 @@ def test_two_replicas_find_at_a_server_what_the_other_computed(
 
 
 @pytest.mark.long
+def test_two_replicas_start_a_private_server_each(tiny_llama: str, tmp_path: Path) -> None:
+    """A tier of `write: back` has one, whose process outlives the engine's. SGLang starts both at the same time."""
+    tier = {"type": "shared_fs", "directory": str(tmp_path), "write": "back"}
+    cache = {"host": {"capacity_bytes": "32MiB"}, "tiers": [tier]}
+    with started(tiny_llama, cache=cache, dp_size=2, environ=ON_A_CORE_EACH) as replicas:
+        answers = []
+        for number in (0, 1):
+            for hits in (0, WARM_HITS[0]):
+                answers += replicas.ask_in_turn(PROMPTS[:1], routed_dp_rank=number)
+                assert replicas.hits == [hits]
+    assert answers == answers[:1] * 4
+
+
+@pytest.mark.long
 def test_two_stages_each_with_its_layers(tiny_llama: str, reference: list[Answer]) -> None:
     """Pipeline parallelism, at the private server that the first stage starts."""
     with started(tiny_llama, cache={"host": {"capacity_bytes": "32MiB"}}, pp_size=2, environ=ON_A_CORE_EACH) as stages:

@@ -111,21 +111,11 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         Raises:
             ConfigError: the settings cannot be honoured, or a pool cannot be described.
         """
-        from sglang.srt.runtime_context import get_memory, get_server_args
+        from sglang.srt.runtime_context import get_memory
 
-        config, arguments = self._config, get_server_args()
-        settings = read_settings(config.extra_config or {}, int(self.mem_pool_host.page_size), os.environ)
+        settings = read_settings(self._config.extra_config or {}, int(self.mem_pool_host.page_size), os.environ)
         self._pages = {name: describe(pool, name, settings.format) for name, pool in self._pools.items()}
-        rank = Rank(
-            number=config.tp_rank,
-            ranks=config.tp_size,
-            replicated=config.is_mla_model,
-            stage=config.pp_rank,
-            stages=config.pp_size,
-            replica=config.dp_rank,
-            replicas=int(arguments.dp_size),
-            nodes=int(arguments.nnodes),
-        )
+        rank = rank_of(self._config)
         # At run time, SGLang records the name of a storage only after it has been attached.
         watch_updates(has_served=get_memory().hicache_storage_backend is None)
         warn_without_prefixes(get_memory().hicache_storage_backend_extra_config)
@@ -320,6 +310,24 @@ class _Stats:
             prefetch_bandwidth=[speed for _, speed in seen["prefetch"]],
             backup_bandwidth=[speed for _, speed in seen["backup"]],
         )
+
+
+def rank_of(config: HiCacheStorageConfig) -> Rank:
+    """The share of the engine that this process has."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return Rank(
+        number=config.tp_rank,
+        ranks=config.tp_size,
+        replicated=config.is_mla_model,
+        stage=config.pp_rank,
+        stages=config.pp_size,
+        # `config.dp_rank` is that of attention, which is 0 in every replica of the whole engine.
+        replica=parallel.dp_rank or 0,
+        replicas=parallel.num_dp_ranks,
+        nodes=parallel.nnodes,
+    )
 
 
 def check_interface() -> None:

@@ -60,7 +60,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
 
     def __init__(
         self,
-        server_args: Any,
+        _server_args: Any,
         params: Any,
         *,
         components: Collection[ComponentType] = (),
@@ -80,7 +80,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         settings = read_settings(extra_config or {}, int(params.page_size), os.environ)
         described = describe_device(pool, int(params.page_size), settings.format)
-        rank = _rank(server_args, described.replicated, self._group)
+        rank = rank_of(described.replicated, self._group)
         self._writes = not described.replicated or rank.number == 0
         watch_updates()
         name = engine_name(rank.ranks)
@@ -215,7 +215,8 @@ def refuse_what_is_not_served(params: Any, components: Collection[ComponentType]
         )
 
 
-def _rank(server_args: Any, replicated: bool, group: Any) -> Rank:
+def rank_of(replicated: bool, group: Any) -> Rank:
+    """The share of the engine that this process has. group: of the ranks that share a page."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -226,9 +227,9 @@ def _rank(server_args: Any, replicated: bool, group: Any) -> Rank:
         replicated=replicated,
         stage=0,
         stages=1,
-        replica=parallel.attn_dp_rank,
-        replicas=int(server_args.dp_size),
-        nodes=int(server_args.nnodes),
+        replica=parallel.dp_rank or 0,
+        replicas=parallel.num_dp_ranks,
+        nodes=parallel.nnodes,
     )
 
 

@@ -27,6 +27,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVSender,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes
@@ -133,15 +134,16 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         _log.info("kv-sglang hands over pages of %d tokens", settings.chunk_tokens)
 
     def _rank(self, described: DevicePool) -> Rank:
+        parallel = get_parallel()
         return Rank(
             number=int(self.attn_tp_rank),
             ranks=int(self.attn_tp_size),
             replicated=described.replicated,
             stage=0,
             stages=1,
-            replica=int(self.attn_dp_rank),
-            replicas=int(self.server_args.dp_size),
-            nodes=int(self.server_args.nnodes),
+            replica=parallel.dp_rank or 0,
+            replicas=parallel.num_dp_ranks,
+            nodes=parallel.nnodes,
         )
 
     def _exchange(self, described: DevicePool, handover: HandoverConfig) -> Exchange:
