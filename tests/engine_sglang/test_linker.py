@@ -4,16 +4,13 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, started
-from kv_sglang.linker import KVLinker
 from kv_tiers import HostPool
 from kv_tiers.server.process import launch
 from one_engine import OneEngine
-from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 
 POOL = f"sglang-linker-{os.getpid()}"
 
@@ -35,30 +32,6 @@ def engine(tiny_llama: str, reference: list[Answer], tmp_path_factory: pytest.Te
 
 class TestLinker(OneEngine):
     pool = POOL
-
-
-class Recorded:
-    """An event of a device, which remembers its stream; None: the current one."""
-
-    stream: object = "never recorded"
-
-    def record(self, stream: object = None) -> None:
-        self.stream = stream
-
-
-def test_a_load_waits_for_the_forward_pass_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may still write to slots of a request that has ended, and that the load is given. SGLang's own HiCache
-    makes its loads wait for that stream, too."""
-    monkeypatch.setattr(unified_cache_linker, "device_module", SimpleNamespace(Event=Recorded))
-    linker, waited_for = KVLinker.__new__(KVLinker), []
-
-    def start(points: list[Recorded]) -> int:
-        waited_for.extend(point.stream for point in points)
-        return 0
-
-    linker.forward_stream, linker._loads = "forward passes", SimpleNamespace(start=start)
-    assert linker.start_layer_wise_loading() == 0
-    assert waited_for == [None, "forward passes"]
 
 
 @pytest.mark.long

@@ -37,6 +37,13 @@ def always() -> bool:
     return True
 
 
+class Now:
+    """Nothing that was enqueued before is still to be done."""
+
+    def synchronize(self) -> None:
+        return None
+
+
 class Side:
     """One engine's pool and its exchange. before_copy: is called before each copy."""
 
@@ -132,7 +139,7 @@ def test_nothing_is_written_once_a_request_is_closed(make_side: Callable[..., Si
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(2), 0, slots(0, 1), always) == ""
     before = rows_of(decode.pool, of(0, 1)).clone()
-    coming = Coming(names(2), 0, slots(0, 1), aux_index=0, loaded=0)
+    coming = Coming(names(2), 0, slots(0, 1), aux_index=0, loaded=0, ready=Now())
     coming.close()
     said = decode.exchange.get(coming.names, 0, coming.slots, lambda: coming.is_open, coming.lock)
     assert said == "the request has ended"
@@ -143,7 +150,7 @@ def test_a_request_is_closed_only_when_nothing_is_being_written(make_side: Calla
     """So SGLang can give the blocks to another request as soon as this one is closed."""
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
-    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0)
+    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now())
     copying, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:

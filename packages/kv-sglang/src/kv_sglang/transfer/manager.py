@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
@@ -28,10 +28,12 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import get_device_module
 from sglang.srt.utils.network import NetworkAddress
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes
 from kv_sglang.linker.device import DevicePool, describe_device
+from kv_sglang.linker.lanes import Point
 from kv_sglang.names import Names, why_names_do_not_suffice
 from kv_sglang.page_settings import read_settings
 from kv_sglang.served import served_model
@@ -102,8 +104,9 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     # Before it serves.
 
-    def attach_pool(self, pool: Any, allocator: Any) -> None:
+    def attach_pool(self, pool: Any, allocator: Any, forward_stream: Any) -> None:
         """Join the cache and start. pool: the engine's, on the device. allocator: cleared when its caches are emptied.
+        forward_stream: of its forward passes.
 
         Raises:
             ConfigError: the settings cannot be honoured, or the pool cannot be described.
@@ -123,6 +126,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         assert attached.watch is not None
         attached.watch.see_emptied(allocator)
         self._attached = attached
+        self._forward_stream = forward_stream
         self._batch_pages = max(1, _BATCH_BYTES // described.pages.format.nbytes)
         self._lanes = Lanes(partial(self._exchange, described, settings.handover))
         is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
@@ -288,6 +292,13 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             assert self._lanes is not None
             self._lanes.add(room, lambda exchange: exchange.need_not(hashes))
 
+    def after_forward(self) -> Point:
+        """The point at which the forward pass in flight is over. It may still write the last token of a request that
+        has ended, to a block that another request has been given since."""
+        event = get_device_module().Event()
+        event.record(self._forward_stream)
+        return cast(Point, event)
+
     def build_receiver_registration_message(self) -> list[bytes]:
         """A peer is identified by its requests: nothing has to be registered."""
         return [b"KV_HELLO"]
@@ -350,6 +361,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                 "the prefill engine names the prompt's pages differently: it has a different prompt, page size or "
                 "adapter"
             )
+        coming.ready.synchronize()
         while (first := coming.loaded) < said.pages:
             count = min(said.pages - first, self._batch_pages)
             slots = coming.slots[first - coming.first :][:count]
@@ -437,7 +449,9 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
         first = (decode_prefix_len or 0) // page_size
         slots = [int(block) * page_size for block in kv_indices]
         assert aux_index is not None
-        self.kv_mgr.name_coming(self.bootstrap_room, Coming(self._names, first, slots, aux_index, loaded=first))
+        ready = self.kv_mgr.after_forward()
+        coming = Coming(self._names, first, slots, aux_index, loaded=first, ready=ready)
+        self.kv_mgr.name_coming(self.bootstrap_room, coming)
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
 
 

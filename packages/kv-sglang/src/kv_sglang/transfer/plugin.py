@@ -57,7 +57,8 @@ def _class_of(original: Any, backend: Any, class_type: Any) -> Any:
 def _attach_pool(made: Any, queue: Any) -> None:
     """SGLang gives a manager only the addresses of its blocks; their layout comes from the pool."""
     if queue.transfer_backend.value == NAME:
-        made.attach_pool(queue.token_to_kv_pool, queue.scheduler.token_to_kv_pool_allocator)
+        scheduler = queue.scheduler
+        made.attach_pool(queue.token_to_kv_pool, scheduler.token_to_kv_pool_allocator, scheduler.forward_stream)
 
 
 def _name_sent(created: bool, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:

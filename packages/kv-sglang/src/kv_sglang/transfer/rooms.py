@@ -12,6 +12,7 @@ from typing import Final
 
 from kv_core.log import limited_logger
 
+from kv_sglang.linker.lanes import Point
 from kv_sglang.names import Names
 from kv_sglang.transfer.exchange import Exchange
 
@@ -45,6 +46,7 @@ class Coming:
     slots: the first slot of that page and of each one after it.
     aux_index: the place of its first token among SGLang's metadata.
     loaded: how many pages of the prompt have been loaded.
+    ready: when nothing that was enqueued before writes to its blocks any more.
     lock: held while its blocks are written to.
     is_open: whether SGLang still has its blocks.
     """
@@ -54,6 +56,7 @@ class Coming:
     slots: list[int]
     aux_index: int
     loaded: int
+    ready: Point
     is_open: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
 
