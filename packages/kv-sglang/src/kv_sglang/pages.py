@@ -72,6 +72,12 @@ class PoolBinding(Generic[_C]):
             self._pool = ""
 
 
+def lies_in(lease: ReadLease | WriteLease, pool: HostPool | MappedPool) -> bool:
+    """Whether the leased chunks are in this pool. A server that was started again has another one, and has ended the
+    lease."""
+    return all(extent.pool == pool.name for extent in lease.extents[:1])
+
+
 @dataclass(frozen=True, slots=True)
 class _Promise:
     """The pages that one lookup found.
@@ -312,7 +318,10 @@ class PageStore:
 
     def _copy_in(self, lease: WriteLease, place: Mapping[ChunkKey, int], copier: Copier | None) -> None:
         """Copy the leased pages from their slots, and commit them."""
-        with self._copier(copier) as binding:
+        pool = self.cache.pool
+        if not lies_in(lease, pool):
+            raise CopyFailed("the cache server was started again")
+        with self._copier(copier, pool) as binding:
             plan = self.plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
             binding.store(plan).wait()
         self.cache.commit(lease)
@@ -400,9 +409,11 @@ class PageStore:
         self, lease: ReadLease, slots: Sequence[int], copier: Copier | None, tiers: Mapping[ChunkKey, str]
     ) -> int:
         """Copy the leased pages to the leading slots, and release them; returns how many are good: all or none."""
+        pool = self.cache.pool
         try:
-            with self._copier(copier) as binding:
-                binding.load(self.plan(zip(lease.extents, slots, strict=False))).wait()
+            if lies_in(lease, pool):
+                with self._copier(copier, pool) as binding:
+                    binding.load(self.plan(zip(lease.extents, slots, strict=False))).wait()
         except BaseException:
             self.cache.release(lease)
             raise
@@ -417,12 +428,12 @@ class PageStore:
         return TransferPlan(tuple(Copy(extent, 0, slot, tokens) for extent, slot in pairs), tokens)
 
     @contextmanager
-    def _copier(self, given: Copier | None) -> Iterator[Copier]:
-        """The given copier, bound temporarily; else this thread's own."""
+    def _copier(self, given: Copier | None, pool: HostPool | MappedPool) -> Iterator[Copier]:
+        """The given copier, bound to this pool temporarily; else this thread's own."""
         if given is not None:
             binding = PoolBinding(given)
             try:
-                yield binding.on(self.cache.pool)
+                yield binding.on(pool)
             finally:
                 binding.unbind()
             return
@@ -437,7 +448,7 @@ class PageStore:
                 self._bindings.append((threading.current_thread(), mine))
             for _, binding in ended:
                 binding.unbind()
-        yield mine.on(self.cache.pool)
+        yield mine.on(pool)
 
     def _promise(self, holder: str, keys: Sequence[ChunkKey], plan: LookupPlan) -> None:
         pages = dict(zip(keys, plan.tiers, strict=False))

@@ -21,7 +21,7 @@ from kv_core.service import ReadLease
 from kv_cuda.choose import LayerwiseCopier
 
 from kv_sglang.linker.gate import LayerGate
-from kv_sglang.pages import PageStore, PoolBinding
+from kv_sglang.pages import PageStore, PoolBinding, lies_in
 from kv_sglang.pools import first_slots
 
 MAX_WAITING_PAGES: Final = 4096
@@ -135,13 +135,14 @@ class Loads:
             self.gate.end(number, landed=landed)
 
     def _carry(self, number: int, loads: Sequence[_Load]) -> bool:
-        store = self._store
+        store, pool = self._store, self._store.cache.pool
         pairs = [
             pair
             for load in loads
             for pair in zip(load.lease.extents, _slots(load.indices, len(load.lease.extents), store), strict=True)
         ]
-        events = self._binding.on(store.cache.pool).load_layers(store.plan(pairs))
+        is_there = all(lies_in(load.lease, pool) for load in loads)
+        events = self._binding.on(pool).load_layers(store.plan(pairs)) if is_there else []
         for event in events:
             self.gate.let_through(number, event)
         for event in events:
@@ -149,8 +150,8 @@ class Loads:
         # Bytes that did not stay in place while they were read may belong to another page.
         released = [store.cache.release(load.lease) for load in loads]
         for load, is_good in zip(loads, released, strict=True):
-            store.count_loaded(load.lease, load.tiers, is_good=is_good)
-        return all(released)
+            store.count_loaded(load.lease, load.tiers, is_good=is_good and is_there)
+        return all(released) and is_there
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+"""A server that is started again while pages are on their way: they are a miss, and the engine keeps its cache."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_sglang.linker.lanes import Loads
+from kv_sglang.pages import PageStore
+from kv_sglang.pools import describe
+from kv_testing.wait import until
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_tiers.server.process import ServerProcess, launch
+from kv_tiers.server.remote_cache import RemoteCache
+
+WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
+NAMES = ["ab" * 32, "cd" * 32]
+PAGE = 4
+
+
+@dataclass
+class Engine:
+    """One engine's pages at a server. errors: what would have turned its cache off."""
+
+    server: ServerProcess
+    store: PageStore
+    pool: Any
+
+    def restart_server(self) -> None:
+        """And notice it, as any call of another thread does."""
+        before = self.store.cache.pool.name
+        self.server.stop()
+        self.server = serve(self.server.socket)
+        until(lambda: bool(self.store.cache.counts()) and self.store.cache.pool.name != before, 30)
+
+
+def serve(socket: Path) -> ServerProcess:
+    return launch({"host": {"capacity_bytes": 1 << 20}}, socket=socket)
+
+
+@pytest.fixture
+def engine(make_pool: Callable[..., Any], tmp_path: Path) -> Iterator[Engine]:
+    pool = make_pool("mha", "page_first_direct")
+    pages = describe(pool, "kv")
+    nbytes, fingerprint = pages.format.nbytes, pages.format.fingerprint
+    server = serve(tmp_path / "private" / "s")
+    cache = RemoteCache(server.socket, group_bytes=(nbytes,), fingerprint=fingerprint)
+    space = LiveKeySpace(WEIGHTS, kv_dtype=pages.dtype, format_fingerprint=fingerprint, world=1, chain=f"sha256:{PAGE}")
+    made = Engine(server, PageStore(cache, space, pages, shard=0, wait_s=0.0), pool)
+    yield made
+    made.store.close()
+    cache.close()
+    made.server.stop()
+
+
+def after(call: Any, then: Callable[[], None]) -> Any:
+    """The same call, and then this, once."""
+    left = [then]
+
+    def called(*args: Any, **named: Any) -> Any:
+        answer = call(*args, **named)
+        while left:
+            left.pop()()
+        return answer
+
+    return called
+
+
+def test_a_read_in_the_middle_of_it_is_a_miss(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.store.write(NAMES, [0, PAGE]) == [True, True]
+    monkeypatch.setattr(engine.store, "lease", after(engine.store.lease, engine.restart_server))
+    assert engine.store.read(NAMES, [0, PAGE]) == [False, False]
+    assert engine.store.write(NAMES, [0, PAGE]) == engine.store.read(NAMES, [0, PAGE]) == [True, True]
+
+
+def test_a_write_in_the_middle_of_it_is_not_stored(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = engine.store.cache
+    monkeypatch.setattr(cache, "begin_store", after(cache.begin_store, engine.restart_server))
+    assert engine.store.write(NAMES, [0, PAGE]) == [False, False]
+    assert engine.store.write(NAMES, [0, PAGE]) == engine.store.read(NAMES, [0, PAGE]) == [True, True]
+
+
+class Restart:
+    """A point in the device's work, and what happens before it is reached."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def synchronize(self) -> None:
+        self._engine.restart_server()
+
+
+def test_a_load_of_the_linker_does_not_land(engine: Engine) -> None:
+    errors: list[str] = []
+    assert engine.store.write(NAMES, [0, PAGE]) == [True, True]
+    loads = Loads(engine.store, engine.store.pages.copier(), lambda why, _error: errors.append(why))
+    try:
+        assert loads.take("r", NAMES, torch.arange(2 * PAGE))
+        assert not loads.gate.finish(loads.start([Restart(engine)]))
+        assert errors == []
+    finally:
+        loads.close()
