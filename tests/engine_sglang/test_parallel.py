@@ -1,15 +1,23 @@
 """What a process takes for its share of the engine, and which kinds of parallelism are refused, by what SGLang itself
 resolved and not by the arguments as they were spelt."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
+from kv_core.errors import ConfigError
 from kv_sglang.attach import Rank
 from kv_sglang.linker import linker
 from kv_sglang.storage import rank_of
+from kv_sglang.transfer.manager import _refuse_what_is_not_served
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
+
+NONE: Final = {"pp_size": 1, "attn_cp_size": 1, "attn_dcp_size": 1, "attn_dp_size": 1}
+"""Of parallelism, as SGLang resolved it."""
 
 
 def config(**given: Any) -> HiCacheStorageConfig:
@@ -33,3 +41,31 @@ def test_groups_of_attention_are_replicas_too() -> None:
     with get_parallel().override(dp_rank=1, num_dp_ranks=2, attn_dp_rank=1, nnodes=1):
         ranks = [rank_of(config(tp_size=1, dp_rank=1)), linker.rank_of(False, SimpleNamespace())]
     assert [(rank.replica, rank.replicas) for rank in ranks] == [(1, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("resolved", "said"),
+    [
+        ({"pp_size": 2}, "pipeline parallelism"),
+        ({"attn_cp_size": 2}, "context parallelism"),
+        ({"attn_dcp_size": 2}, "context parallelism"),
+        ({"attn_dp_size": 2}, "data-parallel attention"),  # `--attn-dp-size 2`, which leaves the older flag alone
+    ],
+)
+def test_a_hand_over_with_parallelism_that_it_does_not_serve_is_refused(
+    resolved: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    args = SimpleNamespace(state_types=[], num_draft_entries=0)
+    with get_parallel().override(**NONE | resolved), pytest.raises(ConfigError, match=f"with {said}: choose"):
+        _refuse_what_is_not_served(args, ServerArgs(model_path=str(tmp_path), device="cpu"))
+
+
+def test_the_linker_refuses_pages_that_ranks_share_row_by_row() -> None:
+    """Pages of latents count as the same on all ranks: each would have been given what the first one has."""
+    params = SimpleNamespace(pp_size=1, attn_cp_size=1, mtp_draft_device_pools=(), sidecar_draft_device_pools=())
+    with get_parallel().override(**NONE):
+        linker.refuse_what_is_not_served(params, ())
+    refused = pytest.raises(ConfigError, match="does not serve context parallelism")
+    with get_parallel().override(**NONE | {"attn_dcp_size": 2}), refused:
+        linker.refuse_what_is_not_served(params, ())

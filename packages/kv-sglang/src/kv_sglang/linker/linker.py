@@ -201,11 +201,14 @@ def refuse_what_is_not_served(params: Any, components: Collection[ComponentType]
     Raises:
         ConfigError: the linker does not serve this model or this parallelism.
     """
+    from sglang.srt.runtime_context import get_parallel
+
     names = sorted(component.name for component in components if component is not ComponentType.FULL)
     refused = {
         f"a model with {', '.join(names)}": bool(names),
         "pipeline parallelism": params.pp_size > 1,
-        "context parallelism": params.attn_cp_size > 1,
+        # With `--dcp-size` each rank has other rows of a page, also where all have the same heads.
+        "context parallelism": params.attn_cp_size > 1 or get_parallel().attn_dcp_size > 1,
         "a draft model's KV": bool(params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
     }
     if found := [what for what, is_so in refused.items() if is_so]:

@@ -461,13 +461,14 @@ def _refuse_what_is_not_served(args: Any, server_args: Any) -> None:
         ConfigError: pages of this model, or with this parallelism, are not handed over.
     """
     unnamed = why_names_do_not_suffice(ModelConfig.from_server_args(server_args))
+    parallel = get_parallel()  # the arguments are as they were given, and several spellings mean the same
     refused = {
         f"a model with {unnamed}": bool(unnamed),
         "a model with " + ", ".join(str(kind.value) for kind in args.state_types): bool(args.state_types),
         "a draft model's KV": bool(args.num_draft_entries),
-        "pipeline parallelism": server_args.pp_size > 1,
-        "context parallelism": server_args.attn_cp_size > 1 or server_args.dcp_size > 1,
-        "data-parallel attention": bool(server_args.enable_dp_attention),
+        "pipeline parallelism": parallel.pp_size > 1,
+        "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
+        "data-parallel attention": parallel.attn_dp_size > 1,
     }
     if found := [what for what, is_so in refused.items() if is_so]:
         raise ConfigError(
