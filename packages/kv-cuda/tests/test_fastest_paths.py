@@ -180,3 +180,13 @@ def test_the_command_says_what_is_missing_without_a_gpu(capsys: pytest.CaptureFi
     assert "there is no such GPU; `kv doctor` says what is missing" in capsys.readouterr().err
     assert main(["bench", "copy", "--device", "tape"]) == 2
     assert "write cuda" in capsys.readouterr().err
+
+
+def test_the_command_says_which_gpu_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch would raise an AssertionError."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["bench", "copy", "--device", "cuda:2"]) == 2
+    assert "--device cuda:2: there is no such GPU" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
+from kv_core.tools.cli import main
 from kv_cuda.judge.calibrate import _is_shown, _turned_back, through_calibrated
 from kv_cuda.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
 from kv_cuda.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip, plugin
@@ -263,3 +264,14 @@ def test_a_rotation_is_shown_of_every_pair_however_small(neighbours: bool) -> No
         (np.zeros(0), False),
     ):
         assert not _is_shown(here, there, wrong, order)
+
+
+@pytest.mark.parametrize("device", ["tape", "cuda:99"])
+def test_a_device_that_is_not_there_is_said_before_the_model_is_loaded(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("some text")
+    assert main(["judge", str(tmp_path / "no-model"), "--text", str(text), "--device", device]) == 2
+    said = capsys.readouterr().err
+    assert f"--device {device}: " in said and "write cpu, cuda, or cuda:1" in said

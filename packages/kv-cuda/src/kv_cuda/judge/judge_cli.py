@@ -111,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("give --text, or --calibrate, or both")
     if args.calibrate and len(args.calibration) != 1:
         raise InputError("--calibrate writes one file: give --calibration FILE once")
+    _check_device(args.device)
     # A codec to be judged is named only by its calibration.
     names = args.formats or ([] if args.calibration else sorted(QUANTISED))
     trips: list[Trip] = [RoundTrip(name) for name in names if is_quantised_kind(name)]
@@ -140,6 +141,16 @@ def run(args: argparse.Namespace) -> int:
         said(f"the verdict is in {args.out}")
     print(json.dumps(asdict(verdict)) if args.json else _table(verdict))
     return 0
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch's, if it was built without CUDA, is the latter
+        why = str(error).partition("\n")[0]
+        raise InputError(f"--device {name}: {why}; write cpu, cuda, or cuda:1 for the second GPU") from None
 
 
 def _read(paths: list[Path]) -> str:

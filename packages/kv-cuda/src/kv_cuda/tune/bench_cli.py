@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         device = torch.device(args.device)
     except RuntimeError:
         raise ConfigError(f"--device {args.device}: write cuda, or cuda:1 for the second GPU") from None
-    if device.type != "cuda" or not torch.cuda.is_available():
+    is_there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    if device.type != "cuda" or not is_there:
         raise ConfigError(f"--device {args.device}: there is no such GPU; `kv doctor` says what is missing")
     name = torch.cuda.get_device_name(device)
     kept = _copy_paths(device, name, args) if args.file is None else _file_copy_paths(device, name, args)
