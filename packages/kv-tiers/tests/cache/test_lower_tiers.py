@@ -411,6 +411,31 @@ def test_a_tier_that_is_down_is_a_miss_and_gets_what_it_missed_when_it_is_back(f
     tower.close()
 
 
+@pytest.mark.parametrize("why", ["it was down", "it was being cleared", "it hung"])
+def test_what_waits_is_stored_once_the_tier_takes_it_though_nothing_else_is_stored(why: str) -> None:
+    tower = Tower(slots=16, remote=[True], threads=1 if why == "it hung" else 0)
+    tier, lane = tower.tiers[0], tower.lanes[0]
+    if why == "it was down":
+        tier.fault = "down"
+    elif why == "it was being cleared":
+        tower.cache.clear()
+    else:
+        tier.fault = "hang"
+        lane.ask(KEYS, lambda held: None)
+        until(lambda: "holds" in tier.calls)
+        tower.clock.advance(10.1)
+        assert lane.health()[0] is Health.STUCK
+    tower.store(KEYS)
+    if why == "it was down":
+        tower.run()
+        assert lane.health()[0] is Health.DOWN
+    tier.let_go()
+    tower.clock.advance(0.1)
+    tower.settle()
+    until(lambda: tier.holds(KEYS) == [True] * 6)
+    tower.close()
+
+
 def test_a_tier_that_hangs_costs_its_wait_and_closing_says_so() -> None:
     tower = Tower(threads=1, cold=ColdConfig(batch_bytes=2 * 4096, prefetch_share=0.5, drain_s=0.2))
     tower.store_below(KEYS)

@@ -14,6 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Literal
 
 from kv_core.keys import ChunkKey, by_chain
@@ -137,6 +138,9 @@ class Spills:
         self._writes_back = any(mode == "back" for _, mode in lanes)
         # By slot, the chunk that is there and the tiers that its requests exclude.
         self._withheld: dict[int, tuple[ChunkKey, frozenset[int]]] = {}
+        for tier in self._tiers:
+            if tier.mode == "through":
+                tier.lane.when_done = partial(self._go_on, tier)
 
     def committed(
         self,
@@ -202,6 +206,14 @@ class Spills:
         if self._writes_back:
             self._make_room(share)
             self._host.publish_evicted("watermark")
+
+    def _go_on(self, tier: _LowerTier) -> None:
+        """On the lane's thread, without the lock: submit what waits, because the tier may be back from an outage, or
+        cleared, and nothing else may be stored for long."""
+        if tier.turns:
+            with self._host.lock:
+                while not self._stopped and self._hand_over(tier):
+                    pass
 
     def _make_room(self, share: Share) -> None:
         """Keep slots free for new chunks: evict the coldest ones, after storing those that a lower tier lacks. A tier

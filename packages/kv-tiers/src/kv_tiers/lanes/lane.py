@@ -79,6 +79,8 @@ class Lane:
         """Where its health and damage are published; set by the cache above."""
         self.when_idle: Callable[[], Rest | None] = lambda: None
         """Called without a lock, on a thread of the lane, after `has_rests` and while the last call returned a rest."""
+        self.when_done: Callable[[], object] = lambda: None
+        """Called in the same way after every job: stores that were refused before it may now be taken."""
         self._turns = RestTurns()
         self._noticed = Health.UP
         payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
@@ -234,8 +236,7 @@ class Lane:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Refuse queued jobs, wait for running ones, and close the tier. False: a call to it never returned, so it
-        stays open and its memory stays in use.
-        """
+        stays open and its memory stays in use."""
         with self._changed:
             self._tracker.is_closed = True
             waiting = self._jobs.take_submitted()
@@ -360,6 +361,7 @@ class Lane:
             self._end(job)
         if not isinstance(job, Rest):
             answer()
+        self._workers.call(self.when_done)
         return True
 
     def _do(self, job: Job | Probe) -> Callable[[], object]:
