@@ -1,9 +1,10 @@
 """The tiers below the pool: what goes down comes up again, whole or not at all, and nobody waits long for it."""
 
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.testing import key_chain
@@ -433,6 +434,28 @@ def test_what_waits_is_stored_once_the_tier_takes_it_though_nothing_else_is_stor
     tower.clock.advance(0.1)
     tower.settle()
     until(lambda: tier.holds(KEYS) == [True] * 6)
+    tower.close()
+
+
+def test_a_tier_that_takes_probes_and_no_stores_is_up_for_loads_while_nothing_else_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tower, tried = Tower(slots=16), list[str]()
+
+    def store(_: object) -> NoReturn:
+        tried.append("store")
+        raise TierDown("you cannot write against a read-only replica")
+
+    monkeypatch.setattr(tower.tiers[0], "store", store)
+    tower.store(KEYS)
+    for _ in range(5):
+        tower.run()
+        tower.clock.advance(1.0)
+    assert len(tried) == 2 and tower.lanes[0].health()[0] is Health.UP
+    monkeypatch.undo()
+    tower.store(key_chain(1, branch="nudge"))
+    tower.run()
+    assert tower.tiers[0].holds(KEYS) == [True] * 6
     tower.close()
 
 

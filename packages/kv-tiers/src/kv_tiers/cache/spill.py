@@ -68,6 +68,8 @@ class _LowerTier:
     turns: the shares that have waiting chunks and may lease more; the first is next.
     leased: how many slots of each share are leased for stores to this tier.
     emptying: how many of these are to be evicted afterwards.
+    may_go_on: a store has succeeded since `Spills._go_on` last submitted one. It is not tried twice: a tier that takes
+        probes and no stores would hardly ever be up for loads.
     counts: of this tier.
     """
 
@@ -78,6 +80,7 @@ class _LowerTier:
     turns: OrderedDict[Share, None] = field(default_factory=OrderedDict)
     leased: Counter[Share] = field(default_factory=Counter)
     emptying: Counter[Share] = field(default_factory=Counter)
+    may_go_on: bool = True
     counts: SpillCounts = field(default_factory=SpillCounts)
 
     def find(self, slot: int) -> _Waiting | None:
@@ -210,10 +213,10 @@ class Spills:
     def _go_on(self, tier: _LowerTier) -> None:
         """On the lane's thread, without the lock: submit what waits, because the tier may be back from an outage, or
         cleared, and nothing else may be stored for long."""
-        if tier.turns:
+        if tier.turns and tier.may_go_on:
             with self._host.lock:
                 while not self._stopped and self._hand_over(tier):
-                    pass
+                    tier.may_go_on = False
 
     def _make_room(self, share: Share) -> None:
         """Keep slots free for new chunks: evict the coldest ones, after storing those that a lower tier lacks. A tier
@@ -339,6 +342,7 @@ class Spills:
             self._settle(batch)
             counts = batch.tier.counts
             counts.stored += stored
+            batch.tier.may_go_on = batch.tier.may_go_on or stored > 0
             if down and not stored:
                 self._requeue(batch)
             else:
