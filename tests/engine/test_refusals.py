@@ -126,12 +126,17 @@ def test_a_backend_without_an_update_to_prove_with_is_refused(
             {"tensor_parallel_size": 2, "nnodes": 4, "data_parallel_size": 2, "distributed_executor_backend": "mp"},
             r"data-parallel replica are on 2 machines: start kv-server on every machine",
         ),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            r"--distributed-executor-backend is external_launcher: each of the 2 ranks has a scheduler of its own",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_spreads_layers_or_tokens_is_an_error_at_start_that_says_what_to_write(
-    config: VllmConfig, parallel: dict[str, Any], why: str
+    config: VllmConfig, parallel: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM changes it for external launchers
     spread = copy.copy(config)
     spread.parallel_config = ParallelConfig(**parallel)
     with pytest.raises(ConfigError, match=why):

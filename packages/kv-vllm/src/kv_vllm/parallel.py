@@ -108,7 +108,7 @@ def check_parallelism(vllm_config: Any, settings: Settings) -> None:
     """Refuse parallelism that this release cannot serve.
 
     Raises:
-        ConfigError: ranks would have other layers or other tokens than we assume.
+        ConfigError: ranks would have other layers or other tokens than we assume, or schedulers of their own.
     """
     parallel = vllm_config.parallel_config
     for name, flag in (
@@ -120,6 +120,13 @@ def check_parallelism(vllm_config: Any, settings: Settings) -> None:
                 f"{flag} is {size}: the tokens of a block are spread over {size} ranks, and this release of kv-vllm "
                 f"supports only blocks of consecutive tokens; start with {flag} 1 or without --kv-transfer-config"
             )
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if parallel.distributed_executor_backend == "external_launcher" and ranks > 1:
+        raise ConfigError(
+            f"--distributed-executor-backend is external_launcher: each of the {ranks} ranks has a scheduler of its "
+            "own, and all must decide alike, although loads and stores end at different times; start with mp or ray, "
+            "or without --kv-transfer-config"
+        )
     is_replica = parallel.data_parallel_size > 1 or replica_of(vllm_config) is not None
     if parallel.nnodes_within_dp > 1 and is_replica and not settings.server.socket:
         raise ConfigError(
