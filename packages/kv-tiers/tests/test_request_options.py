@@ -53,3 +53,11 @@ def test_the_names_of_other_connectors_are_passed_over(compared: list[tuple[int,
     others = {f"kv_tier{number}": 1 for number in range(MANY)}
     assert chosen(Settings(), others, "r").controls.stores
     assert [names for _, names in compared] == [16]
+
+
+def test_the_name_that_a_tag_may_have_is_said_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    LIMIT.reset()
+    with caplog.at_level(logging.WARNING, logger="kv_tiers.attach.request_options"):
+        assert not chosen(Settings(), {"kv_tiers": {"tags": {"Who am I": "x"}}}, "r").controls.stores
+    (line,) = caplog.messages
+    assert "expected `str` matching regex '^[A-Za-z0-9._-]{1,64}" in line

@@ -157,7 +157,9 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
             values.pop(name, None)
             if name == "tiers":
                 values[name] = []
-            wrong.append(f"{name} is {_shown(value)}, {str(error).lower()}; {_SERVED.get(name, 'it is ignored')}")
+            why = str(error)  # as in a sentence; a pattern in it stays as it is
+            why = why[:1].lower() + why[1:]
+            wrong.append(f"{name} is {_shown(value)}, {why}; {_SERVED.get(name, 'it is ignored')}")
     if "tags" in given and "tags" not in values:
         values.update(load=False, store=False)
     return RequestOptions(**values), wrong
