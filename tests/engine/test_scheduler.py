@@ -329,6 +329,27 @@ def test_salts_and_adapters_never_meet(make: Make) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_cache_that_also_fails_while_it_is_turned_off_leaves_the_engine_alone(
+    tiny_llama: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What has broken it is met again by what gives everything back."""
+    oracle = Oracle(tiny_llama, asynchronous=asynchronous)
+    ask(oracle, "a", SHARED[:200])
+
+    def broken(*_arguments: Any, **_named: Any) -> Any:
+        raise ZeroDivisionError("in the index")
+
+    for verb in ("lookup", "end"):
+        monkeypatch.setattr(oracle.engine.cache, verb, broken)
+    ask(oracle, "b", [*SHARED[:200], 9])
+    assert oracle.engine.off == "get_num_new_matched_tokens raised ZeroDivisionError: in the index"
+    assert "could not be given back" in caplog.text
+    ask(oracle, "c", [*SHARED[:200], 8])
+    monkeypatch.undo()
+    oracle.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_oracle_sees_a_single_wrong_byte(tiny_llama: str, asynchronous: bool) -> None:
     """The control: without it none of the tests here could fail."""
     oracle = Oracle(tiny_llama, asynchronous=asynchronous)

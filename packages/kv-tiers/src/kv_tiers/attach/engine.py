@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from kv_core.connect.engine_costs import EngineCosts
@@ -177,10 +178,16 @@ class Engine(OffSwitch):
         """Stop loading and storing, because of a fault of ours. An engine that was refused has only `off` set."""
         super().turn_off(why, error)
         self.faults.append(why)
+        closes: list[Callable[[], None]] = []
         if self.worker is not None:
-            self.worker.close()  # first: it waits for copies of chunks that the other half has leased
+            closes.append(self.worker.close)  # first: it waits for copies of chunks that the other half has leased
         if self.scheduler is not None:
-            self.scheduler.close(but_filling=self.worker is None)
+            closes.append(partial(self.scheduler.close, but_filling=self.worker is None))
+        for close in closes:
+            try:
+                close()
+            except Exception as again:  # noqa: BLE001  # perhaps the same fault: the engine must not meet it either
+                _log.exception("what the cache holds for this engine could not be given back: %s", again)
 
     def refuse(self, why: str) -> None:
         """Never begin: the layout of this engine's cache cannot be proven, or its model cannot be cached."""
