@@ -128,3 +128,13 @@ def test_the_pages_noted_longest_ago_are_forgotten_first(pages: Pages, monkeypat
     pages.note(others, store=False)
     assert pages.stored() == [True, True, False, False]
     assert pages.stored(others) == [False] * 4
+
+
+@pytest.mark.parametrize(("tokens", "last_page"), [(PROMPT, hashes(PROMPT)[-1]), (PROMPT[:3], "")])
+def test_the_rest_of_a_prompt_that_was_handed_over_is_released(pages: Pages, tokens: list[int], last_page: str) -> None:
+    """SGLang reads whole pages only. All of a short prompt is such a rest."""
+    released: list[str] = []
+    pages.pages.listeners.append(released.extend)
+    params = {"do_remote_prefill": True}
+    pages.pages.note("req-7", params, len(tokens), lambda: hashes(tokens), lambda last: f"after {last}")
+    assert released == [f"after {last_page}"]

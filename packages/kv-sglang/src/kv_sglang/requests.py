@@ -76,19 +76,19 @@ class RequestPages:
         """A request has arrived.
 
         params: its `custom_params`. tokens: of its prompt. hashes: computes those of the prompt's pages.
-        tail: computes the hash of the tokens after the last page, given the last page's.
+        tail: computes the hash of the tokens after the last page, given the last page's, or "" if there is none.
         """
         own = chosen(self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED)
         controls = own.controls
         has_options = controls != NO_CONTROLS or not own.save_decode
-        is_handed_over = isinstance(params, Mapping) and params.get(_HANDED_OVER) is True
-        if is_handed_over and (awaited := hashes()):
+        if isinstance(params, Mapping) and params.get(_HANDED_OVER) is True:
+            awaited = hashes()
             with self._lock:
                 self._awaited.update(dict.fromkeys(awaited))
                 while len(self._awaited) > MAX_PAGES:
                     self._awaited.popitem(last=False)
             if tail is not None and tokens % self._page_tokens:  # SGLang computes it in any case
-                self._say([tail(awaited[-1])])
+                self._say([tail(awaited[-1] if awaited else "")])
         if not has_options and not self._pages:
             return
         storable = controls.storable(tokens)
