@@ -68,3 +68,12 @@ class OneEngine:
             answers = engine.ask_in_turn(PROMPTS[:2])
             assert engine.hits == COLD_HITS[:2]
             assert [answer == before for answer, before in zip(answers, reference, strict=False)] == [sign > 0] * 2
+
+    def test_what_is_computed_after_an_update_is_stored_without_another_flush(self, engine: Engine) -> None:
+        """The update has emptied SGLang's caches, and its end, which does not, follows with nothing in between."""
+        engine.flush()
+        engine.update_tensor("model.layers.1.input_layernorm.weight", torch.full((TinyLlama().hidden,), 1.5))
+        engine.ask(PROMPTS[:1])
+        engine.flush()
+        engine.ask(PROMPTS[:1])
+        assert engine.hits == WARM_HITS[:1]

@@ -52,6 +52,7 @@ def test_what_is_handed_over_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(manager.CommonKVReceiver, "send_metadata", lambda *_given, **_named: None)
     ours, coming = KVManager.__new__(KVManager), []
     ours.kv_args, ours._batch_pages, ours._forward_stream = SimpleNamespace(page_size=4), 8, FORWARD
+    ours._watch = SimpleNamespace(filled=lambda: None)
     monkeypatch.setattr(ours, "name_coming", lambda _room, named: coming.append(named))
     receiver = KVReceiver.__new__(KVReceiver)
     receiver.kv_mgr, receiver.bootstrap_room = ours, 1

@@ -4,7 +4,8 @@ SGLang does not notify storage or linker. All its operations for new weights (`u
 `…_distributed`, `…_ipc`, and `end_weight_update` for those that write past it) end in methods of one class in the
 scheduler's process, and releasing and resuming memory in two of another; these are observed. The engine's pages on the
 device and in its host memory are then in doubt until its caches are emptied, which the operations do themselves unless
-configured otherwise, and which `flush_cache` does.
+configured otherwise, and which `flush_cache` does. A change ends with an operation that empties nothing any more
+(`end_weight_update`, `resume_memory_occupation`): where nothing was computed since the one before, no page is in doubt.
 
 SGLang can detach its storage and attach one while it runs. Weights can change in between, so the observations are kept
 in this module rather than in a storage; the weights of an engine that served before it was observed are unknown.
@@ -13,9 +14,9 @@ in this module rather than in a storage; the weights of an engine that served be
 import functools
 import secrets
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from kv_core.log import limited_logger
 from kv_tiers.attach.identity import LiveWeights
@@ -41,10 +42,13 @@ class _Seen:
 
     changed: why its weights may differ from those of its arguments; empty while they do not.
     holds_old_pages: its own caches may have pages of weights other than the current ones.
+    passes: how many forward passes each of its model runners had made at the last change. Empty: that is not known, or
+        there are pages that none of them computed.
     """
 
     changed: str = ""
     holds_old_pages: bool = False
+    passes: "WeakKeyDictionary[Any, int]" = field(default_factory=WeakKeyDictionary)
 
 
 _SEEN: Final = _Seen()
@@ -68,6 +72,10 @@ class WeightsWatch:
     def emptied(self) -> None:
         """The engine's own caches are empty now."""
         _SEEN.holds_old_pages = False
+
+    def filled(self) -> None:
+        """The engine gets pages from another one."""
+        _SEEN.passes.clear()
 
     def see_emptied(self, host_pool: Any) -> None:
         """Watch for emptied caches: SGLang empties its host memory with the device's, which storage can observe."""
@@ -112,7 +120,8 @@ def _watched(call: Any, name: str) -> Any:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Before the call, because threads go on writing pages meanwhile; even if it fails, as it may have done a part.
-        _SEEN.holds_old_pages = True  # set before the key space changes: no old page may be written under the new one
+        if _may_have_pages(self):
+            _SEEN.holds_old_pages = True  # before the key space changes: no old page may be written under the new one
         _SEEN.changed = f"SGLang did {name}"
         for watch in list(_WATCHES):
             watch.weights.changed(_SEEN.changed)
@@ -120,6 +129,18 @@ def _watched(call: Any, name: str) -> Any:
 
     called._kv_watched = True  # type: ignore[attr-defined]
     return called
+
+
+def _may_have_pages(updater: Any) -> bool:
+    """Whether the engine may have got pages since the last change of its weights. updater: of either kind."""
+    try:
+        runner = updater.tp_worker.model_runner if hasattr(updater, "tp_worker") else updater.get_model_runner()
+        passes = int(runner.forward_pass_id)
+    except AttributeError:
+        return True
+    before = _SEEN.passes.get(runner)
+    _SEEN.passes[runner] = passes
+    return passes != before
 
 
 def engine_name(ranks: int) -> str:

@@ -125,7 +125,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         )
         assert attached.watch is not None
         attached.watch.see_emptied(allocator)
-        self._attached = attached
+        self._attached, self._watch = attached, attached.watch
         self._forward_stream = forward_stream
         self._batch_pages = max(1, _BATCH_BYTES // described.pages.format.nbytes)
         self._lanes = Lanes(partial(self._exchange, described, settings.handover))
@@ -151,12 +151,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         )
 
     def _exchange(self, described: DevicePool, handover: HandoverConfig) -> Exchange:
-        watch = self._attached.watch
-        assert watch is not None
-        store = self._attached.stores[KV]
-        return Exchange(
-            store, described.copier(), watch.holds_old_pages, wait_s=handover.wait_s, hold_s=handover.hold_s
-        )
+        store, in_doubt = self._attached.stores[KV], self._watch.holds_old_pages
+        return Exchange(store, described.copier(), in_doubt, wait_s=handover.wait_s, hold_s=handover.hold_s)
 
     def _listen(self, hear: Any) -> None:
         while True:
@@ -362,6 +358,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                 "adapter"
             )
         coming.ready.synchronize()
+        self._watch.filled()
         while (first := coming.loaded) < said.pages:
             count = min(said.pages - first, self._batch_pages)
             slots = coming.slots[first - coming.first :][:count]
