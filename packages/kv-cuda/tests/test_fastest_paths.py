@@ -11,6 +11,8 @@ import pytest
 import torch
 from kv_core.errors import ConfigError
 from kv_core.tools.cli import main
+from kv_cuda import doctor
+from kv_cuda.choose import measured
 from kv_cuda.copy.copy_paths import (
     CopyPaths,
     FileCopyPaths,
@@ -72,6 +74,20 @@ def test_without_a_file_the_built_in_table_holds(tmp_path: Path, monkeypatch: py
     assert read_copy_paths(tmp_path / "none.json") == CopyPaths()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert copy_paths_file("NVIDIA H200/../x") == tmp_path / "kv-cuda" / "copy-paths-nvidia-h200----x.json"
+
+
+def test_a_user_without_a_home_has_the_built_in_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is in no list of users: an engine would not have started."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
+    assert measured(torch.device("cuda", 0), copy_paths_file, read_copy_paths, CopyPaths()) == CopyPaths()
+    (finding,) = doctor.copy_paths("GPU 0, copy paths", "NVIDIA H200")
+    assert finding.found.startswith("this user has no home directory for measurements: set XDG_CACHE_HOME")
 
 
 def test_measuring_finds_every_path_in_both_directions() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
+from kv_core.errors import ConfigError
 from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
 from kv_cuda.choose import measured
@@ -62,10 +63,16 @@ def _device(number: int, options: DoctorOptions) -> Iterator[Finding]:
     if options.measure:
         to_device, to_host = bus_gbps(device)
         yield Finding("ok", f"{name}, bus", f"{to_device:.1f} GB/s in, {to_host:.1f} GB/s out, pinned memory")
-    if not copy_paths_file(properties.name).exists():
-        yield Finding(
-            "note", f"{name}, copy paths", "not measured: the built-in table is used", "run kv bench copy once"
-        )
+    yield from copy_paths(f"{name}, copy paths", properties.name)
+
+
+def copy_paths(what: str, device_name: str) -> Iterator[Finding]:
+    """Whether the paths of this kind of device were measured; nothing to say if they were."""
+    try:
+        if not copy_paths_file(device_name).exists():
+            yield Finding("note", what, "not measured: the built-in table is used", "run kv bench copy once")
+    except ConfigError as error:
+        yield Finding("note", what, f"{error}; the built-in table is used", "then run kv bench copy once")
 
 
 def bus_gbps(device: torch.device) -> tuple[float, float]:

@@ -61,17 +61,24 @@ class FileCopyPaths:
 
 
 def copy_paths_file(device_name: str) -> Path:
-    """The file with the measured table of this kind of device."""
+    """The file with the measured table of this kind of device.
+
+    Raises:
+        ConfigError: there is no place for it.
+    """
     return _kept("copy-paths", device_name)
 
 
 def file_copy_paths_file(device_name: str) -> Path:
-    """The file with the measured paths between files and this kind of device."""
+    """Like `copy_paths_file`, for the measured paths between files and this kind of device."""
     return _kept("file-copy-paths", device_name)
 
 
 def _kept(what: str, device_name: str) -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user of a container who is in no list of users
+        raise ConfigError("this user has no home directory for measurements: set XDG_CACHE_HOME") from None
     plain = "".join(char if char.isalnum() else "-" for char in device_name).strip("-").lower()
     return home / "kv-cuda" / f"{what}-{plain or 'device'}.json"
 
