@@ -87,6 +87,12 @@ def test_settings_that_sglangs_pages_cannot_have_are_refused(extra: dict[str, ob
         read_settings({"backend_name": "x", "interface_v1": 1, **extra}, 64, {})
 
 
+def test_what_sglang_adds_to_the_settings_is_its_own() -> None:
+    """It adds its argument `--file-storage-path`, which is for the files of batches, too, for whatever backend."""
+    settings = read_settings({"file_storage_path": "/files", "host": {"capacity_bytes": "1GiB"}}, 64, {})
+    assert settings.host.capacity_bytes == 1 << 30
+
+
 def test_settings_that_both_engines_read_are_fine_where_they_agree() -> None:
     assert read_settings({"chunk_tokens": 16, "algorithm": "sha256", "save_decode": True}, 16, {}).chunk_tokens == 16
 
