@@ -106,6 +106,29 @@ def test_each_rank_fills_its_blocks_in_the_step(tiny_llama: str, tmp_path: Path,
 
 
 @SCHEDULERS
+def test_no_block_is_held_for_workers_elsewhere_where_an_idle_engine_is_not_stepped(
+    tiny_llama: str, tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in its caller's process is stepped as long as there are requests. Nobody would hear of a copy that ends
+    later, and neither `sleep` nor a reset of vLLM's cache would ever succeed."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with slow_device(layerwise=True) as device:
+        ranks = Ranks(tiny_llama, tmp_path, device, asynchronous=asynchronous)
+        try:
+            ranks.oracle.submit("a", SHARED, 2)
+            while ranks.oracle.scheduler.has_unfinished_requests():
+                ranks.oracle.step()
+            ranks.oracle.drain()
+            assert ranks.oracle.scheduler.reset_prefix_cache()
+            assert [rank.engine.worker and rank.engine.worker.counts.chunks_stored for rank in ranks.oracle.ranks] == [
+                6,
+                6,
+            ]
+        finally:
+            ranks.close()
+
+
+@SCHEDULERS
 @pytest.mark.parametrize("wrong", ["late", "another's"])
 def test_the_oracle_sees_what_a_rank_copies_late_or_from_elsewhere(
     tiny_llama: str, tmp_path: Path, asynchronous: bool, wrong: str, monkeypatch: pytest.MonkeyPatch

@@ -361,10 +361,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _start_holding(self) -> None:
-        """For workers whose stores continue after the step. Others, or if none may be in flight, finish them in it."""
+        """For workers whose stores continue after the step. Others finish them in it, and so do all if none may be in
+        flight, or if their reports may never come: an engine in its caller's process is stepped only for requests."""
         facts, scheduler = self._engine.facts, self._scheduler
         stores_behind = facts is not None and facts.stores_behind and self._settings.stores_in_flight_bytes
-        if scheduler is not None and stores_behind:
+        if scheduler is not None and stores_behind and (self._in_process or envs.VLLM_ENABLE_V1_MULTIPROCESSING):
             self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
 
     @guarded(lambda self: self._number)  # off: all copies in flight were awaited, and none has begun since
