@@ -42,6 +42,7 @@ class _Adapter:
     seen_ns: when it was seen first, since the epoch.
     content: the identity of its content; None until it is known.
     states: of its files, when they were read.
+    commit: its content, if that is a commit of the hub and not in files of its own.
     is_void: it cannot have an identity.
     is_queued: it waits for the thread.
     """
@@ -51,6 +52,7 @@ class _Adapter:
     seen_ns: int
     content: str | None = None
     states: tuple[FileState, ...] = ()
+    commit: str = ""
     is_void: bool = False
     is_queued: bool = False
 
@@ -148,10 +150,14 @@ class Adapters:
                 content = f"{adapter.path}@engine-{self._process}"
             elif states and max(max(state.mtime_ns, state.ctime_ns) for state in states) > adapter.seen_ns:
                 raise FilesChangedError("its files changed while it was loaded")
+            elif not states:
+                adapter.commit = content
             adapter.states = states
             adapter.content = content
         elif states != adapter.states:
             raise FilesChangedError("its files changed while it was served")
+        elif adapter.commit and content_of(adapter.path, self._memory, stopped=self._stopped) != adapter.commit:
+            raise FilesChangedError("the hub's cache got another commit of it while it was served")
 
     def _void(self, adapter: _Adapter, why: str) -> None:
         adapter.is_void = True
