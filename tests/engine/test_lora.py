@@ -93,6 +93,30 @@ def test_an_adapter_is_what_vllm_loaded_and_not_what_was_written_over_it_before_
     oracle.close()
 
 
+def test_an_adapter_of_the_hub_is_the_commit_that_vllm_fetches_when_it_loads_it(
+    tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+    from kv_vllm.weights import Weights
+    from vllm.lora.request import LoRARequest
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    oracle = Oracle(tiny_llama)
+    weights = oracle.engine.weights
+    assert isinstance(weights, Weights)
+    adapter = LoRARequest("one", 1, "org/helper")
+    weights.called("add_lora", (adapter,))
+    assert weights.adapters.wait(30)
+    commit, repository = "a" * 40, tmp_path / "models--org--helper"
+    write_adapter(repository / "snapshots" / commit, seed=1)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    assert weights.adapter(adapter) is None
+    assert weights.adapters.wait(30)
+    assert weights.adapter(adapter) == f"one@org/helper@{commit}"
+    oracle.close()
+
+
 def test_an_adapter_in_the_users_home_is_its_files(
     tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,8 +91,10 @@ class Weights(EngineWeights):
             if lora is not None and lora.load_inplace:
                 self.adapters.loaded_again(lora.lora_int_id, lora.lora_name, os.path.expanduser(lora.lora_path))
                 self._leave_out(lora.lora_int_id)
-            elif lora is not None:
-                self.adapter(lora)  # seen now: its first request may come long after its files were written over
+            elif lora is not None and os.path.isdir(os.path.expanduser(lora.lora_path)):
+                # Seen now: its first request may come long after its files were written over. One of a hub is not:
+                # vLLM is about to fetch it.
+                self.adapter(lora)
         else:
             self.identity.changed(f"vLLM's workers did {name}")
 
