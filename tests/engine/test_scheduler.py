@@ -328,6 +328,23 @@ def test_salts_and_adapters_never_meet(make: Make) -> None:
         assert loaded(oracle) == 192 * (number + 1)
 
 
+@pytest.mark.parametrize("stranger", [{"cache_salt": "\udcff"}, {"lora_request": LoRARequest("\udcff", 1, "/nowhere")}])
+def test_a_name_that_is_not_unicode_costs_its_own_request_the_cache_alone(make: Make, stranger: dict[str, Any]) -> None:
+    """As a name of a file may be, which a program makes a salt of."""
+    oracle = make()
+    if lora := stranger.get("lora_request"):
+        assert oracle.engine.weights is not None
+        oracle.engine.weights.adapter(lora)
+        assert oracle.engine.weights.adapters.wait(30)
+    oracle.submit("stranger", SHARED[:200], **stranger)
+    oracle.run()
+    assert oracle.generated["stranger"] == oracle.expected_tokens("stranger", 200, 4)
+    assert oracle.engine.off == ""
+    ask(oracle, "a", SHARED[:200])
+    ask(oracle, "b", [*SHARED[:200], 9])
+    assert loaded(oracle) == 192
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_cache_that_also_fails_while_it_is_turned_off_leaves_the_engine_alone(
     tiny_llama: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

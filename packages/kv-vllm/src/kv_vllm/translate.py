@@ -58,8 +58,8 @@ def request_tokens(
     """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity.
 
     The following have none: prompts given as embeddings, streaming sessions with media, adapters that are reloaded in
-    place or whose files have not been read yet, and requests that skip reading caches, such as those that pool every
-    token.
+    place or whose files have not been read yet, requests that skip reading caches, such as those that pool every token,
+    and names that are not Unicode.
 
     settings: the defaults of requests.
     adapter_identity: the identity of a `LoRARequest`'s content; None: not known. Without this function no adapter has
@@ -82,6 +82,9 @@ def request_tokens(
         adapter = None if lora.load_inplace or adapter_identity is None else adapter_identity(lora)
         if adapter is None:
             return None
+    salt, items = request.cache_salt or None, tuple(_items(request.mm_features, here))
+    if not _are_unicode(salt, adapter, *(item.content for item in items)):
+        return None
     params = request.kv_transfer_params
     own = unasked if params is None else None
     if own is None:
@@ -90,11 +93,20 @@ def request_tokens(
         request_id=request.request_id,
         tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
         keep_tokens=sys.maxsize if own.save_decode and not prompts_only else request.num_prompt_tokens,
-        salt=request.cache_salt or None,
+        salt=salt,
         lora=adapter,
-        items=tuple(_items(request.mm_features, here)),
+        items=items,
         controls=with_handover(own.controls, params, request.num_prompt_tokens),
     )
+
+
+def _are_unicode(*names: str | bytes | None) -> bool:
+    """A name that came from the system, as a file's does, may have parts that are no characters."""
+    try:
+        "".join(name for name in names if isinstance(name, str)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _items(features: Any, here: str) -> Iterator[Item]:
