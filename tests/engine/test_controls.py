@@ -104,7 +104,7 @@ WRONG: list[tuple[Any, str, Controls]] = [
     ({"kv_tiers": {"tiers": ["disk", "nvme"]}}, "there are disk, host", Controls(tiers=("disk",))),
     ({"kv_tiers": {"tiers": "disk"}}, "only the pool is read and written", Controls(tiers=())),
     ({"kv_tiers": {"tiers": [1]}}, "only the pool is read and written", Controls(tiers=())),
-    ({"kv_tiers": {"tags": {"a": "\ud800"}, "load": True}}, "not valid unicode", Controls(loads=False, stores=False)),
+    ({"kv_tiers": {"tags": {"a": "\ud800"}, "load": True}}, "not valid Unicode", Controls(loads=False, stores=False)),
 ]
 
 
