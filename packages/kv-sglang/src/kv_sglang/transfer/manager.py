@@ -280,6 +280,11 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     # The decode engine's side.
 
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """Never. SGLang's checksum is of whole pages: here the rest of a partial page is the prompt's own tokens again,
+        and a page that was in the cache before may have been rounded otherwise. The cache has its own checksums."""
+        return False
+
     def name_coming(self, room: int, coming: Coming) -> None:
         with self._rooms:
             self._coming[room] = coming
