@@ -224,6 +224,19 @@ def test_nothing_is_written_to_slots_while_a_forward_pass_in_flight_may_write_to
     assert torch.equal(engine.page(7), engine.page(0))
 
 
+def test_stores_are_settled_once_nothing_is_read_from_the_device_and_are_answered_later(engine: Engine) -> None:
+    held = Held()
+    engine.stores.offer(hashes(1), [], indices(0), [held])
+    settling = threading.Thread(target=engine.stores.settle)
+    settling.start()
+    assert held.reached.wait(SOON_S)
+    assert settling.is_alive()
+    held.release()
+    settling.join(SOON_S)
+    assert not settling.is_alive()
+    assert engine.answers(1) == [True]
+
+
 def test_a_lease_that_ends_while_it_is_read_is_a_batch_that_did_not_land(engine: Engine) -> None:
     names, held = hashes(1), Held()
     engine.stored(names, 0)

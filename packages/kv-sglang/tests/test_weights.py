@@ -89,6 +89,16 @@ def test_memory_that_is_taken_back_has_no_pages(engine: Engine) -> None:
     assert not engine.of_memory("resume")  # for the weights, and for the caches
 
 
+def test_memory_is_released_once_nothing_accesses_it(engine: Engine) -> None:
+    """Copies that have begun are waited for, and none begins any more, as the pages are in doubt by then."""
+    settled: list[bool] = []
+    engine.watch.settle = lambda: settled.append(engine.watch.holds_old_pages())
+    _watched(lambda _memory: settled.append(False), "release_memory_occupation")(engine.memory)
+    assert settled == [True, False]
+    engine.of_memory("resume_memory_occupation")
+    assert len(settled) == 2
+
+
 def test_what_was_computed_in_between_is_in_doubt(engine: Engine) -> None:
     assert not engine.step("update", flush=True)
     engine.runner.forward_pass_id += 1

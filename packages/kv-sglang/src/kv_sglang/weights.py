@@ -14,6 +14,7 @@ in this module rather than in a storage; the weights of an engine that served be
 import functools
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
@@ -31,7 +32,8 @@ _UPDATES: Final = (
     "begin_weight_update",
     "end_weight_update",
 )
-_MEMORY: Final = ("release_memory_occupation", "resume_memory_occupation")
+_RELEASE: Final = "release_memory_occupation"
+_MEMORY: Final = (_RELEASE, "resume_memory_occupation")
 _WATCHES: "WeakSet[WeightsWatch]" = WeakSet()
 _LOCK: Final = threading.Lock()
 
@@ -55,10 +57,14 @@ _SEEN: Final = _Seen()
 
 
 class WeightsWatch:
-    """One engine's weights, in one of its processes. Thread-safe."""
+    """One engine's weights, in one of its processes. Thread-safe.
+
+    settle: called before SGLang releases its memory; returns once nothing of ours accesses that.
+    """
 
     def __init__(self, weights: LiveWeights) -> None:
         self.weights = weights
+        self.settle: Callable[[], None] = lambda: None
         _WATCHES.add(self)
         if _SEEN.changed:
             weights.changed(_SEEN.changed)
@@ -125,6 +131,8 @@ def _watched(call: Any, name: str) -> Any:
         _SEEN.changed = f"SGLang did {name}"
         for watch in list(_WATCHES):
             watch.weights.changed(_SEEN.changed)
+            if name == _RELEASE:  # SGLang does not count what a linker stores: it takes itself for idle
+                watch.settle()
         return call(self, *args, **kwargs)
 
     called._kv_watched = True  # type: ignore[attr-defined]

@@ -205,10 +205,15 @@ class Stores:
         with self._changed:
             return self._answers.popleft()
 
-    def reset(self) -> None:
-        """Wait for every store, and drop the answers."""
+    def settle(self) -> None:
+        """Return once nothing is read from the device any more."""
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way)
+
+    def reset(self) -> None:
+        """Wait for every store, and drop the answers."""
+        self.settle()
+        with self._changed:
             self._answers.clear()
 
     def close(self) -> None:

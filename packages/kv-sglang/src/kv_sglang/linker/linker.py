@@ -87,12 +87,13 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
         pools = {KV: described.pages}
         self._attached = attach(settings, served_model(rank), rank, pools, engine_name=name, figures=figures)
-        assert self._attached.requests is not None
+        assert self._attached.requests is not None and self._attached.watch is not None
         follow_requests(self._attached.requests)
         store = self._attached.stores[KV]
         self._ranks = rank.ranks
         self._loads = Loads(store, described.copier(), self.turn_off)
         self._stores = Stores(store, self.turn_off)
+        self._attached.watch.settle = self._stores.settle
         self._chains = Chains()
         self.layer_done_counter = self._loads.gate
         self.pools = {PoolName.KV: described.pages}
