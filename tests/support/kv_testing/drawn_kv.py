@@ -107,7 +107,8 @@ def position_in(payload: bytes) -> int:
 
 
 def assert_within_the_bound(calibration: Calibration, chunk: bytes, back: bytes) -> None:
-    """No component is off by more than half a step; so a block of n numbers by no more than √n half steps, rounded."""
+    """A number is rounded to 1/16 of a step, and a component to a whole one (docs/formats/kvtc.md); so a block of n
+    numbers is off by no more than √n times half of both, and by what rounding to the chunk's type adds."""
     shape = calibration.shape
     exact, approximate = (
         as_numbers(one, shape.dtype).reshape(
@@ -118,5 +119,5 @@ def assert_within_the_bound(calibration: Calibration, chunk: bytes, back: bytes)
     widths = calibration.widths.reshape(2 * shape.layers, 1, -1)
     error = np.linalg.norm((exact - approximate).astype(np.float64), axis=-1)
     rounding = 2.0**-8 if shape.dtype == "bfloat16" else 2.0**-10
-    bound = np.sqrt(shape.block_channels) * widths / 2 + 2 * rounding * np.linalg.norm(exact, axis=-1)
+    bound = np.sqrt(shape.block_channels) * widths * (1 + 1 / 16) / 2 + 2 * rounding * np.linalg.norm(exact, axis=-1)
     assert (error <= bound).all(), (error / bound).max()

@@ -138,6 +138,7 @@ def test_a_wrong_position_costs_bytes_and_no_precision() -> None:
 @example(layers=1, heads=3, head_dim=128, tokens=8, dtype="bfloat16", step=0.1, number=0)  # the sample was of one token
 @example(layers=3, heads=8, head_dim=128, tokens=16, dtype="bfloat16", step=0.1, number=0)
 @example(layers=3, heads=8, head_dim=128, tokens=17, dtype="bfloat16", step=0.1, number=0)
+@example(layers=3, heads=1, head_dim=2, tokens=22, dtype="float16", step=0.4, number=20)  # both components off by half
 @given(
     layers=st.integers(1, 3),
     heads=st.sampled_from([1, 2, 3, 5, 8]),
