@@ -108,6 +108,9 @@ class HandoverConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     wait_s: Seconds = 1.0
     """How long a request waits for chunks that the other engine is still storing, but never longer than computing them
     is estimated to take. What has not arrived by then is computed. 0: it never waits."""
+    protocol: Literal["auto", "always", "never"] = "auto"
+    """Whether a vLLM engine takes part in hand-overs that proxies request. `auto`: unless vLLM's MultiConnector has
+    other connectors beside ours, of which one may be for that: two answers to a proxy end the engine."""
 
 
 class CostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

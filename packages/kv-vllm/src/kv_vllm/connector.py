@@ -40,7 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_scheduler, bind_worker, in_one_process, warn_of_failure_policy
-from kv_vllm.handover import answer_to_proxy
+from kv_vllm.handover import answer_to_proxy, with_protocol
 from kv_vllm.held import held_blocks
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
@@ -103,7 +103,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Raises ConfigError for settings that cannot be honoured: better no engine than one with a different cache."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
+        given, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
+        self._settings = with_protocol(given)
         check_parallelism(vllm_config, self._settings)
         self._engine = engine_of(str(transfer.engine_id))
         self._read = request_reader(vllm_config, kv_cache_config, self._settings, self._engine)
@@ -122,8 +123,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config)
         self._promised = LayerwisePromised(self._engine)
-        is_asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
-        self._layerwise = LayerwiseRank(self._engine, is_asynchronous=is_asynchronous)
+        self._layerwise = LayerwiseRank(self._engine, is_asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()

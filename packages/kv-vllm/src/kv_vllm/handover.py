@@ -8,24 +8,45 @@ We read one thing from the answer: how many tokens are stored or being stored. T
 request: the decode engine finds them by their keys in its own cache, and in those peers that its own settings name.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
+import msgspec
 from kv_core.connect.controls import Controls
 from kv_core.errors import ConfigError
 from kv_tiers.host_port import read_host_port
 from kv_tiers.settings import Settings
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.request import RequestStatus
 
 
-def with_handover(controls: Controls, params: object, prompt_tokens: int) -> Controls:
+def with_protocol(settings: Settings) -> Settings:
+    """The settings of the connector that is being created, with `handover.protocol` decided."""
+    if settings.handover.protocol != "auto":
+        return settings
+    protocol = "never" if _is_one_of_several() else "always"
+    return msgspec.structs.replace(settings, handover=msgspec.structs.replace(settings.handover, protocol=protocol))
+
+
+def _is_one_of_several() -> bool:
+    """Whether vLLM's MultiConnector creates this one. Only the stack shows it: its children get a configuration as if
+    each were alone."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not MultiConnector.__init__.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def with_handover(controls: Controls, params: object, prompt_tokens: int, settings: Settings) -> Controls:
     """The controls of a request whose proxy hands its prompt over, or has had it computed elsewhere.
 
     params: its `kv_transfer_params`. Invalid ones are ignored, because they may be meant for another connector. If the
     number of tokens is missing, the last token is not waited for, because no engine known to us stores it then.
     """
-    if not isinstance(params, Mapping):
+    if not isinstance(params, Mapping) or settings.handover.protocol == "never":
         return controls
     if params.get("do_remote_decode") is True:
         return replace(controls, hands_over_tokens=prompt_tokens)
@@ -45,6 +66,8 @@ def answer_to_proxy(
     given_tokens: for a request, how many of its first tokens are stored.
     """
     params = request.kv_transfer_params
+    if settings.handover.protocol == "never":
+        return None
     if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True:
         return None
     if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):

@@ -96,7 +96,7 @@ def request_tokens(
         salt=salt,
         lora=adapter,
         items=items,
-        controls=with_handover(own.controls, params, request.num_prompt_tokens),
+        controls=with_handover(own.controls, params, request.num_prompt_tokens, settings),
     )
 
 
