@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix, node_device_value
@@ -36,6 +37,13 @@ STATES = CacheConfig(
     enable_mamba_extra_buffer=True,
     mamba_cache_size=60,
 )
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """A scheduler's process is told which replica it serves; the fixtures make their trees in this one."""
+    with get_parallel().override(dp_rank=None, num_dp_ranks=1, nnodes=1):
+        yield
 
 
 class Fixtures(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignore[misc]

@@ -16,8 +16,14 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
-NONE: Final = {"pp_size": 1, "attn_cp_size": 1, "attn_dcp_size": 1, "attn_dp_size": 1}
+NONE: Final = {
+    **dict.fromkeys(("tp_size", "pp_size", "attn_tp_size", "attn_cp_size", "attn_dcp_size", "attn_dp_size"), 1),
+    **dict.fromkeys(("moe_tp_size", "moe_ep_size", "moe_dp_size"), 1),
+    "attn_dp_rank": 0,
+}
 """Of parallelism, as SGLang resolved it."""
+TWO: Final = {"tp_size": 2, "moe_tp_size": 2}
+"""Ranks, to be divided in some way."""
 
 
 def config(**given: Any) -> HiCacheStorageConfig:
@@ -38,7 +44,8 @@ def test_replicas_of_the_whole_engine_have_numbers_of_their_own(number: int | No
 
 def test_groups_of_attention_are_replicas_too() -> None:
     """Which `--dp-size` does not count."""
-    with get_parallel().override(dp_rank=1, num_dp_ranks=2, attn_dp_rank=1, nnodes=1):
+    resolved = NONE | TWO | {"attn_dp_size": 2, "attn_dp_rank": 1}
+    with get_parallel().override(dp_rank=1, num_dp_ranks=2, nnodes=1, **resolved):
         ranks = [rank_of(config(tp_size=1, dp_rank=1)), linker.rank_of(False, SimpleNamespace())]
     assert [(rank.replica, rank.replicas) for rank in ranks] == [(1, 2)] * 2
 
@@ -47,9 +54,10 @@ def test_groups_of_attention_are_replicas_too() -> None:
     ("resolved", "said"),
     [
         ({"pp_size": 2}, "pipeline parallelism"),
-        ({"attn_cp_size": 2}, "context parallelism"),
+        (TWO | {"attn_cp_size": 2}, "context parallelism"),
         ({"attn_dcp_size": 2}, "context parallelism"),
-        ({"attn_dp_size": 2}, "data-parallel attention"),  # `--attn-dp-size 2`, which leaves the older flag alone
+        # `--attn-dp-size 2`, which leaves the older flag alone.
+        (TWO | {"attn_dp_size": 2}, "data-parallel attention"),
     ],
 )
 def test_a_hand_over_with_parallelism_that_it_does_not_serve_is_refused(
