@@ -7,11 +7,10 @@ import msgspec
 from kv_core.errors import ConfigError
 from kv_tiers.settings import Setting, Settings, load
 
-SGLANG_TAKES: Final = frozenset({
-    *("backend_name", "module_path", "class_name", "interface_v1", "allocator"),
-    "file_storage_path",  # SGLang adds its argument of this name, for whatever backend
-})  # fmt: skip
-"""Entries of the extra config that are meant for SGLang."""
+SGLANG_TAKES: Final = frozenset(
+    ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path")
+)
+"""Entries of the extra config that are meant for SGLang, which adds the last one for any backend."""
 
 
 def read_settings(extra: Mapping[str, Any], page_size: int, environ: Mapping[str, str]) -> Settings:

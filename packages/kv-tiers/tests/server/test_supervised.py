@@ -1,4 +1,4 @@
-"""A private server that ends without being asked to has a successor, with its tiers; one that is stopped has none."""
+"""A private server that ends unexpectedly has a successor, with its tiers; one that is stopped has none."""
 
 import os
 import signal
@@ -68,7 +68,7 @@ def is_there(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_one_that_ends_unasked_has_a_successor_at_its_socket(
+def test_one_that_ends_unexpectedly_has_a_successor_at_its_socket(
     starts: Starts, server: SupervisedServer, number: int
 ) -> None:
     for rounds in range(2, 4):
@@ -105,7 +105,7 @@ def test_a_stopped_one_has_no_successor(starts: Starts, server: SupervisedServer
 def test_stopping_does_not_wait_for_the_next_start(starts: Starts, caplog: pytest.LogCaptureFixture) -> None:
     server = SupervisedServer(starts, first_rest_s=3600)
     os.kill(server.pid, signal.SIGKILL)
-    until(lambda: "has ended without being asked to" in caplog.text)
+    until(lambda: "has ended unexpectedly" in caplog.text)
     server.stop()
     assert len(starts.started) == 1
 

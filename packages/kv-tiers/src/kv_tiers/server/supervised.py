@@ -1,7 +1,7 @@
-"""Starts a private server again when it ends without being asked to, as when the system kills it for want of memory.
+"""Starts a private server again when it ends unexpectedly, as when the system runs out of memory and kills it.
 
-What only its pool held is lost and computed again; what tiers below it hold is found there. Clients need not be told:
-they reconnect by themselves (`RemoteCache`).
+What only its pool held is lost and computed again; what tiers below it hold is found there. Clients
+reconnect by themselves (`RemoteCache`).
 """
 
 import select
@@ -76,7 +76,7 @@ class SupervisedServer:
             if time.monotonic() - began_s >= _STEADY_S:
                 rest_s = self._first_rest_s
             _log.warning(
-                "the private cache server (process %d) has ended without being asked to, perhaps for want of memory; "
+                "the private cache server (process %d) has ended unexpectedly, perhaps because memory ran out; "
                 "another is started in %g s, and what only the host pool held is computed again", pid, rest_s,
             )  # fmt: skip
             while True:
