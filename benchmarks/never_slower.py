@@ -149,10 +149,9 @@ def throttled_rows(
         bytes_per_s = THROTTLES[name]
         below = {"type": "disk", "directory": str(disk), "capacity_bytes": "512MiB"}
         cache = {"host": host, "tiers": [{"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": below}]}
-        known = {"cost": {"prefill_tokens_per_second": chosen.prefill}} if chosen.prefill else {}
         ways: dict[str, dict[str, Any] | None] = {
             "without": None,
-            "auto": cache | known | {"use": "auto"},
+            "auto": cache | {"use": "auto"},
             "always": cache | {"use": "always"},
         }
         seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -181,9 +180,6 @@ def main() -> int:
         choices=THROTTLES,
         metavar="BANDWIDTH",
         help=f"over tiers of these bandwidths instead, of all where none is named: {', '.join(THROTTLES)}",
-    )
-    asked.add_argument(
-        "--prefill", type=float, default=0.0, help="tokens a second that the engine computes, where it must be told"
     )
     asked.add_argument(
         "--threads",

@@ -16,6 +16,7 @@ from kv_cuda.copy.cpu import CpuCopier
 from kv_cuda.copy.streams import DoneEvent
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
+from kv_sglang.prefill import PrefillSpeed
 from kv_sglang.requests import RequestPages
 from kv_testing.layouts import reach
 from kv_testing.throttled import ThrottledTier, offer
@@ -477,7 +478,9 @@ def test_a_slow_tier_is_not_waited_for_where_computing_is_known_to_be_quicker(
             assert store.write(others[:4], slots(2, 3, 4, 5)) == [True] * 4  # they put the first ones out
             settle()
             described = store.pages
-            asker = PageStore(opened, store._space, described, shard=0, wait_s=5.0, use=use, compute_s=compute_s)
+            tokens_per_s = 0.0 if compute_s is None else store.pages.page_slots / compute_s
+            speed = PrefillSpeed(tokens_per_second=tokens_per_s)
+            asker = PageStore(opened, store._space, described, shard=0, wait_s=5.0, use=use, prefill=speed)
             began = time.monotonic()
             found = asker.held(names)
             took_s = time.monotonic() - began

@@ -53,8 +53,8 @@ class Served:
         self.thread.start()
         self.client = httpx.Client(base_url=self.http.url, timeout=30)
 
-    def join(self, fingerprint: str = "f", engine: str = "") -> RemoteCache:
-        return RemoteCache(self.path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint, engine=engine)
+    def join(self, fingerprint: str = "f", engine: str = "", facts: dict[str, str] | None = None) -> RemoteCache:
+        return RemoteCache(self.path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint, engine=engine, facts=facts)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.client.get(path, headers=headers)

@@ -32,12 +32,14 @@ from kv_tiers.codecs.division import Division, GroupLayers, divide
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.server.supervised import SupervisedServer
+from kv_tiers.server.wire import REPEATS_LOOKUPS
 from kv_tiers.settings import Settings
 
 from kv_sglang import TESTED
 from kv_sglang.metrics import NO_FIGURES, BytesOnly, Figures
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
+from kv_sglang.prefill import PrefillSpeed
 from kv_sglang.requests import RequestPages
 from kv_sglang.weights import WeightsWatch
 
@@ -80,6 +82,7 @@ class Attached:
     server: the private one, in the process that started it.
     watch: observes the engine's weights.
     requests: the requests' options for their pages.
+    prefill: how fast the engine computes.
     figures: the counters for the engine's metrics.
     """
 
@@ -89,6 +92,7 @@ class Attached:
     server: SupervisedServer | None = None
     watch: WeightsWatch | None = None
     requests: RequestPages | None = None
+    prefill: PrefillSpeed | None = None
     figures: Figures = NO_FIGURES
 
     def close(self) -> None:
@@ -106,7 +110,8 @@ class Attached:
             bus.close()
         if self.server is not None:
             self.server.stop()
-        self.stores, self.caches, self.buses, self.server, self.watch, self.requests = {}, {}, [], None, None, None
+        self.stores, self.caches, self.buses, self.server = {}, {}, [], None
+        self.watch = self.requests = self.prefill = None
 
 
 def check_hashes() -> None:
@@ -196,12 +201,14 @@ def attach(
                         "pool": ", ".join(names),
                         "chunk_tokens": str(settings.chunk_tokens),
                         **(keeps.facts() if KV in names else {}),
+                        **({REPEATS_LOOKUPS: "true"} if rank.number else {}),
                     },
                     detached=True,
                 )
                 made.server = made.server or server
         cache = made.caches[formats[KV]]
         requests = made.requests = RequestPages(settings.use, settings.chunk_tokens, lambda: cache.tiers)
+        prefill = made.prefill = PrefillSpeed(tokens_per_second=settings.cost.prefill_tokens_per_second)
         for name, pages in pools.items():
             # Where all ranks have the same KV, there is one share. States of linear attention are never the same.
             whole = rank.replicated and name != "mamba"
@@ -221,7 +228,8 @@ def attach(
                 wait_s=settings.cold.wait_s,
                 holds_old_pages=watch.holds_old_pages,
                 use=settings.use,
-                compute_s=settings.chunk_tokens / speed if (speed := settings.cost.prefill_tokens_per_second) else None,
+                page_tokens=settings.chunk_tokens,
+                prefill=prefill,
                 requests=requests,
                 figures=figures if name == KV and rank.number == rank.stage == 0 else BytesOnly(figures),
             )

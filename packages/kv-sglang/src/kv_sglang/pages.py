@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from kv_core.connect.controls import NO_CONTROLS, Controls
-from kv_core.cost import Costs, Use
+from kv_core.cost import Use
+from kv_core.coverage import ChunkShape
 from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
@@ -36,6 +37,7 @@ from kv_tiers.server.remote_cache import RemoteCache
 
 from kv_sglang.metrics import NO_FIGURES, Figures, OncePerRequest
 from kv_sglang.pools import PoolPages
+from kv_sglang.prefill import PrefillSpeed
 from kv_sglang.requests import RequestPages
 
 _log = limited_logger(__name__)
@@ -106,7 +108,8 @@ class PageStore:
         wait_s: float,
         holds_old_pages: Callable[[], bool] = lambda: False,
         use: Use = "auto",
-        compute_s: float | None = None,
+        page_tokens: int = 0,
+        prefill: PrefillSpeed | None = None,
         requests: RequestPages | None = None,
         figures: Figures = NO_FIGURES,
     ) -> None:
@@ -114,14 +117,16 @@ class PageStore:
         wait_s: how long a lookup may wait for pages in slower tiers.
         holds_old_pages: whether the engine's pages may belong to other weights than the key space's: none is written.
         use: when held pages are used. auto: slower tiers are waited for where that is quicker than computing.
-        compute_s: seconds that the engine needs to compute a page, if known; SGLang does not report it.
+        page_tokens: tokens of a page of KV, which these belong to; 0: they are such pages.
+        prefill: how fast the engine computes; None: never known.
         requests: the requests' options for their pages; None: none.
         figures: the counters to update.
         """
         self._figures = figures
         self._known = OncePerRequest()
         self._use: Use = use
-        self._costs = Costs(0, (compute_s, 0.0)) if compute_s is not None else None
+        self._shape = ChunkShape(page_tokens or pages.page_slots)
+        self._prefill = PrefillSpeed() if prefill is None else prefill
         self._requests = RequestPages(use, pages.page_slots, lambda: cache.tiers) if requests is None else requests
         self._requests.listeners.append(self._say_taken)
         self.cache = cache
@@ -351,9 +356,13 @@ class PageStore:
         return controls if (controls.use or self._use) != "never" else replace(controls, loads=False)
 
     def _plan(self, keys: Sequence[ChunkKey], holder: str, controls: Controls, *, may_wait: bool) -> LookupPlan:
-        costs = self._costs if (controls.use or self._use) == "auto" else None
+        costs = self._prefill.costs() if (controls.use or self._use) == "auto" else None
+        if measured := self._prefill.take_measured():
+            self.cache.measured(measured)
         waits = may_wait and controls.promotes
-        return self.cache.lookup(keys, holder, wait_for_promotion=waits, costs=costs, tiers=controls.tiers)
+        return self.cache.lookup(
+            keys, holder, shape=self._shape, wait_for_promotion=waits, costs=costs, tiers=controls.tiers
+        )
 
     def _lookup(self, keys: Sequence[ChunkKey], holder: str, until: float, controls: Controls) -> LookupPlan:
         while True:

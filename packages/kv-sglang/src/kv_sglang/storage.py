@@ -33,6 +33,7 @@ from kv_sglang.metrics import engine_figures
 from kv_sglang.page_settings import read_settings
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages, describe, first_slots
+from kv_sglang.prefill import follow_steps
 from kv_sglang.requests import follow_requests
 from kv_sglang.served import served_model
 from kv_sglang.weights import engine_name, watch_updates
@@ -124,7 +125,9 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         model = served_model(rank)
         self._attached = attach(settings, model, rank, self._pages, engine_name=name, figures=figures)
         assert self._attached.watch is not None and self._attached.requests is not None
+        assert self._attached.prefill is not None
         follow_requests(self._attached.requests)
+        follow_steps(self._attached.prefill)
         self._attached.watch.see_emptied(self.mem_pool_host)
         formats = ", ".join(f"{name}: {pages.format.kind}" for name, pages in self._pages.items())
         _log.info("kv-sglang keeps pages of %d tokens (%s)", settings.chunk_tokens, formats)

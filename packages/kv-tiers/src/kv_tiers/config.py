@@ -117,7 +117,7 @@ class CostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Parameters of `use: auto`, besides what it measures."""
 
     prefill_tokens_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Prefill speed of the engine. 0: measured in vLLM; unknown in SGLang, where whatever is held is then used."""
+    """Prefill speed of the engine. 0: it is measured."""
 
 
 class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

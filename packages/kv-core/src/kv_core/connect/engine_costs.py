@@ -119,10 +119,16 @@ class EngineCosts:
         step = self._steps.popleft()
         before_s, self._ended_s = self._ended_s, self._clock.now_s()
         if step.tokens:
-            features = (1.0, step.tokens, step.pairs)
-            took_s = self._ended_s - max(step.began_s, before_s)
-            self._note("compute", self._compute.seconds(features), took_s)
-            self._compute.add(features, took_s)
+            self.prefill_took(step.tokens, step.pairs, self._ended_s - max(step.began_s, before_s))
+
+    def prefill_took(self, tokens: float, pairs: float, seconds: float) -> None:
+        """A step that is a sample took so long. For engines that report steps only when they have ended.
+
+        tokens, pairs: as for `step_scheduled`.
+        """
+        features = (1.0, tokens, pairs)
+        self._note("compute", self._compute.seconds(features), seconds)
+        self._compute.add(features, seconds)
 
     def take_measured(self) -> list[Measured]:
         """Estimates that were compared with measurements since the last call."""

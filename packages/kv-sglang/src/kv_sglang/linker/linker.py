@@ -30,6 +30,7 @@ from kv_sglang.linker.device import describe_device
 from kv_sglang.linker.lanes import Loads, Stores
 from kv_sglang.metrics import engine_figures
 from kv_sglang.page_settings import read_settings
+from kv_sglang.prefill import follow_steps
 from kv_sglang.requests import follow_requests
 from kv_sglang.served import served_model
 from kv_sglang.weights import engine_name, watch_updates
@@ -88,7 +89,9 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         pools = {KV: described.pages}
         self._attached = attach(settings, served_model(rank), rank, pools, engine_name=name, figures=figures)
         assert self._attached.requests is not None and self._attached.watch is not None
+        assert self._attached.prefill is not None
         follow_requests(self._attached.requests)
+        follow_steps(self._attached.prefill)
         store = self._attached.stores[KV]
         self._ranks = rank.ranks
         self._loads = Loads(store, described.copier(), self.turn_off)

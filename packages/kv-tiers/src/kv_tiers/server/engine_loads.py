@@ -76,9 +76,10 @@ class EngineLoads:
         self._spaces: OrderedDict[tuple[str, bytes], ServedSpace] = OrderedDict()
         self._busy_until_s: dict[str, float] = {}
 
-    def recorder(self, engine: str, format: Format) -> OnLookup:
-        """The function to call after each lookup of a client of this engine."""
-        return partial(self._looked_up, engine, format)
+    def recorder(self, engine: str, format: Format, *, repeats: bool = False) -> OnLookup:
+        """The function to call after each lookup of a client of this engine. repeats: another client looks the same
+        prompts up."""
+        return _ignored if repeats else partial(self._looked_up, engine, format)
 
     def _looked_up(  # noqa: PLR0917  # two are the recorder's
         self,
@@ -114,6 +115,10 @@ class EngineLoads:
         """How long until the engine has computed what it looked up."""
         now_s = self._clock.now_s()
         return max(0.0, self._busy_until_s.get(engine, now_s) - now_s)
+
+
+def _ignored(_keys: Sequence[ChunkKey], _shape: ChunkShape, _costs: Costs | None, _plan: LookupPlan) -> None:
+    pass
 
 
 def estimate(

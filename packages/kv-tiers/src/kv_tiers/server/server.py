@@ -255,7 +255,11 @@ class CacheServer:
             clock=self._clock,
             is_watched=client.pidfd >= 0,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
-            on_lookup=self.engine_loads.recorder(request.engine, (request.group_bytes, request.fingerprint)),
+            on_lookup=self.engine_loads.recorder(
+                request.engine,
+                (request.group_bytes, request.fingerprint),
+                repeats=wire.REPEATS_LOOKUPS in request.facts,
+            ),
         )
         chunk_tokens = request.facts.get("chunk_tokens", "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts

@@ -10,6 +10,7 @@ from kv_core.keys import ChunkKey, KeySpace
 from kv_core.testing import key_chain
 from kv_testing.http import Served, keys_of, problem, store, store_keys
 from kv_tiers.server import RemoteCache
+from kv_tiers.server.wire import REPEATS_LOOKUPS
 
 TOKEN_S = 1e-3
 CHUNK_TOKENS = 256
@@ -80,6 +81,16 @@ def test_what_is_held_leaves_less_in_the_queue(served: Served) -> None:
     look_up(cache, key_chain(6))
     assert route(served, key_chain(1))[0]["queue_s"] == pytest.approx(2 * CHUNK_TOKENS * TOKEN_S)
     cache.close()
+
+
+def test_ranks_that_look_up_the_same_prompt_have_it_computed_once(served: Served) -> None:
+    first = served.join(engine="e")
+    others = [served.join(engine="e", facts={REPEATS_LOOKUPS: "true"}) for _ in range(3)]
+    for cache in (*others, first):
+        look_up(cache, key_chain(4))
+    assert route(served, key_chain(1))[0]["queue_s"] == pytest.approx(4 * CHUNK_TOKENS * TOKEN_S)
+    for cache in (first, *others):
+        cache.close()
 
 
 def test_where_computing_is_quicker_nothing_is_loaded(served: Served) -> None:

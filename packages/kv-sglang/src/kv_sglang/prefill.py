@@ -1,0 +1,103 @@
+"""How fast SGLang computes prompts. It does not report this to its storage, so it is measured where its scheduler
+processes the results of a step (`Scheduler.process_batch_result`)."""
+
+import functools
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Any, Final
+from weakref import WeakSet
+
+from kv_core.clock import Clock
+from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS, EngineCosts
+from kv_core.cost import Costs, Measured
+from kv_core.log import limited_logger
+from kv_tiers.clock import MonotonicClock
+
+_log = limited_logger(__name__)
+
+_MAX_MEASURED: Final = 256
+_UNKNOWN: Final = (
+    "how fast it computes is not known; set cost.prefill_tokens_per_second, or chunks in slow tiers are waited for "
+    "even where computing is faster"
+)
+_FOLLOWED: "WeakSet[PrefillSpeed]" = WeakSet()
+_LOCK: Final = threading.Lock()
+
+
+class PrefillSpeed:
+    """One engine's. The scheduler's thread reports steps; any thread may ask."""
+
+    def __init__(self, *, tokens_per_second: float = 0.0, clock: Clock | None = None) -> None:
+        """tokens_per_second: the speed if it is known in advance; 0: it is measured.
+        clock: the one that SGLang dates its steps by, `time.monotonic`.
+        """
+        self._clock = clock or MonotonicClock()
+        self._costs = EngineCosts(self._clock, prefill_tokens_per_second=tokens_per_second)
+        self._ended_s = 0.0
+        self._measured: deque[Measured] = deque(maxlen=_MAX_MEASURED)
+        self._compute: tuple[float, float] | None = None  # replaced as a whole, for the other threads
+        self._publish()
+
+    def costs(self) -> Costs | None:
+        """For a lookup. None: the speed is not known yet."""
+        return None if self._compute is None else Costs(compute=self._compute)
+
+    def take_measured(self) -> list[Measured]:
+        """Estimates that were compared with measurements since the last call."""
+        taken = []
+        with suppress(IndexError):  # another thread may take them too
+            while True:
+                taken.append(self._measured.popleft())
+        return taken
+
+    def step_ended(self, batch: Any) -> None:
+        """The scheduler has processed the results of this `ScheduleBatch`, or of its copy.
+
+        Steps end in their order, and the device runs them one after the other. One is not a sample if SGLang loads
+        pages from its host memory meanwhile.
+        """
+        before_s, self._ended_s = self._ended_s, self._clock.now_s()
+        mode = batch.forward_mode
+        if not mode.is_extend_without_speculative() or mode.is_split_prefill():
+            return
+        if max(batch.extend_lens, default=0) < MIN_PREFILL_TOKENS or any(req.host_loaded_length for req in batch.reqs):
+            return
+        pairs = sum(new * (before + new / 2) for before, new in zip(batch.prefix_lens, batch.extend_lens, strict=True))
+        self._costs.prefill_took(sum(batch.extend_lens), pairs, self._ended_s - max(batch.launch_ts, before_s))
+        self._publish()
+
+    def _publish(self) -> None:
+        costs = self._costs.of(0)
+        self._compute = None if costs is None else costs.compute
+        self._measured.extend(self._costs.take_measured())
+
+
+def follow_steps(speed: PrefillSpeed) -> None:
+    """Report every step of this process to `speed`, as long as that lives; raises whatever importing SGLang raises."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    _FOLLOWED.add(speed)
+    call = getattr(Scheduler, "process_batch_result", None)
+    if call is None:
+        _log.warning("this SGLang processes its steps differently: %s", _UNKNOWN)
+        return
+    with _LOCK:
+        if not getattr(call, "_kv_followed", False):
+            Scheduler.process_batch_result = _followed(call)
+
+
+def _followed(call: Any) -> Any:
+    @functools.wraps(call)
+    def called(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = call(self, batch, *args, **kwargs)
+        for speed in list(_FOLLOWED):
+            try:
+                speed.step_ended(batch)
+            except Exception:  # noqa: BLE001  # any error would end the engine
+                _FOLLOWED.discard(speed)
+                _log.exception("a step of SGLang cannot be read: %s", _UNKNOWN)
+        return answer
+
+    called._kv_followed = True  # type: ignore[attr-defined]
+    return called

@@ -1,0 +1,118 @@
+"""How fast SGLang computes prompts, from the steps of its scheduler."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from kv_core.clock import HandClock
+from kv_sglang.prefill import PrefillSpeed
+
+TOKEN_S, PAIR_S = 1e-4, 1e-8
+
+
+@dataclass
+class Mode:
+    """Of a step: SGLang's `ForwardMode`."""
+
+    computes_prompts: bool = True
+    is_split: bool = False
+
+    def is_extend_without_speculative(self) -> bool:
+        return self.computes_prompts
+
+    def is_split_prefill(self) -> bool:
+        return self.is_split
+
+
+@dataclass
+class Request:
+    """host_loaded_length: tokens that SGLang loads from its host memory during the step."""
+
+    host_loaded_length: int = 0
+
+
+@dataclass
+class Batch:
+    """What `process_batch_result` gets of a step: SGLang's `ScheduleBatch`, or its copy."""
+
+    launch_ts: float
+    prefix_lens: list[int]
+    extend_lens: list[int]
+    forward_mode: Mode = field(default_factory=Mode)
+    reqs: list[Request] = field(default_factory=lambda: [Request()])
+
+
+def step_s(batch: Batch) -> float:
+    return sum(
+        new * (TOKEN_S + PAIR_S * (before + new / 2))
+        for before, new in zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    )
+
+
+def compute_s(speed: PrefillSpeed, first_token: int, last_token: int) -> float | None:
+    costs = speed.costs()
+    return None if costs is None else costs.compute_s(first_token, last_token)
+
+
+def computed(clock: HandClock, speed: PrefillSpeed, *batches: Batch) -> None:
+    """The steps were launched at once, and end one after the other."""
+    for batch in batches:
+        clock.advance(step_s(batch))
+        speed.step_ended(batch)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_it_is_learnt_from_steps_which_may_be_launched_before_the_last_has_ended(at_once: int) -> None:
+    clock = HandClock()
+    speed = PrefillSpeed(clock=clock)
+    assert speed.costs() is None
+    for number in range(40):
+        lengths = [64 * (1 + (number + other) % 7) for other in range(at_once)]
+        launched_s = clock.now_s()
+        computed(clock, speed, *(Batch(launched_s, [1024 * (number % 5)], [tokens]) for tokens in lengths))
+    for first, tokens in ((0, 16), (0, 1600), (3200, 160)):
+        expected_s = tokens * (TOKEN_S + PAIR_S * (first + tokens / 2))
+        assert compute_s(speed, first, first + tokens) == pytest.approx(expected_s, rel=0.2)
+    assert speed.take_measured()
+    assert not speed.take_measured()
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(0.0, [], [], Mode(computes_prompts=False)),
+        Batch(0.0, [0], [512], Mode(is_split=True)),
+        Batch(0.0, [100, 200], [1, 1]),
+        Batch(0.0, [512], [512], reqs=[Request(), Request(host_loaded_length=256)]),
+    ],
+    ids=["decode", "a part of the layers", "hardly a prompt", "loads meanwhile"],
+)
+def test_other_steps_say_nothing_of_it(batch: Batch) -> None:
+    clock = HandClock()
+    speed = PrefillSpeed(clock=clock)
+    for _ in range(10):
+        clock.advance(1.0)
+        speed.step_ended(batch)
+    assert speed.costs() is None
+
+
+def test_a_step_begins_when_the_one_before_has_ended_whatever_that_computed() -> None:
+    clock = HandClock()
+    speed = PrefillSpeed(clock=clock)
+    for _ in range(10):
+        launched_s = clock.now_s()
+        clock.advance(5.0)
+        speed.step_ended(Batch(launched_s, [], [], Mode(computes_prompts=False)))
+        computed(clock, speed, Batch(launched_s, [0], [512]))
+    found = compute_s(speed, 0, 512)
+    assert found is not None
+    assert found < 1.0
+
+
+def test_a_speed_that_is_given_is_not_measured() -> None:
+    clock = HandClock()
+    speed = PrefillSpeed(tokens_per_second=1000.0, clock=clock)
+    for _ in range(10):
+        launched_s = clock.now_s()
+        clock.advance(9.0)
+        speed.step_ended(Batch(launched_s, [0], [512]))
+    assert compute_s(speed, 100, 260) == pytest.approx(0.16)
