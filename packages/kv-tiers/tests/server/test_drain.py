@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kv_core.keys import ChunkKey
+from kv_core.keys import KEY_BYTES, ChunkKey
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
 from kv_testing.cache_servers import (
@@ -125,6 +125,20 @@ def test_what_a_host_had_is_read_at_its_peer_when_it_is_gone(ending: ExitStack, 
     for keys in PROMPTS:
         assert held(other, keys) == 4
         assert read(other, keys)
+
+
+def test_what_engines_with_different_algorithms_stored_is_moved_together(ending: ExitStack, tmp_path: Path) -> None:
+    """Their keys differ in length, and one message has keys of one length."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0])
+    other = join_server(two)
+    ending.callback(other.close)
+    short = [ChunkKey(key[: KEY_BYTES[0]]) for key in PROMPTS[1]]
+    filled(ending, one, [PROMPTS[0], short])
+    assert drained(one) == DrainState("drained", chunks=8, moved=8, moved_bytes=8 * CHUNK_BYTES)
+    assert read(other, PROMPTS[0]) and read(other, short)
 
 
 def test_a_host_that_leaves_stores_nothing_new_and_serves_what_it_has(ending: ExitStack, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kv_core.errors import ConfigError, TierDown
-from kv_core.keys import ChunkKey, tenant_tag
+from kv_core.keys import KEY_BYTES, ChunkKey, tenant_tag
 from kv_core.outcome import Absent, Damaged, Loaded, Refused
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, kill_server, store
@@ -252,6 +252,16 @@ def test_a_tenant_that_was_cleared_is_found_at_no_peer(ending: ExitStack, peer: 
     tier.clear_tenant(tenant_tag("one"))
     assert tier.holds(one + two) == [False] * 2 + [True] * 2
     assert tier.load(reads_of(CONTEXT, one)) == [Absent()] * 2
+
+
+def test_keys_of_two_algorithms_are_asked_for_in_one_call(ending: ExitStack, peer: ThreadedServer) -> None:
+    """Of a host whose engines name prefixes by sha256 and by xxh3_128, all are, when it is drained."""
+    long, short = key_chain(2), [ChunkKey(key[: KEY_BYTES[0]]) for key in key_chain(2, branch="short")]
+    put(peer, long)
+    put(peer, short)
+    unknown = key_chain(1, branch="nobody's")
+    asked = [long[0], short[0], *unknown, long[1], short[1]]
+    assert tier_of(ending, address_of(peer)).holds(asked) == [True, True, False, True, True]
 
 
 def test_what_is_discarded_while_a_peer_is_asked_is_not_found(ending: ExitStack) -> None:

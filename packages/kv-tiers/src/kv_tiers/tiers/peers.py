@@ -255,11 +255,12 @@ class PeersTier:
             self._directory.start()
             return dict(zip(wanted, map(tuple, self._directory.holders(wanted)), strict=True))
         began_s = time.monotonic()
+        questions = _questions(wanted) or [[]]
 
         def ask(peer: Peer) -> set[ChunkKey]:
             held: set[ChunkKey] = set()
-            for at in range(0, max(1, len(wanted)), MAX_ASKED):
-                held |= peer.talk(partial(self._held, wanted[at : at + MAX_ASKED]), self._answer_s)
+            for question in questions:
+                held |= peer.talk(partial(self._held, question), self._answer_s)
             return held
 
         peers = self._hosts.peers()
@@ -325,6 +326,15 @@ class PeersTier:
             checksum = stream.receive_chunk(read.pages[:nbytes], deadline_for(nbytes, self._chunk_s))
             stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
             outcomes[number] = Loaded(nbytes, checksum)
+
+
+def _questions(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
+    """The keys of each `Holds`. Engines may name prefixes by different algorithms, and a drain asks about the chunks of
+    all, but the keys of a message have one length."""
+    of_length: dict[int, list[ChunkKey]] = {}
+    for key in keys:
+        of_length.setdefault(len(key), []).append(key)
+    return [alike[at : at + MAX_ASKED] for alike in of_length.values() for at in range(0, len(alike), MAX_ASKED)]
 
 
 def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:
