@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,13 +30,14 @@ from kv_testing.redis_servers import end_all, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
+from kv_tiers.cache import drain
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.drain_state import DrainState
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.tier_contract import content
-from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerStream, Request
+from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Holds, Offer, Offered, PeerStream, Request
 from kv_tiers.watch.metrics import drain_families
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
@@ -383,6 +385,55 @@ def test_a_peer_that_answers_nonsense_has_taken_nothing(ending: ExitStack, fates
     until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=30)
     state = local.drain.state()
     assert state is not None and state.moved == 0
+
+
+def holding_all(*hosts: str, ending: ExitStack, **options: object) -> LocalCache:
+    """The cache of a server that holds all prompts and has peers at these addresses."""
+    server = listening(32, tiers=[{**peers_at(*hosts)[0], **options}])
+    ending.callback(server.close)
+    cache = join_at(server.path)
+    ending.callback(cache.close)
+    for keys in PROMPTS:
+        store(cache, keys)
+    (local,) = server.server.caches.values()
+    return local
+
+
+def has_all(stream: PeerStream, request: Request) -> None:
+    """The answer of a peer that has what it is offered."""
+    assert isinstance(request, Offer)
+    offered = len(request.keys.unpack()) - request.first
+    stream.send_message(Offered(b"\2" * offered, 100), time.monotonic() + 10)
+
+
+def has_gone(stream: PeerStream, request: Request) -> None:
+    raise ConnectionError("it closes the connection")
+
+
+def holds_nothing(request: Holds) -> bytes:
+    return bytes(len(request.keys.unpack()))
+
+
+def test_a_peer_that_does_not_say_what_it_holds_ends_no_drain(
+    ending: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for, longer than peers have to take something."""
+    monkeypatch.setattr(drain, "_FULL_S", 0.5)
+    over = threading.Event()
+
+    def says_nothing(request: Holds) -> bytes:
+        over.wait(60)
+        return holds_nothing(request)
+
+    silent, good = FakePeer(has_gone), FakePeer(has_all)
+    for peer in (silent, good):
+        ending.callback(peer.close)
+    silent.hold, good.hold = says_nothing, holds_nothing  # type: ignore[method-assign]
+    ending.callback(over.set)
+    local = holding_all(good.address, silent.address, ending=ending, answer_timeout_s=1.0)
+    local.drain.begin(30)
+    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=40)
+    assert local.drain.state() == DrainState("drained", chunks=24, elsewhere=24)
 
 
 def test_an_offer_of_what_nobody_holds_costs_reads_that_find_nothing(ending: ExitStack) -> None:

@@ -217,12 +217,15 @@ class _Work:
                 return False
             self._rank(self._not_ranked.popleft()())
         keys = self._here([self._order.popleft() for _ in range(min(_WINDOW, len(self._order)))])
+        began_s = time.monotonic()
         wanted = []
         for key, is_there in zip(keys, self._elsewhere(keys), strict=True):
             if is_there:
                 self._settle(elsewhere=1)
             else:
                 wanted.append(key)
+        # A peer that does not answer is waited for, and nothing can be taken meanwhile.
+        self._progress_s += time.monotonic() - began_s
         self._todo += self._offers_of(wanted, set())
         return True
 
