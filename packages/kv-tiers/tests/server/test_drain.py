@@ -436,6 +436,20 @@ def test_a_peer_that_does_not_say_what_it_holds_ends_no_drain(
     assert local.drain.state() == DrainState("drained", chunks=24, elsewhere=24)
 
 
+def test_a_peer_that_fails_is_not_offered_more_while_it_is_not_contacted(ending: ExitStack) -> None:
+    """Each offer to a host that is gone would be waited for, while the others have nothing to do."""
+    failing, good = FakePeer(has_gone), FakePeer(has_all)
+    for peer in (failing, good):
+        ending.callback(peer.close)
+        peer.hold = holds_nothing  # type: ignore[method-assign]
+    local = holding_all(failing.address, good.address, ending=ending)
+    local.drain.begin(30)
+    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=40)
+    assert local.drain.state() == DrainState("drained", chunks=24, elsewhere=24)
+    # Once on the connection of the question before, which might have been dead, and once on a new one.
+    assert sum(isinstance(request, Offer) for request in failing.asked) <= 2
+
+
 def test_an_offer_of_what_nobody_holds_costs_reads_that_find_nothing(ending: ExitStack) -> None:
     """A peer can have us ask our peers, and reserve half of the pool for a moment, no more."""
 

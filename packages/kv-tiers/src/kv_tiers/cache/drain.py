@@ -140,6 +140,7 @@ class _Work:
         self._todo: deque[_Offer] = deque()
         self._taken: dict[str, list[_Offer]] = {}
         self._failed: dict[str, str] = {}
+        self._silent: set[str] = set()  # peers that failed in this round, and so back off
         self._moved_s: dict[str, float] = {}  # by peer, when it last fetched something
         self._progress_s = 0.0
 
@@ -259,6 +260,7 @@ class _Work:
     def _round(self) -> None:
         """Query every peer's progress, and offer it more."""
         takers = {taker.name: taker for tier in self._tiers for taker in tier.takers()}
+        self._silent.clear()
         for name in self._taken.keys() - takers.keys():
             for offer in self._taken.pop(name):  # it is down: another peer may take them
                 self._give_up(offer, name)
@@ -267,12 +269,13 @@ class _Work:
             for offer in list(taken):
                 if not self._offer(taker, offer, again=True):
                     taken.remove(offer)
-        turns = list(takers.values())
+        turns = [taker for taker in takers.values() if taker.name not in self._silent]
         while turns and self._todo and not self._stop.is_set():  # in turn, so that every peer has work
             turns = [taker for taker in turns if self._offer_next(taker, set(takers))]
 
     def _offer_next(self, taker: Taker, takers: set[str]) -> bool:
-        """Offer a peer one more piece, if it has capacity and there is one that it has not refused."""
+        """Offer a peer one more piece, if it has capacity and there is one that it has not refused. False: it takes no
+        more in this round."""
         taken, room = self._taken[taker.name], self._room()
         if room == 0 or sum(len(one.left) for one in taken) >= _IN_FLIGHT:
             return False
@@ -290,7 +293,7 @@ class _Work:
         offer.offered_s = time.monotonic()
         if self._offer(taker, offer, again=False):
             taken.append(offer)
-        return True
+        return taker.name not in self._silent
 
     def _room(self) -> int | None:
         """How many more chunks may be offered within `max_bytes`; None: any number."""
@@ -311,6 +314,7 @@ class _Work:
             answer = taker.offer(offer.chain, offer.first)
         except (OSError, InputError) as error:
             self._failed[taker.name] = str(error) or type(error).__name__
+            self._silent.add(taker.name)
             self._give_up(offer, taker.name)
             return False
         fates = dict(zip(offer.chain[offer.first :], answer.fates, strict=True))
