@@ -1,5 +1,6 @@
 """Whose chunks a shared file system serves: this user's, a group's, or whoever's who has the key."""
 
+import errno
 import os
 import shutil
 import stat
@@ -10,8 +11,8 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
 from kv_core.testing import key_chain
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.tier import Tier, TierContext
-from kv_tiers.tiers.shared_fs import make_shared_fs_tier
+from kv_tiers.tier import RemovalRefusedError, Tier, TierContext
+from kv_tiers.tiers.shared_fs import SharedFsTier, make_shared_fs_tier
 
 STRANGER = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -190,6 +191,28 @@ class TestWithoutAKey(TestWithAKey):
         assert self.tier.holds(KEYS) == [True] * 3
         assert self.loaded(KEYS) == [True] * 3
         assert {path.stat().st_gid for path in self.root.rglob("*")} == {77}
+
+    def test_a_groups_chunks_are_its_own_from_the_first_call_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever that call is: a new tier does not know the directory's group yet."""
+        self.tier.close()
+        self.root.chmod(0o2770)
+
+        def new() -> SharedFsTier:
+            tier = make_shared_fs_tier({"directory": str(self.root), "mode": "group"}, self.context)
+            assert isinstance(tier, SharedFsTier)
+            return tier
+
+        self.tier = new()
+        self.store(KEYS)
+        assert sorted(new().some_keys(8)) == sorted(KEYS)
+
+        def refused(*_: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refused)
+            with pytest.raises(RemovalRefusedError):
+                new().discard(KEYS)
 
     def test_what_would_not_be_served_is_refused_and_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A server of NFS may make all users one, or not know their names."""

@@ -169,6 +169,7 @@ class SharedFsTier:
         return outcomes
 
     def some_keys(self, count: int) -> list[ChunkKey]:
+        self._see_root()
         files = itertools.islice(self._files(), 8 * count)
         paths = (f"{directory}/{name}".partition("/")[2] for directory, name in files)
         keys = itertools.islice(keys_in_paths(paths), count)
@@ -189,6 +190,7 @@ class SharedFsTier:
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
+        self._see_root()
         for key in keys:
             self._remove(self._path(key))
 
