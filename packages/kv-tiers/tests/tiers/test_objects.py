@@ -83,6 +83,16 @@ class TestObjects(PersistentTierContract):
         assert self.tier.holds(keys) == [True] * 3
         assert [type(outcome) for outcome in self.load(keys)] == [Loaded] * 3
 
+    def test_a_rest_behind_the_end_of_what_was_stored_since_is_no_fault_of_the_store(self) -> None:
+        self.use_prefixes()
+        (key,) = key_chain(1)
+        self.tier.store([self.write(key)])
+        self.tier.discard([key])
+        self.tier.store([self.write(key, stored_bytes=8192)])
+        for start in (4096, 8192, 12_288):
+            reads = [self.read(key, from_bytes=start)]
+            assert self.tier.load_rests(reads) == [Loaded(max(start, 8192))]  # type: ignore[attr-defined]
+
     def objects(self) -> tuple[ObjectsTier, list[str]]:
         assert isinstance(self.tier, ObjectsTier)
         found = [meta["path"] for batch in obstore.list(self.tier._store, self.tier._prefix) for meta in batch]

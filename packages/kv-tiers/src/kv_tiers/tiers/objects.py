@@ -48,6 +48,9 @@ _FULL: Final = ("507 Insufficient Storage", "QuotaExceeded")
 _REFUSES: Final = "status code: 4"
 """Part of an error if the store refuses the request."""
 
+_BEHIND_THE_END: Final = "status code: 416"
+"""Part of an error if an object ends before the requested range."""
+
 _MAX_UNREADABLE: Final = 10_000
 """The most chunks that are remembered as ones that we may not read."""
 
@@ -229,6 +232,10 @@ class ObjectsTier:
             self._list_nothing()  # raises if not only this object is forbidden
             self._pass_over(read.key, str(error))
             return Absent()
+        except TierDown as error:
+            if read.from_bytes and _BEHIND_THE_END in str(error):
+                return Loaded(read.from_bytes)  # a shorter payload was stored since, and has nothing there
+            raise
         except _WrongLengthError as error:
             with suppress(RemovalRefusedError):
                 self._delete([self._path(read.key)])
