@@ -49,6 +49,9 @@ from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read
 
+_MOST_CHUNKS = 256
+"""Chunks of one load, at most. A lane takes four such loads at a time, and a load larger than those together never."""
+
 
 class Promotions:
     """All promotions into one host tier. Methods take the host's lock themselves, unless they say "under the lock"."""
@@ -316,7 +319,7 @@ class Promotions:
         return sorted(jobs, key=lambda job: (not job.is_whole, job.start))
 
     def _batch_chunks(self, lane: Lane) -> int:
-        return max(1, lane.batch_bytes(self._batch_bytes) // self._host.pool.slot_bytes)
+        return max(1, min(_MOST_CHUNKS, lane.batch_bytes(self._batch_bytes) // self._host.pool.slot_bytes))
 
     def _worth(
         self, view: View, shape: ChunkShape, jobs: Sequence[Job], costs: Costs, *, have: int, best: int
