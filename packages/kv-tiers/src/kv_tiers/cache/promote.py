@@ -429,7 +429,7 @@ class Promotions:
         return lane.load(reads, arrived, share=promotion.share, keeps=keeps)
 
     def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
-        """On the lane's thread. arrivals: empty if the lane refused the job."""
+        """On the lane's thread. arrivals: empty if the lane refused the job, which it may take later if it serves."""
         with self._host.lock:
             for key in job.keys:
                 if self._arriving.get(key) is job:  # else it was forgotten, and another load may be under way
@@ -438,7 +438,7 @@ class Promotions:
                 self._hanging_slots -= len(job.slots)
             wait = self._waits.get(promotion.holder)
             came = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
-            if wait is not None:
+            if wait is not None and (arrivals or not self._lanes[job.tier].health()[0].serves):
                 wait.answers.lost.update(
                     (job.tier, key) for key, is_here in zip(job.keys, came, strict=True) if not is_here
                 )
