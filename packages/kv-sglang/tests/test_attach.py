@@ -15,7 +15,7 @@ from kv_sglang.pools import describe
 from kv_tiers.attach.identity import ServedModel
 from kv_tiers.codecs.calibration import Calibration
 from kv_tiers.codecs.learning import Learning
-from kv_tiers.config import HostConfig
+from kv_tiers.config import ColdConfig, CostConfig, HostConfig
 from kv_tiers.server.process import launch
 from kv_tiers.settings import Settings
 
@@ -41,6 +41,23 @@ def test_pools_of_one_engine_share_its_memory_and_no_page(make_pool: Callable[..
     assert cache.counts().slots_total == (1 << 20) // 4096
     spaces = {store.keys(NAMES)[0].space_id for store in made.stores.values()}
     assert len(spaces) == 2
+    made.close()
+
+
+def test_how_fast_the_engine_computes_decides_about_keys_and_values_alone(
+    make_pool: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Without the last pages of a window, the engine computes the whole prompt, not only those."""
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    settings = msgspec.structs.replace(
+        SETTINGS, tiers=[disk], cost=CostConfig(prefill_tokens_per_second=1e12), cold=ColdConfig(wait_s=30.0)
+    )
+    stored = attached(make_pool, "kv", "swa", settings=settings)
+    assert all(store.write(NAMES, [0, 4]) == [True, True] for store in stored.stores.values())
+    stored.close()
+    made = attached(make_pool, "kv", "swa", settings=settings)
+    assert made.stores["kv"].held(NAMES) == 0
+    assert made.stores["swa"].held(NAMES) == 2
     made.close()
 
 

@@ -229,7 +229,8 @@ def attach(
                 holds_old_pages=watch.holds_old_pages,
                 use=settings.use,
                 page_tokens=settings.chunk_tokens,
-                prefill=prefill,
+                # Without a few pages of another pool the engine computes the whole prompt, not only those.
+                prefill=prefill if name == KV else None,
                 requests=requests,
                 figures=figures if name == KV and rank.number == rank.stage == 0 else BytesOnly(figures),
             )
