@@ -99,6 +99,16 @@ def test_what_is_wrong_is_said_with_what_to_do(served: Served) -> None:
     assert "application/json" in problem(served.client.post("/clear", content=b"{}", headers=headers), 415)
 
 
+def test_a_path_with_a_slash_at_its_end_is_not_redirected(served: Served) -> None:
+    """curl and scripts take a redirection for success, and nothing would have been done."""
+    cache = served.join()
+    store(cache, 2)
+    assert "openapi.json" in problem(served.post("/clear/"), 404)
+    assert problem(served.get("/status/"), 404)
+    assert cache.lookup(key_chain(2), "r").chunks == 2
+    cache.close()
+
+
 def test_a_body_has_bounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
     many = b" " * (operation_module.MAX_BODY_BYTES + 1)

@@ -50,6 +50,7 @@ def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], a
     ]
     routes += [Route("/", Page().answer), Route("/openapi.json", document)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such, Problem: _problem, Exception: _bug})
+    app.router.redirect_slashes = False  # curl takes a redirection for success, and nothing would have been done
     return Guard(app, hosts)
 
 
