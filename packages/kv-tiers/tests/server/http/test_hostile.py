@@ -81,6 +81,17 @@ def test_an_address_open_to_others_needs_its_token_and_is_asked_by_any_name(tmp_
     named.close()
 
 
+def test_an_address_open_to_others_is_asked_by_itself_too_whatever_names_the_settings_say() -> None:
+    """A health check of a container knows its address and no name."""
+    served = Served(listen="0.0.0.0:0", hosts=["kv.example"])
+    url = f"http://127.0.0.1:{served.port()}/healthz"
+    assert httpx.get(url).status_code == 200
+    assert httpx.get(url, headers={"host": "kv.example"}).status_code == 200
+    for another in ("127.0.0.2", ""):
+        assert problem(httpx.get(url, headers={"host": another}), 421)
+    served.close()
+
+
 def test_an_address_that_is_taken_is_an_error_at_the_start(served: Served) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
         open_http(HttpConfig(listen=f"127.0.0.1:{served.port()}"))

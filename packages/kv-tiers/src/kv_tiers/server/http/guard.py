@@ -55,7 +55,7 @@ class Guard:
 
         try:
             async with asyncio.timeout(REQUEST_S):
-                self._check_host(Headers(scope=scope))
+                self._check_host(scope)
                 if connection.get(IS_HEALTH_ONLY) and scope["path"] not in _HEALTH:
                     raise Problem(503, "there are as many connections as allowed; ask again", {"retry-after": "1"})
                 await self._app(scope, receive, send_with_headers)
@@ -70,14 +70,15 @@ class Guard:
         except Exception:  # noqa: BLE001  # whatever it is, it affects only this request
             _log.exception("a request for %s hit a bug", scope["path"])
 
-    def _check_host(self, headers: Headers) -> None:
+    def _check_host(self, scope: Scope) -> None:
         """Refuse DNS rebinding: any site can have its own name resolve to our address, but the browser still sends that
-        name."""
+        name. The address itself is no such name: a health check may know nothing else."""
         if not self._hosts:
             return
-        host = headers.get("host", "")
+        host = Headers(scope=scope).get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if name.lower() not in self._hosts:
+        own_address = (scope.get("server") or ("",))[0]
+        if name.lower() not in self._hosts and (not name or name != own_address):
             raise Problem(
                 421, f"this server is not called {name[:100]!r}; use localhost, or add the name to http.hosts"
             )
