@@ -14,6 +14,7 @@ from kv_testing.http import SLOT_BYTES, TOKEN, Served, keys_of, problem, store, 
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
 from kv_tiers.config import HttpConfig
+from kv_tiers.server import launch
 from kv_tiers.server.http import jobs as jobs_module
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
@@ -149,6 +150,20 @@ def test_a_quota_is_written_as_every_other_size_is(served: Served, text: str) ->
     after = served.client.put("/quota/acme", json={"quota_bytes": text}, headers=headers).json()
     assert after["caches"][0]["quota_bytes"] == 4 * SLOT_BYTES
     cache.close()
+
+
+def test_a_tenant_is_found_by_a_name_with_a_slash_too() -> None:
+    tag = tenant_tag("salt of a team").hex()
+    http, tenants = {"listen": "127.0.0.1:0"}, [{"name": "org/team", "tag": tag}]
+    server = launch({"host": {"capacity_bytes": "1MiB"}, "http": http, "tenants": tenants})
+    try:
+        found = httpx.get(f"{server.url}quota/org%2Fteam")
+        assert found.status_code == 200, found.text
+        assert (found.json()["name"], found.json()["tag"]) == ("org/team", tag)
+        assert "no tenant is called 'org/crew'" in problem(httpx.get(f"{server.url}quota/org%2Fcrew"), 404)
+        assert "no tenant is called ''" in problem(httpx.get(f"{server.url}quota/"), 404)
+    finally:
+        server.stop()
 
 
 def test_a_quota_that_cannot_be_had_changes_nothing(served: Served) -> None:

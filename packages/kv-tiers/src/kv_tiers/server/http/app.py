@@ -62,7 +62,8 @@ def _route(path: str, operations: Sequence[Operation], token: str) -> Route:
         method = "GET" if request.method == "HEAD" else request.method
         return await perform(by_method[method], request, token)
 
-    return Route(path, endpoint, methods=list(by_method))
+    # Paths are matched after %2F has become a slash, which the name of a tenant may contain.
+    return Route(path.replace("{tenant}", "{tenant:path}"), endpoint, methods=list(by_method))
 
 
 async def _problem(request: Request, problem: Any) -> Response:
