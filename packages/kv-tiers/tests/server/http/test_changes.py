@@ -1,5 +1,6 @@
 """What HTTP changes needs a token: clearing, tenants, quotas, pins, archives."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,6 +305,15 @@ def test_no_request_names_a_file_outside_the_archive(tmp_path: Path, file: str) 
         assert problem(served.post(f"/prefixes/{'export' if what else 'import'}", {"file": file, **what}), 400)
     assert list(tmp_path.rglob("*")) == [inside]
     cache.close()
+    served.close()
+
+
+def test_files_that_no_request_can_name_are_not_listed(tmp_path: Path) -> None:
+    """Such as an export that was killed, or a name that is no text."""
+    for name in (b"system.kv", b".system.kv-x1y2z3", b"caf\xe9.kv"):
+        (tmp_path / os.fsdecode(name)).write_bytes(b"kvprefix")
+    served = Served(archive_directory=str(tmp_path))
+    assert served.get("/prefixes").json()["files"] == ["system.kv"]
     served.close()
 
 

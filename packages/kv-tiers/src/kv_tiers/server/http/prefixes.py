@@ -225,14 +225,13 @@ def _archived(archive_directory: str, file: str) -> Path:
 
 
 def _files(archive_directory: str) -> list[str]:
+    """Those that a request can name: an export that is not complete yet has a name of its own, and others may be no
+    text at all."""
     try:
-        return (
-            sorted(path.name for path in Path(archive_directory).iterdir() if path.is_file())
-            if archive_directory
-            else []
-        )
+        found = [path for path in Path(archive_directory).iterdir() if path.is_file()] if archive_directory else []
     except OSError:
         return []
+    return sorted(path.name for path in found if re.fullmatch(_NAME[1:-1], path.name))
 
 
 def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float, shape: ChunkShape) -> Outcome:
