@@ -11,7 +11,7 @@ not.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -84,6 +84,8 @@ class Caches:
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
         self._drained: tuple[float, int | None] | None = None
+        self._quotas: dict[tuple[Format | None, bytes], int | None] = {}
+        """By format (None: all) and tenant, those that differ from the settings."""
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
 
     def by_format(self) -> dict[Format, LocalCache]:
@@ -128,6 +130,7 @@ class Caches:
             opened = self._opened.popleft()
             self._opening.pop(opened.format).join()
             if opened.cache is not None:
+                self._set_quotas(opened.format, opened.cache)
                 self._caches[opened.format] = opened.cache
                 self._left_s[opened.format] = self._clock.now_s()
                 fingerprint = opened.format[1]
@@ -152,6 +155,15 @@ class Caches:
         for cache in self._caches.values():
             cache.drain.end()
 
+    def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
+        """Set this quota (None: the common share) in caches that are opened from now on. formats: of these only; None:
+        of all."""
+        if formats is None:
+            self._quotas = {one: kept for one, kept in self._quotas.items() if one[1] != tenant}
+        places: list[Format | None] = [None] if formats is None else list(formats)
+        for place in places:
+            self._quotas[place, tenant] = quota_bytes
+
     def close(self) -> None:
         """Complete pending spills, then close. Takes at most some seconds per cache. One that is still being opened
         closes itself later."""
@@ -165,6 +177,19 @@ class Caches:
         self.opened()
         for cache in self._caches.values():
             _close(cache)
+
+    def _set_quotas(self, wanted: Format, cache: LocalCache) -> None:
+        """In a new cache, which is used even if its pool cannot provide them."""
+        quotas = {tenant: quota for (one, tenant), quota in self._quotas.items() if one is None}
+        quotas |= {tenant: quota for (one, tenant), quota in self._quotas.items() if one == wanted}
+        before = {use.tenant: use.quota_bytes or 0 for use in cache.admin.tenants()}
+        # First those that leave more to the others.
+        for tenant, quota in sorted(quotas.items(), key=lambda of: (of[1] or 0) - before.get(of[0], 0)):
+            try:
+                cache.admin.set_quota(tenant, quota)
+            except ConfigError as error:
+                text = "tenant %s has no such quota in the pool of cache %s as was set: %s"
+                _log.warning(text, tenant.hex(), cache_name(wanted), error)
 
     def _close_idle(self, in_use: Container[LocalCache]) -> bool:
         """Close a cache to make room for another; False: there is none to close."""

@@ -215,6 +215,10 @@ class CacheServer:
         """For the serving thread: end the drain, as the caches stay after all."""
         self._caches.end_drain()
 
+    def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
+        """For the serving thread: as for `Caches`."""
+        self._caches.keep_quota(tenant, quota_bytes, formats)
+
     # Sessions, from their registration to their end.
 
     def _register(self, client: ClientConnection, request: wire.Register) -> None:

@@ -15,7 +15,7 @@ from kv_testing.http import SLOT_BYTES, TOKEN, Served, keys_of, problem, store, 
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
 from kv_tiers.config import HttpConfig
-from kv_tiers.server import launch
+from kv_tiers.server import RemoteCache, launch
 from kv_tiers.server.http import jobs as jobs_module
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
@@ -151,6 +151,32 @@ def test_a_quota_is_written_as_every_other_size_is(served: Served, text: str) ->
     after = served.client.put("/quota/acme", json={"quota_bytes": text}, headers=headers).json()
     assert after["caches"][0]["quota_bytes"] == 4 * SLOT_BYTES
     cache.close()
+
+
+def test_a_quota_is_one_in_formats_that_come_later_too(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+
+    def put(**body: object) -> httpx.Response:
+        return served.client.put("/quota/acme", json=body, headers=headers)
+
+    def quotas() -> dict[str, int | None]:
+        return {use["fingerprint"]: use["quota_bytes"] for use in served.get("/quota/acme").json()["caches"]}
+
+    assert put(quota_bytes=4 * SLOT_BYTES).json()["caches"] == []  # no engine has registered yet
+    caches = [served.join("one")]
+    assert quotas() == {"one": 4 * SLOT_BYTES}
+    assert put(quota_bytes=2 * SLOT_BYTES, fingerprint="one").status_code == 200
+    caches.append(served.join("two"))
+    assert quotas() == {"one": 2 * SLOT_BYTES, "two": 4 * SLOT_BYTES}
+    # No chunk of this format fits into the quota, and its engine is served all the same.
+    caches.append(RemoteCache(served.path, group_bytes=(5 * SLOT_BYTES,), fingerprint="large"))
+    assert quotas()["large"] is None
+    assert "holds no chunk" in caplog.text
+    assert served.client.delete("/quota/acme", headers=headers).status_code == 200
+    caches.append(served.join("three"))
+    assert quotas() == {"one": None, "two": None, "large": None, "three": None}
+    for cache in caches:
+        cache.close()
 
 
 def test_a_tenant_is_found_by_a_name_with_a_slash_too() -> None:

@@ -6,7 +6,7 @@ called on a few threads of our own, because clearing a large cache takes a while
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
@@ -78,6 +78,13 @@ class Relay:
             Problem: as for `report`.
         """
         await _answer(self._server.submit(self._server.end_drain))
+
+    async def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
+        """
+        Raises:
+            Problem: as for `report`.
+        """
+        await _answer(self._server.submit(lambda: self._server.keep_quota(tenant, quota_bytes, formats)))
 
     async def registrations(self) -> list[Registration]:
         """

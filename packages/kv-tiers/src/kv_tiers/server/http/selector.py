@@ -20,6 +20,11 @@ class FormatSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     fingerprint: Annotated[str, Meta(max_length=4096)] | UnsetType = UNSET
     chunk_bytes: Annotated[int, Meta(gt=0, lt=1 << 40)] | UnsetType = UNSET
 
+    @property
+    def matches_any(self) -> bool:
+        """No field is given."""
+        return self.fingerprint is UNSET and self.chunk_bytes is UNSET
+
 
 async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, LocalCache]:
     """All caches that match. Matching none is a problem only if a field was given.
@@ -33,7 +38,7 @@ async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, 
         for (group_bytes, fingerprint), cache in caches.items()
         if selector.fingerprint in (UNSET, fingerprint) and selector.chunk_bytes in (UNSET, max(group_bytes))
     }
-    if not found and (selector.fingerprint is not UNSET or selector.chunk_bytes is not UNSET):
+    if not found and not selector.matches_any:
         raise Problem(404, f"no cache of this format; there are {_listed(caches)}")
     return found
 

@@ -78,6 +78,17 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
         uses = [await relay.call(partial(_use, format_, cache, tag)) for format_, cache in caches.items()]
         return TenantState(names.name(tag), tag.hex(), uses)
 
+    async def set_quota(tag: bytes, quota_bytes: int | None, of: FormatSelector) -> None:
+        """In the caches that there are, and in those that are opened later."""
+        caches = await select_caches(relay, of)
+        await relay.call(partial(_set_all, caches, tag, quota_bytes))
+        if not of.matches_any:
+            await relay.keep_quota(tag, quota_bytes, caches.keys())
+            return
+        await relay.keep_quota(tag, quota_bytes, None)
+        opened = {format_: cache for format_, cache in (await relay.caches()).items() if format_ not in caches}
+        await relay.call(partial(_set_all, opened, tag, quota_bytes))
+
     async def get(tenant: str) -> TenantState:
         return await state(names.tag(tenant))
 
@@ -87,12 +98,12 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
             quota_bytes = byte_count(body.quota_bytes, "quota_bytes")
         except ConfigError as error:
             raise Problem(409, str(error)) from None
-        await relay.call(partial(_set_all, await select_caches(relay, body), tag, quota_bytes))
+        await set_quota(tag, quota_bytes, body)
         return await state(tag)
 
     async def delete(tenant: str) -> TenantState:
         tag = names.tag(tenant)
-        await relay.call(partial(_set_all, await relay.caches(), tag, None))
+        await set_quota(tag, None, FormatSelector())
         return await state(tag)
 
     path = "/quota/{tenant}"
