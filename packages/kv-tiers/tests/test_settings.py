@@ -345,3 +345,18 @@ def test_kv_config_shows_tenants_without_their_salts(capsys: pytest.CaptureFixtu
         assert "hush" not in shown
         assert "1MiB" in shown
         assert str(salt) in shown
+
+
+def test_kv_config_shows_what_only_yaml_and_toml_have(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Dates, and names that are no text, in options whose types are checked later, or elsewhere."""
+    (tmp_path / "kv.yaml").write_text(
+        "tiers: [{type: s3, bucket: b, prefix: 2026-11-26}]\n"
+        "observe: {subscribers: [{name: mine, levels: {1: low, 2026-11-27: high}}]}\n"
+    )
+    (tmp_path / "kv.toml").write_text('[[tiers]]\ntype = "s3"\nbucket = "b"\nprefix = 2026-11-26\n')
+    for name in ("kv.yaml", "kv.toml"):
+        for output in ("table", "json"):
+            assert main(["config", "--file", str(tmp_path / name), "--output", output]) == 2
+            told = capsys.readouterr()
+            assert "2026-11-26" in told.out
+            assert told.err.startswith("kv config: ") and "prefix" in told.err

@@ -58,11 +58,11 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     if args.output == "json":
         values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
-        print(json.dumps(values, indent=1))
+        print(json.dumps(values, indent=1, default=str))
     else:
         width = max(len(entry.path) for entry in in_force)
         for entry in in_force:
-            value = json.dumps(_shown(entry.value), ensure_ascii=False)
+            value = json.dumps(_shown(entry.value), ensure_ascii=False, default=str)
             print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
     if not settings.server.socket:  # otherwise the host pool and the tiers are the server's own
         from kv_tiers.build import check_settings  # too much to import for every command's --help
@@ -76,11 +76,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shown(value: object) -> object:
-    """The value without the secrets that tiers' options may hold."""
+    """The value without the secrets that tiers' options may hold, and with names as JSON has them."""
     if isinstance(value, str):
         return _PASSWORD_IN_URL.sub(r"\1***@", value)
     if isinstance(value, list):
         return [_shown(item) for item in value]
     if isinstance(value, dict):
-        return {name: "***" if _SECRET.search(name) else _shown(item) for name, item in value.items()}
+        return {str(name): "***" if _SECRET.search(str(name)) else _shown(item) for name, item in value.items()}
     return value
