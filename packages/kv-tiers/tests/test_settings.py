@@ -80,6 +80,7 @@ def test_extra_config_beats_the_file_which_beats_the_environment(tmp_path: Path)
         ({"cold": {"batch_bytes": 0}}, ">= 1"),
         ({"observe": {"log": "yes"}}, "write one of none, text, json"),
         ({"observe": {"history_keys": -1}}, "observe.history_keys is -1"),
+        ({"cold": {"wait_s": 1.0}, "cold.wait_s": 2.0}, "cold.wait_s appears twice in extra config"),
         ({"config_file": "/nowhere/kv.yaml"}, "cannot be read"),
         (
             {"http": {"token_file": "/kv/\0"}},

@@ -180,7 +180,11 @@ def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settin
     known = dict(_paths(Settings))
     chosen: dict[str, tuple[object, str]] = {}
     for layer in layers:
+        seen: set[str] = set()
         for path, value in _flatten(layer.tree, layer.origin, set(known)):
+            if path in seen:
+                raise ConfigError(f"{path} appears twice in {layer.origin}, once with a dot; leave one of them out")
+            seen.add(path)
             chosen.setdefault(path, (_convert(path, value, known[path], layer.origin), layer.origin))
     for path, variable, text in _read_environ(environ, known):
         origin = f"environment {variable}"
