@@ -1,6 +1,7 @@
 """Options are read strictly, and every refusal says what to write instead."""
 
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -81,13 +82,18 @@ def test_the_nearest_name_or_all() -> None:
     assert nearest("x", ["b", "a"]) == "there are a, b"
 
 
-def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "kv_module_that_raises.py").write_text("raise RuntimeError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
     offered = EntryPoints(
         EntryPoint(name, value, TIERS)
         for name, value in [
             ("twice", "one:make"),
             ("twice", "another:make"),
             ("broken", "no_such_module_at_all:make"),
+            ("raising", "kv_module_that_raises:make"),
             ("lacking", "kv_tiers.tier:make_nothing"),
             ("number", "kv_tiers.chunk_header:VERSION"),
         ]
@@ -96,6 +102,7 @@ def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(monkeypatch: py
     for name, says in (
         ("twice", "several packages.*another:make, one:make"),
         ("broken", "no_such_module_at_all"),
+        ("raising", "kv_module_that_raises:make: no such device"),
         ("lacking", "make_nothing"),
         ("number", "cannot be called"),
         ("brokn", "did you mean 'broken'"),

@@ -33,7 +33,9 @@ def load_plugin(group: str, kind: str, name: str, *, built_in: Iterable[str] = (
     (entry,) = found.values()
     try:
         loaded = entry.load()
-    except (ImportError, AttributeError) as error:
+    except ConfigError:
+        raise  # it says itself what to install
+    except Exception as error:  # whatever another package's module does while it is imported
         raise ConfigError(f"the {kind} {name!r} cannot be used: {entry.value}: {error}") from error
     if not callable(loaded):
         raise ConfigError(f"the {kind} {name!r} refers to {entry.value}, which cannot be called")
