@@ -233,8 +233,10 @@ def counts(**changes: int) -> CacheCounts:
     return CacheCounts(**{**dict.fromkeys(CacheCounts.__dataclass_fields__, 0), **changes})
 
 
-def reported(at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, **changes: int) -> Report:
-    tier = TierReport("nvme", "DOWN", "on fire", None, None, None, 2, 1, loaded=loaded, stored=stored)
+def reported(
+    at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, tier_name: str = "nvme", **changes: int
+) -> Report:
+    tier = TierReport(tier_name, "DOWN", "on fire", None, None, None, 2, 1, loaded=loaded, stored=stored)
     fields = {"slots_total": 10, **changes}
     cache = msgspec.convert(
         {
@@ -291,3 +293,11 @@ def test_tenants_are_told_by_name_with_their_quotas() -> None:
     lines = [" ".join(line.split()) for line in captured.get().splitlines()]
     assert "acme 200 B 300 B 2" in lines
     assert "(shared) 100 B – 1" in lines
+
+
+def test_a_tiers_name_is_shown_as_it_is() -> None:
+    console = plain_console()
+    for name in ("s3[eu]", "s3[/eu]"):
+        with console.capture() as captured:
+            console.print(draw(Watch().take(reported(10, tier_name=name)), "here", ""))
+        assert name in captured.get()

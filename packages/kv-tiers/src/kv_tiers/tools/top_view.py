@@ -87,7 +87,7 @@ def _cache(row: CacheRow) -> Table:
     table.add_column("health")
     for tier in row.tiers:
         table.add_row(
-            tier.name,
+            _plain(tier.name),
             _bytes(tier.used_bytes),
             _bytes(tier.capacity_bytes),
             _chunks(tier),
