@@ -28,7 +28,7 @@ from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 from kv_tiers.watch.explain import Explanation, explain
-from kv_tiers.watch.history import Fate, History, Memory
+from kv_tiers.watch.history import MAX_KNOWN_KEY_SPACES, Fate, History, Memory
 
 CHUNK_TOKENS = 4
 
@@ -428,6 +428,17 @@ def test_another_salt_and_another_model_are_found(asked: Asked) -> None:
     asked.store(keys_of(tokens))
     status, out = asked.until(tokens, lambda out: "without a salt" in out, "--salt", "alice")
     assert "the first 2 chunks are held without a salt" in out and status == 1
+
+
+def test_of_any_number_of_tenants_those_that_stored_last_are_found(asked: Asked) -> None:
+    tokens = list(range(4))
+    for number in range(MAX_KNOWN_KEY_SPACES + 1):
+        asked.store(keys_of(tokens, f"tenant {number}"))
+    last = ("--salt", f"tenant {MAX_KNOWN_KEY_SPACES}")
+    status, out = asked.until(tokens, lambda out: "in host" in out, *last)
+    assert (status, out.splitlines()[0]) == (0, "1 of 1 chunks of 4 tokens are held")
+    status, out = asked.run(tokens, "--salt", "tenant 0")  # of which the server remembers nothing any more
+    assert status == 1 and "never stored" not in out
 
 
 def test_json_has_everything_and_no_salt(asked: Asked) -> None:

@@ -22,7 +22,7 @@ from kv_tiers.events.events import Aborted, Committed, Damaged, Evicted, Forgott
 What = Literal["stored", "promoted", "evicted", "forgotten", "damaged", "refused", "aborted"]
 
 MAX_KNOWN_KEY_SPACES: Final = 64
-"""Key spaces and tenants that are remembered for one cache."""
+"""Key spaces and tenants that are remembered for one cache: those that were stored in last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ class Memory:
         self._young_next: dict[int, int] = {}
         self._old_next: dict[int, int] = {}
         self._key_prefixes: dict[tuple[bytes, bytes], tuple[bytes, ...]] = {}
+        self._stores = 0
+        self._last_store: dict[tuple[bytes, bytes], int] = {}  # by key space and tenant
         self.is_whole = True
         """Nothing has been dropped so far."""
         self.cleared_s: float | None = None
@@ -129,11 +131,19 @@ class Memory:
             self._young_next, self._old_next = {}, self._young_next
 
     def learn_key_space(self, key: ChunkKey) -> None:
-        """Remember the key space and tenant of a chain that was stored."""
+        """Remember the key space and tenant of a chain that was stored, in the place of the one that was not stored in
+        for longest."""
         prefix = key[: len(key) - len(key.digest)]
-        known = self._key_prefixes.get((key.space_id, key.tenant), ())
-        if prefix not in known and (known or len(self._key_prefixes) < MAX_KNOWN_KEY_SPACES):
-            self._key_prefixes[key.space_id, key.tenant] = tuple(sorted((*known, prefix)))
+        of = key.space_id, key.tenant
+        self._stores += 1
+        self._last_store[of] = self._stores
+        known = self._key_prefixes.get(of, ())
+        if prefix not in known:
+            self._key_prefixes[of] = tuple(sorted((*known, prefix)))
+        if len(self._key_prefixes) > MAX_KNOWN_KEY_SPACES:
+            oldest = min(self._last_store, key=self._last_store.__getitem__)
+            del self._key_prefixes[oldest], self._last_store[oldest]
+            self.is_whole = False
 
     def _make_room(self) -> None:
         if len(self._young) >= self._half:
