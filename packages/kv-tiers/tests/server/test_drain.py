@@ -29,7 +29,7 @@ from kv_testing.peers import PATIENT, FakePeer, listening
 from kv_testing.redis_servers import end_all, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import until
+from kv_testing.wait import joined, until
 from kv_tiers.cache import drain
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.drain_state import DrainState
@@ -357,15 +357,15 @@ def beside(answer: Callable[[PeerStream, Request], None], ending: ExitStack) -> 
     return cache, local
 
 
+def fetches_nothing(stream: PeerStream, request: Request) -> None:
+    """A peer's answer to offers: everything is coming."""
+    assert isinstance(request, Offer)
+    offered = len(request.keys.unpack()) - request.first
+    stream.send_message(Offered(b"\1" * offered, 100), time.monotonic() + 10)
+
+
 def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) -> None:
-    """The peer fetches nothing: it says so until the time is up."""
-
-    def answer(stream: PeerStream, request: Request) -> None:
-        assert isinstance(request, Offer)
-        offered = len(request.keys.unpack()) - request.first
-        stream.send_message(Offered(b"\1" * offered, 100), time.monotonic() + 10)
-
-    cache, local = beside(answer, ending)
+    cache, local = beside(fetches_nothing, ending)
     local.drain.begin(0.3)
     until(lambda: (state := local.drain.state()) is not None and state.phase != "draining")
     assert local.drain.state() == DrainState("stopped", "the time is up", chunks=4, left=4)
@@ -513,3 +513,18 @@ def test_the_command_waits_for_its_end_and_says_how_it_was(
     assert main(["drain", "--socket", str(tmp_path / "nobody")]) == 2
     assert main(["drain", *socket, "--timeout", "-1"]) == 2
     assert main(["drain", *socket, "--max-bytes", "many"]) == 2
+
+
+def test_the_command_fails_when_another_one_has_ended_the_drain(
+    ending: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, local = beside(fetches_nothing, ending)
+    statuses: list[int] = []
+    command = threading.Thread(target=lambda: statuses.append(main(["drain", "--socket", str(cache._path)])))
+    command.start()
+    until(lambda: "draining: of 4 chunks" in capsys.readouterr().err)  # it waits
+    local.drain.end()
+    joined(command)
+    assert statuses == [1]
+    told = capsys.readouterr()
+    assert "another command has ended it" in told.err and not told.out

@@ -71,6 +71,7 @@ def _drain(args: argparse.Namespace) -> int:
             return 0
         if args.no_wait:
             return 0
+        has_begun = bool(states)
         said_s = time.monotonic()
         while any(state.phase == "draining" for state in states):
             time.sleep(_ASK_S)
@@ -83,8 +84,11 @@ def _drain(args: argparse.Namespace) -> int:
         raise ConfigError(f"{why}; give --name or --socket") from None
     for state in states:
         print(msgspec.json.encode(state).decode() if args.json else state.spelled())
+    if has_begun and not states:
+        print("kv drain: another command has ended it, or the server was started again", file=sys.stderr)
+        return 1
     if not states and not args.json:
-        print("nothing is held: no engine has registered a format, or another one has ended the drain")
+        print("nothing is held: no engine has registered a format")
     return 0 if all(state.phase == "drained" and not state.refused for state in states) else 1
 
 
