@@ -179,6 +179,19 @@ def test_capacities_are_chunks_bytes_or_a_part(small: str, capsys: pytest.Captur
     assert [line["capacity_chunks"] for line in lines] == [5, 3, 3, 3]  # of 7 unique chunks of 512 KiB
 
 
+def test_where_all_requests_warm_up_none_counts(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    served = simulate(keys(SMALL), [TierPlan("host", 5, "lru")], warm_up=1.0)
+    assert (served.requests, served.chunks_asked, [tier.name for tier in served.tiers]) == (0, 0, ["host"])
+    assert main(["sim", small, "--capacity", "3", "--warm-up", "100%"]) == 0
+    assert " host " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_part_of_the_chunks_is_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = written(tmp_path / "hundred.txt", " ".join(map(str, range(100))))
+    assert main(["sim", trace, "--capacity", "29%,57%,99.9%", "--json"]) == 0
+    assert [json.loads(line)["capacity_chunks"] for line in capsys.readouterr().out.splitlines()] == [29, 57, 99]
+
+
 def test_the_table_shows_every_tier(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", small, "--capacity", "3", "--below", "disk=100%", "--warm-up", "0%"]) == 0
     out = capsys.readouterr().out

@@ -88,7 +88,8 @@ def simulate(
             lost = [key for run in _runs(lost, parent_of) for key in tier.take(run, parent_of)]
         if progress is not None:
             progress(number + 1)
-    return served
+    # If all of them warm it up, none counts.
+    return served if begin < len(prompts) else Served([tier.start_counting() for tier in tiers])
 
 
 def optimum(prompts: Prompts, capacity_chunks: int, *, warm_up: float = WARM_UP) -> float:
