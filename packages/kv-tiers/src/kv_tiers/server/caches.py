@@ -98,9 +98,9 @@ class Caches:
         """The cache whose tiers have this namespace, and what peers may read of it. On any thread."""
         return self._for_peers.get(namespace)
 
-    def opening(self) -> int:
-        """How many are being opened."""
-        return len(self._opening)
+    def opening(self) -> list[Format]:
+        """Those that are being opened."""
+        return list(self._opening)
 
     def left(self, cache: LocalCache) -> None:
         """A client of this cache has gone."""

@@ -215,6 +215,10 @@ class CacheServer:
         """For the serving thread: end the drain, as the caches stay after all."""
         self._caches.end_drain()
 
+    def opening(self) -> list[Format]:
+        """For the serving thread: the formats whose caches are being opened."""
+        return self._caches.opening()
+
     def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
         """For the serving thread: as for `Caches`."""
         self._caches.keep_quota(tenant, quota_bytes, formats)
@@ -383,7 +387,7 @@ class CacheServer:
             self.registrations(),
             len(self._orphans),
             caches,
-            opening=self._caches.opening(),
+            opening=len(self._caches.opening()),
             uptime_s=self._clock.now_s() - self._started_s,
             peers=None if self._peers is None else self._peers.counts(),
         )

@@ -13,9 +13,10 @@ from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_testing.http import SLOT_BYTES, TOKEN, Served, keys_of, problem, store, store_keys
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import until
+from kv_testing.wait import joined, until
 from kv_tiers.config import HttpConfig
 from kv_tiers.server import RemoteCache, launch
+from kv_tiers.server import caches as caches_module
 from kv_tiers.server.http import jobs as jobs_module
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
@@ -46,6 +47,33 @@ def test_clear_forgets_everything_or_one_format(served: Served) -> None:
     assert caches[1].lookup(key_chain(4), "r").chunks == 0
     for cache in caches:
         cache.close()
+
+
+def test_nothing_is_cleared_while_a_cache_is_opened_that_would_keep_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tiers may hold what is to be cleared, and cannot be reached yet."""
+    one = served.join("one")
+    store(one, 2)
+    go_on, build = threading.Event(), caches_module.build_local_cache
+
+    def slow(*args: object, **options: object) -> object:
+        assert go_on.wait(10)
+        return build(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
+    joining = threading.Thread(target=lambda: served.join("two").close())
+    joining.start()
+    until(lambda: served.get("/readyz").status_code == 503)
+    for body in (None, {"tenant": "acme"}, {"fingerprint": "two"}):
+        assert "being opened" in problem(served.post("/clear", body), 503)
+    assert one.lookup(key_chain(2), "r").chunks == 2
+    one.end("r")
+    assert served.post("/clear", {"fingerprint": "one"}).json() == {"caches": 1, "chunks": 2}
+    go_on.set()
+    joined(joining)
+    assert served.post("/clear").json() == {"caches": 2, "chunks": 0}
+    one.close()
 
 
 @pytest.mark.parametrize("shown", ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe9"])

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
-from kv_tiers.server.http.selector import FormatSelector, select_caches
+from kv_tiers.server.http.selector import FormatSelector, check_opened, select_caches
 from kv_tiers.server.http.tenants import Names
 
 
@@ -32,6 +32,7 @@ class Cleared(msgspec.Struct, frozen=True):
 def operations(relay: Relay, names: Names) -> list[Operation]:
     async def clear(body: Clear) -> Cleared:
         tag = None if body.tenant is UNSET else names.tag(body.tenant)
+        await check_opened(relay, body)
         caches = await select_caches(relay, body)
         chunks = [await relay.call(partial(_clear, cache, tag)) for cache in caches.values()]
         return Cleared(len(chunks), sum(chunks))

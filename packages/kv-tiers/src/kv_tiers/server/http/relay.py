@@ -65,6 +65,13 @@ class Relay:
         """
         return await _answer(self._server.submit(lambda: self._server.caches))
 
+    async def opening(self) -> list[Format]:
+        """
+        Raises:
+            Problem: as for `report`.
+        """
+        return await _answer(self._server.submit(self._server.opening))
+
     async def drain(self, timeout_s: float, max_bytes: int | None) -> None:
         """
         Raises:

@@ -25,6 +25,10 @@ class FormatSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """No field is given."""
         return self.fingerprint is UNSET and self.chunk_bytes is UNSET
 
+    def matches(self, one: Format) -> bool:
+        group_bytes, fingerprint = one
+        return self.fingerprint in (UNSET, fingerprint) and self.chunk_bytes in (UNSET, max(group_bytes))
+
 
 async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, LocalCache]:
     """All caches that match. Matching none is a problem only if a field was given.
@@ -33,14 +37,20 @@ async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, 
         Problem: there is no such format, or the server does not answer.
     """
     caches = await relay.caches()
-    found = {
-        (group_bytes, fingerprint): cache
-        for (group_bytes, fingerprint), cache in caches.items()
-        if selector.fingerprint in (UNSET, fingerprint) and selector.chunk_bytes in (UNSET, max(group_bytes))
-    }
+    found = {one: cache for one, cache in caches.items() if selector.matches(one)}
     if not found and not selector.matches_any:
         raise Problem(404, f"no cache of this format; there are {_listed(caches)}")
     return found
+
+
+async def check_opened(relay: Relay, selector: FormatSelector) -> None:
+    """
+    Raises:
+        Problem: a cache that matches is being opened, and what its tiers hold cannot be reached yet.
+    """
+    opening = sum(selector.matches(one) for one in await relay.opening())
+    if opening:
+        raise Problem(503, f"{opening} caches are being opened; ask again soon", {"retry-after": "1"})
 
 
 async def select_cache(relay: Relay, selector: FormatSelector) -> tuple[Format, LocalCache]:
