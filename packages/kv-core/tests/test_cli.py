@@ -281,3 +281,16 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
         run.stdout.close()
         assert run.stderr.read() == b""
         assert run.wait(timeout=60) == 0
+
+
+def test_an_output_without_room_is_said_to_be_that(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("1 " * 50_000)
+    program = (
+        "import sys; from kv_core.tools.cli import main; sys.exit(main(['keys', 'tokens', '--chunk-tokens', '1']))"
+    )
+    with Path("/dev/full").open("wb") as full:
+        run = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert run.stderr == b"kv: error: the output cannot be written: No space left on device\n"
+    assert run.returncode == 2

@@ -5,6 +5,7 @@ from the parsed arguments to an exit status. A user's mistake ends in one line o
 """
 
 import argparse
+import errno
 import importlib.metadata
 import io
 import json
@@ -27,6 +28,7 @@ from kv_core.tools import doctor
 
 COMMANDS = "kv_core.commands"
 _READ_CHARS = 1 << 20
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PLAIN = re.compile(r"[0-9\s,]*", re.ASCII)
 _BETWEEN = re.compile(r"\s*,\s*|\s+", re.ASCII)
 
@@ -57,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = io.StringIO()  # the reader is gone; keep the interpreter from flushing into it at exit
         return 0
     except OSError as error:
+        if error.filename is None and error.errno in _NO_ROOM:
+            sys.stdout = io.StringIO()  # as above
+            return _complain(f"the output cannot be written: {error.strerror}")
         return _complain(f"{error.filename or 'input'}: {error.strerror or error}")
     except UnicodeDecodeError:
         return _complain("the input is not UTF-8 text; give token ids as numbers")
