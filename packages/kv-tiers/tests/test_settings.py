@@ -99,6 +99,16 @@ def test_a_bad_setting_is_an_error_that_says_what_to_write(extra: dict[str, obje
         load(extra, {})
 
 
+def test_what_no_name_may_contain_is_found_wherever_it_comes_from() -> None:
+    tiers = [{"type": "disk", "directory": "/kv/\0", "capacity_bytes": "1GiB"}]
+    extras: list[dict[str, object]] = [{"config_file": "/kv/\0"}, {"config_file": "/kv/\ud800"}]
+    for extra, environ in [*((extra, {}) for extra in extras), ({}, {"KV_TIERS": json.dumps(tiers)})]:
+        with pytest.raises(ConfigError, match="has a character that no name may contain"):
+            load(extra, environ)
+    with pytest.raises(ConfigError, match=r"tiers is .* in environment KV_TIERS"):
+        load({}, {"KV_TIERS": '[{"type": "disk", "directory": "/kv/\udcff"}]'})  # bytes that are not UTF-8
+
+
 def test_an_unknown_setting_far_from_all_names_lists_them() -> None:
     with pytest.raises(ConfigError, match=r"there are .*chunk_tokens.*host.capacity_bytes"):
         load({"zzz": 1}, {})

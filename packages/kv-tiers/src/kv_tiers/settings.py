@@ -159,6 +159,7 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
     file = own.pop("config_file", None) or environ.get("KV_CONFIG_FILE")
     layers = [Layer("extra config", own)]
     if file:
+        _check_text("config_file", str(file), "extra config")
         layers.append(Layer(f"file {file}", read_file(str(file))))
     settings, in_force = resolve(layers, environ)
     for path, listen in (("http.listen", settings.http.listen), ("peers.listen", settings.peers.listen)):
@@ -317,14 +318,14 @@ def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Itera
 def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: bool = False) -> object:
     """is_text: the value is text, as all values in the environment are."""
     try:
+        if is_text and get_origin(wanted) is list:
+            value, is_text = msgspec.json.decode(str(value), type=wanted), False
         _check_text(path, value, origin)
         value = counted(path, value, path)
-        if is_text and get_origin(wanted) is list:
-            return msgspec.json.decode(str(value), type=wanted)
         return msgspec.convert(value, wanted, strict=not is_text)
     except RecursionError:
         raise ConfigError(f"{path} in {origin} is nested too deeply for a setting") from None
-    except msgspec.DecodeError as error:  # and ValidationError, which is one
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:  # and ValidationError, which is one of the first
         choices = get_args(wanted) if get_origin(wanted) is Literal else ()
         hint = f"; write one of {', '.join(choices)}" if choices else ""
         if path == "tiers":
