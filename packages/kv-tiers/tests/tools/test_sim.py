@@ -118,7 +118,8 @@ def test_both_formats_plain_and_gzipped(tmp_path: Path) -> None:
     mooncake = "\n".join(map(json.dumps, lines))
     gzipped = tmp_path / "mooncake.gz"
     gzipped.write_bytes(gzip.compress(mooncake.encode()))
-    for path in (plain, written(tmp_path / "mooncake", mooncake), str(gzipped)):
+    marked = written(tmp_path / "marked", f"\ufeff{mooncake}")  # as some editors begin UTF-8
+    for path in (plain, written(tmp_path / "mooncake", mooncake), str(gzipped), marked):
         trace = read_trace(path)
         assert trace.prompts == keys("1 2 3\n1 2 4")
         assert (trace.chunks_unique, trace.span_s) == (4, 2.5)

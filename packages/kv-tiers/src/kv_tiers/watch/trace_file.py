@@ -22,6 +22,7 @@ from kv_core.keys import ChunkKey
 
 TRACE_VERSION: Final = 1
 """Version of the format of `observe.record`. The meaning of a version never changes."""
+_UTF8: Final = "utf-8-sig"  # without the mark that some editors put first, which would be taken for a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
         gzipped = raw.read(2) == b"\x1f\x8b"
     number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if gzipped else Path(path).open(encoding="utf-8") as lines:
+        with gzip.open(path, "rt", encoding=_UTF8) if gzipped else Path(path).open(encoding=_UTF8) as lines:
             for number, line in enumerate(lines, 1):
                 text = line.partition("#")[0].strip() if not line.startswith("{") else line.strip()
                 if text:
