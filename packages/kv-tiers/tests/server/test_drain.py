@@ -34,6 +34,7 @@ from kv_tiers.cache import drain
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.drain_state import DrainState
 from kv_tiers.server import RemoteCache, launch, wire
+from kv_tiers.server import caches as caches_module
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.tier_contract import content
@@ -528,3 +529,29 @@ def test_the_command_fails_when_another_one_has_ended_the_drain(
     assert statuses == [1]
     told = capsys.readouterr()
     assert "another command has ended it" in told.err and not told.out
+
+
+def test_the_command_waits_for_caches_that_are_being_opened(
+    ending: ExitStack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tiers may hold what is to be moved. Here there is no peer to move it to."""
+    served = Served()
+    ending.callback(served.close)
+    go_on, build = threading.Event(), caches_module.build_local_cache
+
+    def slow(*args: object, **options: object) -> object:
+        assert go_on.wait(30)
+        return build(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
+    joining = threading.Thread(target=lambda: served.join().close())
+    joining.start()
+    until(lambda: served.get("/status").json()["opening"] == 1)
+    statuses: list[int] = []
+    command = threading.Thread(target=lambda: statuses.append(main(["drain", "--socket", str(served.path)])))
+    command.start()
+    until(lambda: served.server._caches._drained is not None)  # it has been asked for
+    go_on.set()
+    joined(joining, command)
+    assert statuses == [1] and capsys.readouterr().out.startswith("stopped (no tier of type peers")
+    assert main(["drain", "--socket", str(served.path), "--end"]) == 0

@@ -14,6 +14,7 @@ from kv_tiers.tools.which_server import add_server_options, socket_of
 
 if TYPE_CHECKING:
     from kv_tiers.drain_state import DrainState
+    from kv_tiers.server.report import Report
     from kv_tiers.server.wire import Request
 
 _ABOUT: Final = """\
@@ -65,17 +66,21 @@ def _drain(args: argparse.Namespace) -> int:
     most = None if args.max_bytes is None else byte_count(args.max_bytes, "--max-bytes")
     path = socket_of(args)
     try:
-        states = _ask(path, wire.Drain(not args.end, args.timeout, most))
+        report = _ask(path, wire.Drain(not args.end, args.timeout, most))
         if args.end:
             print("it stores as before")
             return 0
         if args.no_wait:
             return 0
-        has_begun = bool(states)
+        states, has_begun = _states(report), bool(_states(report))
         said_s = time.monotonic()
-        while any(state.phase == "draining" for state in states):
+        until_s = said_s + args.timeout
+        # A cache that is being opened is drained once it is open.
+        while any(state.phase == "draining" for state in states) or (report.opening and time.monotonic() < until_s):
             time.sleep(_ASK_S)
-            states = _ask(path, wire.Status())
+            report = _ask(path, wire.Status())
+            states = _states(report)
+            has_begun = has_begun or bool(states)
             if time.monotonic() - said_s >= _PRINT_S:
                 said_s = time.monotonic()
                 for state in states:
@@ -84,6 +89,9 @@ def _drain(args: argparse.Namespace) -> int:
         raise ConfigError(f"{why}; give --name or --socket") from None
     for state in states:
         print(msgspec.json.encode(state).decode() if args.json else state.spelled())
+    if report.opening:
+        print(f"kv drain: {report.opening} caches are still being opened", file=sys.stderr)
+        return 1
     if has_begun and not states:
         print("kv drain: another command has ended it, or the server was started again", file=sys.stderr)
         return 1
@@ -92,7 +100,7 @@ def _drain(args: argparse.Namespace) -> int:
     return 0 if all(state.phase == "drained" and not state.refused for state in states) else 1
 
 
-def _ask(path: Path, request: "Request") -> "Sequence[DrainState]":
+def _ask(path: Path, request: "Request") -> "Report":
     """
     Raises:
         TierDown: the server does not answer.
@@ -106,4 +114,8 @@ def _ask(path: Path, request: "Request") -> "Sequence[DrainState]":
     if not isinstance(answer, wire.Stated):
         said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
         raise InputError(f"the server at {path} cannot be drained: {said}")
-    return [cache.drain for cache in answer.report.caches if cache.drain is not None]
+    return answer.report
+
+
+def _states(report: "Report") -> "Sequence[DrainState]":
+    return [cache.drain for cache in report.caches if cache.drain is not None]
