@@ -259,6 +259,16 @@ def test_what_another_calibration_encoded_is_refused() -> None:
         decoded(other, encoded(one, chunk), len(chunk))
 
 
+def test_a_payload_that_ends_within_its_head_is_damaged_even_if_its_checksum_is_right() -> None:
+    """Anyone who may write to the tier can write one, and any other error would be taken for a failure of the tier."""
+    drawn = Drawn()
+    codec, chunk = KvtcCodec(drawn.calibration()), drawn.chunk(0, 64)
+    head = encoded(codec, chunk)[: HEAD_BYTES - SEAL_BYTES]
+    for length in (0, 1, len(head) - 1):
+        with pytest.raises(CodecError, match="does not begin"):
+            decoded(codec, seal(head[:length]), len(chunk))
+
+
 def test_payloads_and_calibrations_of_version_1_are_refused_by_name(tmp_path: Path) -> None:
     drawn = Drawn()
     calibration = drawn.calibration()

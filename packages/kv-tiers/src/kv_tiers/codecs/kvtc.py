@@ -128,7 +128,7 @@ class KvtcCodec:
             return self._encode(chunk, out, SINKS)
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        fields = unseal(payload[:HEAD_BYTES])
+        fields = unseal(payload[:HEAD_BYTES]) if len(payload) >= HEAD_BYTES else None
         if fields is None:
             raise CodecError("it does not begin as a payload of this codec does")
         version, exact, first, chunk_bytes, calibration = _HEAD.unpack(fields)
