@@ -222,6 +222,15 @@ def test_a_chunk_discarded_while_it_waits_is_not_stored(bench: Bench) -> None:
     assert bench.tier.holds(keys) == [True, True]
 
 
+def test_a_store_that_waits_for_long_remembers_only_its_own_chunks_of_those_discarded(bench: Bench) -> None:
+    """Behind a call that hangs it waits for as long as that does, and chunks go on being discarded."""
+    keys = key_chain(3)
+    bench.store(keys)
+    bench.lane.discard([keys[1], *key_chain(100, branch="others")])
+    (store,) = bench.lane._jobs._stores
+    assert store.dropped == {keys[1]}
+
+
 def test_cleared_hides_everything_at_once_and_what_is_on_its_way(bench: Bench) -> None:
     keys, waiting = key_chain(3), key_chain(2, branch="waiting")
     bench.store(keys)

@@ -103,7 +103,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Store:
-    """dropped: the keys discarded since it was submitted."""
+    """dropped: those of its keys that were discarded since it was submitted."""
 
     chunks: list[Outgoing]
     done: Callable[[list[StoreOutcome]], None]
@@ -243,10 +243,11 @@ class Jobs:
         if self._hidden is not None:
             self._hidden.discard(keys)
             return
-        for key in keys:
-            self._discards[key] = None
-            for job in (*self._stores, *self._storing.values()):
-                job.dropped.add(key)
+        gone = dict.fromkeys(keys)
+        self._discards.update(gone)
+        for job in (*self._stores, *self._storing.values()):
+            # Only its own, as a store that hangs is told of every key that is discarded meanwhile.
+            job.dropped.update(chunk.key for chunk in job.chunks if chunk.key in gone)
         if len(self._discards) > MAX_DISCARDS:
             self.clear()
 
