@@ -96,7 +96,8 @@ class SlotWatcher(Protocol):
         """The chunks in these were evicted or forgotten."""
 
     def unleased(self, slots: Sequence[int], freed: Sequence[int]) -> None:
-        """A lease on each of these has ended; others may remain. freed: those that are free now."""
+        """A lease on each of these has ended; others may remain. freed: slots, also others, that are free now or can be
+        evicted for the first time."""
 
 
 class HostTier:
@@ -234,6 +235,8 @@ class HostTier:
         self._totals.chunks_committed += len(slots) - len(freed)
         if self.pool.directory is not None:
             self._record(keys, slots, chain, checksums, freed)
+        if self.watcher is not None:
+            self.watcher.unleased((), slots)
         self.trim(len(slots))
         return [key for key, slot in zip(keys, slots, strict=True) if self._index.find(key) == slot]
 
@@ -249,6 +252,8 @@ class HostTier:
         """Give up reserved slots."""
         self._index.abort(keys, slots)
         self.free(slots)
+        if self.watcher is not None:
+            self.watcher.unleased((), slots)
         self._totals.chunks_aborted += len(slots)
 
     def orphan(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
