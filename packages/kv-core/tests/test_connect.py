@@ -243,21 +243,44 @@ def test_a_failed_load_forgets_what_failed_before_it_is_reported(fault: str, lef
     assert report.failed == {"b"}
     assert len(service.held) == left
     scheduler.loads_ended(report.finished, report.failed)
-    assert scheduler.counts.loads_failed_in_a_row == 1
+    assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (1, 1)
     assert scheduler.match(wanted, 0) == left * CHUNK
-    scheduler.loads_ended(["another"], [])
-    assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (1, 0)
+
+
+def begin_loads(scheduler: SchedulerHalf, *names: str) -> None:
+    """Of what `store_all` has stored for `range(8)`."""
+    for name in names:
+        assert scheduler.match(request(name, [*range(8), 9]), 0) == 8
+        scheduler.allocated(name, 8, ((1, 2, 3, 4, 5),))
 
 
 def test_loads_that_fail_together_count_once_among_those_that_fail_in_a_row() -> None:
     """One restart of a server fails all that are under way, which says nothing about the next."""
-    _, _, scheduler, _ = halves()
+    _, copier, scheduler, worker = halves()
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
     many = [f"load {number}" for number in range(40)]
+    begin_loads(scheduler, *many)
     scheduler.loads_ended(many, many)
     scheduler.loads_ended([], [])
     assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (40, 1)
+    begin_loads(scheduler, *many[:2])
     scheduler.loads_ended(many[:2], many[:1])
     assert scheduler.counts.loads_failed_in_a_row == 0
+
+
+def test_loads_of_other_connectors_say_nothing_about_ours() -> None:
+    """Under vLLM's MultiConnector each connector is told how the loads of all have ended."""
+    _, copier, scheduler, worker = halves()
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
+    assert scheduler.match(request("theirs", list(range(20, 29))), 0) == 0
+    scheduler.allocated("theirs", 0, ())
+    for _ in range(40):
+        scheduler.loads_ended(["theirs", "never seen"], ["theirs", "never seen"])
+    assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (0, 0)
+    begin_loads(scheduler, "ours")
+    scheduler.loads_ended(["ours"], ["ours"])
+    scheduler.loads_ended(["theirs"], [])
+    assert (scheduler.counts.loads_failed, scheduler.counts.loads_failed_in_a_row) == (1, 1)
 
 
 def test_closing_the_worker_gives_everything_back() -> None:

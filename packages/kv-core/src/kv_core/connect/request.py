@@ -69,6 +69,8 @@ NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
 
 HOLDING: Final = frozenset({Phase.PENDING, Phase.PROMISED, Phase.LOADING, Phase.FILLING, Phase.DRAINING})
 """The phases in which a lookup's lease is open."""
+AWAITED: Final = frozenset({Phase.LOADING, Phase.FILLING, Phase.DRAINING})
+"""The phases in which workers owe the report of a load."""
 
 
 def advance(now: Phase, event: Event) -> Phase:

@@ -14,7 +14,7 @@ from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.handover import HandOvers
 from kv_core.connect.inputs import RequestTokens, Scheduled
 from kv_core.connect.layerwise_promises import LayerwiseRule
-from kv_core.connect.request import HOLDING, Event, Phase, advance
+from kv_core.connect.request import AWAITED, HOLDING, Event, Phase, advance
 from kv_core.connect.shape import ConnectShape
 from kv_core.connect.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep
 from kv_core.connect.tracked import Tracked
@@ -234,19 +234,21 @@ class SchedulerHalf:
     def loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
         """All workers have reported these loads; `failed` ones will be looked up again or computed."""
         finished, failed = set(finished), set(failed)
-        if finished - failed:
+        # Loads of other connectors, with which the engine may have this one share its requests, are reported here too.
+        own = {one for one in finished if one in self._tracked and self._tracked[one].phase in AWAITED}
+        if own - failed:
             self.counts.loads_failed_in_a_row = 0
-        elif failed:
+        elif own:
             self.counts.loads_failed_in_a_row += 1  # however many: a server that is restarted fails all of them at once
         for request_id in failed:
-            self.counts.loads_failed += 1
+            self.counts.loads_failed += request_id in own
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.store_again()  # what could not be loaded will be computed, and is worth storing again
         for request_id in finished:
             if self.costs is not None:
                 self.costs.load_ended(request_id, failed=request_id in failed)
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.phase in (Phase.LOADING, Phase.FILLING, Phase.DRAINING):
+            if request_id in own:
+                tracked = self._tracked[request_id]
                 self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
                 self._move(request_id, tracked, Event.LOADED)
 
