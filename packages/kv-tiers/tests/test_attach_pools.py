@@ -24,10 +24,12 @@ class Device(DictCopier):
     """A device to which memory of a pool is made ready chunk by chunk.
 
     limit: how many bytes of a pool it takes at most.
+    failure: what it raises beyond that.
     attached: names of pools that it knows.
     """
 
     limit: int = 1 << 40
+    failure: Exception = field(default_factory=lambda: ConfigError("no more memory may be locked"))
     attached: list[str] = field(default_factory=list)
     prepared: dict[str, int] = field(default_factory=dict)
 
@@ -49,7 +51,7 @@ class Device(DictCopier):
         for extent in extents:
             assert extent.pool in self.attached
             if extent.offset + extent.nbytes > self.limit:
-                raise ConfigError("no more memory may be locked")
+                raise self.failure
             self.prepared[extent.pool] = extent.offset + extent.nbytes
 
 
@@ -79,9 +81,10 @@ def test_memory_is_ready_once_it_has_been_made_so() -> None:
         assert device.attached == []
 
 
-def test_memory_that_cannot_be_made_ready_is_not_tried_for_ever() -> None:
+@pytest.mark.parametrize("failure", [ConfigError("no more memory may be locked"), RuntimeError("the device failed")])
+def test_memory_that_cannot_be_made_ready_is_not_tried_for_ever(failure: Exception) -> None:
     with pools("a") as (pool,):
-        device = Device(limit=0)
+        device = Device(limit=0, failure=failure)
         rank = RankPools([device], for_scheduler=True)
         rank.add(pool)
         rank.follow(PoolPart("a", CHUNK_BYTES))

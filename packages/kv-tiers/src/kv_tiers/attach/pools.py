@@ -114,10 +114,10 @@ class RankPools:
                 nbytes = min(_AHEAD_BYTES, end - at)
                 self._copiers[0].prepare([HostExtent(name, at, nbytes)])
                 self._ready[name] = at + nbytes
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001  # otherwise each step would start another thread that fails
             self._refuse(name, error)
 
-    def _refuse(self, name: str, error: ConfigError) -> None:
+    def _refuse(self, name: str, error: Exception) -> None:
         self._refused.add(name)
         _log.warning("chunks are loaded between steps: %s", error)
 
