@@ -1,5 +1,7 @@
 """An engine that starts, and the server that it was told to join."""
 
+import logging
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import pytest
 from kv_core.errors import ConfigError
 from kv_testing.wait import until
 from kv_tiers.attach import connect
-from kv_tiers.attach.connect import Format, open_remote
+from kv_tiers.attach.connect import Format, Replica, open_remote
 from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.server.supervised import SupervisedServer
 from kv_tiers.settings import Settings
 
 POOL = {"host": {"capacity_bytes": 1 << 20}}
@@ -53,3 +56,31 @@ def test_what_a_server_refuses_is_an_error_at_once(tmp_path: Path, caplog: pytes
     finally:
         server.stop()
     assert "waiting" not in caplog.text
+
+
+def test_a_replica_waits_longer_for_the_one_that_leads_than_ranks_do_for_their_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each loads and compiles its model on its own, and one may take minutes more than another."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(connect, "_WAIT_FOR_FIRST_S", 0.0)
+    caplog.set_level(logging.INFO)
+    settings, engine = msgspec.convert(POOL | {"server": {"answer_s": 10}}, Settings), uuid.uuid4().hex
+
+    def open_replica(number: int) -> tuple[RemoteCache, SupervisedServer | None]:
+        replica = Replica(engine, leads=number == 0)
+        chunks, name = Format((4096,), "f"), f"{engine}_dp{number}"
+        return open_remote(settings, chunks, engine_id=name, is_first=True, facts={}, replica=replica)
+
+    with ThreadPoolExecutor(1) as other:
+        following = other.submit(open_replica, 1)
+        until(lambda: following.done() or "waiting for it" in caplog.text)
+        leading, server = open_replica(0)
+        assert server is not None
+        try:
+            joined, none = following.result(30)
+            assert none is None and joined.pool.name == leading.pool.name
+            joined.close()
+        finally:
+            leading.close()
+            server.stop()

@@ -5,6 +5,7 @@ node starts a private server that ends with it, and all ranks there find it at a
 named in the settings is joined instead and shared with every engine that names it.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ _log = limited_logger(__name__)
 
 _WAIT_FOR_FIRST_S = 60.0
 """How long the other ranks wait for the private server that the first one starts."""
+_WAIT_FOR_LEADER_S = 600.0
+"""How long a replica waits for the server that the leading one starts, once that has loaded and compiled its model: on
+its own, and perhaps from a colder cache of files."""
 _WAIT_FOR_SERVER_S = 30.0
 """How long a starting engine waits for the server that it is configured to join, which may be starting, too."""
 
@@ -139,7 +143,9 @@ def open_remote(
         start = partial(launch, msgspec.to_builtins(config), socket=socket, log_level="info", detached=detached)
         server = SupervisedServer(start)
     joins = bool(settings.server.socket)
-    until = time.monotonic() + (_WAIT_FOR_SERVER_S if joins else _WAIT_FOR_FIRST_S if server is None else 0)
+    follows = not joins and replica is not None and not replica.leads
+    wait_s = _WAIT_FOR_SERVER_S if joins else _WAIT_FOR_LEADER_S if follows else _WAIT_FOR_FIRST_S
+    until = time.monotonic() + (wait_s if server is None else 0)
     is_waiting = False
     while True:
         try:
@@ -154,13 +160,14 @@ def open_remote(
             )
         except ConfigError as error:
             # A server that has refused once would refuse again.
-            if time.monotonic() > until or (joins and not isinstance(error, NoServerError)):
+            if time.monotonic() > until or ((joins or follows) and not isinstance(error, NoServerError)):
                 if server is not None:
                     server.stop()
                 raise
-            if joins and not is_waiting:
+            if (joins or follows) and not is_waiting:
                 is_waiting = True
-                _log.warning("no kv-server listens at %s yet; waiting for it, up to %d s", socket, _WAIT_FOR_SERVER_S)
+                level = logging.WARNING if joins else logging.INFO  # replicas never start in the same instant
+                _log.log(level, "no kv-server listens at %s yet; waiting for it, up to %d s", socket, wait_s)
             time.sleep(0.05)
         else:
             return remote, server
