@@ -179,6 +179,28 @@ def test_without_memory_for_the_ring_only_this_copy_fails() -> None:
     copier.load(whole()).wait()
 
 
+def test_without_pinned_memory_for_another_list_only_this_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's error is none of torch's for the device's memory."""
+    monkeypatch.setattr("kv_cuda.copy.gpu._LIST_TOKENS", 1)  # then every chunk takes a list of its own
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
+    copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
+    for direction, copy in (("load", copier.load), ("store", copier.store)):
+        pipeline = copier._pipelines[direction]
+        for _ in range(2):
+            copy(whole()).wait()
+            pipeline._used[pipeline._list] = Unread()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", refused)
+            with pytest.raises(CopyFailed, match="no memory left for a copy's pinned buffers: CUDA error"):
+                copy(whole())
+        copy(whole()).wait()
+        assert len(pipeline._lists) == 3
+
+
+def refused(*_arguments: object, **_named: object) -> None:
+    raise RuntimeError("CUDA error: out of memory")
+
+
 @pytest.mark.parametrize("copy_path", ["direct", "staged"])
 def test_more_tokens_than_a_launch_holds_are_several_launches(
     monkeypatch: pytest.MonkeyPatch, copy_path: CopyPath

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -467,6 +467,17 @@ def test_without_memory_for_staging_only_this_copy_fails(monkeypatch: pytest.Mon
         for copy in (copier.load, copier.store):
             with pytest.raises(CopyFailed, match="no memory left for a copy's buffers: CUDA out of memory"):
                 copy(plan)
+    empty = torch.empty
+
+    def refused(*arguments: Any, **named: Any) -> torch.Tensor:
+        if "pin_memory" in named:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refused)
+        with pytest.raises(CopyFailed, match="no memory left for a copy's pinned buffers: CUDA error"):
+            copier.store(plan)
     copier.store(plan).wait()
     copier.load(plan).wait()
 

@@ -21,7 +21,7 @@ from kv_core.transfer import Copy, TransferPlan
 
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
-from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_pool
+from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_buffer, host_pool
 from kv_cuda.copy.nvtx import nvtx_ranges
 from kv_cuda.copy.ops import driver
 from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
@@ -371,7 +371,7 @@ class _CopyPipeline:
 
     def _add_list(self) -> None:
         is_cuda = self._device.type == "cuda"
-        given = torch.empty((2, self.list_tokens), dtype=torch.int64, pin_memory=is_cuda)
+        given = host_buffer(2, self.list_tokens, dtype=torch.int64, device=self._device)
         there = torch.empty_like(given, device=self._device) if is_cuda else given
         self._lists.append(given)
         self._on_device.append(there)

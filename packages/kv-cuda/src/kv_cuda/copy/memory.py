@@ -74,6 +74,18 @@ def device_pool(name: str, memory: torch.Tensor, device: torch.device) -> Pool:
     return Pool(memory, is_on_device=True)
 
 
+def host_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised host memory between which and this device copies do not stall the caller.
+
+    Raises:
+        CopyFailed: the system has too little left. That may change, so only this copy fails.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    except RuntimeError as error:  # the driver's own error, not the one for the device's memory
+        raise CopyFailed(f"the system has no memory left for a copy's pinned buffers: {error}") from None
+
+
 @contextmanager
 def buffers_for_copies() -> Iterator[None]:
     """Buffers are allocated when a copy first needs them, from what the engine has left of the device's memory.

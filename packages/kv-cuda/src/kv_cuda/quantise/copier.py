@@ -21,7 +21,7 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, is_quantised_kind
 from kv_core.transfer import Copy, TransferPlan
 
-from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_pool
+from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_buffer, host_pool
 from kv_cuda.copy.plan import validate_and_split
 from kv_cuda.copy.streams import DoneEvent, Event, make_queue
 from kv_cuda.layout import PagedLayout
@@ -157,7 +157,7 @@ class _ScaleCheck:
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = torch.empty((), device=device)
-        self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
+        self.on_host = host_buffer(dtype=torch.float32, device=device).zero_()
 
 
 class _CheckedEvent:
