@@ -255,18 +255,14 @@ def test_what_a_tiers_package_prints_is_neither_its_ready_line_nor_its_end(
     home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its standard output is how a private server says that it is ready, and that it has ended."""
-    info = home / "path" / "loud-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[kv_tiers.tiers]\nloud = loud:make\n")
-    (home / "path" / "loud.py").write_text(
+    code = (
         "from kv_tiers.registry import tier_factory\n"
         "print('loud is imported')\n"
         "def make(options, context):\n"
         "    print('loud is made', flush=True)\n"
         "    return tier_factory('dram')(options, context)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(home / "path"))
+    monkeypatch.setenv("PYTHONPATH", str(plugin(home, "loud", code)))
     tiers = [{"type": "loud", "capacity_bytes": "1MiB"}]
     server = launch({"host": {"capacity_bytes": "1MiB"}, "tiers": tiers}, socket=home / "s")
     cache = join_server(home)
@@ -275,6 +271,37 @@ def test_what_a_tiers_package_prints_is_neither_its_ready_line_nor_its_end(
     server.stop()
     assert not server.is_running()
     assert {"loud is imported", "loud is made"} <= set(capfd.readouterr().err.splitlines())
+
+
+def plugin(home: Path, name: str, code: str) -> Path:
+    """A package that offers a tier of this name. Returns what belongs in PYTHONPATH."""
+    info = home / "path" / f"{name}-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[kv_tiers.tiers]\n{name} = {name}:make\n")
+    (home / "path" / f"{name}.py").write_text(code)
+    return home / "path"
+
+
+def test_a_detached_server_that_hangs_while_it_starts_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else knows of it."""
+    started = home / "started"
+    code = f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    monkeypatch.setenv("PYTHONPATH", str(plugin(home, "hung", code)))
+    config = {"host": {"capacity_bytes": "1MiB"}, "tiers": [{"type": "hung"}]}
+    with pytest.raises(ConfigError, match="not ready within"):
+        launch(config, socket=home / "s", ready_s=6.0, detached=True)
+    pid = int(started.read_text())
+    until(lambda: not lives(pid))
+
+
+def lives(pid: int) -> bool:
+    """Whether this process, which may be nobody's child, has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_private_server_that_the_system_does_not_start_leaves_nothing(

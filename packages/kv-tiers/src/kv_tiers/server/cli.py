@@ -186,8 +186,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _detach() -> None:
     """Must run before there are threads. The process that started us sees us end, and continues to read the output that
-    the child shares."""
-    if os.fork():
+    the child shares: first the child's number, so that a child that does not become ready can be ended."""
+    if child := os.fork():
+        with suppress(OSError):  # nobody reads it any more
+            os.write(1, f"{child}\n".encode())
         os._exit(0)
     os.setsid()
 

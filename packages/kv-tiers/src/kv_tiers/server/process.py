@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -133,9 +134,13 @@ def launch(
         assert process.stdin is not None and process.stdout is not None
         with process.stdin:
             process.stdin.write(msgspec.json.encode(dict(config)).decode())
-        if not _is_readable(process.stdout, ready_s):
+        until_s = time.monotonic() + ready_s
+        said = _line(process.stdout, until_s)
+        if detached and said is not None and said.strip().isdigit():  # of the process that goes on
+            made.pid = int(said)
+            said = _line(process.stdout, until_s)
+        if said is None:
             raise ConfigError(f"the cache server was not ready within {ready_s} s")
-        said = process.stdout.readline()
         if not said.startswith("READY"):
             raise ConfigError(f"the cache server did not start: {said.strip() or 'its error output says why'}")
         pid, *addresses = said.removeprefix(f"READY {socket} ").split()
@@ -151,6 +156,20 @@ def launch(
             raise ConfigError("the cache server ended while it started; its error output says why") from None
         raise
     return made
+
+
+def _line(output: IO[str], until_s: float) -> str | None:
+    """The next line, or what there is of it at the end. None: it was not complete in time. Byte by byte, because what
+    `readline` reads ahead is not seen by `_is_readable`."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not _is_readable(output, max(0.0, until_s - time.monotonic())):
+            return None
+        byte = os.read(output.fileno(), 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode()
 
 
 def _is_readable(output: IO[str], timeout_s: float) -> bool:
