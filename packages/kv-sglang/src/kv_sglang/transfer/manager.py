@@ -222,9 +222,9 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         peers = list(self.transfer_infos.get(room, {}).values())
         if leaving is None or not peers or self.request_status.get(room) in (None, KVPoll.Failed):
             return  # it was given up
-        if event is not None:
-            event.synchronize()
         try:
+            if event is not None:
+                event.synchronize()
             why = self._store(exchange, room, leaving, peers, start=start, slots=slots, aux_index=aux_index)
         except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be stored")
