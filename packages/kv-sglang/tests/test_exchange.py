@@ -126,6 +126,21 @@ def test_what_the_decode_engine_has_is_not_sent(make_side: Callable[..., Side], 
     assert torch.equal(rows_of(decode.pool, of(1)), rows_of(prefill.pool, of(3)))
 
 
+def test_pages_that_the_decode_engine_has_are_held_with_the_others_until_it_does_not_need_them(
+    make_side: Callable[..., Side],
+) -> None:
+    """Whoever computed them before, and if it was long ago."""
+    prefill, decode = make_side(1), make_side(2)
+    named, cache = names(3), prefill.store.cache
+    assert isinstance(cache, LocalCache)
+    assert prefill.store.write(named.hashes[:2], slots(5, 1)) == [True, True]
+    assert prefill.exchange.put(named, 2, slots(3), always) == ""
+    assert decode.exchange.get(named, 2, slots(1), always, threading.Lock()) == ""
+    assert cache.holds.chunks == 2
+    decode.exchange.need_not(named.hashes[:2])
+    assert cache.holds.chunks == 0
+
+
 def test_nothing_is_kept_that_was_read_after_the_request_ended(make_side: Callable[..., Side]) -> None:
     """SGLang frees a request's blocks at once, and by the end of the copy another request may have written there."""
     side = make_side()

@@ -101,9 +101,9 @@ class Exchange:
         finally:
             cache.end(self._name)
 
-    def need_not(self, hashes: Sequence[str]) -> None:
-        """The engine has these pages: they need not be held for it."""
-        if keys := self._store.keys(hashes):
+    def need_not(self, hashes: Sequence[str], *, given_by: str = "") -> None:
+        """The engine has these pages: they need not be held for it. given_by: as for `get`."""
+        if keys := self._store.keys(hashes, given_by):
             self._store.cache.taken(keys)
 
     def close(self) -> None:

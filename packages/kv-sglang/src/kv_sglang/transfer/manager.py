@@ -288,10 +288,6 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def name_coming(self, room: int, coming: Coming) -> None:
         with self._rooms:
             self._coming[room] = coming
-        if coming.first:
-            hashes = coming.names.hashes[: coming.first]
-            assert self._lanes is not None
-            self._lanes.add(room, lambda exchange: exchange.need_not(hashes))
 
     def after_forward(self) -> Point:
         """The point at which the forward pass in flight is over. It may still write the last token of a request that
@@ -372,6 +368,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                 return why
             coming.loaded = first + count
         if said.metadata:
+            # Not before, as each of the prefill engine's stores holds all of the prompt's pages so far.
+            exchange.need_not(hashes[: coming.first], given_by=said.weights)
             return self._take_metadata(coming, said.metadata)
         return ""
 
