@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import NEW_TOKENS, SHARED, Answer, Engine, started
+from kv_core.clock import HandClock
 from kv_cuda.tiny import TinyLlama
 from kv_testing.wait import until
 from oracle import Oracle
@@ -90,6 +91,38 @@ def test_an_adapter_is_what_vllm_loaded_and_not_what_was_written_over_it_before_
     weights.called("add_lora", (written,))
     assert weights.adapters.wait(30)
     assert first is not None and weights.adapter(written) not in (None, first)
+    oracle.close()
+
+
+def test_a_request_that_comes_after_the_files_of_its_adapter_changed_is_not_taken_for_one_of_before(
+    tiny_llama: str, tmp_path: Path
+) -> None:
+    """vLLM may have put the adapter away since its last request, and reads its files again for this one."""
+    from kv_vllm.weights import Weights
+    from vllm.lora.request import LoRARequest
+
+    oracle, clock = Oracle(tiny_llama), HandClock()
+    weights, cache, scheduler = oracle.engine.weights, oracle.engine.cache, oracle.engine.scheduler
+    assert isinstance(weights, Weights) and cache is not None and scheduler is not None
+    weights.adapters._clock = clock
+    adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", seed=1)))
+    weights.called("add_lora", (adapter,))
+    assert weights.adapters.wait(30)
+    oracle.submit("first", PROMPT[:200], lora_request=adapter)
+    oracle.run()
+    assert (cache.counts().chunks_resident, scheduler.counts.tokens_loaded) == (3, 0)
+    assert weights.adapters.wait(30)
+    clock.advance(3600.0)
+    oracle.submit("later", PROMPT[:200], lora_request=adapter)
+    oracle.run()
+    assert scheduler.counts.tokens_loaded == 192, "its files were looked at, and had not changed"
+    assert weights.adapters.wait(30)
+    clock.advance(3600.0)
+    (tmp_path / "one" / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    oracle.submit("after", PROMPT[:300], lora_request=adapter)
+    oracle.run()
+    assert (cache.counts().chunks_resident, scheduler.counts.tokens_loaded) == (3, 192)
+    oracle.assert_at_rest()
     oracle.close()
 
 

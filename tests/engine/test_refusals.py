@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Engine, started
+from kv_core.connect.inputs import RequestTokens
 from kv_core.errors import ConfigError
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.states import StateGroup
@@ -244,14 +245,14 @@ def request(**fields: Any) -> Request:
     ids=lambda fields: "-".join(fields),
 )
 def test_a_request_whose_content_has_no_stable_name_is_left_alone(unnamed: dict[str, Any]) -> None:
-    def identity(lora: LoRARequest) -> str | None:
+    def identity(lora: LoRARequest, _request_id: str) -> str | None:
         return None if lora.lora_name == "not read yet" else f"{lora.lora_name}@content"
 
     assert request_tokens(request(), Settings()) is not None
     assert request_tokens(request(**unnamed), Settings(), adapter_identity=identity) is None
     served = request(lora_request=LoRARequest("a", 1, "/adapters/a"))
     named = request_tokens(served, Settings(), adapter_identity=identity)
-    assert named is not None and named.lora == "a@content"
+    assert isinstance(named, RequestTokens) and named.lora == "a@content"
 
 
 @pytest.mark.parametrize("pooling_type", [pytest.param("MEAN", marks=pytest.mark.slow), "CLS"])

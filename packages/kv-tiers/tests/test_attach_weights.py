@@ -10,10 +10,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from kv_core.clock import HandClock
 from kv_testing.threads import threads_left
 from kv_tiers.attach import adapters as adapters_module
 from kv_tiers.attach import file_digests, identity, private_json
-from kv_tiers.attach.adapters import Adapters
+from kv_tiers.attach.adapters import Adapters, Unsure
 from kv_tiers.attach.file_digests import (
     DigestMemory,
     FilesChangedError,
@@ -347,8 +348,12 @@ def test_a_draft_of_the_hub_is_the_commit_that_the_engine_was_told_to_load(
 
 class TestAdapters:
     @pytest.fixture
-    def adapters(self) -> Iterator[Adapters]:
-        made = Adapters(NOWHERE)
+    def clock(self) -> HandClock:
+        return HandClock()
+
+    @pytest.fixture
+    def adapters(self, clock: HandClock) -> Iterator[Adapters]:
+        made = Adapters(NOWHERE, clock=clock)
         yield made
         made.close()
 
@@ -356,7 +361,9 @@ class TestAdapters:
     def known(adapters: Adapters, number: int, name: str, path: Path | str) -> str | None:
         adapters.identity(number, name, str(path))
         assert adapters.wait(30)
-        return adapters.identity(number, name, str(path))
+        found = adapters.identity(number, name, str(path))
+        assert not isinstance(found, Unsure)
+        return found
 
     def test_files_are_read_by_a_thread_and_the_first_request_is_not_cached(
         self, adapters: Adapters, tmp_path: Path, gate: Gate
@@ -417,6 +424,50 @@ class TestAdapters:
         assert adapters.identity(1, "one", str(tmp_path / "a")) is None
         assert "changed while it was served" in caplog.text
         assert self.known(adapters, 2, "one", tmp_path / "a") not in (None, first)  # loaded anew
+
+    def test_a_later_request_waits_for_a_look_at_the_files(
+        self, adapters: Adapters, clock: HandClock, tmp_path: Path
+    ) -> None:
+        """The engine may have put the adapter away meanwhile, and be about to read it again."""
+        path = str(write(tmp_path / "a"))
+        first = self.known(adapters, 1, "one", path)
+        clock.advance(0.9)
+        assert adapters.identity(1, "one", path, "at once") == first
+        assert adapters.wait(30)
+        clock.advance(3600.0)
+        assert adapters.identity(1, "one", path, "later") == Unsure()
+        assert adapters.wait(30)
+        clock.advance(60.0)  # a step that takes long
+        assert adapters.identity(1, "one", path, "later") == first
+        assert adapters.wait(30)
+        clock.advance(3600.0)
+        patch(tmp_path / "a" / "model.safetensors", 150_000)
+        assert adapters.identity(1, "one", path, "after the change") == Unsure()  # before the look ends
+        assert adapters.wait(30)
+        assert adapters.identity(1, "one", path, "after the change") is None
+
+    def test_a_look_that_takes_too_long_is_not_waited_for(
+        self, adapters: Adapters, clock: HandClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = str(write(tmp_path / "a"))
+        first = self.known(adapters, 1, "one", path)
+        assert adapters.wait(30)
+        go_on, look = threading.Event(), content_files
+
+        def looking(source: Path) -> list[tuple[str, Path]]:
+            assert go_on.wait(30)
+            return look(source)
+
+        monkeypatch.setattr(adapters_module, "content_files", looking)
+        clock.advance(3600.0)
+        assert adapters.identity(1, "one", path, "a") == Unsure()
+        clock.advance(0.9)
+        assert adapters.identity(1, "one", path, "a") == Unsure()
+        clock.advance(0.2)
+        assert adapters.identity(1, "one", path, "a") is None
+        go_on.set()
+        assert adapters.wait(30)
+        assert adapters.identity(1, "one", path, "a") == first
 
     def test_an_engine_may_see_any_number_of_adapters_in_its_life(
         self, adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

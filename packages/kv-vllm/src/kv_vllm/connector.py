@@ -25,6 +25,7 @@ from kv_core.connect.step import StepPlan
 from kv_core.connect.worker import WorkerHalf
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
+from kv_tiers.attach.adapters import Unsure
 from kv_tiers.attach.engine import engine_of, release
 from kv_tiers.attach.guard import always, guarded
 from kv_tiers.settings import load
@@ -243,6 +244,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._follow_weights()
         tokens = self._known(request)
+        if isinstance(tokens, Unsure):
+            return None, False
         if self._scheduler is None or tokens is None:
             return 0, False
         matched = self._scheduler.match(tokens, num_computed_tokens)
@@ -378,11 +381,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if isinstance(said, Acknowledged):
                 self._heard(said)
             worker = self._engine.worker
-            if (
-                self.has_pending_push_work()
-                and worker is not None
-                and not (self._requests or envs.VLLM_ENABLE_V1_MULTIPROCESSING)
-            ):
+            is_stepped = bool(self._requests) or envs.VLLM_ENABLE_V1_MULTIPROCESSING
+            if worker is not None and not is_stepped and self.has_pending_push_work():
                 # An engine in its caller's process is not stepped without requests, even to get blocks back.
                 worker.finish_stores()
                 rank, report = self._engine.share.rank, worker.take_layerwise(wait=True)
@@ -420,15 +420,14 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tables = blocks.get_block_ids() if num_external_tokens else ()
             self._scheduler.allocated(request.request_id, num_external_tokens, tables)
 
-    def _known(self, request: Any) -> RequestTokens | None:
+    def _known(self, request: Any) -> RequestTokens | Unsure | None:
         if self._sessions.is_another(request):
             self._drop(request.request_id)
-        known = self._requests.get(request.request_id)
-        if known is None:
-            if (tokens := self._read(request)) is None:
-                return None
-            known = self._requests[request.request_id] = (request, tokens)
-        return known[1]
+        if request.request_id not in self._requests:
+            if not isinstance(tokens := self._read(request), RequestTokens):
+                return tokens
+            self._requests[request.request_id] = request, tokens
+        return self._requests[request.request_id][1]
 
     def _drop(self, request_id: str) -> None:
         """Forget everything about this request: it is no longer valid."""
@@ -441,7 +440,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return StepPlan()
         self._follow_weights()
-        is_waiting = self._scheduler.is_waiting() or self.has_pending_push_work()
+        assert self._engine.weights is not None  # as the scheduler half has one
+        is_waiting = self._scheduler.is_waiting() or self.has_pending_push_work() or self._engine.weights.is_busy
         if is_waiting and scheduler_output.total_num_scheduled_tokens == 0:
             # The engine has nothing to compute and steps again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from kv_core.connect.inputs import RequestTokens
 from kv_core.sequence import Item
+from kv_tiers.attach.adapters import Unsure
 from kv_tiers.attach.engine import Engine
 from kv_tiers.attach.request_options import Chosen, chosen
 from kv_tiers.settings import Settings
@@ -22,14 +23,14 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 
 def request_reader(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, engine: Engine
-) -> Callable[[Any], RequestTokens | None]:
+) -> Callable[[Any], RequestTokens | Unsure | None]:
     """`request_tokens` for one engine, with the state of that engine at each call."""
     prompts_only = keeps_prompts_only(kv_cache_config)
     unasked = chosen(settings, None, "")
     pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
     here = secrets.token_hex(8)
 
-    def read(request: Any) -> RequestTokens | None:
+    def read(request: Any) -> RequestTokens | Unsure | None:
         return request_tokens(
             request,
             settings,
@@ -48,22 +49,23 @@ def request_tokens(
     request: Any,
     settings: Settings,
     *,
-    adapter_identity: Callable[[Any], str | None] | None = None,
+    adapter_identity: Callable[[Any, str], str | Unsure | None] | None = None,
     tiers: Sequence[str] = (),
     prompts_only: bool = False,
     pools_parts: bool = False,
     unasked: Chosen | None = None,
     here: str = "",
-) -> RequestTokens | None:
-    """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity.
+) -> RequestTokens | Unsure | None:
+    """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity; `Unsure`
+    if that is not known yet, and the engine has to ask again.
 
     The following have none: prompts given as embeddings, streaming sessions with media, adapters that are reloaded in
     place or whose files have not been read yet, requests that skip reading caches, such as those that pool every token,
     and names that are not Unicode.
 
     settings: the defaults of requests.
-    adapter_identity: the identity of a `LoRARequest`'s content; None: not known. Without this function no adapter has
-        one.
+    adapter_identity: the identity of a `LoRARequest`'s content, for the request of this id; None: not known. Without
+        this function no adapter has one.
     tiers: the names of the cache's tiers.
     prompts_only: the KV of generated tokens differs from that of a prompt (`kv_vllm.needs`), and is never stored.
     pools_parts: the model's pooler gives the same result if only the last part of a prompt is computed. If not, pooling
@@ -79,9 +81,10 @@ def request_tokens(
         return None
     adapter = None
     if lora is not None:
-        adapter = None if lora.load_inplace or adapter_identity is None else adapter_identity(lora)
-        if adapter is None:
-            return None
+        named = None if lora.load_inplace or adapter_identity is None else adapter_identity(lora, request.request_id)
+        if not isinstance(named, str):
+            return named
+        adapter = named
     salt, items = request.cache_salt or None, tuple(_items(request.mm_features, here))
     if not _are_unicode(salt, adapter, *(item.content for item in items)):
         return None

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from kv_core.connect.inputs import RequestTokens
 from kv_core.log import limited_logger
+from kv_tiers.attach.adapters import Unsure
 from kv_tiers.attach.engine import Engine
 from kv_tiers.attach.identity import LiveKeySpace
 from kv_tiers.attach.weights import EngineWeights
@@ -79,9 +80,10 @@ class Weights(EngineWeights):
         with _LOCK:
             _WATCHES[self._engine_id] = self
 
-    def adapter(self, lora: Any) -> str | None:
+    def adapter(self, lora: Any, request_id: str = "") -> str | Unsure | None:
         """The identity of a `LoRARequest`'s adapter, from `Adapters.identity`."""
-        return self.adapters.identity(lora.lora_int_id, lora.lora_name, os.path.expanduser(lora.lora_path))
+        path = os.path.expanduser(lora.lora_path)
+        return self.adapters.identity(lora.lora_int_id, lora.lora_name, path, request_id)
 
     def called(self, method: object, args: tuple[Any, ...]) -> None:
         """vLLM has its workers run this method, which may change weights or an adapter."""
@@ -113,8 +115,8 @@ class Weights(EngineWeights):
         super().close()
 
 
-def adapter_identity(weights: EngineWeights | None) -> Callable[[Any], str | None] | None:
-    """The function that names the content of a request's adapter; None: adapters have no names."""
+def adapter_identity(weights: EngineWeights | None) -> Callable[[Any, str], str | Unsure | None] | None:
+    """The function that names the content of an adapter, for the request of this id; None: adapters have no names."""
     return weights.adapter if isinstance(weights, Weights) else None
 
 

@@ -2,9 +2,11 @@
 
 An engine reads an adapter's files when the adapter is first used, and again after it was unloaded. If the files change
 while the adapter is in use, it is unknown which version the engine computes with. The adapter then has no identity and
-its requests are not cached, until it is loaded under another path or number.
+its requests are not cached, until it is loaded under another path or number. So an identity holds only shortly after a
+look at the files: a later request, for which the engine may read them again, waits for another look.
 """
 
+import math
 import queue
 import secrets
 import threading
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kv_core.clock import Clock
 from kv_core.log import limited_logger
 
 from kv_tiers.attach.file_digests import (
@@ -25,6 +28,7 @@ from kv_tiers.attach.file_digests import (
     default_memory,
 )
 from kv_tiers.attach.identity import content_of
+from kv_tiers.clock import MonotonicClock
 from kv_tiers.threads import start_thread
 
 _log = limited_logger(__name__)
@@ -32,6 +36,20 @@ _log = limited_logger(__name__)
 _MAX_ADAPTERS: Final = 4096
 """How many are known, the most recently used ones; more than an engine has in its memory. An older one is not in the
 engine's memory either, so the engine reads its files again, and so do we."""
+_FRESH_S: Final = 1.0
+"""How long an identity holds after a look at the files. An adapter that was used within this time is still in the
+engine's memory, unless the engine has loaded as many others meanwhile as that holds."""
+_PATIENCE_S: Final = 1.0
+"""How long a request waits for a look. Then it is not cached."""
+_MAX_WAITING: Final = 4096
+"""Requests whose waits are remembered, the latest ones. Those that were aborted meanwhile are among them."""
+_WAITED_S: Final = 600.0
+"""A wait that began before that was another request's with the same id. No step of an engine takes so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsure:
+    """The adapter's files are being looked at: ask again in the next step, for about a second at most."""
 
 
 @dataclass(slots=True)
@@ -45,6 +63,7 @@ class _Adapter:
     commit: its content, if that is a commit of the hub and not in files of its own.
     is_void: it cannot have an identity.
     is_queued: it waits for the thread.
+    looked_s: when the last look at its files began that found them unchanged.
     """
 
     name: str
@@ -55,14 +74,17 @@ class _Adapter:
     commit: str = ""
     is_void: bool = False
     is_queued: bool = False
+    looked_s: float = -math.inf
 
 
 class Adapters:
     """The adapters of one engine. `identity` never waits; one thread reads files, and ends with `close`."""
 
-    def __init__(self, memory: DigestMemory | None = None) -> None:
+    def __init__(self, memory: DigestMemory | None = None, *, clock: Clock | None = None) -> None:
         """memory: of digests of files; None for the user's own."""
         self._memory = default_memory() if memory is None else memory
+        self._clock: Clock = MonotonicClock() if clock is None else clock
+        self._asked_s: OrderedDict[str, float] = OrderedDict()  # by request, when it first had to wait for a look
         self._process = secrets.token_hex(8)
         self._known: OrderedDict[tuple[int, str, str], _Adapter] = OrderedDict()  # those used last at the end
         self._queue: queue.SimpleQueue[_Adapter | None] = queue.SimpleQueue()
@@ -71,10 +93,11 @@ class Adapters:
         self._waiting = 0
         self._thread: threading.Thread | None = None
 
-    def identity(self, number: int, name: str, path: str) -> str | None:
+    def identity(self, number: int, name: str, path: str, request_id: str = "") -> str | Unsure | None:
         """The adapter's name in keys; None: it is not known yet or cannot be, and the request must not be cached.
 
         number: the engine's own number of this adapter. Each call has the files checked again, in the background.
+        request_id: of the request that can ask again; empty: none can.
         """
         adapter = self._known.get((number, name, path))
         if adapter is None:
@@ -82,9 +105,10 @@ class Adapters:
                 self._known.popitem(last=False)
             adapter = self._known[number, name, path] = _Adapter(name, path, time.time_ns())
         self._known.move_to_end((number, name, path))
+        answer = self._answer(adapter, request_id)
         if not adapter.is_void and not adapter.is_queued:
             self._submit(adapter)
-        return f"{name}@{adapter.content}" if adapter.content and not adapter.is_void else None
+        return answer
 
     def loaded_again(self, number: int, name: str, path: str) -> None:
         """The engine is about to read its files again, whatever they hold now. Of all adapters that have had this
@@ -93,6 +117,11 @@ class Adapters:
             adapter.is_void = adapter.is_void or known_number == number
         self._known.pop((number, name, path), None)
         self.identity(number, name, path)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether files are being looked at, or are about to be."""
+        return self._waiting > 0
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the thread has processed everything that was queued."""
@@ -103,6 +132,21 @@ class Adapters:
         """End the thread. No further adapter becomes known."""
         self._stopped.set()
         self._queue.put(None)
+
+    def _answer(self, adapter: _Adapter, request_id: str) -> str | Unsure | None:
+        if adapter.content is None or adapter.is_void:
+            return None
+        now_s, asked_s = self._clock.now_s(), self._asked_s.get(request_id)
+        if asked_s is not None and now_s - asked_s > _WAITED_S:
+            asked_s = None
+        if now_s - adapter.looked_s < _FRESH_S or (asked_s is not None and adapter.looked_s >= asked_s):
+            self._asked_s.pop(request_id, None)
+            return f"{adapter.name}@{adapter.content}"
+        if asked_s is None and request_id:
+            asked_s = self._asked_s[request_id] = now_s
+            if len(self._asked_s) > _MAX_WAITING:
+                self._asked_s.popitem(last=False)
+        return Unsure() if asked_s is not None and now_s - asked_s < _PATIENCE_S else None
 
     def _submit(self, adapter: _Adapter) -> None:
         if self._stopped.is_set():
@@ -135,6 +179,7 @@ class Adapters:
                     self._idle.notify_all()
 
     def _look_at(self, adapter: _Adapter) -> None:
+        began_s = self._clock.now_s()
         directory = Path(adapter.path)
         files = content_files(directory) if adapter.path and directory.is_dir() else []
         states = tuple(FileState.of(path) for _, path in files)
@@ -158,6 +203,7 @@ class Adapters:
             raise FilesChangedError("its files changed while it was served")
         elif adapter.commit and content_of(adapter.path, self._memory, stopped=self._stopped) != adapter.commit:
             raise FilesChangedError("the hub's cache got another commit of it while it was served")
+        adapter.looked_s = began_s
 
     def _void(self, adapter: _Adapter, why: str) -> None:
         adapter.is_void = True

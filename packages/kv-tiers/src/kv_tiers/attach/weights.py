@@ -34,6 +34,11 @@ class EngineWeights:
             return True
         return False
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether adapters' files are being looked at."""
+        return self.adapters.is_busy
+
     def close(self) -> None:
         """Stop reading files."""
         self.identity.close()
