@@ -24,13 +24,6 @@ class Mode:
 
 
 @dataclass
-class Request:
-    """host_loaded_length: tokens that SGLang loads from its host memory during the step."""
-
-    host_loaded_length: int = 0
-
-
-@dataclass
 class Batch:
     """What `process_batch_result` gets of a step: SGLang's `ScheduleBatch`, or its copy."""
 
@@ -38,7 +31,6 @@ class Batch:
     prefix_lens: list[int]
     extend_lens: list[int]
     forward_mode: Mode = field(default_factory=Mode)
-    reqs: list[Request] = field(default_factory=lambda: [Request()])
 
 
 def step_s(batch: Batch) -> float:
@@ -82,9 +74,8 @@ def test_it_is_learnt_from_steps_which_may_be_launched_before_the_last_has_ended
         Batch(0.0, [], [], Mode(computes_prompts=False)),
         Batch(0.0, [0], [512], Mode(is_split=True)),
         Batch(0.0, [100, 200], [1, 1]),
-        Batch(0.0, [512], [512], reqs=[Request(), Request(host_loaded_length=256)]),
     ],
-    ids=["decode", "a part of the layers", "hardly a prompt", "loads meanwhile"],
+    ids=["decode", "a part of the layers", "hardly a prompt"],
 )
 def test_other_steps_say_nothing_of_it(batch: Batch) -> None:
     clock = HandClock()
@@ -106,6 +97,25 @@ def test_a_step_begins_when_the_one_before_has_ended_whatever_that_computed() ->
     found = compute_s(speed, 0, 512)
     assert found is not None
     assert found < 1.0
+
+
+def test_a_steps_fixed_part_is_not_taken_for_computing_once_there_are_short_ones() -> None:
+    """Where all prompts are as long, only those that are found leave little to compute."""
+    clock = HandClock()
+    speed = PrefillSpeed(clock=clock)
+
+    def step(before: int, tokens: int) -> None:
+        launched_s = clock.now_s()
+        clock.advance(0.1 + tokens * TOKEN_S * 5)
+        speed.step_ended(Batch(launched_s, [before], [tokens]))
+
+    for _ in range(10):
+        step(0, 560)
+    assert compute_s(speed, 0, 512) == pytest.approx(0.38 * 512 / 560, rel=0.1)
+    for _ in range(10):
+        step(512, 48)
+        step(0, 560)
+    assert compute_s(speed, 0, 512) == pytest.approx(512 * TOKEN_S * 5, rel=0.1)
 
 
 def test_a_speed_that_is_given_is_not_measured() -> None:

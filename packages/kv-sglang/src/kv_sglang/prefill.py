@@ -54,14 +54,15 @@ class PrefillSpeed:
     def step_ended(self, batch: Any) -> None:
         """The scheduler has processed the results of this `ScheduleBatch`, or of its copy.
 
-        Steps end in their order, and the device runs them one after the other. One is not a sample if SGLang loads
-        pages from its host memory meanwhile.
+        Steps end in their order, and the device runs them one after the other. Those that load pages from SGLang's
+        host memory count too: what a hit saves is what a step takes less with it, and often only such steps are short,
+        so that without them a step's fixed part would be taken for computing.
         """
         before_s, self._ended_s = self._ended_s, self._clock.now_s()
         mode = batch.forward_mode
         if not mode.is_extend_without_speculative() or mode.is_split_prefill():
             return
-        if max(batch.extend_lens, default=0) < MIN_PREFILL_TOKENS or any(req.host_loaded_length for req in batch.reqs):
+        if max(batch.extend_lens, default=0) < MIN_PREFILL_TOKENS:
             return
         pairs = sum(new * (before + new / 2) for before, new in zip(batch.prefix_lens, batch.extend_lens, strict=True))
         self._costs.prefill_took(sum(batch.extend_lens), pairs, self._ended_s - max(batch.launch_ts, before_s))
