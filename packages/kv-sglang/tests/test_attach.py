@@ -12,6 +12,7 @@ from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_sglang.attach import Attached, Rank, attach
 from kv_sglang.pools import describe
+from kv_testing.throttled import offer
 from kv_tiers.attach.identity import ServedModel
 from kv_tiers.codecs.calibration import Calibration
 from kv_tiers.codecs.learning import Learning
@@ -45,12 +46,15 @@ def test_pools_of_one_engine_share_its_memory_and_no_page(make_pool: Callable[..
 
 
 def test_how_fast_the_engine_computes_decides_about_keys_and_values_alone(
-    make_pool: Callable[..., Any], tmp_path: Path
+    make_pool: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the last pages of a window, the engine computes the whole prompt, not only those."""
+    offer(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    slow = {"type": "throttled", "load_bytes_per_s": 10_000.0, "tier": disk}  # a page takes 0.4 s
     settings = msgspec.structs.replace(
-        SETTINGS, tiers=[disk], cost=CostConfig(prefill_tokens_per_second=1e12), cold=ColdConfig(wait_s=30.0)
+        SETTINGS, tiers=[slow], cost=CostConfig(prefill_tokens_per_second=1e12), cold=ColdConfig(wait_s=30.0)
     )
     stored = attached(make_pool, "kv", "swa", settings=settings)
     assert all(store.write(NAMES, [0, 4]) == [True, True] for store in stored.stores.values())
