@@ -1,8 +1,6 @@
 """How fast SGLang computes prompts. It does not report this to its storage, so it is measured where its scheduler
 processes the results of a step (`Scheduler.process_batch_result`)."""
 
-import functools
-import threading
 from collections import deque
 from contextlib import suppress
 from typing import Any, Final
@@ -14,6 +12,8 @@ from kv_core.cost import Costs, Measured
 from kv_core.log import limited_logger
 from kv_tiers.clock import MonotonicClock
 
+from kv_sglang.scheduler_calls import observe
+
 _log = limited_logger(__name__)
 
 _MAX_MEASURED: Final = 256
@@ -22,7 +22,6 @@ _UNKNOWN: Final = (
     "even where computing is faster"
 )
 _FOLLOWED: "WeakSet[PrefillSpeed]" = WeakSet()
-_LOCK: Final = threading.Lock()
 
 
 class PrefillSpeed:
@@ -76,20 +75,11 @@ class PrefillSpeed:
 
 def follow_steps(speed: PrefillSpeed) -> None:
     """Report every step of this process to `speed`, as long as that lives; raises whatever importing SGLang raises."""
-    from sglang.srt.managers.scheduler import Scheduler
-
     _FOLLOWED.add(speed)
-    call = getattr(Scheduler, "process_batch_result", None)
-    if call is None:
-        _log.warning("this SGLang processes its steps differently: %s", _UNKNOWN)
-        return
-    with _LOCK:
-        if not getattr(call, "_kv_followed", False):
-            Scheduler.process_batch_result = _followed(call)
+    observe("process_batch_result", _around, otherwise=_UNKNOWN)
 
 
-def _followed(call: Any) -> Any:
-    @functools.wraps(call)
+def _around(call: Any) -> Any:
     def called(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         answer = call(self, batch, *args, **kwargs)
         for speed in list(_FOLLOWED):
@@ -100,5 +90,4 @@ def _followed(call: Any) -> Any:
                 _log.exception("a step of SGLang cannot be read: %s", _UNKNOWN)
         return answer
 
-    called._kv_followed = True  # type: ignore[attr-defined]
     return called

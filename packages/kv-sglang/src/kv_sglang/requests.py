@@ -26,6 +26,7 @@ from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
 
 from kv_sglang.names import hashes_of, tail_of
+from kv_sglang.scheduler_calls import observe
 
 _log = limited_logger(__name__)
 
@@ -37,7 +38,6 @@ loads, `prefetch_threshold`."""
 MAX_PAGES: Final = 1 << 16
 """Number of latest pages whose options are remembered. A prompt's pages are written soon after it is computed."""
 _FOLLOWED: "WeakSet[RequestPages]" = WeakSet()
-_LOCK: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +147,11 @@ class RequestPages:
 
 def follow_requests(pages: RequestPages) -> None:
     """Note every request of this process in `pages`, as long as that lives; raises whatever importing SGLang raises."""
-    from sglang.srt.managers.scheduler import Scheduler
-
     _FOLLOWED.add(pages)
-    call = getattr(Scheduler, "_prefetch_kvcache", None)
-    if call is None:
-        _log.warning("this SGLang looks for prompts differently: the options of requests in %s are ignored", _FIELD)
-        return
-    with _LOCK:
-        if not getattr(call, "_kv_followed", False):
-            Scheduler._prefetch_kvcache = _followed(call)
+    observe("_prefetch_kvcache", _around, otherwise=f"the options of requests in {_FIELD} are ignored")
 
 
-def _followed(call: Any) -> Any:
-    @functools.wraps(call)
+def _around(call: Any) -> Any:
     def called(self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         for pages in list(_FOLLOWED):
             try:
@@ -181,5 +172,4 @@ def _followed(call: Any) -> Any:
                 _log.exception("pages that request %s already has stay protected for it", req.rid)
         return answer
 
-    called._kv_followed = True  # type: ignore[attr-defined]
     return called
