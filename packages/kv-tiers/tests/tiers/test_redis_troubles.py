@@ -425,6 +425,12 @@ class TestTroubles:
             assert self.bench.loaded(keys) == [True]
             for name in tier._names(keys[0]):
                 assert (server.ask("TTL", name) > 900) == refresh
+                server.ask("EXPIRE", name, 500)
+            wanted_bytes = chunk_header.prefix_bytes(self.nbytes // 4, self.nbytes)
+            read = Read(keys[0], bytearray(chunk_header.HEADER_BYTES), aligned_pages(303_104), wanted_bytes)
+            assert tier.load_prefixes([read]) == [Loaded(wanted_bytes)]
+            for name in tier._names(keys[0]):  # also of the pieces that were not read
+                assert (server.ask("TTL", name) > 900) == refresh
 
     def test_a_user_needs_few_rights_and_fewer_to_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         server = running("valkey")

@@ -13,8 +13,9 @@ names), so a chunk that lost a piece to the server's eviction or to expiry is ab
 The first piece is written last. Two writers of one chunk may mix pieces if their bytes differ; the header's checksum
 detects that, like all other damage. A chunk found incomplete is discarded.
 
-A user needs GET, GETRANGE, STRLEN (GETEX to refresh times), SET, EXISTS, UNLINK, SCAN and PING on <prefix>:*, SELECT
-where the url names a database, CLUSTER SLOTS in a cluster. Without SET and UNLINK the tier reads what others store.
+A user needs GET, GETRANGE, STRLEN (GETEX and EXPIRE to refresh times), SET, EXISTS, UNLINK, SCAN and PING on
+<prefix>:*, SELECT where the url names a database, CLUSTER SLOTS in a cluster. Without SET and UNLINK the tier reads
+what others store.
 """
 
 import threading
@@ -341,6 +342,14 @@ class RedisTier:
                 arriving += 1
                 found.append(connection.read_value(self._buffers(read, piece)))
             outcomes.append(self._outcome(read, found))
+        if self._refresh:  # GETRANGE restarts no time, and without the pieces that were not read the chunk is lost
+            names = [
+                name
+                for read, outcome in zip(reads, outcomes, strict=True)
+                if isinstance(outcome, Loaded) and read.wanted_bytes < self._chunk_bytes
+                for name in self._names(read.key)[: self._pieces_for(stored_bytes_in(read.header))]
+            ]
+            _numbers(connection, [command(b"EXPIRE", name, *self._refresh[1:]) for name in names], asking)
         return outcomes
 
     def _get_commands(self, read: Read) -> list[bytes]:
