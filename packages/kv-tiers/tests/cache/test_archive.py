@@ -3,12 +3,13 @@
 import os
 import stat
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
-from kv_core.errors import InputError
+from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import Holder, WriteLease
@@ -177,6 +178,41 @@ def test_an_export_vouches_for_no_bytes_but_the_chunks_own(
     tower.run()
     assert tower.store(key_chain(8, branch="after")) == 8  # nothing is leased any more
     tower.close()
+
+
+@pytest.mark.parametrize("meanwhile", ["before a chunk", "during a chunk"])
+@pytest.mark.parametrize("what", ["export", "import"])
+def test_what_is_under_way_when_the_cache_is_closed_ends_and_leaves_nothing(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, what: str, meanwhile: str
+) -> None:
+    """A server that stops does not wait for it, and an operator must not read of a bug."""
+    tower, path = Tower(slots=8), exported.with_name("again.kv")
+    if what == "export":
+        tower.store(KEYS)
+    owner: Any = tower.cache
+    name = "load" if what == "export" else "begin_store"
+    if meanwhile == "during a chunk":
+        owner, name = chunk_header, "pack_header" if what == "export" else "check"
+    real = getattr(owner, name)
+
+    def close(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        result = real(*arguments, **options)
+        if meanwhile == "during a chunk":
+            with pytest.raises(BufferError):
+                tower.cache.close()
+        else:
+            tower.cache.close()
+        return result
+
+    monkeypatch.setattr(owner, name, close)
+    work: Any = partial(export_prefix, tower.cache, KEYS, path)
+    if what == "import":
+        work = partial(import_prefix, tower.cache, exported)
+    with pytest.raises(MisuseError, match="closed"):
+        work(fingerprint=FINGERPRINT)
+    assert os.listdir(exported.parent) == [exported.name]
+    tower.cache.close()
 
 
 def test_where_there_is_no_room_the_head_is_kept(exported: Path) -> None:

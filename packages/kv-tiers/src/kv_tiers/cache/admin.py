@@ -60,6 +60,13 @@ class Administration:
         self._pins: dict[str, list[int]] = {}
         self._quota_lock = threading.Lock()  # serialises changes of quotas; taken before the host's lock
 
+    def check_open(self) -> None:
+        """
+        Raises:
+            MisuseError: the cache is closed.
+        """
+        self._host.check_open()
+
     def pin(self, keys: Sequence[ChunkKey], name: str, *, shape: ChunkShape = PLAIN) -> int:
         """Pin what the longest hit among `keys` in the pool needs, until `unpin`; returns the length of that hit in
         chunks.

@@ -13,14 +13,15 @@ import itertools
 import os
 import struct
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from kv_core.coverage import PLAIN, ChunkShape
-from kv_core.errors import InputError
+from kv_core.errors import InputError, MisuseError
+from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
 from kv_core.service import ReadLease
@@ -60,6 +61,7 @@ def export_prefix(
 
     Raises:
         InputError: chunks were forgotten while they were written.
+        MisuseError: the cache is closed, or was closed meanwhile.
     """
     holder = f"export/{path}/{next(_numbers)}"
     try:
@@ -82,13 +84,13 @@ def export_prefix(
                 payload_bytes = cache.pool.sizes.total(lease.keys)
                 file.write(seal(_HEADER.pack(_MAGIC, VERSION, _HEADER_BYTES, 0, payload_bytes, len(parents), form)))
                 for (key, parent), extent in zip(parents.items(), lease.extents, strict=True):
-                    with cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
+                    with _chunk(cache, extent) as chunk:
                         file.write(chunk_header.pack_header(key, parent, chunk, form))
                         file.write(chunk)
+                if not cache.release(lease):
+                    raise InputError("nothing was exported: chunks of the prefix were forgotten meanwhile")
                 file.flush()
                 os.fsync(file.fileno())
-            if not cache.release(lease):
-                raise InputError("nothing was exported: chunks of the prefix were forgotten meanwhile")
             os.replace(name, path)
         except BaseException:
             with suppress(FileNotFoundError):
@@ -104,6 +106,7 @@ def import_prefix(cache: LocalCache, path: Path, *, fingerprint: str) -> Importe
 
     Raises:
         InputError: no such file, another version, or chunks of another format than this cache's.
+        MisuseError: the cache is closed, or was closed meanwhile.
     """
     holder = f"import/{path}/{next(_numbers)}"
     try:
@@ -113,6 +116,23 @@ def import_prefix(cache: LocalCache, path: Path, *, fingerprint: str) -> Importe
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     finally:
         cache.end(holder)
+
+
+@contextmanager
+def _chunk(cache: LocalCache, extent: HostExtent) -> Iterator[memoryview]:
+    """The bytes there, while the body runs.
+
+    Raises:
+        MisuseError: the cache is closed. This is checked before each chunk, because a server that stops does not wait
+            until a file is complete.
+    """
+    cache.admin.check_open()
+    try:
+        chunk = cache.pool.view[extent.offset : extent.offset + extent.nbytes]
+    except ValueError:  # it was unmapped just now
+        raise MisuseError("the cache is closed") from None
+    with chunk:
+        yield chunk
 
 
 def _read_header(file: BinaryIO, path: Path, form: bytes) -> int:
@@ -209,7 +229,7 @@ class _Import:
         for key, extent in zip(lease.keys, lease.extents, strict=True):
             one = waiting[number_of[key]]
             self.file.seek(one.at)
-            with self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] as chunk:
+            with _chunk(self.cache, extent) as chunk:
                 self.file.readinto(chunk)  # type: ignore[attr-defined]  # files from `open` have it
                 damage = chunk_header.check(one.header, chunk, key=key, format_id=self.form)
             if damage is not None:

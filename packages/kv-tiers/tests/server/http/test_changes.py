@@ -348,6 +348,19 @@ def test_so_many_jobs_at_once_and_no_more(served: Served, monkeypatch: pytest.Mo
         jobs.find(1)
 
 
+def test_a_server_that_ends_waits_until_its_jobs_have_tidied_up() -> None:
+    """Their threads would end with the process, and an export leave its unfinished file behind."""
+    go_on, jobs = threading.Event(), Jobs()
+    job = jobs.start("export", "x", lambda: (int(go_on.wait(30)), ""))
+    jobs.end(0.0)
+    assert jobs.find(job.id).state == "running"
+    ending = threading.Thread(target=jobs.end, args=(30.0,))
+    ending.start()
+    go_on.set()
+    joined(ending)
+    assert jobs.find(job.id).state == "done"
+
+
 @pytest.mark.parametrize("file", ["../x", "a/b", "/etc/passwd", ".hidden", "x\n", "x\x00", "", "x" * 101, "é"])
 def test_no_request_names_a_file_outside_the_archive(tmp_path: Path, file: str) -> None:
     inside = tmp_path / "in"

@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 
 from kv_tiers.server.http import clear, drain, metrics, openapi, prefixes, route, state, tenants
 from kv_tiers.server.http.guard import Guard
-from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.operation import Operation, perform
 from kv_tiers.server.http.page import Page
 from kv_tiers.server.http.problem import Problem, problem_response
@@ -36,7 +35,7 @@ def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], a
         *clear.operations(relay, names),
         *drain.operations(relay),
         *tenants.operations(relay, names),
-        *prefixes.operations(relay, Jobs(), archive_directory),
+        *prefixes.operations(relay, relay.jobs, archive_directory),
         *route.operations(relay),
     ]
     described = msgspec.json.encode(openapi.document(operations))

@@ -1,6 +1,7 @@
 """Jobs: work that takes longer than a request may, one thread each, with a number to query its state."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Literal
@@ -42,11 +43,12 @@ Outcome = tuple[int, str]
 
 
 class Jobs:
-    """Safe to call from any thread. Its threads end with the process, wherever they are."""
+    """Safe to call from any thread. Threads that are running after `end` end with the process, wherever they are."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._threads: list[threading.Thread] = []
         self._last_id = 0
 
     def start(self, what: Literal["warm-up", "export", "import"], name: str, work: Callable[[], Outcome]) -> Job:
@@ -63,11 +65,24 @@ class Jobs:
                 if self._jobs[id_].state != "running":
                     del self._jobs[id_]
             answer = msgspec.structs.replace(job)
-        if why := start_thread(threading.Thread(target=self._run, args=(job, work), name=f"kv-{what}", daemon=True)):
+        thread = threading.Thread(target=self._run, args=(job, work), name=f"kv-{what}", daemon=True)
+        if why := start_thread(thread):
             with self._lock:
                 del self._jobs[job.id]
             raise Problem(503, f"no job can be started now: {why}", {"retry-after": "5"})
+        with self._lock:
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         return answer
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until all have ended. Those whose caches are closed end with the next chunk, and an export then removes
+        its unfinished file.
+        """
+        until_s = time.monotonic() + timeout_s
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def find(self, id_: int) -> Job:
         """

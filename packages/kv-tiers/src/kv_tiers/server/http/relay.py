@@ -16,6 +16,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.caches import Format
 from kv_tiers.server.engine_loads import EngineLoads
+from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.report import Registration, Report
 from kv_tiers.server.server import CacheServer
@@ -25,6 +26,8 @@ ANSWER_S: Final = 2.0
 _FRESH_S: Final = 0.1
 """Seconds for which one report serves all requests."""
 _THREADS: Final = 4
+_JOBS_S: Final = 5.0
+"""How long jobs may take to end once their caches are closed: what an export has written may have to reach its disk."""
 
 T = TypeVar("T")
 
@@ -34,6 +37,7 @@ class Relay:
 
     def __init__(self, server: CacheServer) -> None:
         self._server = server
+        self.jobs = Jobs()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-http")
         self._report: Future[Report] | None = None
         self._asked_s = 0.0
@@ -122,7 +126,9 @@ class Relay:
             raise Problem(503, f"the server is stopping: {error}") from None
 
     def close(self) -> None:
+        """After the server has closed its caches."""
         self._threads.shutdown(wait=False)
+        self.jobs.end(_JOBS_S)
 
 
 async def _answer(future: "Future[T]") -> T:
