@@ -89,6 +89,10 @@ class Doubtful(NamedTuple):
         return bool(self.doubts)
 
 
+class ClosedError(MisuseError):
+    """The cache is closed."""
+
+
 class SlotWatcher(Protocol):
     """Is notified of changes to slots. Called under the lock."""
 
@@ -127,10 +131,10 @@ class HostTier:
     def check_open(self) -> None:
         """
         Raises:
-            MisuseError: the cache is closed.
+            ClosedError: the cache is closed.
         """
         if self._closed:
-            raise MisuseError("the cache is closed")
+            raise ClosedError("the cache is closed")
 
     @property
     def is_open(self) -> bool:

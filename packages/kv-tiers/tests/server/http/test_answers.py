@@ -1,19 +1,23 @@
 """HTTP beside the relay: what it tells is true."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import httpx
 import msgspec
 import pytest
 from kv_core.errors import TierDown
 from kv_core.testing import key_chain
+from kv_testing.cache_servers import ThreadedServer
 from kv_testing.http import SLOT_BYTES, Served, problem, store
 from kv_testing.wait import joined, until
 from kv_tiers.server import caches as caches_module
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.http import relay as relay_module
+from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.report import Report
 
 
@@ -75,6 +79,27 @@ def test_while_it_stops_it_is_alive_and_not_ready() -> None:
     served.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(served.http.url)
+
+
+def test_a_cache_that_makes_room_for_another_during_a_request_is_no_bug() -> None:
+    server = ThreadedServer(max_formats=1)
+    relay = relay_module.Relay(server.server)
+    server.join("one").close()
+    until(lambda: not server.report().sessions)
+
+    async def clear() -> None:
+        (cache,) = (await relay.caches()).values()
+        server.clock.advance(301)
+        with closing(server.join("two")):
+            await relay.call(cache.clear)
+
+    try:
+        with pytest.raises(Problem, match="closed meanwhile; ask again") as raised:
+            asyncio.run(clear())
+        assert raised.value.status == 503
+    finally:
+        server.close()
+        relay.close()
 
 
 def test_a_relay_that_hangs_is_told_as_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from kv_core.errors import MisuseError, TierDown
 
+from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.caches import Format
@@ -121,9 +122,12 @@ class Relay:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except MisuseError as error:
-            if not self.is_stopping:
-                raise
-            raise Problem(503, f"the server is stopping: {error}") from None
+            if self.is_stopping:
+                raise Problem(503, f"the server is stopping: {error}") from None
+            if isinstance(error, ClosedError):  # it had no client, and made room for another format
+                again = {"retry-after": "1"}
+                raise Problem(503, "a cache without clients was closed meanwhile; ask again", again) from None
+            raise
 
     def close(self) -> None:
         """After the server has closed its caches."""
