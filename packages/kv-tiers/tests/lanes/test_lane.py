@@ -282,6 +282,43 @@ def test_what_may_not_be_removed_is_hidden_until_it_may(bench: Bench) -> None:
     assert bench.lane.holds(keys) == [True] * 3
 
 
+def test_what_stays_hidden_because_it_may_not_be_removed_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than can be remembered is everything, and then nothing is read or stored there: an operator must know."""
+    monkeypatch.setattr(jobs, "MAX_DISCARDS", 3)
+    bench, keys = Bench(), key_chain(6)
+    bench.store(keys)
+    bench.run()
+    bench.tier.fault = "add_only"
+    for some, said in ((keys[:2], "2 discarded chunks"), (keys[2:], "all of its chunks")):
+        caplog.clear()
+        bench.clock.advance(jobs.REMOVE_AGAIN_S)
+        bench.lane.discard(some)
+        bench.run()
+        assert f"hidden instead until it does: {said}" in caplog.text
+    assert not bench.store(key_chain(1, branch="new"))
+    assert bench.lane.close()
+
+
+@pytest.mark.parametrize("fault", ["down", "hang", "add_only"])
+def test_what_a_tier_has_not_removed_when_it_is_closed_is_said(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing hides it from the next process: whoever cleared a tenant has to do that again."""
+    bench, keys = Bench(threads=1), key_chain(3)
+    bench.store(keys)
+    assert bench.lane.drain(5)
+    bench.tier.fault = fault  # type: ignore[assignment]
+    bench.lane.clear_tenant(keys[0].tenant)
+    until(lambda: "clear_tenant" in bench.tier.calls)
+    bench.lane.discard(key_chain(2, salt="another's"))
+    assert bench.lane.close(timeout_s=0) == (fault != "hang")
+    assert f"the chunks of tenant {keys[0].tenant.hex()}, 2 discarded chunks" in caplog.text
+    bench.tier.let_go()
+    caplog.clear()
+    assert bench.lane.close()
+    assert ("discarded chunks" in caplog.text) and ("of tenant" in caplog.text) == (fault != "hang")
+
+
 def test_that_a_tier_is_back_is_as_visible_as_that_it_was_down(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """`kv-server` logs warnings, unless it is told otherwise."""
     bench.tier.fault = "down"

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.outcome import LoadOutcome, StoreOutcome
 
 from kv_tiers.tier import Read
+
+_log = limited_logger(__name__)
 
 MAX_DISCARDS: Final = 100_000
 """If more keys than this wait to be discarded by a tier that does not answer, it is cleared instead once it answers."""
@@ -285,6 +288,25 @@ class Jobs:
         """Seconds until refused removals are retried; None if there are none."""
         return self._removals_from_s - now_s if self._has_removals() and self._removals_from_s > now_s else None
 
+    def unremoved(self) -> str:
+        """What is hidden because the tier still has to remove it, in words; empty: nothing."""
+        if self.is_clearing:
+            return "all of its chunks"
+        tenants = self._tenants_to_clear.keys() | self._clearing_tenants
+        keys = self._discards.keys() | self._discarding
+        said = [f"the chunks of tenant {tag.hex()}" for tag in sorted(tenants)]
+        return ", ".join([*said, f"{len(keys)} discarded chunks"] if keys else said)
+
+    def say_unremoved(self, tier: str) -> None:
+        """Log what the tier of this name has not removed, as nothing will hide it any more."""
+        if left := self.unremoved():
+            _log.warning(
+                "tier %s is closed before it has removed %s, for which it was down, too slow or not permitted to; the "
+                "next process that opens it finds what is left there: clear it again then",
+                tier,
+                left,
+            )
+
     def _has_removals(self) -> bool:
         return bool(self._discards or self._clear_next or self._tenants_to_clear)
 
@@ -344,10 +366,12 @@ class Jobs:
             case _:
                 self._load_chunks -= _load_chunks(job)
 
-    def refused_removal(self, job: Removal, now_s: float) -> None:
-        """The tier refused this: it is retried after `REMOVE_AGAIN_S`, with all further removals until then."""
+    def refused_removal(self, job: Removal, now_s: float) -> str:
+        """The tier refused this: it is retried after `REMOVE_AGAIN_S`, with all further removals until then. Returns
+        what stays hidden, in words."""
         self._removals_from_s = now_s + REMOVE_AGAIN_S
         self.requeue(job)
+        return self.unremoved()
 
     def requeue(self, job: Job) -> None:
         """The tier was down: removals are sent to it again when it is back."""

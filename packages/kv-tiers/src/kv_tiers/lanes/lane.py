@@ -235,15 +235,17 @@ class Lane:
         return True
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Refuse queued jobs, wait for running ones, and close the tier. False: a call to it never returned, so it
-        stays open and its memory stays in use."""
+        """Refuse queued jobs, wait for running ones, close the tier. False: a call has not returned, and has memory."""
         with self._changed:
             self._tracker.is_closed = True
             waiting = self._jobs.take_submitted()
             self._changed.notify_all()
         for job in waiting:
             self._refuse(job, "the cache was closed")
-        if not self._workers.join(max(timeout_s, 0.5)):  # a thread that is idle ends at once, but not in no time
+        has_ended = self._workers.join(max(timeout_s, 0.5))  # a thread that is idle ends at once, but not in no time
+        with self._changed:
+            self._jobs.say_unremoved(self.name)
+        if not has_ended:
             _log.warning("tier %s does not return from a call; it is not waited for", self.name)
             return False
         try:
@@ -472,8 +474,8 @@ class Lane:
         why = str(error)
         if isinstance(error, RemovalRefusedError) and not isinstance(job, Probe | Load | Ask | Store | Rest):
             with self._changed:
-                self._jobs.refused_removal(job, self._clock.now_s())
-            _log.warning("tier %s does not allow removing chunks: %s; they are hidden instead", self.name, why)
+                left = self._jobs.refused_removal(job, self._clock.now_s())
+            _log.warning("tier %s does not permit removals: %s; hidden instead until it does: %s", self.name, why, left)
             return lambda: None
         if not isinstance(error, TierDown):
             # As text: a traceback retained by a log handler would keep the memory of the call in use.
@@ -491,10 +493,8 @@ class Lane:
         self._workers.call(refuse, job, why)
 
     def _holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        if not keys:
-            return []
         try:
-            return self.tier.holds(keys)
+            return self.tier.holds(keys) if keys else []
         except Exception as error:  # noqa: BLE001  # as in `_run`
             self._failed(Probe(), error)()
         return [False] * len(keys)
