@@ -258,17 +258,22 @@ def test_a_full_pool_of_few_slots_evicts_nothing_to_refine_and_a_larger_one_evic
         small.close()
 
 
-@pytest.mark.parametrize("how", ["committed", "given up"])
+@pytest.mark.parametrize("how", ["committed", "given up", "read"])
 def test_a_chunk_without_a_second_slot_is_tried_again_when_there_is_one(how: str) -> None:
-    """All others were being written, and nobody reads or computes anything afterwards."""
+    """All others were being written or read, and nobody reads or computes anything afterwards."""
     small = Small(slots=8)
     small.fetch(KEYS[:1])
     lease = small.cache.begin_store(key_chain(7, branch="others"), "w")
     assert len(lease.keys) == 7
+    if how == "read":
+        small.cache.commit(lease)
+        reading = small.open(list(lease.keys))
     small.refine()
     assert small.refined == 0
     if how == "committed":
         small.cache.commit(lease)
+    elif how == "read":
+        assert small.cache.release(reading)
     else:
         small.cache.release(lease)
     small.refine()

@@ -99,9 +99,9 @@ class SlotWatcher(Protocol):
     def left(self, slots: Collection[int]) -> None:
         """The chunks in these were evicted or forgotten."""
 
-    def unleased(self, slots: Sequence[int], freed: Sequence[int]) -> None:
-        """A lease on each of these has ended; others may remain. freed: slots, also others, that are free now or can be
-        evicted for the first time."""
+    def unleased(self, slots: Sequence[int], *, makes_room: bool) -> None:
+        """A lease on each of these has ended; others may remain. makes_room: slots, also others, are free now, can be
+        evicted for the first time, or can be evicted again after an eviction had to skip them."""
 
 
 class HostTier:
@@ -240,7 +240,7 @@ class HostTier:
         if self.pool.directory is not None:
             self._record(keys, slots, chain, checksums, freed)
         if self.watcher is not None:
-            self.watcher.unleased((), slots)
+            self.watcher.unleased((), makes_room=bool(slots))
         self.trim(len(slots))
         return [key for key, slot in zip(keys, slots, strict=True) if self._index.find(key) == slot]
 
@@ -257,7 +257,7 @@ class HostTier:
         self._index.abort(keys, slots)
         self.free(slots)
         if self.watcher is not None:
-            self.watcher.unleased((), slots)
+            self.watcher.unleased((), makes_room=bool(slots))
         self._totals.chunks_aborted += len(slots)
 
     def orphan(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -285,10 +285,11 @@ class HostTier:
 
     def unlease(self, slots: Sequence[int], *, of_bytes: bool = False) -> None:
         """of_bytes: the leases were for reading, and these slots have the bytes they read (`Residency.bytes_at`)."""
+        excluded = self._index.excluded
         freed = (self._index.unlease_bytes if of_bytes else self._index.unlease)(slots)
         self.free(freed)
         if self.watcher is not None:
-            self.watcher.unleased(slots, freed)
+            self.watcher.unleased(slots, makes_room=bool(freed) or self._index.excluded < excluded)
         self.trim(len(slots))
 
     def free(self, slots: Sequence[int]) -> None:

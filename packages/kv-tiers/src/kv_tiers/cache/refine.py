@@ -142,9 +142,9 @@ class Refinements:
                 if under_way is not None and under_way.of is one and under_way.is_paused:
                     self._drop(one.tier, under_way)
 
-    def unleased(self, slots: Sequence[int], freed: Sequence[int]) -> None:
+    def unleased(self, slots: Sequence[int], *, makes_room: bool) -> None:
         """See `SlotWatcher`."""
-        if self._passed_over and (freed or not self._passed_over.isdisjoint(slots)):
+        if self._passed_over and (makes_room or not self._passed_over.isdisjoint(slots)):
             self._passed_over.clear()
             self._tell(range(len(self._lanes)))
 

@@ -69,6 +69,11 @@ class Residency:
         """Chunks whose bytes are still arriving, including those that were forgotten meanwhile."""
         return len(self._writing) + self._orphans
 
+    @property
+    def excluded(self) -> int:
+        """How many slots evictions have skipped because they are leased. Each is a victim again when that ends."""
+        return len(self._excluded)
+
     def by_group(self) -> tuple[int, ...]:
         """How many chunks are resident of each group of layers, each once, however many of its shards are. May be
         called without the lock."""
