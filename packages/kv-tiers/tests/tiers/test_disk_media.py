@@ -299,6 +299,36 @@ def test_a_directory_that_vanished_is_noticed_and_made_again(box: DiskBox) -> No
     assert box.start().holds(keys) == [True] * 3
 
 
+def test_a_medium_that_is_mounted_again_is_used_again_and_what_is_below_it_never(tmp_path: Path) -> None:
+    """It may have another device number then: a disk that was unplugged has, and so has a network's file system."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+
+    def is_mounted() -> bool:
+        command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+        return subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+
+    if not is_mounted():
+        pytest.skip("file systems cannot be mounted here")
+    box = DiskBox(mount / "tier")
+    kept = os.open(mount, os.O_RDONLY)  # else the number might be given to the next one
+    try:
+        tier = box.start()
+        store(tier, key_chain(3))
+        subprocess.run(["umount", "--lazy", str(mount)], check=True, timeout=120)  # the tier has files open there
+        for _ in range(2):
+            with pytest.raises(TierDown, match="mount those again"):
+                tier.probe()
+        assert is_mounted()
+        assert os.stat(mount).st_dev != os.fstat(kept).st_dev
+        tier.probe()
+        store(tier, key_chain(3, branch="after"))
+    finally:
+        os.close(kept)
+        box.stop()
+        subprocess.run(["umount", "--lazy", str(mount)], timeout=120)
+
+
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
 def test_a_directory_that_cannot_be_looked_at_has_not_vanished(
     box: DiskBox, monkeypatch: pytest.MonkeyPatch, number: int

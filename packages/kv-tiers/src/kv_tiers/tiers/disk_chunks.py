@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -115,7 +116,7 @@ class DiskChunks:
         self._unreadable: dict[ChunkKey, float] = {}  # until when each is skipped
         self._closed = False
         self.directories: list[DiskDirectory] = []
-        self._devices: list[int] = []
+        self._places: list[tuple[int, Path]] = []  # the device and mount point of each
         self._open_directories()
 
     @property
@@ -395,16 +396,24 @@ class DiskChunks:
                     direct=self._direct,
                 )
                 opened.append(directory)
-            devices = [directory.device for directory in opened]
-            if self._devices not in ([], devices):
+            # A medium that is mounted again may have another device number. While it is not mounted, our path belongs
+            # to the file system above it, which must not be filled with chunks.
+            places = [(directory.device, directory.mount_point) for directory in opened]
+            known = self._places or places
+            elsewhere = [
+                path
+                for path, (device, mounted_at), (its_device, at) in zip(paths, places, known, strict=True)
+                if device != its_device and mounted_at != at
+            ]
+            if elsewhere:
                 raise ConfigError(
-                    f"disk tier {self.name}: {paths} are not on the devices that they were on at start; mount "
+                    f"disk tier {self.name}: {elsewhere} are not on the file systems that they were on at start; mount "
                     "those again"
                 )
             records = ChunkRecords(opened, self._geometry.slot_units, syncs=self._syncs)
             with _collector_paused():
                 self.index.adopt(records.take_over(cut=self._drops_parts))
-            self.directories, self._devices, self._records = opened, devices, records
+            self.directories, self._places, self._records = opened, places, records
         except BaseException as error:
             for directory in opened:
                 directory.close()
@@ -429,7 +438,7 @@ class DiskChunks:
 
     def _say_where_it_will_be_full(self) -> None:
         """Warn in advance, because a full file system is full for everything else on it too."""
-        for device in dict.fromkeys(self._devices):
+        for device in dict.fromkeys(directory.device for directory in self.directories):
             here = [directory for directory in self.directories if directory.device == device]
             wanted_bytes = sum(directory.slots for directory in here) * self._geometry.slot_bytes
             room_bytes = free_bytes(here[0].path) + sum(allocated_bytes(directory.path) for directory in here)

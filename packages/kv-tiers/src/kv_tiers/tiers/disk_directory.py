@@ -85,6 +85,7 @@ class DiskDirectory:
             opened = os.fstat(lock.fd)
             self._lock_path, self._lock_is = str(lock.path), (opened.st_ino, opened.st_dev)
             self.device = opened.st_dev
+            self.mount_point = _mount_point(self.path)
             self._take_possession(lock)
             self.direct = direct != "never" and self._takes_direct()
             if direct == "always" and not self.direct:
@@ -414,6 +415,15 @@ def _version_of(index: Path) -> int | None:
 
 def _slab_name(number: int) -> str:
     return f"slab-{number:04}"
+
+
+def _mount_point(path: Path) -> Path:
+    """Where the file system of this path begins."""
+    here = path.resolve()
+    device = here.stat().st_dev
+    while here != here.parent and here.parent.stat().st_dev == device:
+        here = here.parent
+    return here
 
 
 def _make(path: Path) -> None:
