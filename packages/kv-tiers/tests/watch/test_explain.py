@@ -14,7 +14,7 @@ from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
 from kv_core.clock import HandClock
 from kv_core.cost import Costs
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
-from kv_core.keys import ChunkKey
+from kv_core.keys import ChunkKey, keys_in
 from kv_core.testing import key_chain
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for, shapes
@@ -331,6 +331,25 @@ def test_the_space_may_be_named_and_is_then_found_without_the_history(asked: Ask
     assert status == 0 and told["was_asked"] and told["space"] == SPACE.fingerprint.hex()
     status, out = asked.run(tokens, "--space", "ab" * 16)
     assert status == 1 and out.startswith("0 of 2 chunks")
+
+
+def test_chunks_of_any_number_of_shards_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also without a history, from which a server would know the shards by itself."""
+    tokens = list(range(4))
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        host = {"capacity_bytes": 128 * slot_bytes_for(CHUNK_BYTES)}
+        made = Asked(Path(home), capsys, host=host, observe={"history_keys": 0})
+        keys = keys_in(SPACE.fingerprint, [keys_of(tokens)[0].digest], shards=range(100))
+        made.store(keys)
+        named = ["--space", SPACE.fingerprint.hex(), "--world"]
+        assert made.run(tokens, *named, "100")[0] == 0
+        made.remote.forget(keys[-1:])
+        assert made.run(tokens, *named, "100")[0] == 1
+        assert made.run(tokens, *named, "1025")[0] == 2
+        most = wire.Explain(32, bytes(32 * wire.MAX_EXPLAINED), [bytes(keys[0][:-32])] * 65)
+        answer = ask_server(made.server.socket, most)
+        assert isinstance(answer, wire.Failed) and "at most" in answer.text
+        made.close()
 
 
 def test_whether_loading_pays_is_told_with_both_estimates(asked: Asked) -> None:

@@ -31,6 +31,9 @@ VERSION: Final = 9
 
 MAX_EXPLAINED: Final = 1 << 12
 """Chunks of a prompt that are explained in one answer."""
+MAX_EXPLAINED_PREFIXES: Final = 1 << 10
+MAX_EXPLAINED_KEYS: Final = 1 << 18
+"""For how many groups and shards of each of them a request may ask, and for how many keys in all."""
 MAX_ALLOCATED: Final = 1 << 12
 """Requests whose blocks, or estimates whose outcomes, one message reports."""
 MAX_TIERS: Final = 64
@@ -133,17 +136,21 @@ class Explain(Message, tag="explain"):
 
     digest_bytes: Literal[16, 32]
     digests: Annotated[bytes, msgspec.Meta(max_length=MAX_EXPLAINED * 32)]
-    key_prefixes: Annotated[list[Annotated[bytes, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=64)]
+    key_prefixes: Annotated[
+        list[Annotated[bytes, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_EXPLAINED_PREFIXES)
+    ]
 
     def unpack(self) -> tuple[list[bytes], list[bytes]]:
         """Digests and key prefixes.
 
         Raises:
-            InputError: they do not make keys of this release.
+            InputError: they do not make keys of this release, or too many.
         """
         nbytes, joined = self.digest_bytes, self.digests
         if len(joined) % nbytes:
             raise InputError(f"{len(joined)} bytes are no digests of {nbytes} bytes")
+        if (keys := len(joined) // nbytes * len(self.key_prefixes)) > MAX_EXPLAINED_KEYS:
+            raise InputError(f"{keys} keys to explain; at most {MAX_EXPLAINED_KEYS} are allowed")
         for prefix in self.key_prefixes:
             ChunkKey.from_bytes(prefix + bytes(nbytes))
         return [joined[at : at + nbytes] for at in range(0, len(joined), nbytes)], self.key_prefixes

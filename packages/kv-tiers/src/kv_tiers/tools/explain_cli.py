@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
 from kv_core.sequence import KeySequence
 from kv_core.tools.cli import (
+    PromptSpace,
     add_prompt_options,
     prompt_items,
     prompt_root,
@@ -97,7 +99,7 @@ def register(commands: Any) -> None:
 
 def _explain(args: argparse.Namespace) -> int:
     scheme = prompt_scheme(args)
-    prompt_space(args, scheme)  # refuse wrong options before any tokens are read
+    at_once = _at_once(prompt_space(args, scheme))  # refuse wrong options before any tokens are read
     tokens = [token for part in prompt_tokens(args) for token in part]
     chunks = len(tokens) // scheme.chunk_tokens
     if not chunks:
@@ -107,9 +109,10 @@ def _explain(args: argparse.Namespace) -> int:
         )
     socket = socket_of(args)
     salts = list(dict.fromkeys([args.salt, None, *args.also_salt]))
-    answers = [_Answer(salt, salt == args.salt, _ask(socket, args, scheme, tokens, salt)) for salt in salts]
+    ask = partial(_ask, socket, args, scheme, tokens, at_once=at_once)
+    answers = [_Answer(salt, salt == args.salt, ask(salt)) for salt in salts]
     own = _own(answers[0].answer, is_named=args.model is not None or args.space is not None)
-    explained = min(chunks, wire.MAX_EXPLAINED)
+    explained = min(chunks, at_once)
     is_all_held = own is not None and own.held == chunks
     if args.json:
         print(json.dumps(_described(answers, own, chunks, scheme.chunk_tokens)))
@@ -118,11 +121,29 @@ def _explain(args: argparse.Namespace) -> int:
     return 0 if is_all_held else 1
 
 
+def _at_once(space: PromptSpace | None) -> int:
+    """How many chunks a server explains at a time.
+
+    Raises:
+        InputError: none of so many shards.
+    """
+    shards = 1 if space is None else space.shards
+    if shards > wire.MAX_EXPLAINED_PREFIXES:
+        raise InputError(f"--world {shards}: a server explains chunks of at most {wire.MAX_EXPLAINED_PREFIXES} shards")
+    return min(wire.MAX_EXPLAINED, wire.MAX_EXPLAINED_KEYS // shards)
+
+
 def _ask(
-    socket: Path, args: argparse.Namespace, scheme: ChainScheme, tokens: Sequence[int], salt: str | None
+    socket: Path,
+    args: argparse.Namespace,
+    scheme: ChainScheme,
+    tokens: Sequence[int],
+    salt: str | None,
+    *,
+    at_once: int,
 ) -> wire.Explanations:
     root = prompt_root(args, scheme, salt)
-    digests = KeySequence(scheme, root=root, items=prompt_items(args)).append(tokens)[: wire.MAX_EXPLAINED]
+    digests = KeySequence(scheme, root=root, items=prompt_items(args)).append(tokens)[:at_once]
     space = prompt_space(args, scheme)
     key_prefixes = []
     if space is not None:
