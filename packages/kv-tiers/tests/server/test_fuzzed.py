@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_core.cost import Costs, Measured
 from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
@@ -80,6 +81,22 @@ def hostile(draw: st.DrawFn) -> bytes:
                 data = bytearray(wire.HEADER.pack(len(body), wire.VERSION) + body)
         sent += bytes(data)
     return wire.frame(wire.Hello("t")) * draw(st.booleans()) + sent + draw(st.binary(max_size=20))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_what_is_no_duration_is_no_cost_and_no_measurement(served: ThreadedServer, seconds: float) -> None:
+    """An estimate with it compares with nothing: each later one, of others too, would be a bug in the server."""
+    keys = wire.pack_keys(key_chain(2))
+    for request in (
+        wire.Lookup(keys, "h", 1, ("all",), 1, False, Costs(0, (seconds, 0.0), (0.0, 0.0)), None),
+        wire.Lookup(keys, "h", 1, ("all",), 1, False, Costs(0, (0.1, 0.0), (0.0, seconds)), None),
+        wire.EngineMeasured([Measured("load", 1.0, seconds)]),
+    ):
+        with served.raw(wire.Hello("t"), register(), request, wire.Ping()) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            *_, answer = answers_on(connection)
+            assert isinstance(answer, wire.Failed) and answer.kind == "malformed"
+            assert "seconds" in answer.text
 
 
 @settings(max_examples=400, deadline=None)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.clock import Clock
-from kv_core.errors import MisuseError
+from kv_core.errors import InputError, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
@@ -33,6 +33,7 @@ MAX_KEYS_HELD: Final = 1 << 20
 MAX_LASTING: Final = 1 << 13
 MAX_TIMED: Final = 1 << 16
 MAX_HOLDERS: Final = 1 << 16
+_MAX_SECONDS: Final = 1e9
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class Session:
         """None: this verb has no answer.
 
         Raises:
-            InputError: the keys are invalid.
+            InputError: the keys, or what the engine measured, are invalid.
             MisuseError: the call breaks the service's contract.
         """
         match verb:
@@ -125,6 +126,7 @@ class Session:
                 self.cache.allocated({self._prefix + holder: count for holder, count in blocks.items()})
                 return None
             case wire.EngineMeasured(samples):
+                _check_seconds([seconds for one in samples for seconds in (one.estimated_s, one.took_s)])
                 self.cache.measured(samples)
                 return None
             case wire.Taken(keys):
@@ -162,6 +164,8 @@ class Session:
 
     def _lookup(self, verb: wire.Lookup) -> wire.Planned:
         keys, shape = verb.keys.unpack(), verb.shape()
+        if verb.costs is not None:
+            _check_seconds((*(verb.costs.compute or ()), *(verb.costs.load or ())))
         if not self._has_room(len(keys)):
             self._end_promise(verb.holder)
             return wire.Planned(0, Ended.REFUSED.name, (), 0, -1, None)
@@ -302,6 +306,16 @@ def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
     """Release a lasting lease: nothing is being copied there any more."""
     lease_id = LeaseId(number)
     return cache.release(WriteLease(lease_id, (), (), "") if lease.is_write else ReadLease(lease_id, (), ()))
+
+
+def _check_seconds(measured: Sequence[float]) -> None:
+    """
+    Raises:
+        InputError: one of these is no duration. With NaN, for one, nothing can be compared any more, neither in this
+            session's lookups nor in what others are told about its engine.
+    """
+    if not all(0.0 <= seconds <= _MAX_SECONDS for seconds in measured):
+        raise InputError(f"costs and measurements are from 0 to {_MAX_SECONDS:g} seconds")
 
 
 def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
