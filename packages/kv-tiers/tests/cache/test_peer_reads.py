@@ -7,6 +7,7 @@ import random
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import NoReturn
 
 import pytest
@@ -18,6 +19,7 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import FINGERPRINT, Tower
 from kv_testing.wait import joined
 from kv_tiers import HostPool, LocalCache, chunk_header
+from kv_tiers.cache import peer_reads
 from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.testing.tier_contract import content
 
@@ -124,6 +126,25 @@ def test_a_read_for_which_there_is_no_memory_leaves_the_others_theirs(
             with pytest.raises(OSError, match="Cannot allocate memory"):
                 is_right(reads, KEYS[0], timeout_s=0.05)
     assert is_right(reads, KEYS[0]) is True
+
+
+@pytest.mark.parametrize("why", ["slow peers", "a tier that hangs"])
+def test_a_peer_learns_soon_that_a_chunk_cannot_be_had(tower: Tower, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Else it gives up before, and takes the whole host to be down. A slow peer may have memory for half a minute."""
+    reads = crowded(tower)
+    found: list[bool | None] = []
+    waiting = threading.Thread(target=lambda: found.append(is_right(reads, KEYS[1], timeout_s=60.0)), daemon=True)
+    with ExitStack() as slow:
+        if why == "slow peers":
+            for key in (*KEYS, KEYS[0]):
+                assert slow.enter_context(reads.read(key, 60.0)) is not None
+        else:
+            tower.tiers[0].fault = "hang"
+        monkeypatch.setattr(peer_reads, "_LOWER_S", 0.1)
+        waiting.start()
+        joined(waiting, within_s=10.0)
+        assert found == [None]
+    tower.tiers[0].let_go()
 
 
 def test_chunks_that_are_evicted_and_forgotten_while_peers_read_are_right_or_absent(tower: Tower) -> None:

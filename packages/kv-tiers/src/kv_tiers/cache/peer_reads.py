@@ -8,6 +8,7 @@ cache's content, except that a hold on a chunk ends once the chunk has been read
 import mmap
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ from kv_tiers.tiers.directory.contents import Contents, Source
 
 _STAGED: Final = 4
 """Chunks of lower tiers that all peers together may have in memory outside the pool."""
+_LOWER_S: Final = 4.0
+"""How long a chunk may take to come from a lower tier, including the wait for that memory, which peers on slow lines
+may have for long. A peer waits for five seconds (its `timeout_s`): one that is told in time that a chunk cannot be had
+misses this chunk only, and does not take the whole host to be down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +145,9 @@ class PeerReads:
         if lane is None:
             yield None
             return
+        until_s = time.monotonic() + min(timeout_s, _LOWER_S)
         try:
-            pages = self._staging.get(timeout=timeout_s)
+            pages = self._staging.get(timeout=max(0.0, until_s - time.monotonic()))
         except queue.Empty:
             yield None
             return
@@ -159,7 +165,7 @@ class PeerReads:
                 arrived.set()
 
             if lane.load([read], done):
-                is_lent = not arrived.wait(timeout_s)
+                is_lent = not arrived.wait(max(0.0, until_s - time.monotonic()))
             outcome = arrivals[0].outcome if arrivals else None
             header = read.header
             yield StoredChunk(pages[: outcome.nbytes], lambda _: header) if isinstance(outcome, Loaded) else None
