@@ -16,7 +16,7 @@ with a traceback in the log.
 A failed read is a fault of the device and says nothing about the bytes: `ReadFailed` if other chunks of the same call
 may have been read, else `TierDown`. Neither discards anything, and the lane backs off after either. Only bytes that
 were read and proved wrong are `Damaged`. A medium that is full or read-only is not at fault: chunks are `Refused`, and
-`usage` says why.
+`usage` says why. (A tier that cannot do without writing, such as the disk, is down on a read-only medium.)
 """
 
 from collections.abc import Callable, Mapping, Sequence

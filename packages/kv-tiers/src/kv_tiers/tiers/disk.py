@@ -10,6 +10,10 @@ followed once per store and not per chunk:
     3. the chunk's record is written, durably
     4. the chunk can be found, and `Stored` is answered
 
+A file system that is full is not at fault: the tier continues with the room that it has. One that has turned read-only,
+as after an error, is: no eviction and no discard could be recorded there, so the tier is down until it accepts writes
+again.
+
 `disk_chunks` implements that order, `disk_records` tracks which records are durable, `disk_directory` describes the
 files, `space` allocates their room, and docs/adr/0007 says why it is slots.
 """
