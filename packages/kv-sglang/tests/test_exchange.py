@@ -1,22 +1,28 @@
 """Pages of a hand-over in and out of a real cache: all of them, or the reason why not, and never another request's."""
 
 import hashlib
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from kv_core.clock import HandClock
 from kv_core.transfer import TransferPlan
 from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
 from kv_sglang.transfer.exchange import Exchange
 from kv_sglang.transfer.rooms import Coming, Lanes, Leaving
+from kv_testing.faults import FaultyTier
 from kv_testing.wait import until
-from kv_tiers import HostConfig, LocalCache, build_local_cache
+from kv_tiers import HostConfig, HostPool, LocalCache, LruPolicy, build_local_cache, chunk_header
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import slot_bytes_for
+from kv_tiers.tiers.dram import DramTier
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE = 4
@@ -35,6 +41,12 @@ def slots(*pages: int) -> list[int]:
 
 def always() -> bool:
     return True
+
+
+def filled(make_pool: MakePool, seed: int) -> Any:
+    pool = make_pool("mha", "page_first")
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(seed)))
+    return pool
 
 
 class Now:
@@ -89,9 +101,7 @@ def make_side(make_pool: MakePool) -> Iterator[Callable[..., Side]]:
     )
 
     def make(seed: int = 1, **settings: Any) -> Side:
-        pool = make_pool("mha", "page_first")
-        pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(seed)))
-        made.append(Side(cache, pool, **settings))
+        made.append(Side(cache, filled(make_pool, seed), **settings))
         return made[-1]
 
     yield make
@@ -100,6 +110,55 @@ def make_side(make_pool: MakePool) -> Iterator[Callable[..., Side]]:
     counts = cache.counts()
     assert counts.read_leases == counts.write_leases == counts.chunks_reserved == 0
     cache.close()
+
+
+class Tiered:
+    """Two sides at a cache of eight chunks over a tier with injected faults. clock: by which the cache waits."""
+
+    def __init__(self, make_pool: MakePool, *, wait_s: float) -> None:
+        pages = describe(make_pool("mha", "page_first"), "kv", "auto").format
+        self.clock = HandClock()
+        self.tier = FaultyTier(DramTier(HostPool.anonymous("below", pages.nbytes, 64), LruPolicy()))
+        self._lane = Lane(self.tier, chunk_header.format_id(pages.fingerprint))
+        self.cache = LocalCache(
+            HostPool.anonymous("pool", pages.nbytes, 8),
+            policy=LruPolicy(),
+            clock=self.clock,
+            lanes=[(self._lane, "through")],
+        )
+        self.prefill, self.decode = (Side(self.cache, filled(make_pool, seed), wait_s=wait_s) for seed in (1, 2))
+
+    def store_below(self, named: Names) -> None:
+        """Store these pages until only the tier has them."""
+        for each in (named, names(4, "crowd"), names(4, "more of it")):
+            hashes = each.hashes
+            assert self.prefill.store.write(hashes, slots(*range(len(hashes)))) == [True] * len(hashes)
+            assert self._lane.drain(10)
+            until(lambda: not any(state.spill.under_way for state in self.cache.lower.states()))
+        assert self.cache.lookup(self.prefill.store.keys(named.hashes), "asker").chunks == 0
+
+    def close(self) -> None:
+        self.tier.let_go()
+        for side in (self.prefill, self.decode):
+            side.exchange.close()
+            side.store.close()
+        until(lambda: not self.cache.counts().chunks_reserved)
+        counts = self.cache.counts()
+        assert counts.read_leases == counts.write_leases == 0
+        self.cache.close()
+
+
+@pytest.fixture
+def make_tiered(make_pool: MakePool) -> Iterator[Callable[..., Tiered]]:
+    made: list[Tiered] = []
+
+    def make(**settings: Any) -> Tiered:
+        made.append(Tiered(make_pool, **settings))
+        return made[-1]
+
+    yield make
+    for tiered in made:
+        tiered.close()
 
 
 def of(*pages: int) -> list[int]:
@@ -192,6 +251,39 @@ def test_a_page_that_is_not_there_is_named(make_side: Callable[..., Side]) -> No
     assert prefill.exchange.put(named, 0, slots(0, 1), always) == ""
     said = decode.exchange.get(named, 0, slots(0, 1, 2), always, threading.Lock())
     assert said == "page 2 of the prompt is not in the cache"
+
+
+def test_a_page_that_a_slower_tier_has_only_now_is_loaded(make_tiered: Callable[..., Tiered], rows_of: Rows) -> None:
+    """Another host's server may list pages a moment after its engine has said that they are there."""
+    tiered = make_tiered(wait_s=10.0)
+    named, asks = names(2), itertools.count()
+
+    def is_wanted() -> bool:
+        if next(asks) == 1:  # they were looked up once, in vain
+            tiered.store_below(named)
+        return True
+
+    assert tiered.decode.exchange.get(named, 0, slots(0, 1), is_wanted, threading.Lock()) == ""
+    assert torch.equal(rows_of(tiered.decode.pool, of(0, 1)), rows_of(tiered.prefill.pool, of(0, 1)))
+
+
+def test_a_page_on_its_way_is_waited_for_longer_than_the_cache_waits(make_tiered: Callable[..., Tiered]) -> None:
+    tiered = make_tiered(wait_s=0.5)
+    named, asks = names(2), itertools.count()
+    tiered.store_below(named)
+    tiered.tier.fault = "hang"
+    began_s = time.monotonic()
+
+    def is_wanted() -> bool:
+        match next(asks):
+            case 1:  # they are being loaded
+                until(lambda: time.monotonic() > began_s + 0.5)
+                tiered.clock.advance(2.0)  # for as long as a lookup waits, and longer
+            case 4:
+                tiered.tier.let_go()
+        return True
+
+    assert tiered.decode.exchange.get(named, 0, slots(0, 1), is_wanted, threading.Lock()) == ""
 
 
 def test_no_room_is_said(make_side: Callable[..., Side]) -> None:

@@ -89,14 +89,23 @@ class Exchange:
         keys = self._store.keys(names.hashes[first : first + len(slots)], given_by)
         if not keys:
             return "the weights of the engine are not known"
-        cache, missing, coming = self._store.cache, _Waiting(self._wait_s), _Waiting(self._hold_s)
+        cache, coming = self._store.cache, _Waiting(self._hold_s)
+        missing: _Waiting | None = None
         try:
             while is_wanted():
                 plan = cache.lookup(keys, self._name, wait_for_promotion=True)
                 if plan.chunks == len(keys) and (lease := self._store.lease(keys, self._name)) is not None:
                     return self._get(lease, slots, is_wanted, lock, dict(zip(keys, plan.tiers, strict=True)))
-                if not (coming if plan.ended is Ended.PENDING else missing).again():
+                if plan.ended is Ended.PENDING:
+                    waiting, missing = coming, None
+                else:
+                    waiting = missing = missing or _Waiting(self._wait_s)
+                if not waiting.again():
                     return f"page {first + plan.chunks} of the prompt is not in the cache"
+                if missing is not None:
+                    # Only a new lookup asks the slower tiers again: the page may be there by now, or the cache have
+                    # stopped waiting for one that is still on its way.
+                    cache.end(self._name)
             return "the request has ended"
         finally:
             cache.end(self._name)
