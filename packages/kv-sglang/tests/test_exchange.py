@@ -17,7 +17,7 @@ from kv_sglang.pools import describe
 from kv_sglang.transfer.exchange import Exchange
 from kv_sglang.transfer.rooms import Coming, Lanes, Leaving
 from kv_testing.faults import FaultyTier
-from kv_testing.wait import until
+from kv_testing.wait import joined, until
 from kv_tiers import HostConfig, HostPool, LocalCache, LruPolicy, build_local_cache, chunk_header
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.lanes.lane import Lane
@@ -320,6 +320,31 @@ def test_what_another_thread_is_storing_is_waited_for(make_side: Callable[..., S
     said.append(other.exchange.put(names(1), 0, slots(0), is_wanted))
     first.join(30)
     assert said == [""] and other.store.cache.counts().chunks_resident == 1
+
+
+def test_another_s_store_is_waited_for_once_our_own_is_done(make_side: Callable[..., Side]) -> None:
+    """However long our own copies take."""
+    one, other = make_side(1), make_side(1, wait_s=0.5)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        copying.set()
+        assert go_on.wait(30)
+
+    one.before_copy = hold
+    first = threading.Thread(target=one.exchange.put, args=(names(1), 0, slots(0), always))
+    first.start()
+    assert copying.wait(30)
+    asks, began_s = itertools.count(), time.monotonic()
+    other.before_copy = lambda: until(lambda: time.monotonic() > began_s + 0.5)
+
+    def is_wanted() -> bool:
+        if next(asks) == 2:  # our own pages are stored, and the other's are not there yet
+            go_on.set()
+            joined(first)
+        return True
+
+    assert other.exchange.put(names(2), 0, slots(0, 1), is_wanted) == ""
 
 
 def test_pages_of_other_weights_are_not_handed_over(make_side: Callable[..., Side]) -> None:

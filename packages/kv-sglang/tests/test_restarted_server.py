@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from kv_core.service import WriteLease
 from kv_sglang.linker.lanes import Loads
+from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
+from kv_sglang.transfer.exchange import Exchange
 from kv_testing.wait import until
 from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.server.process import ServerProcess, launch
@@ -102,3 +105,21 @@ def test_a_load_of_the_linker_does_not_land(engine: Engine) -> None:
         assert errors == []
     finally:
         loads.close()
+
+
+def exchange_of(engine: Engine, *, wait_s: float) -> Exchange:
+    return Exchange(engine.store, engine.store.pages.copier(), lambda: False, wait_s=wait_s, hold_s=30.0)
+
+
+def test_a_hand_over_that_loses_the_server_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that another thread stores these pages."""
+    cache, exchange = engine.store.cache, exchange_of(engine, wait_s=0.0)
+    commit = cache.commit
+
+    def commit_too_late(lease: WriteLease) -> None:
+        engine.server.stop()
+        commit(lease)
+
+    monkeypatch.setattr(cache, "commit", commit_too_late)
+    assert exchange.put(Names(tuple(NAMES), 0), 0, [0, PAGE], lambda: True) == "the cache server is away"
+    exchange.close()

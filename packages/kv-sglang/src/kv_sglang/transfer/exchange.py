@@ -59,15 +59,21 @@ class Exchange:
         if in_doubt or not keys or self._in_doubt():
             return "the weights have changed, and the engine's caches were not emptied since"
         tail = keys[-1] if names.tail_tokens and last == len(names.hashes) else None
-        wait = _Waiting(self._wait_s)
+        wait: _Waiting | None = None
         while is_wanted():
             refused = self._put(before, dict(zip(keys, slots, strict=True)), tail, names.tail_tokens, is_wanted)
             # Pages that another thread is storing are found once it has committed them.
-            found = self._store.cache.lookup(keys, self._name).chunks
+            plan = self._store.cache.lookup(keys, self._name)
             self._store.cache.end(self._name)
-            if found == len(keys):
+            if plan.chunks == len(keys):
                 return ""
-            if is_wanted() and not wait.again():
+            if not is_wanted():
+                break
+            # Not earlier: our own copies take time, too, and a lost answer of the server may have taken all of it.
+            wait = wait or _Waiting(self._wait_s)
+            if not wait.again():
+                if plan.ended is Ended.REFUSED:
+                    return refused or "the cache server is away"
                 return refused or "another thread has not finished storing them"
         return "the request has ended"
 
