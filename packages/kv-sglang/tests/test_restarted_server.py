@@ -1,5 +1,6 @@
 """A server that is started again while pages are on their way: they are a miss, and the engine keeps its cache."""
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,4 +123,18 @@ def test_a_hand_over_that_loses_the_server_says_so(engine: Engine, monkeypatch: 
 
     monkeypatch.setattr(cache, "commit", commit_too_late)
     assert exchange.put(Names(tuple(NAMES), 0), 0, [0, PAGE], lambda: True) == "the cache server is away"
+    exchange.close()
+
+
+def test_pages_of_a_hand_over_in_the_middle_of_it_are_stored_at_the_new_server(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, exchange = engine.store.cache, exchange_of(engine, wait_s=10.0)
+    named = Names(tuple(NAMES), 0)
+    monkeypatch.setattr(cache, "begin_store", after(cache.begin_store, engine.restart_server))
+    assert exchange.put(named, 0, [0, PAGE], lambda: True) == ""
+    assert exchange.get(named, 0, [0, PAGE], lambda: True, threading.Lock()) == ""
+    monkeypatch.setattr(engine.store, "lease", after(engine.store.lease, engine.restart_server))
+    said = exchange.get(named, 0, [0, PAGE], lambda: True, threading.Lock())
+    assert said == "pages left the cache while they were read"
     exchange.close()

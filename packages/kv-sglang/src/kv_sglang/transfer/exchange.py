@@ -19,7 +19,7 @@ from kv_cuda import Copier
 from kv_tiers.messages import MAX_KEYS
 
 from kv_sglang.names import Names
-from kv_sglang.pages import PageStore, PoolBinding
+from kv_sglang.pages import PageStore, PoolBinding, lies_in
 
 _FIRST_WAIT_S: Final = 0.001
 _LONGEST_WAIT_S: Final = 0.05
@@ -142,8 +142,9 @@ class Exchange:
                 # An earlier page has left the pool, and its bytes are not available to be written again.
                 cache.release(lease)
                 lease = cache.begin_store(keys, self._name, hold_s=self._hold_s)
-            if lease.keys:
-                self._binding.on(cache.pool).store(self._plan(lease, place, tail, tail_tokens)).wait()
+            pool = cache.pool
+            if lease.keys and lies_in(lease, pool):
+                self._binding.on(pool).store(self._plan(lease, place, tail, tail_tokens)).wait()
                 if is_wanted():
                     cache.commit(lease)
             return lease.refused
@@ -174,8 +175,10 @@ class Exchange:
             with lock:
                 if not is_wanted():
                     return "the request has ended"
-                plan = self._store.plan(zip(lease.extents, slots, strict=True))
-                self._binding.on(cache.pool).load(plan).wait()
+                pool = cache.pool
+                if lies_in(lease, pool):
+                    plan = self._store.plan(zip(lease.extents, slots, strict=True))
+                    self._binding.on(pool).load(plan).wait()
         finally:
             # Bytes that did not stay in place while they were read may belong to another page.
             is_good = cache.release(lease)
