@@ -6,14 +6,16 @@ from collections.abc import Callable
 import pytest
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_testing.service_contract import assert_adds_up
 from kv_testing.tenants import ANN, cache_of, held, store
-from kv_testing.tower import FINGERPRINT
+from kv_testing.tower import FINGERPRINT, Tower
 from kv_testing.wait import joined
 from kv_tiers.cache.handed_over import HandedOver
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.testing.tier_contract import content
 
 KEYS = key_chain(3)
 
@@ -261,3 +263,20 @@ def test_a_store_that_is_given_up_keeps_nothing() -> None:
     assert cache.holds.chunks == 0
     assert cache.counts().slots_used == 0
     cache.close()
+
+
+def test_what_a_slow_tier_is_bringing_is_stored_by_the_engine_that_hands_it_over() -> None:
+    """It has computed these chunks, and the engine that they are for waits."""
+    tower = Tower(slots=16)
+    tower.store_below(KEYS)
+    assert tower.ask(KEYS).ended is Ended.PENDING
+    lease = tower.cache.begin_store(KEYS, "w", hold_s=30.0)
+    assert list(lease.keys) == KEYS
+    for key, extent in zip(lease.keys, lease.extents, strict=True):
+        tower.cache.pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
+    tower.cache.commit(lease)
+    assert tower.cache.holds.chunks == 3
+    assert tower.ask(KEYS).chunks == 3
+    tower.run()  # what it has asked the tier for comes now
+    tower.read(KEYS)
+    tower.close()

@@ -208,6 +208,8 @@ class LocalCache:
         now_s = self._clock.now_s()
         with self._lock:
             self._begin(now_s)
+            if hold_s > 0 and not self._is_leaving:  # they may have to be stored, and the tier that loads them be slow
+                self._promotions.yield_to(chain)
             own_slots = self._host.touch(chain)
             missing = self._index.not_held(chain) if len(own_slots) < len(chain) else []
             skipped: set[int] = set()

@@ -29,13 +29,7 @@ from kv_core.outcome import Loaded
 from kv_core.service import Holder
 
 from kv_tiers import chunk_header
-from kv_tiers.cache.hits import (
-    columns_of,
-    fitting,
-    last_boundary,
-    needed_count,
-    whole_prefix,
-)
+from kv_tiers.cache.hits import columns_of, fitting, last_boundary, needed_count, whole_prefix
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
@@ -208,6 +202,12 @@ class Promotions:
         """End the holder's wait. Loads in flight finish regardless. Under the lock."""
         if (wait := self._waits.pop(holder, None)) is not None:
             self._end_wait(wait)
+
+    def yield_to(self, keys: Sequence[ChunkKey]) -> None:
+        """Let an engine store those of these chunks that are being loaded. Under the lock."""
+        for key in keys if self._arriving else ():
+            if (job := self._arriving.pop(key, None)) is not None:
+                self._host.orphan([key], [job.slots[job.keys.index(key)]])
 
     def forget_wait(self, holder: Holder) -> None:
         """Let the holder start a new wait. Takes the lock."""
