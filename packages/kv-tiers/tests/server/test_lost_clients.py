@@ -94,6 +94,35 @@ def test_a_client_that_has_nothing_more_to_do_gives_back_what_it_was_writing(ser
         cache.close()
 
 
+def test_what_a_call_reserved_whose_answer_was_lost_is_given_back(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That call had reconnected, and no other one follows."""
+    writer, other = join_at(server.socket), join_at(server.socket)
+    cut(writer)
+    writer.counts()  # it notices
+    reconnected, catch_up = threading.Event(), writer._link._on_reconnected
+
+    def hear_nothing_more() -> None:
+        catch_up()
+        assert writer._link.connection is not None
+        writer._link.connection._socket.shutdown(socket.SHUT_RD)
+        reconnected.set()
+
+    monkeypatch.setattr(writer._link, "_on_reconnected", hear_nothing_more)
+
+    def is_lost() -> bool:
+        assert not writer.begin_store(key_chain(4), "w").keys
+        return reconnected.is_set()
+
+    until(is_lost)
+    monkeypatch.undo()
+    until(lambda: other.counts().chunks_reserved_ever == 4)
+    until(lambda: other.counts().slots_used == 0)
+    for cache in (writer, other):
+        cache.close()
+
+
 def test_what_it_still_writes_stays_its_own(server: ServerProcess) -> None:
     writer, other = join_at(server.socket), join_at(server.socket)
     given_up, writing = writer.begin_store(key_chain(3), "x"), writer.begin_store(key_chain(2, branch="y"), "y")

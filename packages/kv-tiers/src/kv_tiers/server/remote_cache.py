@@ -170,8 +170,7 @@ class RemoteCache:
             return LoadFailed(wanted, f"one load has at most {wire.MAX_KEYS} chunks")
         request = wire.Load(wire.pack_keys(wanted), _name_of(holder), lasting)
         with self._lock:
-            self._must_return = self._must_return or lasting
-            leased = self._ask(request, wire.ReadLeased)
+            leased = self._ask(request, wire.ReadLeased, lasts=lasting)
             if leased is None:
                 return LoadFailed(wanted, "the cache server is away")
             if not leased.lease:
@@ -188,8 +187,7 @@ class RemoteCache:
         allowed = None if tiers is None else tuple(tiers)
         request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), _name_of(holder), hold_s, allowed)
         with self._lock:
-            self._must_return = True
-            leased = self._ask(request, wire.WriteLeased)
+            leased = self._ask(request, wire.WriteLeased, lasts=True)
             if leased is None or not leased.lease:
                 lease = LeaseId(self._own_number())
                 self._lasting[lease] = holder
@@ -311,9 +309,13 @@ class RemoteCache:
         if self._closed:
             raise MisuseError("the cache is closed")
 
-    def _ask(self, request: wire.Request, answer: type[A]) -> A | None:
-        """None: the server is away."""
+    def _ask(self, request: wire.Request, answer: type[A], *, lasts: bool = False) -> A | None:
+        """None: the server is away. lasts: what is leased outlives the connection."""
         self._check_open()
+        if lasts:
+            if not self._link.is_up():
+                return None
+            self._must_return = True  # only now: a new connection has nothing that lasts
         return self._link.ask(request, answer)
 
     def _disconnected(self) -> None:
