@@ -52,7 +52,7 @@ class World:
         self.shape = self.connect.chunk
         self.on = [True] * share.nodes
         self.caches = [self.cache() for _ in range(share.nodes)]
-        self.nodes = NodesCache(self.caches[0], share, groups=len(groups), clock=self.clock)
+        self.nodes = NodesCache(self.caches[0], share, groups=len(groups), clock=self.clock, lease_s=lease_s)
         self.agents = {node: self.agent(node) for node in range(1, share.nodes)}
 
     def cache(self) -> LocalCache:
@@ -191,6 +191,19 @@ def test_a_hit_takes_one_step_and_its_leases_hold_on_every_node() -> None:
     assert world.nodes.has_unsent
     world.step()
     assert world.leases() == [0, 0]
+
+
+def test_a_short_lease_that_is_renewed_holds_on_every_node() -> None:
+    world = World(TWO, lease_s=15.0)
+    keys = prompt(4, world.shape)
+    for node in range(2):
+        world.store(node, keys)
+    world.settled(keys)
+    for _ in range(20):
+        world.clock.advance(2.5)
+        assert world.nodes.renew("a")
+        world.step()
+        assert world.leases() == [1, 1]
 
 
 def test_a_promise_that_is_lost_elsewhere_is_looked_up_anew() -> None:

@@ -38,7 +38,7 @@ from kv_tiers.attach.ranks import ALONE, RankShare
 from kv_tiers.attach.weights import EngineWeights
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.config import HandoverConfig
+from kv_tiers.config import HandoverConfig, HostConfig
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.machine import spelled
 from kv_tiers.server.mapped import MappedPool
@@ -173,6 +173,7 @@ class Engine(OffSwitch):
         self._store: StoreMode = "async"
         self._is_one_process = False
         self._handover = HandoverConfig()
+        self._lease_s = HostConfig().lease_s
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
         """Stop loading and storing, because of a fault of ours. An engine that was refused has only `off` set."""
@@ -317,7 +318,10 @@ class Engine(OffSwitch):
         self.weights = watch(space)
         wanted = self._handover
         if self.share.nodes > 1:
-            self.nodes = NodesCache(self.cache, self.share, groups=len(self._shape.groups), clock=MonotonicClock())
+            groups = len(self._shape.groups)
+            self.nodes = NodesCache(
+                self.cache, self.share, groups=groups, clock=MonotonicClock(), lease_s=self._lease_s
+            )
         self.scheduler = SchedulerHalf(
             self.nodes or self.cache,
             self._shape,
@@ -452,6 +456,7 @@ class Engine(OffSwitch):
             shifted=facts.shifted,
         )
         self._load, self._store, self._handover = settings.load, settings.store, settings.handover
+        self._lease_s = settings.host.lease_s
         if settings.server.socket:
             place = f"the server at {settings.server.socket}"
         else:

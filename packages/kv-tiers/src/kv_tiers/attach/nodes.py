@@ -31,7 +31,7 @@ PATIENCE_S: Final = 30.0
 """A node that has not answered for this long is not waited for until it answers again. Nodes answer in every step, so
 only a fault in the engine or in the node's agent can cause this."""
 RENEW_S: Final = 20.0
-"""How often promises at other nodes are renewed: a lease lasts 300 s unless `host.lease_s` says otherwise."""
+"""How often promises at other nodes are renewed, but at least three times in a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,18 @@ class NodesCache:
     own node's cache.
     """
 
-    def __init__(self, own: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
-        """own: this node's. share: of this node's first rank. groups: the number of groups of a chunk."""
+    def __init__(
+        self, own: CacheService, share: RankShare, *, groups: int, clock: Clock, lease_s: float = 300.0
+    ) -> None:
+        """own: this node's. share: of this node's first rank. groups: the number of groups of a chunk.
+        lease_s: how long a promise lasts that is not renewed, at every node."""
         self._own = own
         self._others = tuple(node for node in range(share.nodes) if node != share.node)
         self._shards = len(shards := share.shards_here)
         self._keys_per_chunk = groups * share.shards
         self._columns = [group * share.shards + shard for group in range(groups) for shard in shards]
         self._clock = clock
+        self._renew_s = min(RENEW_S, lease_s / 3)
         self._queries: dict[Holder, _Query] = {}
         self._to_send: list[ToNode] = []
         self._number = 0
@@ -171,7 +175,7 @@ class NodesCache:
         if query is None or query.is_lost or not self._own.renew(holder):
             return False
         now_s = self._clock.now_s()
-        if query.was_sent and now_s - query.renewed_s >= RENEW_S:
+        if query.was_sent and now_s - query.renewed_s >= self._renew_s:
             query.renewed_s = now_s
             self._to_send.append(Renew(holder))
         return True
