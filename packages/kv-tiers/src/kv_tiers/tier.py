@@ -345,8 +345,12 @@ class PassesOn(Protocol):
     def takers(self) -> Sequence[Taker]:
         """The hosts that are up. It may block."""
 
-    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """As in `Tier`."""
+    def holders(self, keys: Sequence[ChunkKey]) -> Sequence[Sequence[Taker]]:
+        """For each of these, the hosts that are up and hold it. It may block.
+
+        Raises:
+            TierDown: no host answers.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,15 +157,34 @@ def test_a_host_that_leaves_stores_nothing_new_and_serves_what_it_has(ending: Ex
     lease = cache.begin_store(PROMPTS[1], "w")
     assert lease.keys == () and "drained" in lease.refused
     assert held(cache, PROMPTS[0]) == 4 and read(cache, PROMPTS[0])
-    # Nor does it take what another one offers.
+    # Nor does it take what another one offers, and what it has is not safe there.
     store(other, PROMPTS[2])
     refused = drained(two)
-    assert refused.moved == 0 and refused.refused == 4 and "no room" in refused.why
+    assert refused.moved == refused.elsewhere == 0 and refused.refused == 8 and "leaves as well" in refused.why
     # Until it is to stay after all.
     ask_server(one / "s", wire.Drain(False, 1.0, None), timeout_s=10.0)
     assert report_of(one / "s").caches[0].drain is None
     assert store(cache, PROMPTS[3]).keys == tuple(PROMPTS[3])
     assert read(cache, PROMPTS[3])
+
+
+def test_of_two_hosts_that_leave_at_once_neither_counts_on_the_other(ending: ExitStack, tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in ("one", "two", "three")]
+    ports = [free_port() for _ in homes]
+    servers = [
+        serve(ending, home, port, *(other for other in ports if other != port), slots=64)
+        for home, port in zip(homes, ports, strict=True)
+    ]
+    staying = join_server(homes[2])
+    ending.callback(staying.close)
+    for home in homes[:2]:
+        filled(ending, home, PROMPTS[:2])
+    assert drained(homes[0]).elsewhere == 8
+    assert drained(homes[1]) == DrainState("drained", chunks=8, moved=8, moved_bytes=8 * CHUNK_BYTES)
+    for server in servers[:2]:
+        server.stop()
+    for keys in PROMPTS[:2]:
+        assert held(staying, keys) == 4 and read(staying, keys)
 
 
 def test_the_most_recent_are_moved_where_a_peer_has_room_for_a_part_or_bytes_are_few(

@@ -249,13 +249,29 @@ class _Work:
         return here
 
     def _elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of these a host has that does not leave, too."""
         found = [False] * len(keys)
         for tier in self._tiers:
             try:
-                found = [a or b for a, b in zip(found, tier.holds(keys), strict=True)]
+                holders = tier.holders(keys)
             except TierDown as error:
                 self._failed[tier.name] = str(error)
+                continue
+            stays: dict[str, bool] = {}
+            for at, takers in enumerate(holders):
+                for taker in takers:
+                    if taker.name not in stays:
+                        stays[taker.name] = self._stays(taker, keys[at])
+                    found[at] = found[at] or stays[taker.name]
         return found
+
+    def _stays(self, taker: Taker, held: ChunkKey) -> bool:
+        """Whether a host stays, by its answer to an offer of a chunk that it has."""
+        try:
+            return taker.offer([held], 0).fates == [Fate.HERE]
+        except (OSError, InputError) as error:
+            self._failed[taker.name] = str(error) or type(error).__name__
+            return False
 
     def _round(self) -> None:
         """Query every peer's progress, and offer it more."""
@@ -338,7 +354,7 @@ class _Work:
         self._failed[taker.name] = (
             "it fetched nothing of what it took"
             if is_coming
-            else "it has no room, or no engine has registered this format with it"
+            else "it has no room, leaves as well, or no engine has registered this format with it"
             if not answer.room
             else "it is busy"
         )

@@ -33,16 +33,18 @@ class Offers:
         self.is_refused = False
         """This host is about to leave as well."""
 
-    def take(self, chain: Sequence[ChunkKey], first: int) -> Taken:
+    def take(self, chain: Sequence[ChunkKey], first: int, *, fetches: bool = True) -> Taken:
         """Fetch the chunks of this chain from `first` on, unless they are here. Repeating the call reports progress.
 
         chain: one group's and shard's keys of a prompt, from its first chunk on.
+        fetches: if not, this only reports what is here.
         """
         wanted = list(chain[first:])
-        if not wanted:
-            return Taken([], 0)
+        if not wanted or self.is_refused:
+            # What is here will leave, too: of two hosts that leave at once, neither may count on the other.
+            return Taken([Fate.NOT_TAKEN] * len(wanted), 0)
         here = self._lower.held_here(wanted)
-        tier = None if self.is_refused else self._lower.peers()
+        tier = self._lower.peers() if fetches else None
         with self._host.lock:
             share = self._host.share_of(wanted[0].tenant)
             self._look_again()

@@ -264,8 +264,11 @@ class PeerServer:
             raise InputError(f"an offer of {offered} chunks")
         if len(by_chain(chain)) > 1:  # it would count in one tenant's share and be stored in another's
             raise InputError("an offer of several chains")
-        found = self._find(request.namespace) if self._config.take_offers else None
-        taken = Taken([Fate.NOT_TAKEN] * offered, 0) if found is None else found[0].offers.take(chain, request.first)
+        found = self._find(request.namespace)
+        if found is None:
+            taken = Taken([Fate.NOT_TAKEN] * offered, 0)
+        else:
+            taken = found[0].offers.take(chain, request.first, fetches=self._config.take_offers)
         stream.send_message(Offered(bytes(taken.fates), taken.room), deadline)
 
     def _answer_sum(self, stream: PeerStream, request: Sum, deadline: float) -> None:

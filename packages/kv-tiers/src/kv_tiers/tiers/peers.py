@@ -223,7 +223,15 @@ class PeersTier:
     def takers(self) -> list[PeerTaker]:
         if self._directory is not None:
             self._directory.start()
-        return [PeerTaker(peer, self._namespace, self._answer_s) for peer in self._hosts.peers() if peer.is_up()]
+        return [self._taker(peer) for peer in self._hosts.peers() if peer.is_up()]
+
+    def holders(self, keys: Sequence[ChunkKey]) -> list[list[PeerTaker]]:
+        found = self._ask(keys)
+        takers = {peer: self._taker(peer) for peers in found.values() for peer in peers}
+        return [[takers[peer] for peer in found.get(key, ())] for key in keys]
+
+    def _taker(self, peer: Peer) -> PeerTaker:
+        return PeerTaker(peer, self._namespace, self._answer_s)
 
     def _handed_over(self, peer: Peer, asked_s: float, answer: Followed) -> None:
         """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
