@@ -16,7 +16,7 @@ from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at
 from kv_testing.peers import PATIENT, FakePeer, address_of, listening, own_nobody
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import until
+from kv_testing.wait import joined, until
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig
@@ -26,7 +26,19 @@ from kv_tiers.testing.tier_contract import content
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers import peer_following
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
-from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Follow, Followed, Given, PeerStream, Request, unpack_keys
+from kv_tiers.tiers.peers_wire import (
+    NOT_HERE,
+    SIZE,
+    Fetch,
+    Follow,
+    Followed,
+    Given,
+    Held,
+    PeerStream,
+    Request,
+    Taken,
+    unpack_keys,
+)
 
 KEYS = key_chain(4)
 
@@ -130,6 +142,33 @@ def test_what_the_reader_needs_no_more_is_kept_no_longer_whether_it_follows_or_n
     cache.taken(KEYS[:3])
     until(lambda: kept(peer) == 1)
     assert has(cache, KEYS) == 0
+
+
+def test_peers_that_are_slow_to_hear_what_is_not_needed_delay_no_lookup(ending: ExitStack) -> None:
+    """They may be more than there are threads."""
+    over = threading.Event()
+
+    def hears_late(stream: PeerStream, request: Request) -> None:
+        assert isinstance(request, Taken)
+        assert over.wait(60)
+        stream.send_message(Held(b"", None), time.monotonic() + 10)
+
+    peers = [FakePeer(hears_late) for _ in range(20)]
+    for peer in peers:
+        ending.callback(peer.close)
+    context = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
+    hosts = [peer.address for peer in peers]
+    tier = make_peers_tier({"hosts": hosts, **PATIENT, "answer_timeout_s": 60.0}, context)
+    assert isinstance(tier, PeersTier)
+    ending.callback(tier.close)
+    ending.callback(over.set)
+    tier.taken(KEYS)
+    until(lambda: sum(any(isinstance(request, Taken) for request in peer.asked) for peer in peers) > 16)
+    found: list[list[bool]] = []
+    lookup = threading.Thread(target=lambda: found.append(tier.holds(KEYS)), daemon=True)
+    lookup.start()
+    joined(lookup, within_s=30)
+    assert found == [[True] * len(KEYS)]
 
 
 def test_a_lookup_that_comes_while_a_chunk_is_on_its_way_waits_for_it_and_loads_it_once(

@@ -151,7 +151,11 @@ class Following:
             if keys is None:
                 return
             peers = [peer for peer in self._hosts.peers() if peer.is_up()]
-            self._hosts.each(peers, lambda peer, keys=keys: peer.talk(partial(self._say, keys), self._answer_s))  # type: ignore[misc]
+
+            def say(peer: Peer, keys: Sequence[ChunkKey] = keys) -> None:
+                peer.talk(partial(self._say, keys), self._answer_s)
+
+            self._hosts.each(peers, say, in_background=True)
 
     def _say(self, keys: Sequence[ChunkKey], stream: PeerStream, deadline: float) -> None:
         stream.send_message(Taken(self._namespace, pack_keys(keys)), deadline)

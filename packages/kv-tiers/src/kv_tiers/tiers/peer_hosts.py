@@ -165,7 +165,7 @@ class PeerHosts:
         self._resolve_at_s = 0.0
         self._is_resolving = False
         self._resolved = threading.Event()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: dict[bool, ThreadPoolExecutor] = {}  # by whether they work in the background
         self._is_closed = False
 
     def peers(self) -> list[Peer]:
@@ -190,9 +190,11 @@ class PeerHosts:
         with self._lock:
             return [peer for peer in self._by_host.get(host, ()) if not peer.is_self]
 
-    def each(self, peers: Sequence[Peer], work: Callable[[Peer], T]) -> dict[Peer, T]:
+    def each(self, peers: Sequence[Peer], work: Callable[[Peer], T], *, in_background: bool = False) -> dict[Peer, T]:
         """The results of `work` for each peer, run concurrently; without those that failed. All calls have ended when
         this returns.
+
+        in_background: no request waits for it. It has threads of its own, as slow peers may keep all of them.
         """
         answers: dict[Peer, T] = {}
 
@@ -203,9 +205,10 @@ class PeerHosts:
         futures = []
         if len(peers) > 1:
             with self._lock:
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
-                threads = self._threads
+                threads = self._threads.get(in_background)
+                if threads is None:
+                    threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
+                    self._threads[in_background] = threads
             futures = [begin(threads, partial(run, peer)) for peer in peers[1:]]
         try:
             for peer in peers[:1]:
@@ -219,9 +222,9 @@ class PeerHosts:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            threads, self._threads = self._threads, None
+            pools, self._threads = list(self._threads.values()), {}
             peers, self._peers, self._by_host = self._peers, {}, {}
-        if threads is not None:
+        for threads in pools:
             threads.shutdown()
         for peer in peers.values():
             peer.close()

@@ -298,7 +298,11 @@ class Directory:
                 if not hosts:
                     break
                 of = {queried[host.address]: host for host in hosts}
-                done = self._peers.each(list(of), lambda peer, of=of: self._repair(peer, of[peer]))  # type: ignore[misc]
+
+                def repair(peer: Peer, of: dict[Peer, Host] = of) -> None:
+                    self._repair(peer, of[peer])
+
+                done = self._peers.each(list(of), repair, in_background=True)
                 for peer in of.keys() - done.keys():
                     self._mirror.fail_repair(of[peer], time.monotonic())
 
