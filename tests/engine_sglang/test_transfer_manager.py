@@ -64,3 +64,21 @@ def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() ->
     assert ours._fetch(exchange, coming, manager._Said(2, HASHES[1], "theirs", [b"7"])) == ""
     assert calls == [["get", HASHES[1]], ["need not", HASHES[0], "theirs"]]
     assert metadata.raw == b"7"
+
+
+def test_a_load_that_ends_after_its_request_leaves_nothing_behind() -> None:
+    """A reason that nobody takes would stay for ever, or be another request's that gets the same number."""
+    ours = KVManager.__new__(KVManager)
+    ours._rooms, ours._coming, ours._leaving, ours._batch_pages = threading.Lock(), {}, {}, 8
+    ours._watch = SimpleNamespace(filled=lambda: None)
+    ours.request_status, ours.failure_lock, ours.failure_records = {ROOM: KVPoll.Transferring}, threading.Lock(), {}
+    coming = Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached())
+    ours.name_coming(ROOM, coming)
+
+    def get(*_arguments: Any, **_named: Any) -> str:
+        ours.close_room(ROOM)
+        del ours.request_status[ROOM]
+        return "the request has ended"
+
+    ours._load(SimpleNamespace(get=get), room=ROOM, rank=0, said=manager._Said(2, HASHES[1], "theirs", []))
+    assert ours.failure_records == {}

@@ -345,8 +345,10 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             _log.exception("pages of a hand-over could not be loaded")
             why = f"{type(error).__name__}: {error}"
         if why:
-            self.record_failure(room, f"kv-sglang could not take over: {why}")
-            self.update_status(room, KVPoll.Failed)
+            with coming.lock:  # so that it is not closed, and its number given to another request, meanwhile
+                if coming.is_open:
+                    self.record_failure(room, f"kv-sglang could not take over: {why}")
+                    self.update_status(room, KVPoll.Failed)
         elif said.metadata:
             self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=rank)
 
