@@ -258,6 +258,39 @@ def test_a_request_is_closed_only_when_nothing_is_being_written(make_side: Calla
     assert not coming.is_open
 
 
+def test_a_request_is_closed_while_a_new_pool_s_memory_is_made_ready(make_side: Callable[..., Side]) -> None:
+    """SGLang's scheduler closes it, and after a restart of the server this may take seconds on a GPU."""
+    prefill, decode = make_side(1), make_side(2)
+    assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
+    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now())
+    attaching, go_on = threading.Event(), threading.Event()
+    copier = decode.exchange._binding._copier
+    attach = copier.attach
+
+    def attach_slowly(pool: str, view: memoryview) -> None:
+        attaching.set()
+        assert go_on.wait(30)
+        attach(pool, view)
+
+    copier.attach = attach_slowly  # type: ignore[method-assign]
+    said: list[str] = []
+
+    def load() -> None:
+        said.append(decode.exchange.get(coming.names, 0, coming.slots, lambda: coming.is_open, coming.lock))
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    assert attaching.wait(30)
+    closing = threading.Thread(target=coming.close, daemon=True)
+    closing.start()
+    try:
+        joined(closing, within_s=10)
+    finally:
+        go_on.set()
+        joined(loading)
+    assert said == ["the request has ended"]
+
+
 def test_a_page_that_is_not_there_is_named(make_side: Callable[..., Side]) -> None:
     prefill, decode = make_side(1), make_side(2)
     named = names(3)

@@ -172,13 +172,13 @@ class Exchange:
     ) -> str:
         cache = self._store.cache
         try:
+            pool = cache.pool
+            copier = self._binding.on(pool)  # not with the lock: releasing the memory of a previous pool takes time
             with lock:
                 if not is_wanted():
                     return "the request has ended"
-                pool = cache.pool
                 if lies_in(lease, pool):
-                    plan = self._store.plan(zip(lease.extents, slots, strict=True))
-                    self._binding.on(pool).load(plan).wait()
+                    copier.load(self._store.plan(zip(lease.extents, slots, strict=True))).wait()
         finally:
             # Bytes that did not stay in place while they were read may belong to another page.
             is_good = cache.release(lease)
