@@ -138,3 +138,12 @@ def test_pages_of_a_hand_over_in_the_middle_of_it_are_stored_at_the_new_server(
     said = exchange.get(named, 0, [0, PAGE], lambda: True, threading.Lock())
     assert said == "pages left the cache while they were read"
     exchange.close()
+
+
+def test_a_hand_over_that_finds_no_server_says_so(engine: Engine) -> None:
+    """And not that its pages are missing there."""
+    exchange, named = exchange_of(engine, wait_s=0.0), Names(tuple(NAMES), 0)
+    assert exchange.put(named, 0, [0, PAGE], lambda: True) == ""
+    engine.server.stop()
+    assert exchange.get(named, 0, [0, PAGE], lambda: True, threading.Lock()) == "the cache server is away"
+    exchange.close()

@@ -24,6 +24,7 @@ from kv_sglang.pages import PageStore, PoolBinding, lies_in
 _FIRST_WAIT_S: Final = 0.001
 _LONGEST_WAIT_S: Final = 0.05
 _NUMBERS: Final = itertools.count()
+_AWAY: Final = "the cache server is away"
 
 Wanted = Callable[[], bool]
 """Whether SGLang still has the pages for this request. Once false, they may belong to another."""
@@ -73,7 +74,7 @@ class Exchange:
             wait = wait or _Waiting(self._wait_s)
             if not wait.again():
                 if plan.ended is Ended.REFUSED:
-                    return refused or "the cache server is away"
+                    return refused or _AWAY
                 return refused or "another thread has not finished storing them"
         return "the request has ended"
 
@@ -107,6 +108,8 @@ class Exchange:
                 else:
                     waiting = missing = missing or _Waiting(self._wait_s)
                 if not waiting.again():
+                    if plan.ended is Ended.REFUSED:
+                        return _AWAY
                     return f"page {first + plan.chunks} of the prompt is not in the cache"
                 if missing is not None:
                     # Only a new lookup asks the slower tiers again: the page may be there by now, or the cache have
