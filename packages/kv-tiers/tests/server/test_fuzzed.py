@@ -92,7 +92,7 @@ def test_what_is_no_duration_is_no_cost_and_no_measurement(served: ThreadedServe
         wire.Lookup(keys, "h", 1, ("all",), 1, False, Costs(0, (0.1, 0.0), (0.0, seconds)), None),
         wire.EngineMeasured([Measured("load", 1.0, seconds)]),
     ):
-        with served.raw(wire.Hello("t"), register(), request, wire.Ping()) as connection:
+        with served.raw(wire.Hello("t"), register(), request) as connection:
             connection.shutdown(socket.SHUT_WR)
             *_, answer = answers_on(connection)
             assert isinstance(answer, wire.Failed) and answer.kind == "malformed"
