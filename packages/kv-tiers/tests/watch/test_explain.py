@@ -25,6 +25,7 @@ from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
+from kv_tiers.server.explain import explain_prompt
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 from kv_tiers.watch.explain import Explanation, explain
@@ -230,6 +231,27 @@ def test_explaining_leases_and_touches_nothing(kept: Remembered) -> None:
 
 
 # The memory.
+
+
+def test_a_key_space_of_several_groups_that_does_not_know_a_prompt_costs_a_few_looks(
+    kept: Remembered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server looks on its only thread, in every key space that it remembers."""
+    stored, digests = keys_for(HYBRID, 1), [bytes([at % 256, 1 + at // 256]) * 8 for at in range(500)]
+    kept.cache.lookup(stored, "r", shape=HYBRID)
+    kept.store(stored)
+    assert kept.bus.flush()
+    looked_up: list[ChunkKey] = []
+    where = kept.cache.admin.where
+    monkeypatch.setattr(kept.cache.admin, "where", lambda keys: [looked_up.extend(keys), where(keys)][1])
+
+    def explained(asked: list[bytes]) -> list[wire.Explained]:
+        request = wire.Explain(len(asked[0]), b"".join(asked), [])
+        return explain_prompt(request, {((CHUNK_BYTES,), "f"): kept.cache}, [], kept.history, 0.0).explained
+
+    assert explained(digests) == [] and len(looked_up) <= 4
+    (found,) = explained([stored[0].digest, digests[0]])
+    assert found.prefix == 1
 
 
 def test_a_memory_is_bounded_and_forgets_the_oldest_first() -> None:

@@ -44,9 +44,9 @@ def explain_prompt(
         for known, was_asked in _key_spaces(key_prefixes, memory):
             if len(explained_spaces) == MAX_EXPLAINED_KEY_SPACES:
                 break
-            shares = [[ChunkKey(prefix + digest) for digest in digests] for prefix in known.key_prefixes]
-            if not _is_known(cache, memory, shares):
+            if not _is_known(cache, memory, known, digests):
                 continue
+            shares = [_keys(prefix, digests) for prefix in known.key_prefixes]
             explained = explain(cache, memory, shares, now_s)
             explained_spaces.append(
                 wire.Explained(
@@ -87,10 +87,19 @@ def _key_spaces(key_prefixes: Sequence[bytes], memory: Memory | None) -> list[tu
     return found + [(one, False) for one in known.values()]
 
 
-def _is_known(cache: LocalCache, memory: Memory | None, shares: list[list[ChunkKey]]) -> bool:
-    if not shares[0]:
+def _is_known(cache: LocalCache, memory: Memory | None, known: KnownKeySpace, digests: Sequence[bytes]) -> bool:
+    """Looks at little: it is called on the serving thread for every key space that is remembered."""
+    if not digests:
         return False
+    shape = cache.shape_of(known.space)
+    groups = () if shape is None else shape.groups
+    whole = {group for group, coverage in enumerate(groups) if coverage.kind == "all"}
+    prefixes = [prefix for prefix in known.key_prefixes if shape is None or ChunkKey(prefix).group in whole]
     # If a model has only windows and states, the first chunks may never have been stored.
-    most = _FIRST_CHUNKS if cache.shape_of(shares[0][0].space_id) is None else len(shares[0])
-    keys = [key for column in shares for key in column[:most]]
+    looked_at, most = (prefixes, _FIRST_CHUNKS) if prefixes else (known.key_prefixes, len(digests))
+    keys = [key for prefix in looked_at for key in _keys(prefix, digests[:most])]
     return any(cache.admin.where(keys)) or (memory is not None and any(memory.fate(key) for key in keys))
+
+
+def _keys(prefix: bytes, digests: Sequence[bytes]) -> list[ChunkKey]:
+    return [ChunkKey(prefix + digest) for digest in digests]
