@@ -277,6 +277,8 @@ def test_probes_become_rare_and_come_back() -> None:
     assert probes.is_due(4000.0)
     probes.ended(4000.0, was_right=False)
     assert probes.is_due(4001.0)
+    assert not probes.is_due(4002.0)
+    assert probes.is_due(4020.0)  # for the one before, the pool had no room
 
 
 class Simulated:

@@ -15,11 +15,11 @@ class Probes:
         self._due_s = 0.0
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to probe it now. If so, the next one is not due until this one has ended, or five minutes
-        have passed."""
+        """Whether to probe it now, if its lane is idle. If so, the next one is due after this one has ended, or in a
+        while if there is no room for it."""
         if now_s < self._due_s:
             return False
-        self._due_s = now_s + _MAX_S
+        self._due_s = now_s + _FIRST_S
         return True
 
     def ended(self, now_s: float, *, was_right: bool) -> None:
