@@ -20,16 +20,18 @@ from kv_testing.cache_servers import (
     ThreadedServer,
     fill,
     held,
+    join_at,
     join_server,
     kill_server,
     read,
     report_of,
+    settings_for,
     start_server,
     store,
 )
 from kv_testing.wait import joined, until
+from kv_tiers.server import launch, wire
 from kv_tiers.server import remote_cache as client_module
-from kv_tiers.server import wire
 from kv_tiers.server.mapped import MappedPool
 
 
@@ -148,6 +150,22 @@ def test_a_server_that_is_stopped_drains_and_its_successor_serves_everything(hom
         assert held(again, stem) == 5
         assert read(again, stem)
     again.close()
+    cache.close()
+    server.stop()
+
+
+def test_a_server_that_cannot_remove_its_socket_stores_what_waits_nevertheless(home: Path) -> None:
+    settings, keys = settings_for(home, slots=40, disk=True, write="back"), key_chain(5)
+    server = launch(settings, socket=home / "s")
+    cache = join_server(home)
+    store(cache, keys)
+    (home / "s").unlink()
+    (home / "s").mkdir()
+    server.stop()
+    cache.close()
+    server = launch(settings, socket=home / "another")
+    cache = join_at(home / "another")
+    assert held(cache, keys) == 5
     cache.close()
     server.stop()
 

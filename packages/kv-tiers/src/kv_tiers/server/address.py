@@ -58,7 +58,8 @@ class Address:
             raise _cannot_listen(path, error) from None
 
     def stop_listening(self) -> None:
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):  # something else may be there by now, and a server that stops has more to do
+            self.path.unlink(missing_ok=True)
         self.listener.close()
 
     def close(self) -> None:
