@@ -65,6 +65,7 @@ class Side:
         pool: Any,
         *,
         wait_s: float = 0.0,
+        hold_s: float = 30.0,
         in_doubt: bool = False,
         weights: LiveWeights = WEIGHTS,
     ) -> None:
@@ -79,7 +80,7 @@ class Side:
         copier = pages.copier()
         for name in ("store", "load"):
             setattr(copier, name, self._first(getattr(copier, name)))
-        self.exchange = Exchange(self.store, copier, lambda: in_doubt, wait_s=wait_s, hold_s=30.0)
+        self.exchange = Exchange(self.store, copier, lambda: in_doubt, wait_s=wait_s, hold_s=hold_s)
 
     def _first(self, copy: Callable[[TransferPlan], Any]) -> Callable[[TransferPlan], Any]:
         def copied(plan: TransferPlan) -> Any:
@@ -115,7 +116,7 @@ def make_side(make_pool: MakePool) -> Iterator[Callable[..., Side]]:
 class Tiered:
     """Two sides at a cache of eight chunks over a tier with injected faults. clock: by which the cache waits."""
 
-    def __init__(self, make_pool: MakePool, *, wait_s: float) -> None:
+    def __init__(self, make_pool: MakePool, **settings: float) -> None:
         pages = describe(make_pool("mha", "page_first"), "kv", "auto").format
         self.clock = HandClock()
         self.tier = FaultyTier(DramTier(HostPool.anonymous("below", pages.nbytes, 64), LruPolicy()))
@@ -126,7 +127,7 @@ class Tiered:
             clock=self.clock,
             lanes=[(self._lane, "through")],
         )
-        self.prefill, self.decode = (Side(self.cache, filled(make_pool, seed), wait_s=wait_s) for seed in (1, 2))
+        self.prefill, self.decode = (Side(self.cache, filled(make_pool, seed), **settings) for seed in (1, 2))
 
     def store_below(self, named: Names) -> None:
         """Store these pages until only the tier has them."""
@@ -311,6 +312,12 @@ def test_a_page_that_a_slower_tier_has_only_now_is_loaded(make_tiered: Callable[
 
     assert tiered.decode.exchange.get(named, 0, slots(0, 1), is_wanted, threading.Lock()) == ""
     assert torch.equal(rows_of(tiered.decode.pool, of(0, 1)), rows_of(tiered.prefill.pool, of(0, 1)))
+
+
+def test_a_page_of_a_slower_tier_is_waited_for_also_where_nothing_is_held(make_tiered: Callable[..., Tiered]) -> None:
+    tiered = make_tiered(wait_s=10.0, hold_s=0.0)
+    tiered.store_below(named := names(2))
+    assert tiered.decode.exchange.get(named, 0, slots(0, 1), always, threading.Lock()) == ""
 
 
 def test_a_page_on_its_way_is_waited_for_longer_than_the_cache_waits(make_tiered: Callable[..., Tiered]) -> None:

@@ -38,7 +38,8 @@ class Exchange:
     ) -> None:
         """in_doubt: whether the engine's pages may belong to other weights than the key space's.
         wait_s: how long to wait for another's store, for room, or for a page that is missing.
-        hold_s: how long stored pages are held, and how long to wait for a page that is being promoted.
+        hold_s: how long stored pages are held, and how long to wait for a page that is being promoted, unless `wait_s`
+            is longer.
         """
         self._store = store
         self._binding = PoolBinding(copier)
@@ -96,7 +97,7 @@ class Exchange:
         keys = self._store.keys(names.hashes[first : first + len(slots)], given_by)
         if not keys:
             return "the weights of the engine are not known"
-        cache, coming = self._store.cache, _Waiting(self._hold_s)
+        cache, coming = self._store.cache, _Waiting(max(self._hold_s, self._wait_s))
         missing: _Waiting | None = None
         try:
             while is_wanted():
