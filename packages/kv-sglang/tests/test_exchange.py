@@ -201,19 +201,6 @@ def test_pages_that_the_decode_engine_has_are_held_with_the_others_until_it_does
     assert cache.holds.chunks == 0
 
 
-def test_pages_that_all_ranks_have_alike_stay_until_every_rank_has_read_them(make_side: Callable[..., Side]) -> None:
-    """Of MLA, for example: each rank of the prefill engine stores them, and each of the decode engine reads them."""
-    prefill, decode = [make_side(1), make_side(1)], [make_side(2), make_side(3)]
-    named, cache = names(2), prefill[0].store.cache
-    assert isinstance(cache, LocalCache)
-    for rank in prefill:
-        assert rank.exchange.put(named, 0, slots(0, 1), always) == ""
-    assert decode[0].exchange.get(named, 0, slots(0, 1), always, threading.Lock()) == ""
-    prefill[0].store.write(names(8, "crowd").hashes, slots(0, 1, 2, 3, 4, 5, 0, 1))  # as many as there are slots
-    assert decode[1].exchange.get(named, 0, slots(0, 1), always, threading.Lock()) == ""
-    assert cache.holds.chunks == 0
-
-
 def test_nothing_is_kept_that_was_read_after_the_request_ended(make_side: Callable[..., Side]) -> None:
     """SGLang frees a request's blocks at once, and by the end of the copy another request may have written there."""
     side = make_side()

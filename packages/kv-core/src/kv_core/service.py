@@ -166,7 +166,7 @@ class CacheService(Protocol):
         keys: of one shard and all groups of layers: first the groups that need the whole prefix, chunk by chunk from
             the prompt's first, then what the engine has of the others, group by group.
         hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this
-            time or until they have been read once for each process that names them here, even if it ends. Holds
+            time or until they have been read once, even if the holder ends: they are for another engine. Holds
             are limited to half of the pool; chunks beyond that may be evicted as usual.
         tiers: the tiers that these chunks may be spilled to; None: all. A chunk that is held already may now be
             spilled to those, too: one request cannot forbid another's chunks.

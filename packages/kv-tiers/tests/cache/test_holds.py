@@ -20,8 +20,8 @@ from kv_tiers.testing.tier_contract import content
 KEYS = key_chain(3)
 
 
-def hand_over(cache: LocalCache, keys: list[ChunkKey], hold_s: float = 30.0, *, writer: str = "w") -> None:
-    cache.commit(cache.begin_store(keys, writer, hold_s=hold_s))
+def hand_over(cache: LocalCache, keys: list[ChunkKey], hold_s: float = 30.0) -> None:
+    cache.commit(cache.begin_store(keys, "w", hold_s=hold_s))
 
 
 def crowd(cache: LocalCache) -> None:
@@ -115,29 +115,6 @@ def test_what_was_taken_is_kept_no_longer_and_not_again_by_the_next_step_of_the_
     assert held(cache, KEYS) == 0
     hand_over(cache, KEYS)  # in other slots or the same, they are stored anew
     assert cache.holds.chunks == 3
-    cache.close()
-
-
-def test_what_several_processes_hand_over_is_kept_until_it_was_read_as_often() -> None:
-    """Ranks that have the same KV, each with a reader of its own."""
-    cache = cache_of(8)
-    for writer in ("one", "two"):
-        hand_over(cache, KEYS, writer=writer)
-    read(cache, KEYS)
-    assert cache.holds.chunks == 3
-    cache.taken(KEYS[:1])
-    read(cache, KEYS[1:])
-    assert cache.holds.chunks == 0
-    hand_over(cache, KEYS, writer="one")  # the next step of the same prompt
-    assert cache.holds.chunks == 0
-    hand_over(cache, KEYS, writer="a third, which is late")
-    assert cache.holds.chunks == 3
-    read_as_peer(cache, KEYS)
-    assert cache.holds.chunks == 0
-    hand_over(cache, KEYS, writer="a fourth")
-    hand_over(cache, KEYS, writer="a fifth")
-    read_as_peer(cache, KEYS)  # for all readers of its host
-    assert cache.holds.chunks == 0
     cache.close()
 
 

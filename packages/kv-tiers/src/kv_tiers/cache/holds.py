@@ -5,9 +5,7 @@ them may have ended by then, so no lease of a holder keeps them in place: the ca
 Holds take at most half of the pool, or half of a tenant's quota.
 
 A prompt is stored in several steps, and each step names all of its chunks so far. A chunk that has been read is
-therefore not held again for the same engine process before the deadline of its first hold. Several processes may hand
-over one chunk: ranks that all have the same KV do, and each has a reader of its own. So a hold lasts until the chunk
-has been read as often as processes have handed it over.
+therefore not held again before the deadline of its first hold.
 """
 
 import itertools
@@ -15,10 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Final, NamedTuple
 
 from kv_core.keys import ChunkKey
-from kv_core.service import Holder
 
 from kv_tiers.cache.host import HostTier
 from kv_tiers.eviction.shares import Share, Shares
@@ -27,25 +23,11 @@ from kv_tiers.index.residency import Residency
 
 @dataclass(slots=True)
 class _Hold:
-    """tenant: of the chunk. until_s: when it ends. due_s: when to look whether it has ended, which may be earlier.
-    by: who has handed the chunk over. reads: how often it has been read since."""
+    """tenant: of the chunk. until_s: when it ends. due_s: when to look whether it has ended, which may be earlier."""
 
     tenant: bytes
     until_s: float
     due_s: float
-    by: tuple[Holder, ...]
-    reads: int
-
-
-class _WasRead(NamedTuple):
-    """A chunk that has been read: which one, when its hold would have ended, and who had handed it over."""
-
-    key: ChunkKey | None
-    until_s: float
-    by: tuple[Holder, ...]
-
-
-_NEVER_READ: Final = _WasRead(None, 0.0, ())
 
 
 class Holds:
@@ -63,34 +45,26 @@ class Holds:
         self._held_of: Counter[bytes] = Counter()  # by tenant
         self._due: list[tuple[float, int, int]] = []  # a heap: one of each hold, and some of holds that have ended
         self._numbers = itertools.count()  # of holds, so that those that end together end in the prompt's order
-        self._read: dict[int, _WasRead] = {}  # by slot
+        self._read: dict[int, tuple[ChunkKey | None, float]] = {}  # by slot: the chunk that was read, and its deadline
 
     @property
     def chunks(self) -> int:
         """How many are held now."""
         return len(self._held)
 
-    def hold(self, slots: Sequence[int], until_s: float, now_s: float, by: Holder) -> list[int]:
+    def hold(self, slots: Sequence[int], until_s: float, now_s: float) -> list[int]:
         """Hold the leading ones of these resident slots for which there is room, at least until then. Returns those
-        that were not held before.
-
-        by: who hands them over.
-        """
+        that were not held before."""
         room: dict[int, int] = {}
         new: list[int] = []
-        alone = (by,)
         for slot in slots:
             if (one := self._held.get(slot)) is not None:
                 one.until_s = max(one.until_s, until_s)
-                if by not in one.by:
-                    one.by = (*one.by, by)
                 continue
             key = self._index.key_at(slot)
             assert key is not None
-            before = self._read.get(slot, _NEVER_READ)
-            if before.key != key or now_s >= before.until_s:
-                before = _NEVER_READ
-            if by in before.by:
+            read_key, read_until_s = self._read.get(slot, (None, 0.0))
+            if now_s < read_until_s and read_key == key:
                 continue
             share = self._shares.of(key.tenant)
             if id(share) not in room:
@@ -99,29 +73,19 @@ class Holds:
                 break
             room[id(share)] -= 1
             self._index.lease([slot])
-            all_of_them = (*before.by, by) if before.by else alone
-            self._held[slot] = _Hold(key.tenant, until_s, until_s, all_of_them, reads=len(before.by))
+            self._held[slot] = _Hold(key.tenant, until_s, until_s)
             self._held_of[key.tenant] += 1
             heappush(self._due, (until_s, next(self._numbers), slot))
             new.append(slot)
         return new
 
-    def read(self, slots: Sequence[int], *, for_all: bool = False) -> None:
-        """These have been read, or are not needed: end the holds of those that have no other reader.
-
-        for_all: by or for every reader.
-        """
-        if not self._held:
-            return
-        done: list[int] = []
-        # Once each: a client or a peer may name a chunk repeatedly, and there is only one lease to end.
-        for slot in dict.fromkeys(slots):
-            if (one := self._held.get(slot)) is not None:
-                one.reads += 1
-                if for_all or one.reads >= len(one.by):
-                    self._read[slot] = _WasRead(self._index.key_at(slot), one.until_s, one.by)
-                    done.append(slot)
-        self._let_go(done)
+    def read(self, slots: Sequence[int]) -> None:
+        """End the holds of these, which have been read or are not needed."""
+        if self._held:
+            # Once each: a client or a peer may name a chunk repeatedly, and there is only one lease to end.
+            held = [slot for slot in dict.fromkeys(slots) if slot in self._held]
+            self._read.update((slot, (self._index.key_at(slot), self._held[slot].until_s)) for slot in held)
+            self._let_go(held)
 
     def expire(self, now_s: float) -> None:
         """End the holds whose time is up."""

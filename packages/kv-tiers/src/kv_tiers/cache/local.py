@@ -223,7 +223,7 @@ class LocalCache:
             write.lower = lower
             if hold_s > 0:
                 write.hold_s = hold_s
-                self._hold(list(dict.fromkeys(own_slots)), chain, now_s, hold_s, holder)
+                self._hold(list(dict.fromkeys(own_slots)), chain, now_s, hold_s)
             # After the hold, because it may evict chunks that are not held to keep slots free.
             self._spills.allow(own_slots, chain, lower)
         why = ""
@@ -258,7 +258,7 @@ class LocalCache:
             self._host.touch(write.chain)
             if write.hold_s:
                 kept = [slot for key in found if (slot := self._index.find(key)) is not None]
-                self._hold(kept, write.chain, self._clock.now_s(), write.hold_s, write.holder)
+                self._hold(kept, write.chain, self._clock.now_s(), write.hold_s)
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
                 self.events.publish(events.Committed(write.holder, write.number, found, seconds))
@@ -409,9 +409,9 @@ class LocalCache:
             self._give_back(read)
             self._totals.leases_expired += 1
 
-    def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float, by: Holder) -> None:
+    def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float) -> None:
         """Hold these chunks of a chain for another engine, and announce the new ones to other hosts."""
-        if new := set(self.holds.hold(slots, now_s + hold_s, now_s, by)):
+        if new := set(self.holds.hold(slots, now_s + hold_s, now_s)):
             places = [at for at, key in enumerate(chain) if self._index.find(key) in new]
             self.handed_over.announce(chain[: places[-1] + 1], places[0], now_s + hold_s)
 
@@ -420,7 +420,7 @@ class LocalCache:
         until_s = self._clock.now_s() + hold_s
 
         def hold(slots: Sequence[int]) -> None:
-            self.holds.hold(slots, until_s, self._clock.now_s(), "another host")
+            self.holds.hold(slots, until_s, self._clock.now_s())
 
         self._promotions.bring(tier, chain, first, hold)
 

@@ -102,8 +102,7 @@ class PeerReads:
         """These need no longer be held for another engine."""
         with self._host.lock:
             self._host.check_open()
-            found = [slot for key in keys if (slot := self._index.find(key)) is not None]
-            self._holds.read(found, for_all=True)
+            self._holds.read([slot for key in keys if (slot := self._index.find(key)) is not None])
 
     def _all_keys(self) -> list[ChunkKey]:
         with self._host.lock:
@@ -135,8 +134,7 @@ class PeerReads:
             with leased as chunk:
                 yield StoredChunk(chunk, partial(pack_header, key, None, chunk, self._format_id))
             with self._host.lock:  # after the context: it has been sent
-                sent = self._index.still_of([slot], self._index.bytes_at([slot], since))
-                self._holds.read(sent, for_all=True)  # every reader of that host finds it there
+                self._holds.read(self._index.still_of([slot], self._index.bytes_at([slot], since)))
         finally:
             with self._host.lock:
                 self._host.unlease(self._index.bytes_at([slot], since), of_bytes=True)
