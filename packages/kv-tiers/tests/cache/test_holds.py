@@ -118,6 +118,20 @@ def test_what_was_taken_is_kept_no_longer_and_not_again_by_the_next_step_of_the_
     cache.close()
 
 
+def test_what_was_read_is_not_held_again_however_long_the_prompt_takes() -> None:
+    clock = HandClock()
+    cache = cache_of(8, clock=clock)
+    for chunks in (1, 2, 3):
+        hand_over(cache, KEYS[:chunks])
+        read(cache, KEYS[chunks - 1 : chunks])  # as it comes, each once
+        assert cache.holds.chunks == 0
+        clock.advance(20)
+    clock.advance(11)  # no step has named them for longer than they are held
+    hand_over(cache, KEYS)
+    assert cache.holds.chunks == 3
+    cache.close()
+
+
 def test_each_chunk_is_announced_once_when_it_can_be_read_and_while_it_is_kept() -> None:
     clock = HandClock()
     cache = cache_of(8, clock=clock)

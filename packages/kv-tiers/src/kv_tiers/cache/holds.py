@@ -5,7 +5,7 @@ them may have ended by then, so no lease of a holder keeps them in place: the ca
 Holds take at most half of the pool, or half of a tenant's quota.
 
 A prompt is stored in several steps, and each step names all of its chunks so far. A chunk that has been read is
-therefore not held again before the deadline of its first hold.
+therefore not held again until no step has named it for as long as it would be held: a prompt may take longer than that.
 """
 
 import itertools
@@ -45,7 +45,7 @@ class Holds:
         self._held_of: Counter[bytes] = Counter()  # by tenant
         self._due: list[tuple[float, int, int]] = []  # a heap: one of each hold, and some of holds that have ended
         self._numbers = itertools.count()  # of holds, so that those that end together end in the prompt's order
-        self._read: dict[int, tuple[ChunkKey | None, float]] = {}  # by slot: the chunk that was read, and its deadline
+        self._read: dict[int, tuple[ChunkKey | None, float]] = {}  # by slot: the chunk that was read, and until when
 
     @property
     def chunks(self) -> int:
@@ -65,6 +65,7 @@ class Holds:
             assert key is not None
             read_key, read_until_s = self._read.get(slot, (None, 0.0))
             if now_s < read_until_s and read_key == key:
+                self._read[slot] = key, max(read_until_s, until_s)
                 continue
             share = self._shares.of(key.tenant)
             if id(share) not in room:
