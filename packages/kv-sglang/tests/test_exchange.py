@@ -337,18 +337,24 @@ def test_no_room_is_said(make_side: Callable[..., Side]) -> None:
     reading.close()
 
 
-def test_what_another_thread_is_storing_is_waited_for(make_side: Callable[..., Side]) -> None:
-    one, other = make_side(1), make_side(1, wait_s=30.0)
+def store_until(side: Side) -> tuple[threading.Thread, threading.Event]:
+    """A thread that has reserved a page, and copies it once the event is set."""
     copying, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
         copying.set()
         assert go_on.wait(30)
 
-    one.before_copy = hold
-    first = threading.Thread(target=one.exchange.put, args=(names(1), 0, slots(0), always))
-    first.start()
+    side.before_copy = hold
+    thread = threading.Thread(target=side.exchange.put, args=(names(1), 0, slots(0), always))
+    thread.start()
     assert copying.wait(30)
+    return thread, go_on
+
+
+def test_what_another_thread_is_storing_is_waited_for(make_side: Callable[..., Side]) -> None:
+    one, other = make_side(1), make_side(1, wait_s=30.0)
+    first, go_on = store_until(one)
     said: list[str] = []
     asks = iter([True, True])
 
@@ -365,16 +371,7 @@ def test_what_another_thread_is_storing_is_waited_for(make_side: Callable[..., S
 def test_another_s_store_is_waited_for_once_our_own_is_done(make_side: Callable[..., Side]) -> None:
     """However long our own copies take."""
     one, other = make_side(1), make_side(1, wait_s=0.5)
-    copying, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        copying.set()
-        assert go_on.wait(30)
-
-    one.before_copy = hold
-    first = threading.Thread(target=one.exchange.put, args=(names(1), 0, slots(0), always))
-    first.start()
-    assert copying.wait(30)
+    first, go_on = store_until(one)
     asks, began_s = itertools.count(), time.monotonic()
     other.before_copy = lambda: until(lambda: time.monotonic() > began_s + 0.5)
 
