@@ -11,8 +11,8 @@ less what its HTTP side takes longer to read it: what a hand-over adds to decodi
 speed of a copy of memory (over loopback: of a bare socket) and 10 ms. All engines compute 2,048 tokens in a step, as
 vLLM does by itself. With two servers the prefill engine computes `--step-tokens`: the decode engine's server follows
 the other, and chunks become visible at a step's end, so that only the last step's are still to come. Every engine has
-its worker in the scheduler's process, as vLLM has it by itself on one GPU, and ours loads chunks in the step that uses
-them.
+its worker in the scheduler's process, as vLLM has it by itself on one GPU, and ours stores layers as they are computed
+and loads chunks in the step that uses them, as docs/disaggregated.md advises.
 
     python benchmarks/handover.py [--json] [--model DIRECTORY] [--tokens 2048 6000] [--prompts 5] [--quick]
         [--step-tokens 256] [--ways alone ours …]
@@ -92,6 +92,7 @@ def transfer_of(way: str, role: str, server: ServerProcess | None) -> dict[str, 
             "chunk_tokens": CHUNK_TOKENS,
             "use": "always",
             "load": "layerwise",
+            "store": "layerwise",
             "server": {"socket": str(server.socket)},
         },
     }

@@ -142,6 +142,25 @@ def test_not_even_the_first_wait_is_longer_than_computing() -> None:
         assert seconds < PROMPT * CHUNK_S + 0.05
 
 
+@pytest.mark.parametrize("is_arriving", [False, True])
+@pytest.mark.parametrize(("compute_s", "limit_s"), [(8.0, 2.0), (0.2, 0.1), (0.05, 0.05)])
+def test_a_tier_that_was_never_measured_is_not_waited_for_as_long_as_computing_takes(
+    compute_s: float, limit_s: float, is_arriving: bool
+) -> None:
+    """is_arriving: another request has all chunks loaded already."""
+    worth = worth_waiting(
+        [Simulated(0)],  # type: ignore[list-item]
+        [] if is_arriving else [Part(0, 0, PROMPT, PROMPT * CHUNK_BYTES)],
+        {0: 0.0} if is_arriving else {},
+        shape=SHAPE,
+        have=0,
+        best=PROMPT,
+        costs=Costs(0, (compute_s / PROMPT / 256, 0.0)),
+        max_wait_s=10.0,
+    )
+    assert (worth.chunks, worth.limit_s) == (PROMPT, pytest.approx(limit_s))
+
+
 def test_without_costs_it_is_waited_for_as_configured() -> None:
     with slow(SLOW, wait_s=2.0) as made:
         for number in range(6):

@@ -17,6 +17,10 @@ _GRACE_S = 0.01
 _PATIENCE = 0.25
 """A fraction of the time to compute: how much longer than expected to wait in any case. Where computing takes many
 times as long as the load, a load that is a little late still arrives far sooner."""
+_UNMEASURED_S = 0.1
+"""How long to wait for an unmeasured tier if that is more than `_PATIENCE` allows. What it delivers later measures it
+all the same, so a tier that turns out to be slow costs its first requests a part of the time to compute, not all of it.
+"""
 _PROBE_S = 0.25
 
 
@@ -89,7 +93,8 @@ def worth_waiting(
     parts: the loads that `best` needs. arriving: by tier, how long the loads take that are already in flight.
 
     If all groups need the whole prefix, a shorter boundary may do: any at which a part ends. Else it is all or nothing.
-    An unmeasured tier is assumed to be quick, so that it is measured, by reading as little as allowed.
+    An unmeasured tier is assumed to be quick, so that it is measured, by reading as little as allowed. It is not waited
+    for as long as computing takes.
     """
     ordered = sorted(parts, key=lambda part: part.end)
     later_starts = [*accumulate((part.start for part in reversed(ordered)), min, initial=best)][-2::-1]
@@ -131,13 +136,15 @@ def worth_waiting(
 
     if chosen is None:
         return Worth(have, 0.0, skipped(have, best, least.all_s), None)
-    limit_s = costs.compute_s(have * shape.chunk_tokens, chosen.chunks * shape.chunk_tokens) or 0.0
-    if chosen.seconds:
-        # Late by half means that the tier has become slower than measured: stop waiting and compute. Not sooner, even
-        # if computing would be done by now: most loads that are a little late arrive a moment later, and giving up
-        # costs the whole computation on top.
-        late_s = max(_LATE * chosen.seconds + _GRACE_S, chosen.seconds + _PATIENCE * limit_s)
-        limit_s = min(_LATE * limit_s, late_s)
+    compute_s = costs.compute_s(have * shape.chunk_tokens, chosen.chunks * shape.chunk_tokens) or 0.0
+    # Late by half means that the tier has become slower than measured: stop waiting and compute. Not sooner, even
+    # if computing would be done by now: most loads that are a little late arrive a moment later, and giving up
+    # costs the whole computation on top.
+    late_s = max(_LATE * chosen.seconds + _GRACE_S, chosen.seconds + _PATIENCE * compute_s)
+    if best_plan.is_known and chosen.seconds:
+        limit_s = min(_LATE * compute_s, late_s)
+    else:
+        limit_s = min(compute_s, max(_UNMEASURED_S, late_s))
     return Worth(
         chosen.chunks,
         limit_s,
