@@ -7,7 +7,8 @@ linker that stores nothing, as any linker costs SGLang time of its own. Value an
 and without.
 
 `--throttled [BANDWIDTH …]`: the same prompts over a disk that brings only so many bytes in a second, with `use: auto`.
-The limit is the better of the engine without us and of `use: always`, which loads and waits for whatever is held.
+The limit is the better of the engine without us and of `use: always`, which loads and waits for whatever is held. For
+SGLang a second pair of rows compares it with HiCache without storage, as HiCache costs SGLang time of its own.
 
 One engine is alive at a time, as an idle one may keep a core busy: without us, with us, with us, without us, … so that
 the machine's drift meets both. Both have the same number of threads to compute with. What each start took of the CPU,
@@ -63,6 +64,8 @@ def serve(engine: str, model: str, way: str, cache: dict[str, Any] | None) -> No
             "linker_module_path": "_null_linker",
             "linker_extra_config": {},
         }
+    if way == "hicache":
+        arguments["enable_hierarchical_cache"] = True
     # So little memory of its own that prompts in turn find nothing there; HiCache has twice as much on the host.
     running = _engines.sglang(
         model, cache, page_tokens=PAGE_TOKENS, linker=way == "linker", max_total_tokens=2048, **arguments
@@ -151,6 +154,7 @@ def throttled_rows(
         cache = {"host": host, "tiers": [{"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": below}]}
         ways: dict[str, dict[str, Any] | None] = {
             "without": None,
+            **({"hicache": None} if engine == "sglang" else {}),
             "auto": cache | {"use": "auto"},
             "always": cache | {"use": "always"},
         }
@@ -158,9 +162,12 @@ def throttled_rows(
         for start in range(chosen.starts):
             for way in list(ways)[:: 1 if start % 2 == 0 else -1]:
                 label = f"a tier of {name}, start {start + 1}, {way}"
-                seconds[way] += one_start(label, engine, "", ways[way], numbers, model, chosen.threads)[0]
+                seconds[way] += one_start(label, engine, way, ways[way], numbers, model, chosen.threads)[0]
                 shutil.rmtree(disk, ignore_errors=True)
         made += compared(f"a tier of {name}", seconds["auto"], [seconds["without"], seconds["always"]])
+        if "hicache" in ways:
+            others = [seconds["hicache"], seconds["always"]]
+            made += compared(f"a tier of {name}, beside HiCache without storage", seconds["auto"], others)
     return made
 
 
