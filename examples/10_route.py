@@ -27,7 +27,8 @@ from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_tiers.server import RemoteCache, launch
 
-SCHEME = ChainScheme(chunk_tokens=256)  # as the engines' settings have it
+CHUNK_TOKENS = 256
+"""What a server is asked for first. It says if the chunks of its engines have another number of tokens."""
 
 
 def post(url: str, body: Any, token: str = "") -> Any:
@@ -45,6 +46,7 @@ class Router:
 
     def __init__(self, servers: Mapping[str, str], engines: Mapping[str, str]) -> None:
         self.servers, self.engines = servers, engines
+        self._chunk_tokens = {server: [CHUNK_TOKENS] for server in servers}  # of the engines there
         self._turns = itertools.cycle(engines)
 
     def tokens_of(self, body: dict[str, Any]) -> list[int]:
@@ -58,20 +60,35 @@ class Router:
 
     def choose(self, tokens: list[int], salt: str | None = None) -> str:
         """The name of the engine. One that nobody has measured yet gets its turn, or it would never be measured."""
-        digests = digests_of(SCHEME, tokens, root=SCHEME.root(salt=salt))
         expected: dict[str, float] = {}
-        for server, token in self.servers.items() if digests else ():
-            question = {"digests": [digest.hex() for digest in digests], "tokens": len(tokens)}
+        for server in self.servers:
             try:
-                answer = post(f"{server}/route", question | {"tenant": tenant_tag(salt).hex()}, token)
+                expected |= self._expected(server, tokens, salt)
             except OSError as error:  # a server that is away: its engines take their turn
                 print(f"{server} does not answer: {error}")
-                continue
-            expected |= {one["engine"]: one["ttft_s"] for one in answer["engines"] if one["ttft_s"] is not None}
         for engine in itertools.islice(self._turns, len(self.engines)):
             if engine not in expected:
                 return engine
         return min(self.engines, key=expected.__getitem__)
+
+    def _expected(self, server: str, tokens: list[int], salt: str | None) -> dict[str, float]:
+        """Seconds until the first token of each of its engines that has been measured."""
+        expected: dict[str, float] = {}
+        sizes = list(self._chunk_tokens[server])
+        for chunk_tokens in sizes:
+            scheme = ChainScheme(chunk_tokens=chunk_tokens)
+            digests = digests_of(scheme, tokens, root=scheme.root(salt=salt))
+            if not digests:
+                continue
+            question = {"digests": [digest.hex() for digest in digests], "tokens": len(tokens)}
+            answer = post(f"{server}/route", question | {"tenant": tenant_tag(salt).hex()}, self.servers[server])
+            for one in answer["engines"] + answer["other_chunks"]:
+                if one["chunk_tokens"] not in sizes:
+                    sizes.append(one["chunk_tokens"])  # the loop comes to it
+                if one["chunk_tokens"] == chunk_tokens and one.get("ttft_s") is not None:
+                    expected[one["engine"]] = one["ttft_s"]
+        self._chunk_tokens[server] = sizes
+        return expected
 
     def serve(self, host: str, port: int) -> None:
         router = self
@@ -111,7 +128,8 @@ def demonstrate() -> None:
         ]
         servers = {host.url.rstrip("/"): token_in(f"{home}/token-{at}") for at, host in enumerate(hosts)}
         router = Router(servers, {"engine-0": "", "engine-1": ""})
-        space = KeySpace("made-up/model", "", "bfloat16", "made-up", 1, SCHEME.name)
+        scheme = ChainScheme(chunk_tokens=512)
+        space = KeySpace("made-up/model", "", "bfloat16", "made-up", 1, scheme.name)
         caches = [
             RemoteCache(host.socket, group_bytes=(256 << 10,), fingerprint="made-up", engine=f"engine-{number}")
             for number, host in enumerate(hosts)
@@ -119,15 +137,15 @@ def demonstrate() -> None:
 
         def look_up(number: int, tokens: list[int]) -> None:
             """What an engine does with a request: it computes 10,000 tokens a second, and loads a million."""
-            keys = space.keys(digests_of(SCHEME, tokens))
-            shape, costs = ChunkShape(SCHEME.chunk_tokens), Costs(0, (1e-4, 0.0), (0.001, 1e-6))
+            keys = space.keys(digests_of(scheme, tokens))
+            shape, costs = ChunkShape(scheme.chunk_tokens), Costs(0, (1e-4, 0.0), (0.001, 1e-6))
             caches[number].lookup(keys, "request", shape=shape, costs=costs)
             caches[number].end("request")
 
         document, other = [7] * 2048, [8] * 16384
         for number in range(2):
-            look_up(number, [number] * 256)  # so that both are measured
-        lease = caches[0].begin_store(space.keys(digests_of(SCHEME, document)), "request")
+            look_up(number, [number] * 512)  # so that both are measured
+        lease = caches[0].begin_store(space.keys(digests_of(scheme, document)), "request")
         caches[0].commit(lease)
         print(f"a document that host 0 holds goes to {router.choose(document)}")
         look_up(0, other)

@@ -51,6 +51,7 @@ class EngineEstimate:
     """What one engine would do with a prompt.
 
     engine: its name, as registered.
+    chunk_tokens: tokens in a chunk of its, which the digests were made for.
     held_chunks: leading chunks that the server holds for it, in the pool or in a tier that answers from memory.
     loaded_chunks: how many of those the engine would load, because that is estimated to be quicker than computing.
     queue_s: time until it has computed what it looked up before.
@@ -60,6 +61,7 @@ class EngineEstimate:
     """
 
     engine: str
+    chunk_tokens: int
     held_chunks: int
     loaded_chunks: int
     queue_s: float
@@ -146,7 +148,7 @@ def estimate(
     ]
     held = explain(cache, None, columns, 0.0).held
     if served.costs is None:
-        return EngineEstimate(served.engine, held, held, queue_s, None, None, None)
+        return EngineEstimate(served.engine, shape.chunk_tokens, held, held, queue_s, None, None, None)
     costs = replace(served.costs, computed_tokens=0)
     choice = weigh(cache, columns, held, costs, shape)
     loaded_tokens = choice.chunks * shape.chunk_tokens
@@ -154,4 +156,4 @@ def estimate(
     compute_s = costs.compute_s(min(loaded_tokens, tokens - 1), tokens)
     # As in a lookup: a load that was never measured is assumed to be quick, or it never would be measured.
     ttft_s = None if compute_s is None else queue_s + (load_s or 0.0) + compute_s
-    return EngineEstimate(served.engine, held, choice.chunks, queue_s, load_s, compute_s, ttft_s)
+    return EngineEstimate(served.engine, shape.chunk_tokens, held, choice.chunks, queue_s, load_s, compute_s, ttft_s)

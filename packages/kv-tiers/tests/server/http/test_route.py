@@ -160,7 +160,25 @@ def test_engines_of_which_nothing_is_known_are_named_and_those_that_left_are_not
     assert (one["engine"], one["ttft_s"], one["compute_s"]) == ("known", None, None)
     known.close()
     new.close()
-    assert served.post("/route", body).json() == {"engines": [], "unknown": []}
+    assert served.post("/route", body).json() == {"engines": [], "other_chunks": [], "unknown": []}
+
+
+def test_engines_with_other_chunks_are_named_with_their_size_and_not_judged(served: Served) -> None:
+    """Their digests would be others, so nothing would ever seem to be held for them."""
+    usual, halved = served.join(engine="usual"), served.join(engine="halved")
+    look_up(usual, key_chain(2))
+    look_up(halved, key_chain(4, branch="halves"), shape=ChunkShape(CHUNK_TOKENS // 2))
+    for keys, judged, other, other_tokens in (
+        (key_chain(2), "usual", "halved", CHUNK_TOKENS // 2),
+        (key_chain(4, branch="halves"), "halved", "usual", CHUNK_TOKENS),
+    ):
+        digests = [key.digest.hex() for key in keys]
+        answer = served.post("/route", {"digests": digests, "tokens": 2 * CHUNK_TOKENS + 9}).json()
+        (one,) = answer["engines"]
+        assert (one["engine"], one["chunk_tokens"]) == (judged, 3 * CHUNK_TOKENS // 2 - other_tokens)
+        assert answer["other_chunks"] == [{"engine": other, "chunk_tokens": other_tokens}]
+    usual.close()
+    halved.close()
 
 
 def test_wrong_questions_are_refused(served: Served) -> None:

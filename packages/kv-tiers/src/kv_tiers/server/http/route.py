@@ -19,7 +19,8 @@ Digest = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{32}|[0-9a-f]{64})$", descrip
 
 class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """digests: of the prompt's whole chunks, from the first: the chain that begins with its salt, if it has one.
-    tokens: of the whole prompt; if omitted, only whole chunks are counted.
+    tokens: of the whole prompt, which show whether an engine's chunks are as long; if omitted, only whole chunks are
+        counted, and digests of other chunks are not noticed.
     tenant: the tag of the salt (`kv_core.tenant_tag`), hex.
     """
 
@@ -28,13 +29,26 @@ class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tenant: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * TENANT_BYTES}}}$")] = "0" * 2 * TENANT_BYTES
 
 
+class OtherChunks(msgspec.Struct, frozen=True):
+    """An engine for whose chunks a prompt of so many tokens has another number of digests.
+
+    engine: its name, as registered.
+    chunk_tokens: tokens in a chunk of its: ask again with digests of such chunks.
+    """
+
+    engine: str
+    chunk_tokens: int
+
+
 class Routes(msgspec.Struct, frozen=True):
     """engines: the soonest first, and last those whose costs are not known. An engine that serves several models has an
         entry for each.
+    other_chunks: engines that are not estimated, as the digests are not those of their chunks.
     unknown: engines that are connected and have not looked up anything yet.
     """
 
     engines: list[EngineEstimate]
+    other_chunks: list[OtherChunks]
     unknown: list[str]
 
 
@@ -44,16 +58,19 @@ def operations(relay: Relay) -> list[Operation]:
         connected = {one.engine for one in await relay.registrations() if (one.group_bytes, one.fingerprint) in caches}
         queues: dict[ServedSpace, float] = await relay.of_loads(partial(_queues, connected=connected))
         digests, tenant = [bytes.fromhex(text) for text in body.digests], bytes.fromhex(body.tenant)
-        estimates = []
+        estimates, others = [], []
         for served, queue_s in queues.items():
             if served.format not in caches:
                 continue  # an earlier engine of that name had it
-            whole_tokens = len(digests) * served.shape.chunk_tokens
-            tokens = whole_tokens if body.tokens is UNSET else max(body.tokens, whole_tokens)
+            chunk_tokens = served.shape.chunk_tokens
+            tokens = len(digests) * chunk_tokens if body.tokens is UNSET else body.tokens
+            if len(digests) != min(tokens // chunk_tokens, MAX_DIGESTS):
+                others.append(OtherChunks(served.engine, chunk_tokens))
+                continue
             of_engine = partial(estimate, caches[served.format], served, digests, tokens=tokens, queue_s=queue_s)
             estimates.append(await relay.call(partial(of_engine, tenant=tenant)))
         estimates.sort(key=lambda one: (one.ttft_s is None, one.ttft_s or 0.0, -one.held_chunks))
-        return Routes(estimates, sorted(connected - {served.engine for served in queues}))
+        return Routes(estimates, others, sorted(connected - {served.engine for served in queues}))
 
     return [
         Operation(
