@@ -24,6 +24,13 @@ def test_the_example_runs(example: Path, tmp_path: Path) -> None:
     assert ran.stdout
 
 
+def test_the_router_learns_the_size_of_the_engines_chunks(tmp_path: Path) -> None:
+    """Its made-up engines have chunks of 512 tokens, and it begins with 256: else it would find nothing held."""
+    router = ROOT / "examples" / "10_route.py"
+    ran = subprocess.run([sys.executable, str(router)], cwd=tmp_path, capture_output=True, text=True)
+    assert [line.split()[-1] for line in ran.stdout.splitlines()] == ["engine-0", "engine-1"], ran.stdout + ran.stderr
+
+
 @pytest.mark.parametrize(
     ("readme", "number", "snippet"), SNIPPETS, ids=lambda value: value.parent.name if isinstance(value, Path) else ""
 )
