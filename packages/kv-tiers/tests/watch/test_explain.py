@@ -515,6 +515,28 @@ def test_a_server_that_is_not_there_and_a_prompt_without_a_chunk_are_said(
     assert "3 tokens are no whole chunk of 4" in capsys.readouterr().err
 
 
+def test_chunks_have_the_size_that_the_servers_engines_give_them(
+    asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kv_core.tools.cli import main
+
+    tokens = list(range(12))
+    asked.store(keys_of(tokens))
+    asked.until(tokens, lambda out: "in host" in out)
+    words = ["explain", str(asked.home / "prompt"), "--socket", str(asked.server.socket)]
+    assert main(words) == 2
+    assert "12 tokens are no whole chunk of 256" in capsys.readouterr().err  # no engine has said how many
+    facts = {"chunk_tokens": str(CHUNK_TOKENS)}
+    engine = RemoteCache(asked.server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="f", engine="b", facts=facts)
+    assert main(words) == 0
+    assert "3 of 3 chunks of 4 tokens are held" in capsys.readouterr().out
+    assert main([*words, "--chunk-tokens", "2"]) == 1
+    said = capsys.readouterr()
+    assert "0 of 6 chunks of 2 tokens are held" in said.out
+    assert "the engines of this server have chunks of 4 tokens; give --chunk-tokens" in said.err
+    engine.close()
+
+
 def test_without_a_history_the_answer_says_that_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
         made = Asked(Path(home), capsys, observe={"history_keys": 0})

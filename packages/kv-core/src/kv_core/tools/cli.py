@@ -27,6 +27,7 @@ from kv_core.tokens import pack_tokens
 from kv_core.tools import doctor
 
 COMMANDS = "kv_core.commands"
+DEFAULT_CHUNK_TOKENS = ChainScheme().chunk_tokens
 _READ_CHARS = 1 << 20
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PLAIN = re.compile(r"[0-9\s,]*", re.ASCII)
@@ -113,11 +114,14 @@ def _register_keys(commands: Any) -> None:
     parser.add_argument("--output", choices=("table", "json"), default="table", help="json: one object per line")
 
 
-def add_prompt_options(parser: argparse.ArgumentParser, *, without_space: str) -> None:
+def add_prompt_options(
+    parser: argparse.ArgumentParser, *, without_space: str, chunk_tokens: str = str(DEFAULT_CHUNK_TOKENS)
+) -> None:
     """Add the options that define a prompt and the keys of its chunks, for any command about a prompt. Read them with
     `prompt_scheme`, `prompt_space`, `prompt_root`, `prompt_items` and `prompt_tokens`.
 
     without_space: what happens if the user gives no key space.
+    chunk_tokens: how many tokens a chunk has if the user does not say, in words.
     """
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument("file", nargs="?", metavar="FILE", help="token ids; - for standard input")
@@ -125,7 +129,7 @@ def add_prompt_options(parser: argparse.ArgumentParser, *, without_space: str) -
     tokens.add_argument("--tokenizer", metavar="FILE", help="the tokenizer.json for --text")
     tokens.add_argument("--no-special-tokens", action="store_true", help="do not let the tokenizer add its BOS or EOS")
     chain = parser.add_argument_group("chain")
-    chain.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="tokens per chunk (default: 256)")
+    chain.add_argument("--chunk-tokens", type=int, metavar="N", help=f"tokens per chunk (default: {chunk_tokens})")
     chain.add_argument("--algorithm", choices=get_args(Algorithm), default="sha256", help="(default: sha256)")
     chain.add_argument(
         "--secret-file", metavar="FILE", help="the secret for blake2b: 16 to 64 bytes, not counting a trailing newline"
@@ -158,7 +162,8 @@ def add_prompt_options(parser: argparse.ArgumentParser, *, without_space: str) -
 
 def prompt_scheme(args: argparse.Namespace) -> ChainScheme:
     """How the prompt's tokens become digests."""
-    return ChainScheme(args.algorithm, args.chunk_tokens, _secret(args.secret_file, args.algorithm))
+    chunk_tokens = DEFAULT_CHUNK_TOKENS if args.chunk_tokens is None else args.chunk_tokens
+    return ChainScheme(args.algorithm, chunk_tokens, _secret(args.secret_file, args.algorithm))
 
 
 @dataclass(frozen=True, slots=True)

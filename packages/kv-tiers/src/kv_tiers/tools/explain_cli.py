@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
 from kv_core.sequence import KeySequence
 from kv_core.tools.cli import (
+    DEFAULT_CHUNK_TOKENS,
     PromptSpace,
     add_prompt_options,
     prompt_items,
@@ -84,7 +86,11 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_explain)
-    add_prompt_options(parser, without_space="all models and formats of the server are searched")
+    add_prompt_options(
+        parser,
+        without_space="all models and formats of the server are searched",
+        chunk_tokens=f"those of the server's engines, else {DEFAULT_CHUNK_TOKENS}",
+    )
     server = parser.add_argument_group("server")
     add_server_options(server)
     parser.add_argument(
@@ -100,6 +106,14 @@ def register(commands: Any) -> None:
 def _explain(args: argparse.Namespace) -> int:
     scheme = prompt_scheme(args)
     at_once = _at_once(prompt_space(args, scheme))  # refuse wrong options before any tokens are read
+    socket = socket_of(args)
+    if others := _other_chunk_tokens(socket, args.chunk_tokens):
+        spelled = " and ".join(map(str, others))
+        if args.chunk_tokens is None and len(others) == 1:
+            args.chunk_tokens = others[0]
+            scheme = prompt_scheme(args)
+        else:
+            print(f"the engines of this server have chunks of {spelled} tokens; give --chunk-tokens", file=sys.stderr)
     tokens = [token for part in prompt_tokens(args) for token in part]
     chunks = len(tokens) // scheme.chunk_tokens
     if not chunks:
@@ -107,7 +121,6 @@ def _explain(args: argparse.Namespace) -> int:
             f"{len(tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is stored; give a "
             "longer prompt, or the engine's --chunk-tokens"
         )
-    socket = socket_of(args)
     salts = list(dict.fromkeys([args.salt, None, *args.also_salt]))
     ask = partial(_ask, socket, args, scheme, tokens, at_once=at_once)
     answers = [_Answer(salt, salt == args.salt, ask(salt)) for salt in salts]
@@ -119,6 +132,26 @@ def _explain(args: argparse.Namespace) -> int:
     else:
         _print(answers, own, chunks, explained, scheme.chunk_tokens)
     return 0 if is_all_held else 1
+
+
+def _other_chunk_tokens(socket: Path, given: int | None) -> list[int]:
+    """The numbers of tokens that chunks of the connected engines have, if none of them is what the user gave.
+
+    Raises:
+        InputError: no server answers.
+    """
+    answer = _answer(socket, wire.Registered(""))
+    assert isinstance(answer, wire.Registrations)
+    said = {session.facts.get("chunk_tokens", "") for session in answer.sessions}
+    sizes = {int(size) for size in said if size.isascii() and size.isdigit() and len(size) < 10}
+    return [] if given in sizes else sorted(sizes)
+
+
+def _answer(socket: Path, request: wire.Request) -> wire.Answer:
+    try:
+        return ask_server(socket, request, timeout_s=_TIMEOUT_S)
+    except TierDown as down:
+        raise InputError(f"{down}; name the server with --name or --socket") from None
 
 
 def _at_once(space: PromptSpace | None) -> int:
@@ -151,10 +184,7 @@ def _ask(
         key_prefixes = [bytes(key[: len(key) - len(key.digest)]) for key in keys]
     nbytes = len(digests[0])
     request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), key_prefixes)
-    try:
-        answer = ask_server(socket, request, timeout_s=_TIMEOUT_S)
-    except TierDown as down:
-        raise InputError(f"{down}; name the server with --name or --socket") from None
+    answer = _answer(socket, request)
     if not isinstance(answer, wire.Explanations):
         said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
         raise InputError(f"the server at {socket} does not explain: {said}")
