@@ -140,14 +140,14 @@ def _other_chunk_tokens(socket: Path, given: int | None) -> list[int]:
     Raises:
         InputError: no server answers.
     """
-    answer = _answer(socket, wire.Registered(""))
+    answer = _query(socket, wire.Registered(""))
     assert isinstance(answer, wire.Registrations)
     said = {session.facts.get("chunk_tokens", "") for session in answer.sessions}
     sizes = {int(size) for size in said if size.isascii() and size.isdigit() and len(size) < 10}
     return [] if given in sizes else sorted(sizes)
 
 
-def _answer(socket: Path, request: wire.Request) -> wire.Answer:
+def _query(socket: Path, request: wire.Request) -> wire.Answer:
     try:
         return ask_server(socket, request, timeout_s=_TIMEOUT_S)
     except TierDown as down:
@@ -184,7 +184,7 @@ def _ask(
         key_prefixes = [bytes(key[: len(key) - len(key.digest)]) for key in keys]
     nbytes = len(digests[0])
     request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), key_prefixes)
-    answer = _answer(socket, request)
+    answer = _query(socket, request)
     if not isinstance(answer, wire.Explanations):
         said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
         raise InputError(f"the server at {socket} does not explain: {said}")
