@@ -11,6 +11,8 @@ equal ids mean equal prefixes: an id stands for its chunk and everything before 
 
 import gzip
 import json
+import math
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from kv_core.keys import ChunkKey
 TRACE_VERSION: Final = 1
 """Version of the format of `observe.record`. The meaning of a version never changes."""
 _UTF8: Final = "utf-8-sig"  # without the mark that some editors put first, which would be taken for a chunk
+_LATEST: Final = sys.float_info.max
+"""JSON has integers that no float can hold, and Python reads NaN and Infinity there and in plain traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +133,8 @@ def _mooncake(line: str, where: str) -> tuple[list[str], float | None]:
     if not isinstance(ids, list) or any(type(chunk) is not int for chunk in ids):
         raise InputError(f"{where}: hash_ids must be a list of whole numbers, such as [0, 1, 2]")
     at_ms = request.get("timestamp")
-    if at_ms is not None and type(at_ms) not in (int, float):
-        raise InputError(f"{where}: timestamp must be a number of milliseconds")
+    if at_ms is not None and not (type(at_ms) in (int, float) and abs(at_ms) <= _LATEST):
+        raise InputError(f"{where}: timestamp must be a number of milliseconds, such as 1500")
     return _checked(list(map(str, ids)), where), None if at_ms is None else at_ms / 1000
 
 
@@ -152,7 +156,9 @@ def _plain(line: str, where: str) -> tuple[list[str], float | None]:
     try:
         at_s = float(ids[0][1:])
     except ValueError:
-        raise InputError(f"{where}: {ids[0]!r} is not a time; write seconds, such as @12.5") from None
+        at_s = math.nan
+    if not abs(at_s) <= _LATEST:
+        raise InputError(f"{where}: {ids[0]!r} is not a time; write seconds, such as @12.5")
     return _checked(ids[1:], where), at_s
 
 
