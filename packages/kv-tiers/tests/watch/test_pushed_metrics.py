@@ -153,6 +153,7 @@ def test_a_collector_that_is_not_there_delays_nobody(monkeypatch: pytest.MonkeyP
         ("OTEL_METRICS_EXPORTER", "otpl", "write otlp, console or none"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "soon", "write milliseconds"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "0", "write milliseconds"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "inf", "write milliseconds"),
     ],
 )
 def test_what_cannot_be_meant_is_said_at_start(

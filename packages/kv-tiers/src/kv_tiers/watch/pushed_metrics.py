@@ -152,7 +152,7 @@ def make_pushed_metrics(
         interval_s = float(said) / 1e3 if said else INTERVAL_S
     except ValueError:
         interval_s = 0.0
-    if not interval_s > 0:
+    if not 0 < interval_s <= threading.TIMEOUT_MAX:  # longer than that no thread can wait
         raise ConfigError(f"OTEL_METRIC_EXPORT_INTERVAL is {said!r}; write milliseconds, such as 60000")
     exporter = _exporter(os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip())
     return None if exporter is None else PushedMetrics(bus, caches, exporter, interval_s, others)
