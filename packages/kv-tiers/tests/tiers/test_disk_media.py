@@ -319,6 +319,7 @@ def test_a_medium_that_is_mounted_again_is_used_again_and_what_is_below_it_never
         for _ in range(2):
             with pytest.raises(TierDown, match="mount those again"):
                 tier.probe()
+            assert not any(mount.iterdir())
         assert is_mounted()
         assert os.stat(mount).st_dev != os.fstat(kept).st_dev
         tier.probe()

@@ -23,7 +23,7 @@ from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tier import TierContext
-from kv_tiers.tiers.disk_directory import DiskDirectory
+from kv_tiers.tiers.disk_directory import DiskDirectory, place_of
 from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes, free_bytes
 from kv_tiers.tiers.disk_record import RECORD_BYTES
 from kv_tiers.tiers.disk_records import ChunkRecords
@@ -387,6 +387,8 @@ class DiskChunks:
         paths = self._paths
         opened: list[DiskDirectory] = []
         try:
+            if self._places:
+                self._check_mounted([place_of(Path(path) / self.context.namespace) for path in paths])
             for at, path in enumerate(paths):
                 directory = DiskDirectory(
                     path,
@@ -396,20 +398,8 @@ class DiskChunks:
                     direct=self._direct,
                 )
                 opened.append(directory)
-            # A medium that is mounted again may have another device number. While it is not mounted, our path belongs
-            # to the file system above it, which must not be filled with chunks.
             places = [(directory.device, directory.mount_point) for directory in opened]
-            known = self._places or places
-            elsewhere = [
-                path
-                for path, (device, mounted_at), (its_device, at) in zip(paths, places, known, strict=True)
-                if device != its_device and mounted_at != at
-            ]
-            if elsewhere:
-                raise ConfigError(
-                    f"disk tier {self.name}: {elsewhere} are not on the file systems that they were on at start; mount "
-                    "those again"
-                )
+            self._check_mounted(places)
             records = ChunkRecords(opened, self._geometry.slot_units, syncs=self._syncs)
             with _collector_paused():
                 self.index.adopt(records.take_over(cut=self._drops_parts))
@@ -435,6 +425,24 @@ class DiskChunks:
                 _log.warning("disk tier %s: %s", self.name, note)
         with suppress(OSError):  # only a remark
             self._say_where_it_will_be_full()
+
+    def _check_mounted(self, places: Sequence[tuple[int, Path]]) -> None:
+        """
+        Raises:
+            ConfigError: a medium is not mounted. Its path then belongs to the file system above it, where nothing may
+                be made. Mounted again, it may have another device number.
+        """
+        known = self._places or places
+        elsewhere = [
+            path
+            for path, (device, mounted_at), (its_device, at) in zip(self._paths, places, known, strict=True)
+            if device != its_device and mounted_at != at
+        ]
+        if elsewhere:
+            raise ConfigError(
+                f"disk tier {self.name}: {elsewhere} are not on the file systems that they were on at start; mount "
+                "those again"
+            )
 
     def _say_where_it_will_be_full(self) -> None:
         """Warn in advance, because a full file system is full for everything else on it too."""

@@ -417,6 +417,14 @@ def _slab_name(number: int) -> str:
     return f"slab-{number:04}"
 
 
+def place_of(path: Path) -> tuple[int, Path]:
+    """The device and the mount point of the file system that this path is on, or would be on if it were made."""
+    here = Path(os.path.realpath(path))
+    while not here.exists():
+        here = here.parent
+    return here.stat().st_dev, _mount_point(here)
+
+
 def _mount_point(path: Path) -> Path:
     """Where the file system of this path begins."""
     here = path.resolve()
