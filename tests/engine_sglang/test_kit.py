@@ -4,6 +4,7 @@ No model is needed, so other kinds of caches than the real engine's tests start 
 beside full attention, whose pages lie in a pool of their own that is asked for by the end of a prefix.
 """
 
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kv_core.cost import Costs
 from kv_core.errors import ConfigError
 from kv_core.lookup import Ended, LookupPlan
 from kv_tiers.attach.identity import ServedModel, Weights, key_space
@@ -53,6 +55,7 @@ class Fixtures(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignor
     cfg: CacheConfig
     socket: Path
     zero_copy: bool
+    settings: dict[str, Any]
 
     def runTest(self) -> None:  # unittest's name
         """There is none of its own: pytest calls the fixtures."""
@@ -61,7 +64,7 @@ class Fixtures(UnifiedRadixCacheStorageFixtures, CustomTestCase):  # type: ignor
         from kv_sglang import storage
 
         model = ServedModel("sglang", "dummy", None, "float32", dummy_seed=0)
-        ours = {"server": {"socket": str(self.socket)}, "cold": {"wait_s": 5.0}}
+        ours = {"server": {"socket": str(self.socket)}, "cold": {"wait_s": 5.0}, **self.settings}
         made = classmethod(lambda cls, name, config, pool, **_: storage.KVStorage(config, {}))
         with (
             mock.patch.object(StorageBackendFactory, "_do_create_backend", made),
@@ -110,6 +113,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def fixtures(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Fixtures]:
     made = Fixtures()
     (made.cfg, made.zero_copy), made.socket = request.param, server.socket
+    made.settings = {}
     made.setUp()
     yield made
     made.tearDown()
@@ -267,6 +271,41 @@ def test_the_scheduler_of_a_decode_engine_does_not_wait_for_slower_tiers(fixture
     assert promoted == [True, True]
     assert ask() == len(sequence)
     fixtures._consume_prefetch(cache, sequence, CacheRequestHandle("fits", 0))
+    assert match_prefix(cache, sequence).host_hit_length == len(sequence)
+
+
+@pytest.mark.parametrize("fixtures", [pytest.param((FULL, True), id="full")], indirect=True)
+def test_computing_is_estimated_with_all_that_comes_before_what_is_looked_up(fixtures: Fixtures) -> None:
+    """SGLang looks up what follows the pages that it has, and attends to those as well."""
+    fixtures.settings = {"cost": {"prefill_tokens_per_second": 1e6}}
+    sequence = fixtures._make_seq(21000, 6)
+    fixtures._l3_produce(fixtures._make_storage_dir(), sequence)
+    cache, _, _ = fixtures._l3_consumer(fixtures._make_storage_dir())
+    head, tail = sequence[: 2 * FULL.page_size], sequence[2 * FULL.page_size :]
+    fixtures._consume_prefetch(cache, head, CacheRequestHandle("head", 0))
+    match = match_prefix(cache, sequence)
+    assert match.host_hit_length == len(head)
+    service = cache.cache_controller.storage_backend._kv.cache
+    lookup = service.lookup
+    stated: list[Costs] = []
+
+    def observed(keys: Any, holder: str, **named: Any) -> LookupPlan:
+        stated.append(named["costs"])
+        plan: LookupPlan = lookup(keys, holder, **named)
+        return plan
+
+    request, node = CacheRequestHandle("tail", 0), match.last_host_node
+    with mock.patch.object(service, "lookup", observed):
+        cache.prefetch_from_storage(
+            request,
+            node,
+            array("q", tail),
+            cache.get_last_hash_value(node),
+            cache.get_prefix_hash_values(node),
+            matched_prefix_tokens=array("q", head),
+        )
+        fixtures._run_prefetch_to_completion(cache, request)
+    assert [costs.before_tokens for costs in stated] == [len(head)]
     assert match_prefix(cache, sequence).host_hit_length == len(sequence)
 
 

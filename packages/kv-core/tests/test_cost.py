@@ -70,6 +70,15 @@ def test_a_leading_part_is_waited_for_where_the_rest_does_not_pay() -> None:
     assert choose_wait(costs, 100, 0, [Wait(10, 2.0)], 10.0) is None
 
 
+def test_what_comes_before_the_first_chunk_is_attended_to() -> None:
+    whole = Costs(0, (1e-3, 1e-6))
+    after = Costs(0, (1e-3, 1e-6), before_tokens=30_000)
+    assert after.compute_s(0, 1000) == pytest.approx(whole.compute_s(30_000, 31_000))
+    waits = [Wait(10, 20.0)]
+    assert choose_wait(whole, 100, 0, waits, 60.0) is None
+    assert choose_wait(after, 100, 0, waits, 60.0) == waits[0]
+
+
 def test_what_the_engine_has_itself_is_not_counted() -> None:
     costs = Costs(1000, (1e-3, 1e-6), (0.5, 1e-4))
     assert costs.compute_s(0, 1000) == 0.0 and costs.load_s(0, 900) == 0.0

@@ -126,3 +126,12 @@ def test_a_speed_that_is_given_is_not_measured() -> None:
         clock.advance(9.0)
         speed.step_ended(Batch(launched_s, [0], [512]))
     assert compute_s(speed, 100, 260) == pytest.approx(0.16)
+
+
+def test_what_comes_before_a_lookup_makes_its_pages_take_longer() -> None:
+    speed = PrefillSpeed(tokens_per_second=1000.0)
+    for number in range(10_000):
+        speed.will_look_up(f"page {number}", 100 + number)
+    speed.will_look_up("page 9999", 10_099)
+    costs = [speed.costs(page) for page in ("page 9999", "page 0", "")]
+    assert [one.before_tokens for one in costs if one is not None] == [10_099, 0, 0]

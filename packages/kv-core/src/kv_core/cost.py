@@ -27,6 +27,8 @@ class Costs:
     load: seconds per load, and per token of it, from the pool to its blocks; None: not known yet.
     stores: whether the engine stores what it computes of this request.
     layerwise_tokens: the prompt's, if the load is copied while the rest of them is computed; 0: it is copied before.
+    before_tokens: how many of the prompt's tokens come before the lookup's first chunk, where all other counts begin.
+        The engine has them, and computing what follows attends to them.
     """
 
     computed_tokens: int = 0
@@ -34,6 +36,7 @@ class Costs:
     load: tuple[float, float] | None = None
     stores: bool = True
     layerwise_tokens: int = 0
+    before_tokens: int = 0
 
     def compute_s(self, first_token: int, last_token: int) -> float | None:
         """Seconds to compute these tokens, the last excluded; None: not known."""
@@ -43,7 +46,8 @@ class Costs:
         if last_token <= first_token:
             return 0.0
         token_s, pair_s = self.compute
-        return (last_token - first_token) * (token_s + pair_s * 0.5 * (last_token + first_token))
+        mean_position = self.before_tokens + 0.5 * (first_token + last_token)
+        return (last_token - first_token) * (token_s + pair_s * mean_position)
 
     def load_s(self, first_token: int, last_token: int) -> float | None:
         """Seconds to load them from the pool, beyond the computation that it overlaps; None: not known."""

@@ -356,7 +356,7 @@ class PageStore:
         return controls if (controls.use or self._use) != "never" else replace(controls, loads=False)
 
     def _plan(self, keys: Sequence[ChunkKey], holder: str, controls: Controls, *, may_wait: bool) -> LookupPlan:
-        costs = self._prefill.costs() if (controls.use or self._use) == "auto" else None
+        costs = self._prefill.costs(keys[0].digest.hex()) if (controls.use or self._use) == "auto" else None
         if measured := self._prefill.take_measured():
             self.cache.measured(measured)
         waits = may_wait and controls.promotes

@@ -1,7 +1,13 @@
-"""How fast SGLang computes prompts. It does not report this to its storage, so it is measured where its scheduler
-processes the results of a step (`Scheduler.process_batch_result`)."""
+"""What SGLang needs to compute the pages of a lookup, which it does not report to its storage.
 
-from collections import deque
+How fast it computes is measured where its scheduler processes the results of a step (`Scheduler.process_batch_result`).
+A lookup begins after the pages that SGLang has itself, to which all computed tokens attend. How many these are is seen
+where its tree sends a lookup to its threads (`UnifiedRadixCache.prefetch_from_storage`).
+"""
+
+import inspect
+from collections import OrderedDict, deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 from weakref import WeakSet
@@ -17,9 +23,13 @@ from kv_sglang.scheduler_calls import observe
 _log = limited_logger(__name__)
 
 _MAX_MEASURED: Final = 256
+_MAX_LOOKUPS: Final = 4096
 _UNKNOWN: Final = (
     "how fast it computes is not known; set cost.prefill_tokens_per_second, or chunks in slow tiers are waited for "
     "even where computing is faster"
+)
+_FROM_THE_START: Final = (
+    "computing what is looked up is estimated as if nothing came before it, and slower tiers are waited for too rarely"
 )
 _FOLLOWED: "WeakSet[PrefillSpeed]" = WeakSet()
 
@@ -36,11 +46,24 @@ class PrefillSpeed:
         self._ended_s = 0.0
         self._measured: deque[Measured] = deque(maxlen=_MAX_MEASURED)
         self._compute: tuple[float, float] | None = None  # replaced as a whole, for the other threads
+        self._before_tokens: OrderedDict[str, int] = OrderedDict()  # by the first page that is looked up
         self._publish()
 
-    def costs(self) -> Costs | None:
-        """For a lookup. None: the speed is not known yet."""
-        return None if self._compute is None else Costs(compute=self._compute)
+    def costs(self, first_page: str = "") -> Costs | None:
+        """For a lookup of the pages from this one on. None: the speed is not known yet."""
+        if self._compute is None:
+            return None
+        return Costs(compute=self._compute, before_tokens=self._before_tokens.get(first_page, 0))
+
+    def will_look_up(self, first_page: str, before_tokens: int) -> None:
+        """The scheduler has sent a lookup of the pages from this one on, after so many tokens that SGLang has.
+
+        A page's hash contains all tokens before it, so they are as many whenever it is looked up again.
+        """
+        self._before_tokens[first_page] = before_tokens
+        self._before_tokens.move_to_end(first_page)
+        if len(self._before_tokens) > _MAX_LOOKUPS:
+            self._before_tokens.popitem(last=False)
 
     def take_measured(self) -> list[Measured]:
         """Estimates that were compared with measurements since the last call."""
@@ -74,9 +97,13 @@ class PrefillSpeed:
 
 
 def follow_steps(speed: PrefillSpeed) -> None:
-    """Report every step of this process to `speed`, as long as that lives; raises whatever importing SGLang raises."""
+    """Report every step and lookup of this process to `speed`, as long as that lives; raises whatever importing SGLang
+    raises."""
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
     _FOLLOWED.add(speed)
     observe("process_batch_result", _around, otherwise=_UNKNOWN)
+    observe("prefetch_from_storage", _around_lookup, otherwise=_FROM_THE_START, of=UnifiedRadixCache)
 
 
 def _around(call: Any) -> Any:
@@ -91,3 +118,35 @@ def _around(call: Any) -> Any:
         return answer
 
     return called
+
+
+def _around_lookup(call: Any) -> Any:
+    signature = inspect.signature(call)
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for speed in list(_FOLLOWED):
+            try:
+                given = signature.bind(self, *args, **kwargs).arguments
+                if (before := given.get("matched_prefix_tokens")) and (page := _first_page(self, given)):
+                    speed.will_look_up(page, len(before))
+            except Exception:  # noqa: BLE001  # any error would end the engine
+                _log.exception("a lookup of SGLang cannot be read: %s", _FROM_THE_START)
+        return call(self, *args, **kwargs)
+
+    return called
+
+
+def _first_page(tree: Any, given: Mapping[str, Any]) -> str:
+    """The hash of the first page that is looked up, as SGLang computes it; empty if there is no whole page."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    is_eagle = tree.tree_core.is_eagle
+    key = RadixKey(
+        given["new_input_tokens"][: tree.page_size + is_eagle],
+        extra_key=given.get("extra_key"),
+        is_bigram=is_eagle,
+        cache_salt=given.get("cache_salt"),
+    )
+    hashes = get_storage_hash_str(key.page_aligned(tree.page_size), given.get("last_hash"), page_size=tree.page_size)
+    return str(hashes[0]) if hashes else ""

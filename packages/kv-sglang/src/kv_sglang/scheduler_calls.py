@@ -1,4 +1,4 @@
-"""Observes calls of SGLang's scheduler, for what it does not report to its storage."""
+"""Observes calls that SGLang makes, for what it does not report to its storage."""
 
 import functools
 import threading
@@ -13,21 +13,23 @@ _LOCK: Final = threading.Lock()
 _IS_OBSERVED: Final = "_kv_observed"
 
 
-def observe(method: str, around: Callable[[Any], Any], *, otherwise: str) -> None:
-    """Put `around` in the place of this method of `Scheduler`, once in a process; raises whatever importing SGLang
-    raises.
+def observe(method: str, around: Callable[[Any], Any], *, otherwise: str, of: type | None = None) -> None:
+    """Put `around` in the place of this method, once in a process; raises whatever importing SGLang raises.
 
     around: given the method, returns one that calls it. What it does besides must not raise: that would end the engine.
     otherwise: what is missing where SGLang has no such method, for the log.
+    of: the class that has it; None: `Scheduler`.
     """
-    from sglang.srt.managers.scheduler import Scheduler
+    if of is None:
+        from sglang.srt.managers.scheduler import Scheduler
 
-    call = getattr(Scheduler, method, None)
+        of = Scheduler
+    call = getattr(of, method, None)
     if call is None:
-        _log.warning("this SGLang has no Scheduler.%s: %s", method, otherwise)
+        _log.warning("this SGLang has no %s.%s: %s", of.__name__, method, otherwise)
         return
     with _LOCK:
         if not hasattr(call, _IS_OBSERVED):
             observed = functools.wraps(call)(around(call))
             setattr(observed, _IS_OBSERVED, True)
-            setattr(Scheduler, method, observed)
+            setattr(of, method, observed)

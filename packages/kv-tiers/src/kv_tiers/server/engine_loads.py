@@ -149,7 +149,7 @@ def estimate(
     held = explain(cache, None, columns, 0.0).held
     if served.costs is None:
         return EngineEstimate(served.engine, shape.chunk_tokens, held, held, queue_s, None, None, None)
-    costs = replace(served.costs, computed_tokens=0)
+    costs = replace(served.costs, computed_tokens=0, before_tokens=0)
     choice = weigh(cache, columns, held, costs, shape)
     loaded_tokens = choice.chunks * shape.chunk_tokens
     load_s = choice.load_s if choice.chunks else 0.0

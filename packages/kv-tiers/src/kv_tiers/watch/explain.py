@@ -82,7 +82,10 @@ def explain(
 def _choice(cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int) -> Choice | None:
     """The choice for a hit of this many chunks, with the costs of the latest lookup's engine; None: there was none."""
     known = cache.costs_of(columns[0][0].space_id)
-    return None if known is None else weigh(cache, columns, held, replace(known[0], computed_tokens=0), known[1])
+    if known is None:
+        return None
+    costs = replace(known[0], computed_tokens=0, before_tokens=0)
+    return weigh(cache, columns, held, costs, known[1])
 
 
 def weigh(

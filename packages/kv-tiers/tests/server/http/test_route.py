@@ -116,6 +116,16 @@ def test_a_load_that_was_never_measured_is_taken_to_be_quick(served: Served) -> 
     cache.close()
 
 
+def test_a_prompt_begins_at_its_first_token_wherever_the_last_lookup_began(served: Served) -> None:
+    """SGLang's lookups begin after what it has itself, to which the tokens that it computes attend."""
+    cache = served.join(engine="e")
+    look_up(cache, key_chain(1), Costs(0, (TOKEN_S, 1e-6), before_tokens=100_000))
+    assert route(served, key_chain(1))[0]["queue_s"] == pytest.approx(CHUNK_TOKENS * (TOKEN_S + 1e-6 * 100_128))
+    served.clock.advance(60.0)
+    assert route(served, key_chain(1))[0]["compute_s"] == pytest.approx(CHUNK_TOKENS * (TOKEN_S + 1e-6 * 128))
+    cache.close()
+
+
 def test_of_a_prompt_that_is_held_whole_the_last_token_is_computed(served: Served) -> None:
     cache = served.join(engine="e")
     store(cache, 3)
