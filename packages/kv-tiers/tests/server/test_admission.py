@@ -17,6 +17,7 @@ from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
 from kv_testing.cache_servers import (
     ThreadedServer,
+    answers_on,
     held,
     read,
     register,
@@ -28,10 +29,12 @@ from kv_tiers.config import HostConfig, PeersConfig
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server import RemoteCache, ServerConfig, wire
 from kv_tiers.server import caches as caches_module
+from kv_tiers.server import explain as explain_module
 from kv_tiers.server import session as session_module
 from kv_tiers.server.caches import Caches
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.server import CacheServer
+from kv_tiers.watch.explain import Explanation
 
 
 def test_another_user_is_refused(served: ThreadedServer) -> None:
@@ -214,6 +217,36 @@ def test_a_server_that_ends_does_not_wait_for_a_cache_that_takes_long_to_open(mo
     go_on.set()
     until(lambda: built and not built[0]._host.is_open)
     assert not caches.opened()
+
+
+def test_explaining_a_prompt_delays_nobody_else(served: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of chunks of many groups and shards take tenths of a second, in which no engine was answered."""
+    began, go_on, explain = threading.Event(), threading.Event(), explain_module.explain
+
+    def slow(*args: Any) -> Explanation:
+        began.set()
+        assert go_on.wait(30)
+        return explain(*args)
+
+    cache, keys = served.join(), key_chain(2)
+    store(cache, keys)
+    assert served.server.bus.flush()
+    monkeypatch.setattr(explain_module, "explain", slow)
+    question = wire.Explain(32, b"".join(key.digest for key in keys), [])
+    with served.raw(wire.Hello("t"), question, wire.Ping()) as asks, served.raw(wire.Hello("t"), question) as leaves:
+        try:
+            assert began.wait(10)
+            leaves.close()
+            assert held(cache, keys) == 2
+        finally:
+            go_on.set()
+        asks.shutdown(socket.SHUT_WR)
+        _, explained, answered = answers_on(asks)  # in the order of the questions
+    assert isinstance(explained, wire.Explanations)
+    assert [one.held for one in explained.explained] == [2]
+    assert answered == wire.Done()
+    assert held(cache, keys) == 2
+    cache.close()
 
 
 def test_a_session_holds_so_much_and_no_more(served: ThreadedServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,9 @@ from kv_tiers.drain_state import DrainState
 from kv_tiers.events.bus import EventBus
 from kv_tiers.host_port import HostPort
 from kv_tiers.messages import pack_keys
-from kv_tiers.server import ServerConfig, orphans
+from kv_tiers.server import ServerConfig, orphans, wire
 from kv_tiers.server.caches import Caches, Format
+from kv_tiers.server.connection import ask_server
 from kv_tiers.server.http.jobs import MAX_RUNNING, Jobs
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.orphans import Orphans, open_pidfd
@@ -138,6 +139,12 @@ def test_a_client_whose_server_is_gone_finds_nothing_and_raises_nothing(served: 
         with threads_left():
             assert cache.lookup(key_chain(1), "r").ended is Ended.REFUSED
             cache.commit(lease)
+
+
+def test_a_prompt_is_explained_nevertheless(served: ThreadedServer) -> None:
+    with threads_left():
+        answer = ask_server(served.path, wire.Explain(16, bytes(16), []))
+    assert isinstance(answer, wire.Explanations)
 
 
 def test_names_of_peers_are_resolved_later(ending: ExitStack) -> None:

@@ -47,7 +47,7 @@ class ClientConnection:
     pidfd: of the same process, or -1; taken over by the callback for lost connections.
     is_greeted: the client has sent its hello.
     is_ending: it is sent what is unsent and nothing more.
-    waiting: what it registered, while its cache is being opened and its requests are not read.
+    waiting: the request that is being answered on another thread, while no more of its requests are read.
     register, session: what it registered, and what it holds since.
     token: to resume the session.
     frames: what has arrived.
@@ -62,7 +62,7 @@ class ClientConnection:
     pidfd: int = -1
     is_greeted: bool = False
     is_ending: bool = False
-    waiting: wire.Register | None = None
+    waiting: wire.Register | wire.Explain | None = None
     register: wire.Register | None = None
     session: Session | None = None
     token: bytes = b""
@@ -73,7 +73,7 @@ class ClientConnection:
 
     @property
     def due_s(self) -> float | None:
-        """When we stop waiting for it; None: it has a cache, or is waiting for one."""
+        """When we stop waiting for it; None: it has a cache, or is waiting for an answer."""
         if self.is_ending or not self.is_greeted:
             return self.heard_s + GREETING_S
         return self.heard_s + UNREGISTERED_S if self.session is None and self.waiting is None else None
@@ -144,6 +144,17 @@ class Connections:
             self._eager[client.number] = client
         if client.number in self._connections:
             self._watch(client)
+
+    def finish(self, client: ClientConnection, act: Callable[[], bool]) -> None:
+        """Answer what a client is waiting for, and go on with its other requests."""
+        if client.number not in self._connections:
+            return
+        client.waiting = None
+        client.heard_s = time.monotonic()
+        self.attempt(client, act)
+        if client.session is None and client.number in self._connections:
+            self._unsettled[client.number] = client
+        self.work(client)
 
     def attempt(self, client: ClientConnection, act: Callable[[], bool]) -> bool:
         """Handle a request. Malformed requests, and bugs of ours, affect only the client that sent it."""

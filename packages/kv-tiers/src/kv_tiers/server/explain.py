@@ -1,16 +1,20 @@
 """Answers `Explain`: the state of a prompt's chunks in every cache of the server and every key space that could hold
-them.
+them. Anything here may run on any thread.
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 from kv_core.keys import ChunkKey
 
+from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.server import wire
 from kv_tiers.server.caches import Format
 from kv_tiers.server.report import Registration
+from kv_tiers.threads import start_thread
 from kv_tiers.watch.explain import explain
 from kv_tiers.watch.history import History, KnownKeySpace, Memory
 
@@ -19,6 +23,24 @@ MAX_EXPLAINED_KEY_SPACES = 16
 _MAX_RUNS_OF_GROUP = 64
 _FIRST_CHUNKS = 4
 """If none of the first chunks is known in a key space, the prompt is not known there."""
+
+
+def explain_elsewhere(
+    explaining: Callable[[], wire.Explanations], then: Callable[["Future[wire.Explanations]"], object]
+) -> None:
+    """Do this on a thread of its own, and call `then` there with its outcome. A prompt of thousands of chunks with many
+    groups and shards takes tenths of a second, and all engines would wait for the serving thread as long."""
+    explained: Future[wire.Explanations] = Future()
+
+    def run() -> None:
+        try:
+            explained.set_result(explaining())
+        except Exception as error:  # noqa: BLE001  # the client that asked gets it
+            explained.set_exception(error)
+        then(explained)
+
+    if start_thread(threading.Thread(target=run, name="kv-explain", daemon=True)):
+        run()
 
 
 def explain_prompt(
@@ -44,10 +66,13 @@ def explain_prompt(
         for known, was_asked in _key_spaces(key_prefixes, memory):
             if len(explained_spaces) == MAX_EXPLAINED_KEY_SPACES:
                 break
-            if not _is_known(cache, memory, known, digests):
-                continue
-            shares = [_keys(prefix, digests) for prefix in known.key_prefixes]
-            explained = explain(cache, memory, shares, now_s)
+            try:
+                if not _is_known(cache, memory, known, digests):
+                    continue
+                shares = [_keys(prefix, digests) for prefix in known.key_prefixes]
+                explained = explain(cache, memory, shares, now_s)
+            except ClosedError:  # it had no client, and made room for another format meanwhile
+                break
             explained_spaces.append(
                 wire.Explained(
                     group_bytes,

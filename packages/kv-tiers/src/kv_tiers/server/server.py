@@ -1,8 +1,8 @@
 """The server: one thread that takes requests from many sockets, calls the cache, and answers. It stores nothing itself.
 
-`LocalCache` never waits, so one thread is enough, and no client waits for another's medium. A connection that closes
-ends its session at once, however the client died: its read leases and promises are released. Its write leases are the
-exception (`kv_tiers.server.orphans`).
+`LocalCache` never waits, so one thread is enough, and no client waits for another's medium. Only explaining a prompt
+takes long, and has a thread of its own. A connection that closes ends its session at once, however the client died: its
+read leases and promises are released. Its write leases are the exception (`kv_tiers.server.orphans`).
 """
 
 import os
@@ -34,7 +34,7 @@ from kv_tiers.server.config import ServerConfig
 from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.connections import ClientConnection, Connections, turn_away
 from kv_tiers.server.engine_loads import EngineLoads
-from kv_tiers.server.explain import explain_prompt
+from kv_tiers.server.explain import explain_elsewhere, explain_prompt
 from kv_tiers.server.mailbox import ServerMailbox
 from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
 from kv_tiers.server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
@@ -191,8 +191,9 @@ class CacheServer:
                     self.end_drain()
                 send(wire.Stated(self.report()))
             case wire.Explain():
-                sessions = self.registrations()
-                send(explain_prompt(request, self.caches, sessions, self._history, self.bus.now_s()))
+                client.waiting = request
+                said = (self.caches, self.registrations(), self._history, self.bus.now_s())
+                explain_elsewhere(partial(explain_prompt, request, *said), partial(self._explained, client))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
             case wire.Register():
@@ -206,6 +207,15 @@ class CacheServer:
                 answer = client.session.answer(request)
                 if answer is not None:
                     send(answer)
+
+    def _explained(self, client: ClientConnection, explained: "Future[wire.Explanations]") -> None:
+        """On any thread."""
+
+        def answer() -> bool:
+            self._connections.send(client, explained.result())
+            return True
+
+        self.submit(lambda: self._connections.finish(client, answer))
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
         """For the serving thread: drain all caches (`cache.drain`)."""
@@ -403,12 +413,9 @@ class CacheServer:
         self._mailbox.drain()
         for opened in self._caches.opened():
             for client in self._connections.all():
-                request = client.waiting
-                if request is None or (request.group_bytes, request.fingerprint) != opened.format:
-                    continue
-                client.waiting = None
-                self._connections.attempt(client, partial(self._go_on, client, request, opened))
-                self._connections.work(client)
+                match client.waiting:
+                    case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
+                        self._connections.finish(client, partial(self._go_on, client, request, opened))
 
     def _peer_metrics(self) -> "Iterable[Metric]":
         """On any thread."""
