@@ -54,7 +54,10 @@ class Served:
         self.client = httpx.Client(base_url=self.http.url, timeout=30)
 
     def join(self, fingerprint: str = "f", engine: str = "", facts: dict[str, str] | None = None) -> RemoteCache:
-        return RemoteCache(self.path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint, engine=engine, facts=facts)
+        # What a busy machine answers too late is a miss, and the engine is not connected any more.
+        return RemoteCache(
+            self.path, group_bytes=(CHUNK_BYTES,), fingerprint=fingerprint, engine=engine, facts=facts, timeout_s=30.0
+        )
 
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.client.get(path, headers=headers)
