@@ -3,7 +3,7 @@ is needed."""
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +11,12 @@ import pytest
 from kv_sglang.names import Names
 from kv_sglang.transfer import manager
 from kv_sglang.transfer.manager import KVManager
-from kv_sglang.transfer.rooms import Coming, Leaving
+from kv_sglang.transfer.rooms import Coming
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 ROOM = 1
 HASHES = ("ab" * 32, "cd" * 32)
+OTHERS = ("12" * 32, "34" * 32)
 
 
 class Reached:
@@ -29,17 +30,86 @@ class Reached:
             raise self.failure
 
 
+def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequence[bytes]]]:
+    """The manager of a rank that computes prompts, as far as it stores pages, and what it tells the decode engine."""
+    ours, told = KVManager.__new__(KVManager), list[Sequence[bytes]]()
+    ours._rooms, ours._leaving, ours._coming, ours._batch_pages = threading.Lock(), {}, {}, 8
+    ours._attached = SimpleNamespace(stores={manager.KV: SimpleNamespace(revision="ours")})
+    ours.request_status, ours.transfer_infos = {}, {}
+    ours.failure_lock, ours.failure_records = threading.Lock(), {}
+    ours.attn_tp_rank = ours.pp_rank = ours.attn_cp_rank = 0
+    ours.pp_size = ours.attn_cp_size = 1
+    ours.kv_args = SimpleNamespace(page_size=4, aux_data_ptrs=[], aux_item_lens=[])
+    monkeypatch.setattr(ours, "_send_multipart_locked", lambda _where, parts, **_named: told.append(parts))
+    return ours, told
+
+
+def open_room(ours: KVManager, hashes: tuple[str, ...]) -> None:
+    """A request for a prompt with these pages, for which the decode engine has blocks."""
+    ours.name_leaving(ROOM, Names(hashes, 0))
+    ours.request_status[ROOM] = KVPoll.WaitingForInput
+    ours.transfer_infos[ROOM] = {"decode": manager._Peer("127.0.0.1", 1, 0, False)}
+
+
+def sent(ours: KVManager, **named: Any) -> Callable[[Any], None]:
+    """The job that stores the request's two pages, given an exchange."""
+    jobs: list[Callable[[Any], None]] = []
+    ours._lanes = SimpleNamespace(add=lambda _room, job: jobs.append(job))
+    ours.add_transfer_request(ROOM, [0, 1], slice(0, 2), True, aux_index=0, **named)
+    (job,) = jobs
+    return job
+
+
 def test_a_device_that_fails_before_pages_can_be_read_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise SGLang waits for them until its own time is up, on both sides."""
-    ours, concluded = KVManager.__new__(KVManager), list[dict[str, Any]]()
-    ours._rooms, ours._leaving = threading.Lock(), {ROOM: Leaving(Names(HASHES, 0))}
-    ours.transfer_infos = {ROOM: {"decode": manager._Peer("127.0.0.1", 1, 0, False)}}
-    ours.request_status = {ROOM: KVPoll.Transferring}
-    monkeypatch.setattr(ours, "conclude_failure", lambda **said: concluded.append(said))
-    failed = Reached(RuntimeError("the device failed"))
-    ours._send(SimpleNamespace(), room=ROOM, start=0, slots=[0], aux_index=None, event=failed)
-    (said,) = concluded
-    assert said["bootstrap_room"] == ROOM and "the device failed" in said["failure_reason"]
+    ours, told = prefilling(monkeypatch)
+    open_room(ours, HASHES)
+    job = sent(ours, wait_event=Reached(RuntimeError("the device failed")))
+    job(SimpleNamespace())
+    assert ours.request_status[ROOM] == KVPoll.Failed and "the device failed" in ours.failure_records[ROOM]
+    ((tag, room, status, _rank, reason),) = told
+    assert (tag, int(room), int(status)) == (b"KV_STATUS", ROOM, KVPoll.Failed) and b"the device failed" in reason
+
+
+@pytest.mark.parametrize("outcome", ["", "the request has ended"])
+def test_a_store_that_ends_after_its_request_changes_nothing_of_another_with_its_number(
+    monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    """Neither engine would have the other request's pages, or both would end it for nothing."""
+    ours, told = prefilling(monkeypatch)
+    open_room(ours, HASHES)
+    job = sent(ours)
+
+    def put(*_arguments: Any) -> str:
+        ours.close_room(ROOM)
+        open_room(ours, HASHES)
+        return outcome
+
+    job(SimpleNamespace(put=put))
+    assert ours.request_status == {ROOM: KVPoll.WaitingForInput}
+    assert ours.failure_records == {} and told == []
+
+
+def test_blocks_of_a_request_that_has_ended_are_not_stored_as_the_pages_of_another_with_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store may have to wait for those of other requests, and nobody knows what is in the blocks by then."""
+    ours, _ = prefilling(monkeypatch)
+    open_room(ours, HASHES)
+    job = sent(ours)
+    ours.close_room(ROOM)
+    open_room(ours, OTHERS)
+    stored: list[Sequence[str]] = []
+
+    def put(names: Names, _first: int, _slots: Sequence[int], is_wanted: Callable[[], bool]) -> str:
+        if not is_wanted():
+            return "the request has ended"
+        stored.append(names.hashes)
+        return ""
+
+    job(SimpleNamespace(put=put))
+    assert stored == []
+    assert ours.request_status == {ROOM: KVPoll.WaitingForInput}
 
 
 def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() -> None:
@@ -82,3 +152,26 @@ def test_a_load_that_ends_after_its_request_leaves_nothing_behind() -> None:
 
     ours._load(SimpleNamespace(get=get), room=ROOM, rank=0, said=manager._Said(2, HASHES[1], "theirs", []))
     assert ours.failure_records == {}
+
+
+def test_a_load_that_is_done_after_its_request_is_not_the_success_of_another_with_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would decode from blocks to which nothing was loaded."""
+    ours = KVManager.__new__(KVManager)
+    ours._rooms, ours._leaving, ours._coming = threading.Lock(), {}, {}
+    ours.request_status, ours.enable_staging = {ROOM: KVPoll.WaitingForInput}, False
+    ours.prefill_response_tracker, ours.required_prefill_response_num_table = {ROOM: set()}, {ROOM: 1}
+
+    def request() -> None:
+        ours.name_coming(ROOM, Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached()))
+
+    def fetch(*_arguments: Any) -> str:
+        ours.close_room(ROOM)
+        request()
+        return ""
+
+    monkeypatch.setattr(ours, "_fetch", fetch)
+    request()
+    ours._load(SimpleNamespace(), room=ROOM, rank=0, said=manager._Said(2, HASHES[1], "theirs", [b"7"]))
+    assert ours.request_status == {ROOM: KVPoll.WaitingForInput}

@@ -204,7 +204,7 @@ def test_pages_that_the_decode_engine_has_are_held_with_the_others_until_it_does
 def test_nothing_is_kept_that_was_read_after_the_request_ended(make_side: Callable[..., Side]) -> None:
     """SGLang frees a request's blocks at once, and by the end of the copy another request may have written there."""
     side = make_side()
-    leaving = Leaving(names(2))
+    leaving = Leaving(7, names(2))
     side.before_copy = leaving.close
     assert side.exchange.put(leaving.names, 0, slots(0, 1), lambda: leaving.is_open) == "the request has ended"
     assert side.store.cache.counts().chunks_resident == 0

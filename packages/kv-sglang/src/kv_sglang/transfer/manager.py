@@ -166,7 +166,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     def name_leaving(self, room: int, names: Names) -> None:
         with self._rooms:
-            self._leaving[room] = Leaving(names)
+            self._leaving[room] = Leaving(room, names)
 
     def _hear_decode(self, message: Sequence[bytes]) -> None:
         if message[0] == ABORT_TAG:
@@ -202,12 +202,15 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         """kv_indices: the blocks of the prompt's pages `index_slice`, counted from the first that the decode engine
         lacks."""
         page_size = int(self.kv_args.page_size)
-        slots = [int(block) * page_size for block in kv_indices]
+        with self._rooms:
+            leaving = self._leaving.get(bootstrap_room)
+        if leaving is None:
+            return  # it was given up
         job = partial(
             self._send,
-            room=bootstrap_room,
+            leaving=leaving,  # not by its number, which may be another request's by the time that these are stored
             start=int(index_slice.start),
-            slots=slots,
+            slots=[int(block) * page_size for block in kv_indices],
             aux_index=aux_index if is_last_chunk else None,
             event=wait_event,
         )
@@ -215,29 +218,42 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         self._lanes.add(bootstrap_room, job)
 
     def _send(
-        self, exchange: Exchange, *, room: int, start: int, slots: list[int], aux_index: int | None, event: Any
+        self, exchange: Exchange, leaving: Leaving, *, start: int, slots: list[int], aux_index: int | None, event: Any
     ) -> None:
-        with self._rooms:
-            leaving = self._leaving.get(room)
-        peers = list(self.transfer_infos.get(room, {}).values())
-        if leaving is None or not peers or self.request_status.get(room) in (None, KVPoll.Failed):
+        peers = list(self.transfer_infos.get(leaving.room, {}).values())
+        if not peers or self.request_status.get(leaving.room) in (None, KVPoll.Failed):
             return  # it was given up
         try:
             if event is not None:
                 event.synchronize()
-            why = self._store(exchange, room, leaving, peers, start=start, slots=slots, aux_index=aux_index)
+            why = self._store(exchange, leaving, peers, start=start, slots=slots, aux_index=aux_index)
         except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be stored")
             why = f"{type(error).__name__}: {error}"
-        if why:
-            self.conclude_failure(bootstrap_room=room, failure_reason=f"kv-sglang could not hand over: {why}")
-        elif aux_index is not None:
-            self.update_status(room, KVPoll.Success)
+        if why or aux_index is not None:
+            self._conclude(leaving, peers, why)
+
+    def _conclude(self, leaving: Leaving, peers: Sequence[_Peer], why: str) -> None:
+        """Tell SGLang how it ended. why: it failed; empty: all pages are stored."""
+        room, reason = leaving.room, f"kv-sglang could not hand over: {why}"
+        with leaving.lock:
+            # Once it is closed, its number may be another request's. One that has failed already only fails again.
+            if not leaving.is_open and self.request_status.get(room) != KVPoll.Failed:
+                return
+            if not why:
+                self.update_status(room, KVPoll.Success)
+                return
+            if self.conclude_failure(bootstrap_room=room, failure_reason=reason, targets=[]) is None:
+                return  # it was closed, and is cleared by now
+            with self.failure_lock:
+                reason = self.failure_records.get(room, reason)  # if it had failed before, the first
+        # Without the lock, which SGLang's scheduler may want: a peer that is gone may be waited for.
+        targets = [(peer.endpoint, peer.dst_port) for peer in peers if not peer.is_dummy]
+        self.send_kv_status_message(targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason)
 
     def _store(
         self,
         exchange: Exchange,
-        room: int,
         leaving: Leaving,
         peers: Sequence[_Peer],
         *,
@@ -253,17 +269,22 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             part = slots[at : at + self._batch_pages]
             if why := exchange.put(names, first + at, part, lambda: leaving.is_open):
                 return why
-            self._tell(targets, room, names, first + at + len(part), [])
+            if leaving.is_open:
+                self._tell(targets, leaving, first + at + len(part), [])
         if aux_index is not None:
             done = first + len(slots)
             if done != len(names.hashes):
                 return f"{done} pages were computed, and the prompt has {len(names.hashes)}"
-            self._tell(targets, room, names, done, self._metadata(aux_index))
+            with leaving.lock:
+                if not leaving.is_open:  # then their place may be another request's
+                    return "the request has ended"
+                metadata = self._metadata(aux_index)
+            self._tell(targets, leaving, done, metadata)
         return ""
 
-    def _tell(self, peers: Sequence[_Peer], room: int, names: Names, pages: int, metadata: Sequence[bytes]) -> None:
+    def _tell(self, peers: Sequence[_Peer], leaving: Leaving, pages: int, metadata: Sequence[bytes]) -> None:
         """Notify the peers that pages up to this number are in the cache."""
-        last = names.hashes[pages - 1].encode("ascii")
+        room, last = leaving.room, leaving.names.hashes[pages - 1].encode("ascii")
         weights = self._attached.stores[KV].revision.encode()
         parts = [_PAGES, b"%d" % room, b"%d" % self._prefill_unique_rank(), b"%d" % pages, last, weights, *metadata]
         for peer in peers:
@@ -344,13 +365,14 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be loaded")
             why = f"{type(error).__name__}: {error}"
-        if why:
-            with coming.lock:  # so that it is not closed, and its number given to another request, meanwhile
-                if coming.is_open:
-                    self.record_failure(room, f"kv-sglang could not take over: {why}")
-                    self.update_status(room, KVPoll.Failed)
-        elif said.metadata:
-            self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=rank)
+        with coming.lock:  # so that it is not closed, and its number given to another request, meanwhile
+            if not coming.is_open:
+                return
+            if why:
+                self.record_failure(room, f"kv-sglang could not take over: {why}")
+                self.update_status(room, KVPoll.Failed)
+            elif said.metadata:
+                self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=rank)
 
     def _fetch(self, exchange: Exchange, coming: Coming, said: _Said) -> str:
         """Load the pages that are in the cache. Empty, or why not all are loaded."""

@@ -26,15 +26,20 @@ LANES: Final = 4
 class Leaving:
     """A request of the prefill engine.
 
+    room: its number, which SGLang may give to another request once this one has ended.
     names: of its prompt's pages.
     is_open: whether SGLang still has its blocks.
+    lock: held while its metadata are read, or its outcome is recorded under its number.
     """
 
+    room: int
     names: Names
     is_open: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        self.is_open = False
+        with self.lock:
+            self.is_open = False
 
 
 @dataclass(slots=True, eq=False)
