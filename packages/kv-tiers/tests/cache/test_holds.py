@@ -15,6 +15,7 @@ from kv_testing.tower import FINGERPRINT, Tower
 from kv_testing.wait import joined
 from kv_tiers.cache.handed_over import HandedOver
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.config import ColdConfig
 from kv_tiers.testing.tier_contract import content
 
 KEYS = key_chain(3)
@@ -293,4 +294,24 @@ def test_what_a_slow_tier_is_bringing_is_stored_by_the_engine_that_hands_it_over
     assert tower.ask(KEYS).chunks == 3
     tower.run()  # what it has asked the tier for comes now
     tower.read(KEYS)
+    tower.close()
+
+
+def test_loads_that_hand_overs_have_overtaken_are_among_those_that_may_be_under_way() -> None:
+    """Or those of a slow tier fill the pool, and there is no room for what engines hand over."""
+    tower = Tower(slots=16, cold=ColdConfig(batch_bytes=2 * 4096, prefetch_share=0.5, drain_s=0.2))
+    one, other = (key_chain(8, branch=name) for name in ("one", "other"))
+    for keys in (one, other):
+        tower.store_below(keys)
+    assert tower.ask(one).ended is Ended.PENDING
+    hand_over(tower.cache, one)
+    read(tower.cache, one)
+    tower.ask(other, "s")
+    assert tower.cache.counts().chunks_reserved == 8
+    lease = tower.cache.begin_store(KEYS, "w", hold_s=30.0)
+    assert lease.refused == ""
+    tower.cache.release(lease)
+    tower.run()  # what has been asked for comes now, and is nobody's any more
+    assert tower.ask(other, "s").ended is Ended.PENDING
+    assert tower.cache.counts().chunks_reserved == 8
     tower.close()

@@ -80,7 +80,7 @@ class Promotions:
         self._clock = clock
         self._waits: OrderedDict[Holder, Wait] = OrderedDict()
         self._arriving: dict[ChunkKey, Job] = {}  # key → the load that is to deliver it
-        self._hanging_slots = 0  # reserved by loads that were given up
+        self._given_up_slots = 0  # still reserved by loads whose chunks others may deliver
         self._probes = [Probes() for _ in self._lanes]
         self._source: dict[
             int, tuple[ChunkKey, str]
@@ -207,6 +207,8 @@ class Promotions:
         """Let an engine store those of these chunks that are being loaded. Under the lock."""
         for key in keys if self._arriving else ():
             if (job := self._arriving.pop(key, None)) is not None:
+                job.given_up_slots += 1
+                self._given_up_slots += 1
                 self._host.orphan([key], [job.slots[job.keys.index(key)]])
 
     def forget_wait(self, holder: Holder) -> None:
@@ -369,7 +371,7 @@ class Promotions:
         jobs: list[Job] = []
         with self._host.lock:
             skipped: set[int] = set()
-            room = self._max_slots - len(self._arriving) - self._hanging_slots
+            room = self._max_slots - len(self._arriving) - self._given_up_slots
             for job in wanted:
                 wanted_keys = list(job.keys)
                 job.keys.clear()
@@ -404,13 +406,8 @@ class Promotions:
         that computes them. Under the lock.
         """
         hanging = [number for number, lane in enumerate(self._lanes) if lane.hangs()] if self._arriving else []
-        if not hanging:
-            return
-        for job in {id(job): job for job in self._arriving.values() if job.tier in hanging}.values():
-            job.is_given_up = True
-            self._hanging_slots += len(job.slots)
-            self._host.orphan(job.keys, job.slots)
-        self._arriving = {key: job for key, job in self._arriving.items() if not job.is_given_up}
+        if hanging:
+            self.yield_to([key for key, job in self._arriving.items() if job.tier in hanging])
 
     def _submit(self, promotion: Promotion, job: Job) -> bool:
         pool = self._host.pool
@@ -434,8 +431,7 @@ class Promotions:
             for key in job.keys:
                 if self._arriving.get(key) is job:  # else it was forgotten, and another load may be under way
                     del self._arriving[key]
-            if job.is_given_up:
-                self._hanging_slots -= len(job.slots)
+            self._given_up_slots -= job.given_up_slots
             wait = self._waits.get(promotion.holder)
             came = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
             if wait is not None and (arrivals or not self._lanes[job.tier].health()[0].serves):

@@ -58,7 +58,8 @@ class Job:
     began_s: when the load was submitted.
     estimated_s: the estimate of its duration; None: the tier was not measured yet.
     is_probe: it is loaded only to measure the tier.
-    is_given_up: its tier hangs, so its chunks are no longer awaited. Its slots stay reserved until it ends.
+    given_up_slots: of how many chunks, which are no longer awaited: the tier hangs, or an engine stores them. The slots
+        stay reserved until the load ends.
     """
 
     tier: int
@@ -71,7 +72,7 @@ class Job:
     began_s: float
     estimated_s: float | None = None
     is_probe: bool = False
-    is_given_up: bool = False
+    given_up_slots: int = 0
 
     @property
     def end(self) -> int:
