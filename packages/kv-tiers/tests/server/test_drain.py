@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from kv_core.errors import MisuseError
 from kv_core.keys import KEY_BYTES, ChunkKey
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main
@@ -393,6 +394,22 @@ def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) ->
     local.drain.end()
     assert store(cache, PROMPTS[1]).keys == tuple(PROMPTS[1])  # in the place of the first, whose order is whole again
     assert store(cache, PROMPTS[2]).keys == tuple(PROMPTS[2])
+
+
+def test_a_bug_is_not_reported_as_a_cache_that_is_closed(
+    ending: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, local = beside(fetches_nothing, ending)
+
+    def confuse(work: drain._Work) -> None:
+        raise MisuseError("a chunk that is ABSENT cannot EVICT")
+
+    monkeypatch.setattr(drain._Work, "_round", confuse)
+    local.drain.begin(20)
+    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=30)
+    state = local.drain.state()
+    assert state is not None and state.why == "a bug, which is in the log: a chunk that is ABSENT cannot EVICT"
+    assert "a drain hit a bug" in caplog.text
 
 
 @pytest.mark.parametrize("fates", [b"", b"\7\7\7\7", b"\2\2\2\2\2"])

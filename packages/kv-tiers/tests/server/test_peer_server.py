@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NoReturn
 from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core.errors import ConfigError, TierDown
+from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.outcome import Absent, Loaded
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
@@ -21,6 +22,7 @@ from kv_testing.peers import PATIENT, address_of, is_whole, listening, reads_of,
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
+from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.config import PeersConfig
 from kv_tiers.messages import HEADER, Keys, pack_keys
 from kv_tiers.server import launch, peers
@@ -383,6 +385,20 @@ def test_a_peer_that_reads_nothing_is_given_up_and_holds_no_chunk(ending: ExitSt
     until(lambda: leased_slots(server) != [])
     until(lambda: leased_slots(server) == [])
     until(lambda: served_by(server).connections == 0)
+
+
+def test_a_bug_ends_the_connection_and_is_logged(
+    ending: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def confuse(*_arguments: object) -> NoReturn:
+        raise MisuseError("a chunk that is ABSENT cannot EVICT")
+
+    server = filled(ending)
+    tier = tier_at(ending, port_of(server))
+    monkeypatch.setattr(PeerReads, "holds", confuse)
+    with pytest.raises(TierDown):
+        tier.holds(KEYS)
+    until(lambda: "serving a peer hit a bug" in caplog.text)
 
 
 def test_a_newcomer_that_says_nothing_is_given_up(ending: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

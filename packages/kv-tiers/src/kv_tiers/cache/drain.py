@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kv_core.errors import InputError, MisuseError, TierDown
+from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
 from kv_tiers.cache.chains import chains
-from kv_tiers.cache.host import HostTier
+from kv_tiers.cache.host import ClosedError, HostTier
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.drain_state import DrainState
 from kv_tiers.index.ranking import most_worth_first
@@ -160,8 +160,8 @@ class _Work:
                     self._progress_s = time.monotonic()
                 else:
                     self._stop.wait(_ASK_S)
-        except MisuseError:
-            why = "the cache is closed"
+        except ClosedError as error:
+            why = str(error)
         except Exception as error:  # noqa: BLE001  # it is reported, and costs misses elsewhere
             _log.exception("a drain hit a bug")
             why = f"a bug, which is in the log: {error}"

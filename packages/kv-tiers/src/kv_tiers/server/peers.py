@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from kv_core.errors import InputError, MisuseError
+from kv_core.errors import InputError
 from kv_core.keys import by_chain
 from kv_core.log import limited_logger
 
+from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.config import PeersConfig
@@ -154,7 +155,7 @@ class PeerServer:
                 self._counts.turned_away += 1
         except OSError as error:
             _log.debug("a peer has gone: %s", error)
-        except MisuseError:
+        except ClosedError:
             _log.debug("a peer is disconnected: the cache that it reads is closed")
         except Exception:  # noqa: BLE001  # a bug costs this connection and no other
             _log.exception("serving a peer hit a bug")
