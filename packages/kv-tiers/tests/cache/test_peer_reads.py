@@ -140,7 +140,7 @@ def test_a_peer_learns_soon_that_a_chunk_cannot_be_had(tower: Tower, monkeypatch
                 assert slow.enter_context(reads.read(key, 60.0)) is not None
         else:
             tower.tiers[0].fault = "hang"
-        monkeypatch.setattr(peer_reads, "_LOWER_S", 0.1)
+        monkeypatch.setattr(peer_reads, "LOWER_S", 0.1)
         waiting.start()
         joined(waiting, within_s=10.0)
         assert found == [None]

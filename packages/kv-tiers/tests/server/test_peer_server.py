@@ -3,9 +3,11 @@
 import random
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
@@ -14,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError, TierDown
-from kv_core.outcome import Absent, Loaded
+from kv_core.outcome import Absent, Loaded, LoadOutcome
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
 from kv_testing.certificates import Authority
 from kv_testing.peers import PATIENT, address_of, is_whole, listening, reads_of, served_by
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import until
+from kv_testing.wait import joined, until
 from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.config import PeersConfig
 from kv_tiers.messages import HEADER, Keys, pack_keys
@@ -370,6 +372,35 @@ def test_what_is_no_request_ends_the_conversation(sturdy: ThreadedServer, data: 
         with pytest.raises(ConnectionResetError):
             stream.answer(Held, time.monotonic() + 10)
     assert still_serves(sturdy)
+
+
+def test_chunks_that_cannot_be_had_take_no_longer_together_than_one(
+    ending: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a reader that waits for one after the other takes its tier to hang, and reads from no other host either."""
+    monkeypatch.setattr(peers, "LOWER_S", 0.5)
+    server = listening(2, tiers=[{"type": "dram", "capacity_bytes": 16 * SLOT_BYTES}])
+    ending.callback(server.close)
+    cache = join_at(server.path)
+    ending.callback(cache.close)
+    keys = [key_chain(1, branch=str(number))[0] for number in range(12)]
+    for key in keys:
+        store(cache, [key])
+        (local,) = server.server.caches.values()
+        until(partial(lambda local, key: local.lower.holding([key])["dram"] == [True], local, key))
+    in_pool = local.admin.resident_keys()
+    below = [key for key in keys if key not in in_pool]
+    tier, found = tier_at(ending, port_of(server)), list[LoadOutcome]()
+    wanted = reads_of(CONTEXT, [*below[4:], *in_pool])
+    reading = threading.Thread(target=lambda: found.extend(tier.load(wanted)), daemon=True)
+    of_peers = server.server._caches.for_peers(CONTEXT.namespace)
+    assert of_peers is not None
+    with ExitStack() as slow:
+        for key in below[:4]:  # peers on slow lines have all the memory for chunks of lower tiers
+            assert slow.enter_context(of_peers[1].read(key, 60.0)) is not None
+        reading.start()
+        joined(reading, within_s=10.0)
+    assert found == [Absent()] * 6 + [Loaded(CHUNK_BYTES)] * 2
 
 
 def test_a_peer_that_reads_nothing_is_given_up_and_holds_no_chunk(ending: ExitStack) -> None:

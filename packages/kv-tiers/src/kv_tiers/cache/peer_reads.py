@@ -30,7 +30,7 @@ from kv_tiers.tiers.directory.contents import Contents, Source
 
 _STAGED: Final = 4
 """Chunks of lower tiers that all peers together may have in memory outside the pool."""
-_LOWER_S: Final = 4.0
+LOWER_S: Final = 4.0
 """How long a chunk may take to come from a lower tier, including the wait for that memory, which peers on slow lines
 may have for long. A peer waits for five seconds (its `timeout_s`): one that is told in time that a chunk cannot be had
 misses this chunk only, and does not take the whole host to be down."""
@@ -111,7 +111,7 @@ class PeerReads:
     @contextmanager
     def read(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:
         """The chunk, for as long as the context lasts. None: it is not here, or a lower tier did not deliver it in
-        time.
+        time, which is at most `LOWER_S`.
 
         The header names no parent: the peer that requests chunks knows their order.
         """
@@ -142,10 +142,10 @@ class PeerReads:
     @contextmanager
     def _read_lower(self, key: ChunkKey, timeout_s: float) -> Iterator[StoredChunk | None]:
         lane = next((lane for lane in self._lanes if lane.holds([key])[0]), None)
-        if lane is None:
+        if lane is None or timeout_s <= 0:
             yield None
             return
-        until_s = time.monotonic() + min(timeout_s, _LOWER_S)
+        until_s = time.monotonic() + min(timeout_s, LOWER_S)
         try:
             pages = self._staging.get(timeout=max(0.0, until_s - time.monotonic()))
         except queue.Empty:

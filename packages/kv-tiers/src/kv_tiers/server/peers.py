@@ -21,7 +21,7 @@ from kv_core.log import limited_logger
 
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.cache.peer_reads import PeerReads
+from kv_tiers.cache.peer_reads import LOWER_S, PeerReads
 from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
@@ -228,12 +228,17 @@ class PeerServer:
         keys = unpack_keys(request)
         found = self._find(request.namespace)
         timeout_s = self._config.timeout_s
+        # For all together that cannot be had: the peer waits for one after the other, and if that takes ten seconds its
+        # lane takes the tier to hang, and reads from no host.
+        patience_s = min(timeout_s, LOWER_S)
         for key in keys:
             if found is None:
                 stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
                 continue
-            with found[1].read(key, timeout_s) as stored:
+            began_s = time.monotonic()
+            with found[1].read(key, patience_s) as stored:
                 if stored is None:
+                    patience_s -= time.monotonic() - began_s
                     if (contents := found[1].contents) is not None:
                         contents.doubt([key])
                     stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
