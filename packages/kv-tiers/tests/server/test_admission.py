@@ -197,6 +197,31 @@ def test_a_starting_engine_waits_for_tiers_that_take_long_to_open(
     met[0].close()
 
 
+def test_who_gives_up_waiting_for_tiers_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose server is started again tries anew every few seconds, and a large disk takes minutes to open."""
+    go_on, build = threading.Event(), caches_module.build_local_cache
+
+    def slow(*args: Any, **options: Any) -> LocalCache:
+        assert go_on.wait(30)
+        return build(*args, **options)
+
+    monkeypatch.setattr(caches_module, "build_local_cache", slow)
+    served = ThreadedServer(max_sessions=3)
+    for _ in range(8):
+        with served.raw(wire.Hello("test"), register()):
+            until(lambda: any(client.waiting for client in served.server._connections.all()))
+        until(lambda: not served.server._connections.all())
+    with served.raw(wire.Hello("test"), register()) as ahead:
+        until(lambda: any(client.waiting for client in served.server._connections.all()))
+        ahead.sendall(wire.frame(wire.Ping()))
+        until(lambda: any(client.is_ahead for client in served.server._connections.all()))
+        ahead.shutdown(socket.SHUT_WR)
+        go_on.set()
+        welcome, pool, done = answers_on(ahead)
+    assert isinstance(welcome, wire.Welcome) and isinstance(pool, wire.Pool) and done == wire.Done()
+    served.close()
+
+
 def test_a_server_that_ends_does_not_wait_for_a_cache_that_takes_long_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk of many terabytes takes minutes, and whoever stops a server kills it before."""
     go_on, build = threading.Event(), caches_module.build_local_cache

@@ -6,6 +6,7 @@ user is at the other end.
 """
 
 import os
+import select
 import selectors
 import socket
 import struct
@@ -48,6 +49,7 @@ class ClientConnection:
     is_greeted: the client has sent its hello.
     is_ending: it is sent what is unsent and nothing more.
     waiting: the request that is being answered on another thread, while no more of its requests are read.
+    is_ahead: it has sent some nevertheless, or will send no more.
     register, session: what it registered, and what it holds since.
     token: to resume the session.
     frames: what has arrived.
@@ -63,6 +65,7 @@ class ClientConnection:
     is_greeted: bool = False
     is_ending: bool = False
     waiting: wire.Register | wire.Explain | None = None
+    is_ahead: bool = False
     register: wire.Register | None = None
     session: Session | None = None
     token: bytes = b""
@@ -216,7 +219,8 @@ class Connections:
     def _watch(self, client: ClientConnection) -> None:
         """Register this client with the selector for what its state needs: reading, writing, or both."""
         events = selectors.EVENT_WRITE if client.unsent else 0
-        if not (client.is_ending or client.waiting or client.number in self._eager):
+        is_full = client.waiting is not None and client.is_ahead
+        if not (client.is_ending or is_full or client.number in self._eager):
             events |= selectors.EVENT_READ
         if events == client.events:
             return
@@ -237,12 +241,19 @@ class Connections:
             self._read(client)
 
     def _read(self, client: ClientConnection) -> None:
+        # Of a client that waits for its cache only the end matters: opening one may take minutes, and clients that give
+        # up and come back would fill the server.
+        is_waiting = client.waiting is not None
         try:
-            data = client.socket.recv(_READ_BYTES)
+            data = client.socket.recv(_READ_BYTES, socket.MSG_PEEK if is_waiting else 0)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             data = b""
+        client.is_ahead = is_waiting and (bool(data) or not _has_hung_up(client.socket))
+        if client.is_ahead:
+            self._watch(client)
+            return
         if not data:
             self.drop(client)
             return
@@ -281,6 +292,13 @@ class Connections:
             self.drop(client)
         else:
             self._watch(client)
+
+
+def _has_hung_up(connection: socket.socket) -> bool:
+    """Whether the other side has closed it, and not only said that it sends no more."""
+    poller = select.poll()
+    poller.register(connection, 0)
+    return any(events & select.POLLHUP for _, events in poller.poll(0))
 
 
 def turn_away(accepted: socket.socket) -> None:
