@@ -331,6 +331,8 @@ class Directory:
         nbytes = len(said.sums)
         left = self._mirror.differing(host, Summed(said.sequence, unpack(said.sums)))
         while left:
+            if self._closing.is_set():
+                raise InputError("the directory is closed")
             if time.monotonic() - asked_s > _REPAIR_S:
                 raise InputError(f"it has not listed its names within {_REPAIR_S:g} s")
             listed = peer.talk(partial(self._list, left), self._answer_s)
