@@ -132,3 +132,13 @@ def test_a_bug_in_one_part_is_raised_once_the_others_have_ended(ending: ExitStac
     with pytest.raises(MisuseError):
         hosts.each(peers, work)
     assert has_ended.is_set()
+
+
+def test_a_call_to_peers_that_comes_after_the_end_starts_no_thread(ending: ExitStack) -> None:
+    """A thread of a lane or of a drain may outlast the tier that it works for, and nobody would end more of them."""
+    hosts = hosts_of(ending)
+    hosts.close()
+    before = set(threading.enumerate())
+    asked = hosts.each([peer_at(port) for port in (1, 2)], lambda peer: True)
+    assert set(threading.enumerate()) <= before
+    assert asked == {}

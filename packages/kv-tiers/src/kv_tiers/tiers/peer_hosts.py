@@ -205,6 +205,8 @@ class PeerHosts:
         futures = []
         if len(peers) > 1:
             with self._lock:
+                if self._is_closed:
+                    return {}  # as if all had failed: nobody would end the threads
                 threads = self._threads.get(in_background)
                 if threads is None:
                     threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
