@@ -1,11 +1,11 @@
-"""The buffers of the tier over a Mooncake Store when its connection is replaced. Mooncake's client is a stand-in."""
+"""The tier over a Mooncake Store when its connection is replaced or nodes fail. Mooncake's client is a stand-in."""
 
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -97,3 +97,24 @@ def test_buffers_of_a_new_connection_return_to_it_whoever_waited_for_those_of_th
     assert outcomes == {"first": [Absent()] * 2, "second": [Absent()] * 2}
     assert load(tier, "third") == [Absent()] * 2
     assert (old.reading, new.reading) == (1, 2)
+
+
+def test_nodes_that_have_failed_are_not_remembered_for_longer_than_they_are_excluded(
+    tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that is started again has another address, so what is known of the former is of no use."""
+    now, nodes = [0.0], [f"127.0.0.1:{port}" for port in (1, 2, 3)]
+    monkeypatch.setattr(mooncake, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = tier._connected()
+    monkeypatch.setattr(client, "batch_get_replica_desc", lambda names: {names[0]: [copy_at(nodes[0])]}, raising=False)
+    for _ in range(3):
+        tier._leave_out(["a chunk"])
+        assert list(tier._left_out) == nodes[:1]
+        now[0] += tier._config.dead_node_s
+        del nodes[0]
+
+
+def copy_at(node: str) -> Any:
+    """The description of a copy in a node's memory."""
+    memory = SimpleNamespace(buffer_descriptor=SimpleNamespace(transport_endpoint=node))
+    return SimpleNamespace(is_memory_replica=lambda: True, get_memory_descriptor=lambda: memory)

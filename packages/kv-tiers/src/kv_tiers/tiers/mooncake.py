@@ -269,9 +269,12 @@ class MooncakeTier:
     def _leave_out(self, names: Sequence[str]) -> None:
         """Exclude the nodes that hold these: a transfer from them has just failed."""
         if names:
-            until = time.monotonic() + self._config.dead_node_s
+            now = time.monotonic()
+            until = now + self._config.dead_node_s
             for of_name in self._connected().batch_get_replica_desc(list(names)).values():
                 self._left_out |= dict.fromkeys(_nodes(of_name), until)
+            # A node that is started again is another one, and the former never comes back.
+            self._left_out = {node: again for node, again in list(self._left_out.items()) if now < again}
 
     # The connection.
 
