@@ -46,17 +46,20 @@ class Proxy:
     def hand_over(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The body for the decode engine, once the prompt is computed. If no prefill engine does it, it is the same
         body, and the decode engine computes the prompt."""
-        first = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": ASKS_FOR_PREFILL}
+        said = body.get("kv_transfer_params") or {}
+        own = {"kv_tiers": said["kv_tiers"]} if "kv_tiers" in said else {}  # such as tags, which both engines must have
+        first = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": ASKS_FOR_PREFILL | own}
         if "max_completion_tokens" in first:
             first["max_completion_tokens"] = 1
-        first.pop("stream_options", None)
+        for name in ("stream_options", "min_tokens"):  # vLLM refuses them beside one token that is not streamed
+            first.pop(name, None)
         try:
             with post(next(self._prefill) + path, first) as answer:
                 params = json.load(answer).get("kv_transfer_params")
         except (OSError, HTTPException, ValueError) as error:
             print(f"the prompt is not computed beforehand: {error}", flush=True)
             return body
-        return body | {"kv_transfer_params": params} if params else body
+        return body | {"kv_transfer_params": params | own} if params else body
 
     def serve(self, host: str, port: int) -> ThreadingHTTPServer:
         """A server that is listening; `serve_forever` is the caller's to call."""

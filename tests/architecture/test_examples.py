@@ -1,9 +1,14 @@
 """Every example runs as it is, and so does the quick start of each README that has one in Python."""
 
+import json
 import re
+import runpy
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,3 +47,45 @@ def test_the_readmes_snippet_runs(readme: Path, number: int, snippet: str, tmp_p
 def test_there_is_something_to_run() -> None:
     assert len(EXAMPLES) >= 2
     assert SNIPPETS
+
+
+class Engine(ThreadingHTTPServer):
+    """Answers as kv-vllm does, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        asked: list[dict[str, Any]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                data = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, "remote_num_tokens": 3}}).encode()
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked = asked
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+def test_a_request_keeps_what_it_asks_of_the_cache_through_the_proxy() -> None:
+    """Without its tags a prompt was stored for everybody, and with more than one token demanded it was not computed
+    beforehand at all, as vLLM refuses that beside `max_tokens` 1."""
+    proxy = runpy.run_path(str(ROOT / "examples" / "11_disaggregated_prefill.py"))["Proxy"]
+    options = {"tags": {"session": "42"}}
+    body = {"prompt": [1, 2, 3, 4], "max_tokens": 8, "min_tokens": 2, "kv_transfer_params": {"kv_tiers": options}}
+    with Engine() as prefill:
+        to_decode = proxy([prefill.url], []).hand_over("/v1/completions", body)
+        prefill.shutdown()
+    (first,) = prefill.asked
+    assert first["max_tokens"] == 1 and "min_tokens" not in first
+    assert first["kv_transfer_params"]["do_remote_decode"] is True
+    assert to_decode["kv_transfer_params"]["do_remote_prefill"] is True
+    assert first["kv_transfer_params"]["kv_tiers"] == to_decode["kv_transfer_params"]["kv_tiers"] == options
+    assert (to_decode["max_tokens"], to_decode["min_tokens"]) == (8, 2)
