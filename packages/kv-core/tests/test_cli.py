@@ -294,3 +294,19 @@ def test_an_output_without_room_is_said_to_be_that(tmp_path: Path) -> None:
         )
     assert run.stderr == b"kv: error: the output cannot be written: No space left on device\n"
     assert run.returncode == 2
+
+
+def test_streams_that_are_closed_are_no_traceback(tmp_path: Path) -> None:
+    """By a shell's `<&-` and `>&-`, or by whatever starts a job."""
+    (tmp_path / "tokens").write_text("1 2 3 4")
+    program = "import sys; from kv_core.tools.command import main; sys.exit(main())"
+
+    def keys(arguments: str) -> tuple[int, str]:
+        run = subprocess.run(
+            ["sh", "-c", f'exec "$0" -c "$1" keys {arguments}', sys.executable, program],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return run.returncode, run.stderr
+
+    assert keys("- <&-") == (2, "kv: error: standard input is closed; name a file instead of -\n")
+    assert keys("tokens --chunk-tokens 2 >&-") == (0, "")

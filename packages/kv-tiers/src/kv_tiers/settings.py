@@ -212,6 +212,8 @@ def read_file(path: str) -> dict[str, Any]:
         ConfigError: it cannot be read, or is not of the kind that its name indicates.
     """
     said = "standard input" if path == STANDARD_INPUT else f"the configuration file {path}"
+    if path == STANDARD_INPUT and sys.stdin is None:
+        raise ConfigError(f"{said} is closed; name a file instead of -")
     try:
         text = sys.stdin.read() if path == STANDARD_INPUT else Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -254,3 +254,21 @@ def test_the_commands_are_started_where_nothing_is_imported_yet() -> None:
     scripts = {entry.name: entry.value for entry in importlib.metadata.entry_points(group="console_scripts")}
     assert scripts["kv"] == "kv_core.tools.command:main"
     assert scripts["kv-server"] == "kv_tiers.tools.server_command:main"
+
+
+def test_a_terminal_that_lacks_a_character_is_no_traceback() -> None:
+    """In a locale of ISO 8859-1, say, which has no ellipsis."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kv_tiers.server", "--help"], env=os.environ | {"PYTHONIOENCODING": "iso8859-1"},
+        capture_output=True, encoding="iso8859-1", timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "socket: /run/\\u2026/kv.sock" in done.stdout
+
+
+def test_settings_from_an_input_that_is_closed_are_one_line() -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m kv_tiers.server --config - <&-', sys.executable],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert refused(done) == "kv-server: standard input is closed; name a file instead of -"

@@ -338,6 +338,8 @@ def prompt_tokens(args: argparse.Namespace) -> Iterator[list[int]]:
 
 
 def _opened(path: str) -> AbstractContextManager[TextIO]:
+    if path == "-" and sys.stdin is None:
+        raise InputError("standard input is closed; name a file instead of -")
     return nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8")
 
 
