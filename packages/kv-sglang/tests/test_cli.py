@@ -50,6 +50,7 @@ def test_for_the_linker_the_same_settings_go_into_its_own_config(capsys: pytest.
         (["--capacity", "lots"], "host.capacity_bytes"),
         (["--tier", "disk:directory"], "'directory' is not OPTION=VALUE"),
         (["--page-size", "0"], "at least one token"),
+        (["--page-size", "2000000"], "from 1 to 1048576"),
         (["--hicache-size", "0"], "whole number of GB"),
         (["--hicache-ratio", "-1"], "a number above 0"),
         (["--hicache-ratio", "nan"], "a number above 0"),
@@ -63,6 +64,8 @@ def test_for_the_linker_the_same_settings_go_into_its_own_config(capsys: pytest.
         (["--tier", "disk:directory=/dev/null,capacity_bytes=1GiB"], "/dev/null cannot be used for the disk tier"),
         (["--tier", "redis:url=redis://h,password_file=/nowhere"], "/nowhere cannot be read"),
         (["--tier", "dram:capacity_bytes=1GiB", "--tier", "dram:capacity_bytes=1GiB"], "two tiers are called 'dram'"),
+        (["--tier", "disk:directory=2026,capacity_bytes=1GiB"], "directory"),
+        (["--tier", "dram:capacity_bytes=1" + "0" * 5000], 'such as "4MiB"'),
         (["--config-file", "/nowhere.yaml"], "cannot be read"),
     ],
 )
@@ -164,3 +167,11 @@ def test_a_directory_of_others_is_refused(capsys: pytest.CaptureFixture[str], tm
         pytest.skip("this user may write everywhere")
     assert main(["flags", "--tier", f"disk:directory={locked}/kv,capacity_bytes=1GiB"]) == 2
     assert "cannot" in (said := capsys.readouterr().err) and str(locked) in said
+
+
+def test_peers_that_are_in_a_directory_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Their `directory` is a table of options, and was taken for a path."""
+    listed = "{url: 'redis://127.0.0.1:6379', address: '127.0.0.1:9500'}"
+    file = config_file(tmp_path, f"tiers:\n  - {{type: peers, directory: {listed}}}\n")
+    flags = printed(capsys, "--config-file", file)
+    assert json.loads(flags["--hicache-storage-backend-extra-config"])["config_file"] == file

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, InputError
 from kv_tiers.build import check_settings
 from kv_tiers.settings import Settings, load
 
@@ -105,7 +105,7 @@ def _flags(args: argparse.Namespace) -> int:
         in_force = read_settings(settings, page_size, os.environ)
         _check(in_force)
         host = {} if args.linker else _host_memory(args, in_force)
-    except ConfigError as error:
+    except (ConfigError, InputError) as error:
         print(f"kv_sglang flags: {error}", file=sys.stderr)
         return 2
     named = engine_arguments(settings, page_size=page_size, linker=args.linker) | host
@@ -158,10 +158,12 @@ def _check(settings: Settings) -> None:
 
 
 def _paths(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The options of a tier that name files or directories, with one path each time."""
+    """The options of a tier that name files or directories, with one path each time. What is no text is for the tier to
+    check: the `directory` of peers is a table."""
     for option, value in tier.items():
         if option == _DIRECTORY or option.endswith("_file"):
-            yield from ((option, each) for each in (value if isinstance(value, list) else [value]) if each)
+            paths = value if isinstance(value, list) else [value]
+            yield from ((option, path) for path in paths if isinstance(path, str) and path)
 
 
 def _absolute(tier: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def read_tier(text: str) -> dict[str, Any]:
             raise ConfigError(f"--tier {text}: {option!r} is not OPTION=VALUE")
         try:
             tier[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # text, or what only looks like JSON
             tier[name] = value
     return tier
 
