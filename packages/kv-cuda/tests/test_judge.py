@@ -275,3 +275,16 @@ def test_a_device_that_is_not_there_is_said_before_the_model_is_loaded(
     assert main(["judge", str(tmp_path / "no-model"), "--text", str(text), "--device", device]) == 2
     said = capsys.readouterr().err
     assert f"--device {device}: " in said and "write cpu, cuda, or cuda:1" in said
+
+
+@pytest.mark.parametrize("name", ["missing/verdict.json", "text/verdict.json", "."])
+def test_a_file_that_cannot_be_written_is_said_before_the_model_is_loaded(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was said at the end, and what had been measured was not printed either."""
+    text = tmp_path / "text"
+    text.write_text("some words")
+    judge = ["judge", str(tmp_path / "no-model"), "--text", str(text)]
+    for options in (["--out"], ["--calibrate", str(text), "--calibration"]):
+        assert main([*judge, *options, str(tmp_path / name)]) == 2
+        assert f"kv: error: {tmp_path / name} cannot be written; name a file" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -111,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("give --text, or --calibrate, or both")
     if args.calibrate and len(args.calibration) != 1:
         raise InputError("--calibrate writes one file: give --calibration FILE once")
+    for path in [args.out, *(args.calibration if args.calibrate else ())]:
+        _check_writable(path)
     _check_device(args.device)
     # A codec to be judged is named only by its calibration.
     names = args.formats or ([] if args.calibration else sorted(QUANTISED))
@@ -141,6 +144,14 @@ def run(args: argparse.Namespace) -> int:
         said(f"the verdict is in {args.out}")
     print(json.dumps(asdict(verdict)) if args.json else _table(verdict))
     return 0
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before the work, which may take an hour and would be in vain."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{path} cannot be written; name a file, in a directory that there is")
 
 
 def _check_device(name: str) -> None:
