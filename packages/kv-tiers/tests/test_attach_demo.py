@@ -1,5 +1,7 @@
 """What the running example says: a row a request, each answer once, and a difference that nobody can miss."""
 
+from pathlib import Path
+
 import pytest
 from kv_tiers.attach import demo
 from kv_tiers.attach.demo_table import Row, table
@@ -53,3 +55,13 @@ def test_a_document_goes_with_two_questions(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         demo.run(wanted, ["--document", "README.md", "--question", "one?"])
     assert "two questions" in capsys.readouterr().err
+
+
+def test_a_document_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And not by the last lines of a process that read it after its imports."""
+    wanted = demo.Demo("kv.demo", "an engine", {}, start=None, write_tiny=None)  # type: ignore[arg-type]
+    for path in (tmp_path / "none.md", tmp_path):
+        with pytest.raises(SystemExit) as stop:
+            demo.run(wanted, ["--model", "m", "--document", str(path), "--question", "one?", "--question", "two?"])
+        assert stop.value.code == 2
+        assert f"--document {path} is not a file" in capsys.readouterr().err

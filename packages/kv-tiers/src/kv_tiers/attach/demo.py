@@ -112,6 +112,8 @@ def run(demo: Demo, arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.document is not None and len(args.question) != 2:
         parser.error("a document needs two questions")
+    if args.document is not None and not args.document.is_file():
+        parser.error(f"--document {args.document} is not a file")
     if args.run:
         os.environ.update(demo.environ)
         _serve(demo, args)
