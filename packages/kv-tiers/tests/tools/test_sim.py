@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,21 @@ def test_both_formats_plain_and_gzipped(tmp_path: Path) -> None:
         trace = read_trace(path)
         assert trace.prompts == keys("1 2 3\n1 2 4")
         assert (trace.chunks_unique, trace.span_s) == (4, 2.5)
+
+
+def test_a_trace_may_come_through_a_pipe() -> None:
+    """`kv sim <(zcat trace.gz)`. What was read to see whether it is gzipped was lost: the first 8 KiB, and the rest
+    of the line that they ended in was taken for a request."""
+    text = "".join(f'{{"timestamp": {number}, "hash_ids": [{number}, {number + 5000}]}}\n' for number in range(1000))
+    for data in (text.encode(), gzip.compress(text.encode())):
+        reader, writer = os.pipe()
+        try:
+            with open(writer, "wb") as pipe:
+                assert pipe.write(data) == len(data) < 1 << 16  # which is room for all of it
+            trace = read_trace(f"/dev/fd/{reader}")
+        finally:
+            os.close(reader)
+        assert (len(trace.prompts), trace.chunks_unique, trace.span_s) == (1000, 2000, 0.999)
 
 
 @pytest.mark.parametrize(

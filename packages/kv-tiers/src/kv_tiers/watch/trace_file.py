@@ -16,6 +16,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,15 +113,16 @@ def _same_sizes(before: tuple[int, int] | None, now: tuple[int, int], where: str
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
-    with Path(path).open("rb") as raw:
-        gzipped = raw.read(2) == b"\x1f\x8b"
     number = 0
     try:
-        with gzip.open(path, "rt", encoding=_UTF8) if gzipped else Path(path).open(encoding=_UTF8) as lines:
-            for number, line in enumerate(lines, 1):
-                text = line.partition("#")[0].strip() if not line.startswith("{") else line.strip()
-                if text:
-                    yield number, text
+        # Opened once: what has been read of a pipe, such as <(zcat trace.gz), cannot be read again.
+        with Path(path).open("rb") as raw:
+            gzipped = raw.peek(2)[:2] == b"\x1f\x8b"
+            with gzip.open(raw, "rt", encoding=_UTF8) if gzipped else TextIOWrapper(raw, encoding=_UTF8) as lines:
+                for number, line in enumerate(lines, 1):
+                    text = line.partition("#")[0].strip() if not line.startswith("{") else line.strip()
+                    if text:
+                        yield number, text
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{path}:{number + 1}: the gzip file is damaged ({error}); fetch it again") from None
     except UnicodeDecodeError:
