@@ -242,6 +242,7 @@ def test_the_table_shows_every_tier(small: str, capsys: pytest.CaptureFixture[st
         (["--capacity", "3", "--bandwidth", "disk=3"], "there is no such tier; there are host"),
         (["--capacity", "3", "--bandwidth", "host=fast"], "write NAME=GB/S"),
         (["--capacity", "3", "--chunk-tokens", "0"], "at least one token"),
+        (["--capacity", "50%", "--chunk-tokens", "1" + "0" * 400], "at most 1048576"),
         (
             ["--capacity", "3", "--token-bytes", "5%"],
             "--token-bytes 5%: write a number with a unit, such as 64GiB, 2TB or 512B\n",

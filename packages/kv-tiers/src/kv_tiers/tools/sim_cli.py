@@ -40,6 +40,7 @@ The exit status is 0, or 2 if an input or option is wrong; the text on standard 
 """
 _OPT = "opt"
 _CHUNK_TOKENS = 512
+_MAX_CHUNK_TOKENS = 1 << 20
 _DEFAULT_KV = "128KiB"
 _GBPS = {"host": 40.0, "disk": 3.0}
 _UNITS = {
@@ -118,8 +119,10 @@ def _sim(args: argparse.Namespace) -> int:
         from kv_tiers.tools import sim_plot  # before the work, which would be in vain without its library
 
         sim_plot.check(args.plot)
-    if args.chunk_tokens is not None and args.chunk_tokens < 1:
-        raise InputError(f"--chunk-tokens {args.chunk_tokens}: a chunk has at least one token")
+    if args.chunk_tokens is not None and not 1 <= args.chunk_tokens <= _MAX_CHUNK_TOKENS:
+        raise InputError(
+            f"--chunk-tokens {args.chunk_tokens}: a chunk has at least one token, and at most {_MAX_CHUNK_TOKENS}"
+        )
     policies = list(dict.fromkeys(args.policy.split(",")))
     for name in policies:
         if name != _OPT:
