@@ -268,7 +268,8 @@ def test_tiers_are_listed_in_any_of_the_places(tmp_path: Path) -> None:
 
 
 def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for tier in ({"url": "redis://me:hush@host:6379/0"}, {"url": "redis://:hush@host"}, {"password": "hush"}):
+    urls = ("redis://me:hush@host:6379/0", "redis://:hush@host", "redis://:a/hush@host", "redis://me:a@hush#@host")
+    for tier in (*({"url": url} for url in urls), {"password": "hush"}):
         monkeypatch.setenv("KV_TIERS", json.dumps([{"type": "redis", **tier}]))
         for output in ("table", "json"):
             assert main(["config", "--output", output]) == 2  # none of these is where a password belongs

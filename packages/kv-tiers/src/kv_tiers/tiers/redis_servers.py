@@ -414,6 +414,9 @@ def _unexpected(address: Address, answer: Reply) -> TierDown:
 
 def read_url(config: RedisAccess, where: str) -> Url:
     """Raises `ConfigError`."""
+    # Before anything else: other errors repeat parts of the url, and a password may have a / or a # in it.
+    if "@" in config.url and not config.url.startswith("unix:///"):
+        raise ConfigError(f"{where}: url holds a user or password; write username, and password_file or password_env")
     try:
         parts = urlsplit(config.url)
     except ValueError as error:
@@ -423,8 +426,6 @@ def read_url(config: RedisAccess, where: str) -> Url:
         raise ConfigError(
             f"{where}: url: {parts.scheme}:// is not one of {', '.join(f'{name}://' for name in _SCHEMES)}"
         )
-    if "@" in parts.netloc:
-        raise ConfigError(f"{where}: url holds a user or password; write username, and password_file or password_env")
     number = parts.query.removeprefix("db=") if kind == "unix" else parts.path.removeprefix("/")
     if number and not (number.isascii() and number.isdigit()):
         raise ConfigError(f"{where}: url names the database {number!r}; write a number")

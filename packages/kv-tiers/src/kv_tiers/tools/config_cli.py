@@ -11,7 +11,7 @@ from kv_core.errors import ConfigError
 
 from kv_tiers.settings import load
 
-_PASSWORD_IN_URL = re.compile(r"(://[^/@]*:)[^/@]*@")
+_PASSWORD_IN_URL = re.compile(r"(://[^:@/]*:).*@")  # which may have any character in it
 _SECRET = re.compile(r"(password|secret|token|salt)(?!.*_file$)")
 
 
