@@ -298,6 +298,26 @@ def test_kv_config_shows_what_an_engine_would_refuse_and_says_why(
     assert main(["config", "--extra", json.dumps(joined)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"algorithm": "blake2b"}, "blake2b needs a secret"),
+        ({"algorithm": "blake2b", "secret_file": "/nowhere"}, "/nowhere"),
+        ({"secret_file": "/nowhere"}, "sha256 takes none"),
+        ({"chunk_tokens": 1 << 21}, "from 1 to 1048576"),
+    ],
+)
+def test_kv_config_shows_that_an_engine_could_not_name_chunks(
+    extra: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which an engine does itself, whatever server it joins."""
+    for server in ({}, {"server": {"socket": "/run/kv/kv.sock"}}):
+        assert main(["config", "--extra", json.dumps(extra | server)]) == 2
+        told = capsys.readouterr()
+        assert "host.capacity_bytes" in told.out
+        assert told.err.startswith("kv config: ") and said in told.err
+
+
 def test_what_watches_the_cache_in_this_process_is_what_the_settings_say(tmp_path: Path) -> None:
     settings, _ = load({"observe": {"record": str(tmp_path / "trace.jsonl")}, "host.capacity_bytes": "1MiB"}, {})
     cache, bus = open_in_process(settings, Format((4096,), "f"))
@@ -339,7 +359,7 @@ def test_a_salt_is_in_no_error(tenants: object) -> None:
         assert "hush" not in str(raised.value)
 
 
-@pytest.mark.parametrize("extra", ["{", "[]", "[" * 100_000, '{"chunk_token": 1}'])
+@pytest.mark.parametrize("extra", ["{", "[]", "[" * 100_000, "9" * 5_000, '{"chunk_token": 1}'])
 def test_kv_config_says_what_is_wrong_in_one_line(extra: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--extra", extra]) == 2
     told = capsys.readouterr()

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, InputError
 
 from kv_tiers.settings import load
 
@@ -22,9 +22,9 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="print the settings in force and where each came from",
         description="Read the settings as kv-vllm and kv-sglang do, and print each with its value and origin. "
         "Precedence: --extra, then the file, then KV_… environment variables. Under SGLang, --page-size decides "
-        "chunk_tokens, and algorithm is sha256. The host pool and the tiers are checked as at the start of an engine "
-        "on this machine, unless server.socket names a server, which has its own. The exit status is 0, or 2 if "
-        "something is wrong; the text on standard error says what to do.",
+        "chunk_tokens, and algorithm is sha256. The secret, the host pool and the tiers are checked as at the start of "
+        "an engine on this machine, the latter two unless server.socket names a server, which has its own. The exit "
+        "status is 0, or 2 if something is wrong; the text on standard error says what to do.",
     )
     parser.add_argument(
         "--file", help="YAML, TOML or JSON file to read, as the setting config_file or KV_CONFIG_FILE would name it"
@@ -43,7 +43,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _run(args: argparse.Namespace) -> int:
     try:
         extra = json.loads(args.extra)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         print(f"kv config: --extra is not JSON: {error}", file=sys.stderr)
         return 2
     if not isinstance(extra, dict):
@@ -64,14 +64,15 @@ def _run(args: argparse.Namespace) -> int:
         for entry in in_force:
             value = json.dumps(_shown(entry.value), ensure_ascii=False, default=str)
             print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
-    if not settings.server.socket:  # otherwise the host pool and the tiers are the server's own
-        from kv_tiers.build import check_settings  # too much to import for every command's --help
+    try:
+        settings.scheme()
+        if not settings.server.socket:  # otherwise the host pool and the tiers are the server's own
+            from kv_tiers.build import check_settings  # too much to import for every command's --help
 
-        try:
             check_settings(settings.host, settings.tiers)
-        except ConfigError as error:
-            print(f"kv config: {error}", file=sys.stderr)
-            return 2
+    except (ConfigError, InputError) as error:
+        print(f"kv config: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
