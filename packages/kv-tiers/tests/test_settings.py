@@ -285,6 +285,8 @@ def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str], monkeypatch
         ({"tiers": [{"type": "dram", "capacity_bytes": 4096, "codec": "gz"}]}, "tiers[0]: there is no codec 'gz'"),
         ({"tiers": [{"type": "dram", "capcity_bytes": 1 << 30}]}, "did you mean 'capacity_bytes'?"),
         ({"host": {"policy": "lruu"}}, "did you mean 'lru'?"),
+        ({"host": {"name": "a/b"}}, "the pool's name 'a/b' must be"),
+        ({"tiers": [{"type": "dram", "capacity_bytes": "9PiB"}]}, "needs 9216 TiB and this machine"),
     ],
 )
 def test_kv_config_shows_what_an_engine_would_refuse_and_says_why(

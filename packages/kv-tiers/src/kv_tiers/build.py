@@ -23,7 +23,7 @@ from kv_tiers.eviction.registry import make_policy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.pool.host_pool import HostPool, check_capacity, slot_bytes_for
+from kv_tiers.pool.host_pool import HostPool, check_capacity, pool_path, slot_bytes_for
 from kv_tiers.pool.machine import spelled
 from kv_tiers.registry import codec_factory, tier_factory
 from kv_tiers.tenants import Tenant, quotas_of
@@ -118,6 +118,8 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
     make_policy(config.policy, 1)
     check_lease(config.lease_s)
     check_capacity(config.capacity_bytes)
+    if config.name:
+        pool_path(config.name)
     check_parts(tiers)
     names: list[str] = []
     for number, options in enumerate(tiers):

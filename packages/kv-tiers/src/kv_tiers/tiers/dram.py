@@ -15,7 +15,7 @@ from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.index.journal import Journal
 from kv_tiers.options import read_options
-from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.pool.host_pool import HostPool, check_capacity
 from kv_tiers.tier import (
     ANY_CHUNKS,
     RankedChunk,
@@ -50,6 +50,7 @@ class DramConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 def _check_options(options: Mapping[str, object]) -> None:
     config = read_options(DramConfig, options, "dram")
     make_policy(config.policy, _slots_for(config, ANY_CHUNKS))
+    check_capacity(config.capacity_bytes, "dram")
 
 
 @checked(_check_options)
