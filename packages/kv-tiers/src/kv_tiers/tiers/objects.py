@@ -25,6 +25,7 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers.chunk_header import HEADER_BYTES
+from kv_tiers.config import MAX_SECONDS
 from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
@@ -106,8 +107,11 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("endpoint must begin with http:// or https://, followed by a host, a port and a path")
         if bool(self.access_key_id) != bool(self.secret_access_key_file):
             raise ValueError("access_key_id and secret_access_key_file go together")
-        if self.requests < 1 or self.retries < 0 or min(self.connect_timeout_s, self.timeout_s) < 0.001:
-            raise ValueError("requests and time-outs must be positive, and retries not negative")
+        timeouts = (self.connect_timeout_s, self.timeout_s)
+        if self.requests < 1 or self.retries < 0 or not 0.001 <= min(timeouts) <= max(timeouts) <= MAX_SECONDS:
+            raise ValueError(
+                f"requests and time-outs must be positive, time-outs at most {MAX_SECONDS} s, and retries not negative"
+            )
 
 
 def _check_options(options: Mapping[str, object]) -> None:
