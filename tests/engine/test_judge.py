@@ -1,6 +1,8 @@
 """The judge on a tiny model by transformers, and its verdict where the real engine starts."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -108,3 +110,16 @@ def test_the_engine_starts_with_a_format_that_is_good_enough_and_with_no_other(
     ):
         pass
     assert f"format fp8 has a KL divergence of {fp8.kl:.2g}" in capfd.readouterr().err
+
+
+def test_a_model_whose_file_was_cut_short_is_named(
+    spelling_llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A download that ended early, say: safetensors has an exception of its own for it."""
+    model, text = tmp_path / "model", tmp_path / "text"
+    shutil.copytree(spelling_llama, model)
+    os.truncate(model / "model.safetensors", 1000)
+    text.write_text("some words")
+    assert main(["judge", str(model), "--text", str(text)]) == 2
+    said = capsys.readouterr().err
+    assert f"kv: error: model {model}: " in said and "Traceback" not in said

@@ -66,7 +66,7 @@ class Model:
         try:
             self._model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
             self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a damaged file raises what the library for its format has
             raise ConfigError(f"model {name}: {error}") from error
         self.name = name
         self.kv_dtype: torch.dtype = getattr(torch, dtype)
