@@ -282,6 +282,22 @@ def test_what_may_not_be_removed_is_hidden_until_it_may(bench: Bench) -> None:
     assert bench.lane.holds(keys) == [True] * 3
 
 
+def test_what_waited_to_be_stored_does_not_wait_for_a_clear_that_is_refused(bench: Bench) -> None:
+    """It was cleared with the rest, and its slots in the pool are in use for as long as it waits."""
+    keys, waiting = key_chain(3), key_chain(2, branch="waiting")
+    bench.store(keys)
+    bench.run()
+    bench.store(waiting)
+    bench.tier.fault = "add_only"
+    bench.lane.clear()
+    bench.run()
+    assert [type(bench.stored[key]) for key in waiting] == [Refused] * 2
+    assert bench.lane.counts().queued == 0
+    assert bench.tier.holds(waiting) == [False] * 2
+    assert bench.lane.holds(keys) == [False] * 3
+    assert not bench.store(waiting)
+
+
 def test_what_stays_hidden_because_it_may_not_be_removed_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -326,7 +326,9 @@ class Jobs:
         return None
 
     def _next_store(self) -> Store | None:
-        if self._stores and not self.is_clearing and len(self._storing) < self._max_stores:
+        """What waits while the tier is being cleared was cleared with it, and begins only to be answered: a tier may
+        refuse to be cleared for good, and the chunks' slots in the pool are in use until then."""
+        if self._stores and len(self._storing) < self._max_stores:
             first = self._stores[0]
             if not any(chunk.key in self._discarding for chunk in first.chunks):
                 return self._stores.popleft()

@@ -110,7 +110,7 @@ class Moving:
         with self._changed:
             chunks = [chunk for chunk in job.chunks if chunk.key not in job.dropped]
         writes = self._payloads.writes(chunks)
-        answers = dict(zip([write.key for write in writes], self._tier.store(writes), strict=True))
+        answers = dict(zip([write.key for write in writes], self._tier.store(writes) if writes else (), strict=True))
         outcomes = [answers.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
         with self._changed:
