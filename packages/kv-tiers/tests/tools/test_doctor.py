@@ -105,9 +105,17 @@ def test_engines_at_a_server_are_listed_with_what_their_groups_need(tmp_path: Pa
         assert "no engine uses it" in found.found
         cache = join_at(server.socket, engine="gemma", facts={"rank": "0"} | facts.to_text())
         (found,) = doctor.servers(server.socket.parent)
-        cache.close()
+        others = [
+            join_at(server.socket, engine=name, facts=known)
+            for name, known in (("pages", {"chunk_tokens": "64"}), ("other", {"groups": "as of another release"}))
+        ]
+        _, pages, other = doctor.servers(server.socket.parent)
+        for joined in (cache, *others):
+            joined.close()
     finally:
         server.stop()
+    assert (pages.state, pages.found) == ("ok", "engine pages, chunks of 64 tokens")
+    assert other.state == "note" and "engine other, described in another way" in other.found and other.advice
     assert found.found == (
         "engine gemma, chunks of 256 tokens: layout NHD, format canonical; "
         "2 groups of layout NHD, format canonical, window of 512 tokens"

@@ -5,7 +5,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kv_core.errors import ConfigError, TierDown
@@ -52,12 +52,27 @@ def servers(directory: Path) -> Iterator[Finding]:
             )
             continue
         assert isinstance(answer, wire.Registrations)
-        engines = {session.engine: session.facts for session in answer.sessions if "groups" in session.facts}
+        engines: dict[str, dict[str, str]] = {}
+        for session in answer.sessions:  # of an engine's processes, one or several describe its chunks
+            engines[session.engine] = engines.get(session.engine, {}) | session.facts
         if not engines:
             yield Finding("ok", what, f"{socket}, no engine uses it")
         for engine, facts in engines.items():
-            found = EngineFacts.from_text(facts)
-            yield Finding("ok", what, f"engine {engine}, chunks of {found.chunk_tokens} tokens: {found.described}")
+            yield _engine(what, engine, facts)
+
+
+def _engine(what: str, engine: str, facts: Mapping[str, str]) -> Finding:
+    """facts: as an engine of any package and release registers them."""
+    said = f"engine {engine or 'without a name'}" + (
+        f", chunks of {facts['chunk_tokens']} tokens" if "chunk_tokens" in facts else ""
+    )
+    if "groups" not in facts:  # SGLang's are all alike
+        return Finding("ok", what, said)
+    try:
+        return Finding("ok", what, f"{said}: {EngineFacts.from_text(facts).described}")
+    except (KeyError, ValueError) as error:
+        advice = "install the engine's release here to see how its chunks are made up"
+        return Finding("note", what, f"{said}, described in another way: {error!r}", advice)
 
 
 def _memory() -> Iterator[Finding]:
