@@ -540,11 +540,11 @@ def test_the_command_waits_for_its_end_and_says_how_it_was(
     assert main(["drain", *socket]) == 0
     said = f"drained: of 4 chunks 4 chunks ({4 * CHUNK_BYTES} bytes) moved, 0 on other hosts already\n"
     assert capsys.readouterr().out == said
-    assert main(["drain", *socket, "--end"]) == 0
+    assert main(["drain", *socket, "--end", "--json"]) == 0
     filled(ending, one, PROMPTS[1:])  # more than the other has room for
     assert main(["drain", *socket, "--json", "--timeout", "30"]) == 1
-    *_, last = capsys.readouterr().out.splitlines()
-    told = json.loads(last)
+    (line,) = capsys.readouterr().out.splitlines()  # nothing else, so that it can be read by a program
+    told = json.loads(line)
     assert told["elsewhere"] == 4 and told["moved"] == 4 and told["refused"] == 16
     assert main(["drain", *socket, "--no-wait"]) == 0
     assert main(["drain", "--socket", str(tmp_path / "nobody")]) == 2

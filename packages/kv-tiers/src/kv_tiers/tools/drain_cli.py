@@ -54,7 +54,9 @@ def register(commands: Any) -> None:
     parser.add_argument("--max-bytes", metavar="BYTES", help="move at most this much of each format, such as 20GiB")
     parser.add_argument("--no-wait", action="store_true", help="begin, and do not wait")
     parser.add_argument("--end", action="store_true", help="stop offering, and store as before")
-    parser.add_argument("--json", action="store_true", help="how it ended, as one JSON object per format")
+    parser.add_argument(
+        "--json", action="store_true", help="how a drain ended, as one JSON object per format, and nothing else"
+    )
 
 
 def _drain(args: argparse.Namespace) -> int:
@@ -68,7 +70,7 @@ def _drain(args: argparse.Namespace) -> int:
     try:
         report = _ask(path, wire.Drain(not args.end, args.timeout, most))
         if args.end:
-            print("it stores as before")
+            print("it stores as before", file=sys.stderr if args.json else sys.stdout)
             return 0
         if args.no_wait:
             return 0
