@@ -16,7 +16,8 @@ from kv_tiers.server.report import PeersServed
 from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext
 from kv_tiers.tiers import peer_hosts
-from kv_tiers.tiers.peers_wire import Held, Holds, PeerStream, Request, unpack_keys
+from kv_tiers.tiers.directory.names import SUMS_BYTES
+from kv_tiers.tiers.peers_wire import Held, Holds, Listed, PeerStream, Request, Sum, Summed, unpack_keys
 
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import joined
@@ -115,3 +116,19 @@ class FakePeer:
                 stream.send_message(Held(self.hold(request), None), deadline)
             else:
                 self._answer(stream, request)
+
+
+def slow_lister(host: bytes) -> FakePeer:
+    """A peer of which all differs from what is known, and which lists it one shard at a time: each of its answers comes
+    in time, and there would be thousands.
+
+    host: its id in the directory.
+    """
+
+    def answer(stream: PeerStream, request: Request) -> None:
+        time.sleep(0.01)
+        is_sum = isinstance(request, Sum)
+        says = Summed(host, 5, b"\1" * SUMS_BYTES, None) if is_sum else Listed(host, 5, 1, b"")
+        stream.send_message(says, time.monotonic() + 5)
+
+    return FakePeer(answer)

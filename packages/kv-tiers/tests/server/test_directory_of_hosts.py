@@ -24,7 +24,7 @@ from kv_testing.cache_servers import (
     store,
 )
 from kv_testing.http import Served
-from kv_testing.peers import PATIENT, FakePeer, is_whole, listening, reads_of, served_by
+from kv_testing.peers import PATIENT, FakePeer, is_whole, listening, reads_of, served_by, slow_lister
 from kv_testing.redis_servers import AskedServer, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
@@ -480,16 +480,9 @@ def test_what_a_host_handed_over_and_lost_since_is_read_from_the_host_that_lists
 def test_a_host_that_lists_its_names_one_shard_at_a_time_holds_up_nobody(
     ending: ExitStack, valkey: AskedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its answers comes in time, and there would be thousands."""
     monkeypatch.setattr(tiers_directory, "_REPAIR_S", 0.1)
 
-    def answer(stream: PeerStream, request: Request) -> None:
-        time.sleep(0.01)
-        is_sum = isinstance(request, Sum)
-        says = Summed(LIAR, 5, b"\1" * SUMS_BYTES, None) if is_sum else Listed(LIAR, 5, 1, b"")
-        stream.send_message(says, time.monotonic() + 5)
-
-    slow = FakePeer(answer)
+    slow = slow_lister(LIAR)
     ending.callback(slow.close)
     tier = reader(ending, valkey.url, lease_s=60.0)
 

@@ -6,14 +6,14 @@ from contextlib import ExitStack
 
 import pytest
 from kv_testing.cache_servers import SLOT_BYTES
-from kv_testing.peers import PATIENT, FakePeer, own_nobody
+from kv_testing.peers import PATIENT, own_nobody, slow_lister
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.directory.entries import Entry
-from kv_tiers.tiers.directory.names import NAME_BYTES, SUMS_BYTES
+from kv_tiers.tiers.directory.names import NAME_BYTES
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
-from kv_tiers.tiers.peers_wire import List, Listed, PeerStream, Request, Sum, Summed
+from kv_tiers.tiers.peers_wire import List
 
 HOST = b"slow" * 4
 
@@ -21,16 +21,9 @@ HOST = b"slow" * 4
 def test_a_host_that_takes_long_to_list_its_chunks_is_not_waited_for(
     ending: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its answers comes in time, and there would be thousands."""
     own_nobody(monkeypatch)
 
-    def answer(stream: PeerStream, request: Request) -> None:
-        time.sleep(0.01)
-        is_sum = isinstance(request, Sum)
-        says = Summed(HOST, 5, b"\1" * SUMS_BYTES, None) if is_sum else Listed(HOST, 5, 1, b"")
-        stream.send_message(says, time.monotonic() + 5)
-
-    slow = FakePeer(answer)
+    slow = slow_lister(HOST)
     ending.callback(slow.close)
     options = {"directory": {"url": "redis://127.0.0.1:1", "lease_s": 60.0}, **PATIENT}
     tier = make_peers_tier(options, TierContext(CHUNK_BYTES, SLOT_BYTES, "f"))
