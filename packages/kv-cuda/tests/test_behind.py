@@ -2,11 +2,12 @@
 
 import os
 import random
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -264,8 +265,7 @@ def test_a_copy_that_fails_while_somebody_looks_is_not_taken_for_one_that_has_ar
             value = super().__getattribute__(name)
             if name in ("_copy", "_failure") and not vars(self).get("is_ending"):
                 vars(self)["is_ending"] = True
-                with suppress(MisuseError):
-                    self.wait()
+                self.copy()
             return value
 
     def fail() -> None:
@@ -273,6 +273,72 @@ def test_a_copy_that_fails_while_somebody_looks_is_not_taken_for_one_that_has_ar
 
     with pytest.raises(MisuseError, match="beyond the pool"):
         Ending(fail).done()
+
+
+def test_who_waits_for_the_thread_copies_the_layers_after_it_meanwhile() -> None:
+    """And only until the thread is done."""
+    begun, is_copied = Event(), Event()
+    copied: list[tuple[int, str]] = []
+
+    def held_up() -> None:
+        begun.set()
+        assert is_copied.wait(30)
+
+    def layer(number: int) -> None:
+        copied.append((number, threading.current_thread().name))
+        if number == 2:
+            is_copied.set()
+
+    events = copy_behind([held_up, *(partial(layer, number) for number in range(1, 4))])
+    assert begun.wait(30)
+    events[0].wait()
+    mine = threading.current_thread().name
+    assert copied[:2] == [(1, mine), (2, mine)]
+    for event in events:
+        event.wait()
+    assert [number for number, _ in copied] == [1, 2, 3] and all(event.done() for event in events)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system alone places threads here")
+def test_the_thread_leaves_the_processor_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is given a copy, and after the caller has waited for it. Or the two take turns on one processor."""
+    processors, allowed = os.sched_getaffinity(0), os.sched_getaffinity
+    if len(processors) < 2:
+        pytest.skip("there is one processor")
+    begun, may_end = Event(), Event()
+
+    class Waited:
+        """The copy ends when somebody waits for it."""
+
+        def __init__(self, lock: Any) -> None:
+            self.lock = lock
+
+        def acquire(self, *, blocking: bool) -> bool:
+            if blocking:
+                may_end.set()
+            return bool(self.lock.acquire(blocking=blocking))
+
+        def release(self) -> None:
+            self.lock.release()
+
+    def held_up() -> None:
+        begun.set()
+        assert may_end.wait(30)
+
+    copying_thread().submit(lambda: None).result()
+    monkeypatch.setattr(behind.os, "sched_getaffinity", lambda _process: processors)
+    first, second, *_ = processors
+    try:
+        os.sched_setaffinity(0, {first})  # so that this thread runs there for certain
+        (copy,) = copy_behind([held_up])
+        assert begun.wait(30)
+        assert allowed(behind._thread_ids[0]) == processors - {first}
+        os.sched_setaffinity(0, {second})
+        monkeypatch.setattr(copy, "_lock", Waited(copy._lock))
+        copy.wait()
+        assert allowed(behind._thread_ids[0]) == processors - {second}
+    finally:
+        os.sched_setaffinity(0, processors)
 
 
 def test_what_has_been_copied_is_let_go() -> None:

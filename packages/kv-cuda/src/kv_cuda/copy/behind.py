@@ -1,16 +1,19 @@
 """Copies on a CPU that a thread makes layer by layer while the engine computes: loads, before it needs a layer, and
 stores, once it has computed one.
 
-One thread copies the layers in their order. A caller that waits for a layer that has not begun copies it itself, so a
-thread that gets no processor delays a caller by no more than the layer it is copying.
+One thread copies the layers in their order. A caller that waits for a layer copies it itself if the thread has not
+begun it, and those after it if it has. So both are busy until the engine can compute, and a thread that gets no
+processor delays a caller by no more than the layer it is copying. The thread stays off the processor that its caller
+computes on: a scheduler that wakes it there has the two take turns of some milliseconds.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from threading import Lock
+from threading import Lock, get_native_id
 from typing import Final
 
 _MIN_BYTES: Final = 2 << 20
@@ -28,10 +31,12 @@ def pays_behind(nbytes: int) -> bool:
 class LayerCopy:
     """The copy of one layer. A `kv_core.connect.device.CopyEvent`, for any number of threads."""
 
-    def __init__(self, copy: Callable[[], None]) -> None:
+    def __init__(self, copy: Callable[[], None], next_layer: "LayerCopy | None" = None) -> None:
+        """next_layer: the one that the thread copies after this."""
         self._lock = Lock()
         self._copy: Callable[[], None] | None = copy  # until it has ended: it keeps the memory on both sides alive
         self._failure: Exception | None = None
+        self._next = next_layer
 
     def done(self) -> bool:
         has_ended = self._copy is None  # before its failure, which is noted first: it may end between the two
@@ -40,23 +45,42 @@ class LayerCopy:
         return has_ended
 
     def wait(self) -> None:
-        with self._lock:
-            if self._copy is not None:
-                try:
-                    self._copy()
-                except Exception as error:  # noqa: BLE001  # every caller that waits for this layer gets it
-                    self._failure = error
-                self._copy = None
+        layer = self._next
+        while not self.copy():
+            if layer is not None:
+                layer.copy()
+                layer = layer._next
+            else:
+                self.copy(wait=True)
+                leave_processor()  # the system wakes a waiter where its waker runs
         if self._failure is not None:
             raise self._failure
 
     def hold_engine(self) -> None:
         self.wait()
 
+    def copy(self, *, wait: bool = False) -> bool:
+        """Copy this layer, if nobody has. wait: for one who is copying it now. Returns whether it has ended."""
+        if not self._lock.acquire(blocking=wait):
+            return False
+        try:
+            if self._copy is not None:
+                self._copy()
+        except Exception as error:  # noqa: BLE001  # every caller that waits for this layer gets it
+            self._failure = error
+        finally:
+            self._copy = None
+            self._lock.release()
+        return True
+
 
 def copy_behind(layers: Sequence[Callable[[], None]]) -> list[LayerCopy]:
     """Start copying these layers, in their order; or copy them, if the system has no more threads for this process."""
-    copies = [LayerCopy(copy) for copy in layers]
+    copies: list[LayerCopy] = []
+    for copy in reversed(layers):
+        copies.append(LayerCopy(copy, copies[-1] if copies else None))
+    copies.reverse()
+    leave_processor()
     try:
         copying_thread().submit(_copy_all, copies)
     except RuntimeError:
@@ -66,16 +90,34 @@ def copy_behind(layers: Sequence[Callable[[], None]]) -> list[LayerCopy]:
     return copies
 
 
+_thread_ids: Final[list[int]] = []
+"""The system's number of the copying thread, once it runs."""
+
+
 @cache
 def copying_thread() -> ThreadPoolExecutor:
     """The only one in this process."""
-    return ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
+    return ThreadPoolExecutor(1, "kv-copy", initializer=lambda: _thread_ids.append(get_native_id()))
 
 
-os.register_at_fork(after_in_child=copying_thread.cache_clear)  # a child inherits the executor without its thread
+def _forget_thread() -> None:
+    copying_thread.cache_clear()
+    _thread_ids.clear()
+
+
+os.register_at_fork(after_in_child=_forget_thread)  # a child inherits the executor without its thread
+
+
+def leave_processor() -> None:
+    """Let the thread run on all processors of the caller but the one that the caller runs on now."""
+    if not _thread_ids or not hasattr(os, "sched_setaffinity"):
+        return
+    others = os.sched_getaffinity(0) - {ctypes.CDLL(None).sched_getcpu()}
+    if others:
+        with suppress(OSError):
+            os.sched_setaffinity(_thread_ids[0], others)
 
 
 def _copy_all(copies: Sequence[LayerCopy]) -> None:
     for copy in copies:
-        with suppress(Exception):  # raised again for callers that wait
-            copy.wait()
+        copy.copy()  # unless a caller is copying it
