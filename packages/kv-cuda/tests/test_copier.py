@@ -182,8 +182,14 @@ def test_a_plan_moves_exactly_its_tokens_and_touches_nothing_else(
             assert torch.equal(raw(fast).cpu(), raw(reference))
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @every_cache_and_format
-def test_what_was_gathered_scatters_back_into_other_blocks(cache: SmallCache, kind: str) -> None:
+def test_what_was_gathered_scatters_back_into_other_blocks(
+    cache: SmallCache, kind: str, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the processor's caches, and around them as if the copy were a large one."""
+    if streams:
+        monkeypatch.setattr("kv_cuda.copy.cpu._MIN_STREAMED_BYTES", 0)
     layout, described = cache.layout, format_of(cache.layout, kind)
     tensors = cache.make()
     fill(tensors)
@@ -457,6 +463,25 @@ def test_parts_whose_blocks_are_at_different_distances_are_refused(kind: str) ->
     layout = replace(layout, blocks=2, parts=(k, replace(v, block=v.block + 8)))
     with pytest.raises(InputError, match="at different distances"):
         CpuCopier(layout, CACHES["K and V apart"].make(), format_of(layout, kind))
+
+
+@needs_c
+def test_only_large_copies_to_the_engine_go_around_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CACHES["K transposed"]
+    described = format_of(cache.layout, "canonical")
+    monkeypatch.setattr("kv_cuda.copy.cpu._MIN_STREAMED_BYTES", 2 * described.nbytes)
+    ways: list[int] = []
+    kernels = installed_kernels()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "call", lambda _name, way, *_rest: ways.append(way) or 0)
+    copier = CpuCopier(cache.layout, cache.make(), described)
+    copier.attach("pool", memoryview(bytearray(2 * described.nbytes)))
+    for chunks, copy, expected in ((1, copier.load, 1), (2, copier.load, 2), (2, copier.store, 0)):
+        extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(chunks)]
+        sizes = {"chunk_tokens": CHUNK, "block_tokens": TOKENS}
+        copy(plan_transfer(extents, list(range(chunks * 3)), first_token=0, last_token=chunks * CHUNK, **sizes))
+        assert set(ways) == {expected}
+        ways.clear()
 
 
 @needs_c

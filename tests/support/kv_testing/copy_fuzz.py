@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 from kv_core.errors import MisuseError
+from kv_cuda.copy.compiled import CopyWay
 from kv_tiers.codecs.compiled_kernels import CompiledKernels
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
@@ -103,29 +104,32 @@ def wrong_copies(kernels: CompiledKernels, seed: int, rounds: int) -> list[str]:
         kind = _WORDS[drawn.word]
         sizes = (drawn.engine_words * drawn.word, drawn.pool_words * drawn.word)
         engine, pool = (chance.integers(0, 256, nbytes, dtype=np.uint8) for nbytes in sizes)
-        for to_engine in (False, True):
+        for way in CopyWay:
             made, expected = [engine.copy(), pool.copy()], [engine.copy().view(kind), pool.copy().view(kind)]
-            kernels.call("copy_blocks", int(to_engine), drawn.shape, drawn.runs, *made)
-            drawn.expected(*expected, to_engine=to_engine)
+            kernels.call("copy_blocks", way, drawn.shape, drawn.runs, *made)
+            drawn.expected(*expected, to_engine=way != CopyWay.TO_CHUNKS)
             if any(one.tobytes() != other.tobytes() for one, other in zip(made, expected, strict=True)):
-                wrong.append(f"{number}: other bytes, to_engine={to_engine}: {drawn}")
+                wrong.append(f"{number}: other bytes, {way.name}: {drawn}")
             for short in ((engine[:-1], pool), (engine, pool[:-1])):
                 made = [one.copy() for one in short]
-                if not _refused(kernels, to_engine, drawn.shape, drawn.runs, *made):
+                if not _refused(kernels, way, drawn.shape, drawn.runs, *made):
                     wrong.append(f"{number}: a buffer that is too small was accepted: {drawn}")
                 elif any(one.tobytes() != other.tobytes() for one, other in zip(made, short, strict=True)):
                     wrong.append(f"{number}: something was copied before it was refused: {drawn}")
+        for unknown in (-1, len(CopyWay)):
+            if not _refused(kernels, unknown, drawn.shape, drawn.runs, engine.copy(), pool.copy()):
+                wrong.append(f"{number}: there is no way {unknown}: {drawn}")
         for place in range(drawn.shape.size + drawn.runs.size):  # whatever the answer, within the buffers
             bent = np.concatenate([drawn.shape, drawn.runs.reshape(-1)])
             bent[place] = chance.choice([*_STRANGE, bent[place] + 1])
             shape, runs = bent[: drawn.shape.size].copy(), bent[drawn.shape.size :].copy()
-            _refused(kernels, bool(place % 2), shape, runs, engine.copy(), pool.copy())
+            _refused(kernels, CopyWay(place % len(CopyWay)), shape, runs, engine.copy(), pool.copy())
     return wrong
 
 
-def _refused(kernels: CompiledKernels, to_engine: bool, *arrays: NDArray[Any]) -> bool:
+def _refused(kernels: CompiledKernels, way: int, *arrays: NDArray[Any]) -> bool:
     try:
-        kernels.call("copy_blocks", int(to_engine), *arrays)
+        kernels.call("copy_blocks", way, *arrays)
     except MisuseError:
         return True
     return False

@@ -6,11 +6,21 @@ Where a part is transposed, the C function works in squares with sides of one ca
 
 from array import array
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import torch
 
 from kv_cuda.kernels import Kernels, Place, place_of
+
+
+class CopyWay(IntEnum):
+    """As the C function numbers them."""
+
+    TO_CHUNKS = 0
+    TO_ENGINE = 1
+    TO_ENGINE_STREAMED = 2
+    """Around the processor's caches, which saves reading the lines that are overwritten: for more than they hold."""
 
 
 class CompiledBlocks:
@@ -36,7 +46,7 @@ class CompiledBlocks:
             self._runs.append((first, place_of(shape), place_of(engine)))
             first += layers * chunk_layer
 
-    def copy(self, blocks: Sequence[tuple[int, int, int]], pool: Place, *, to_engine: bool, layers: slice) -> None:
+    def copy(self, blocks: Sequence[tuple[int, int, int]], pool: Place, way: CopyWay, layers: slice) -> None:
         """blocks: runs of them: the pool's word at which a run's first token lies in the first layer, the first block,
         and the number of blocks. layers: which of the runs of layers.
 
@@ -47,4 +57,4 @@ class CompiledBlocks:
             given = array("q", [number for at, block, count in blocks for number in (at + first, block, count)])
             address, numbers = given.buffer_info()
             place = address, numbers * given.itemsize
-            self._kernels.call("copy_blocks", int(to_engine), shape, place, engine, pool)
+            self._kernels.call("copy_blocks", way, shape, place, engine, pool)

@@ -31,7 +31,7 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 
 from kv_cuda.copy.behind import copy_behind, pays_behind
-from kv_cuda.copy.compiled import CompiledBlocks
+from kv_cuda.copy.compiled import CompiledBlocks, CopyWay
 from kv_cuda.copy.memory import device_pool
 from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
 from kv_cuda.copy.streams import DoneEvent, Event
@@ -51,6 +51,9 @@ _MAX_SHORT_TILE = 4
 _MAX_THREADS_AS_QUICK = 4
 _MAX_BYTES_OF_ONE_THREAD = 4 << 20
 """C uses one thread, two to three times as fast as one of torch's; more of torch's than that share a large copy."""
+
+_MIN_STREAMED_BYTES = 16 << 20
+"""What a processor's caches hold for one of its cores, at most: the attention that follows would find no more there."""
 
 _DONE = DoneEvent()
 
@@ -191,26 +194,26 @@ class CpuCopier:
         """Like `load`, with an event for each layer. Large loads are copied after the call, by a thread or by callers
         that wait (`behind`); their pools are kept alive until then."""
         chunks = self._checked(plan, to_engine=True)
-        copy = self._copy_of_layer(chunks, to_engine=True)
-        if copy is None:
+        if not self._in_thread(chunks):
             self._copy_all(chunks, to_engine=True)
             return [_DONE] * self._layout.layers
+        copy = self._copy_of_layer(chunks, self._way(chunks, to_engine=True))
         return copy_behind([partial(copy, layer) for layer in range(self._layout.layers)])
 
     def store_layers(self, plan: TransferPlan) -> "_LayersBehind | None":
         """A thread, or a caller that waits, gathers large stores. None: small ones are quicker in one piece."""
-        copy = self._copy_of_layer(self._checked(plan, to_engine=False), to_engine=False)
-        return None if copy is None else _LayersBehind(self._layout.layers, copy)
-
-    def _copy_of_layer(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> Callable[[int], None] | None:
-        """Copies one layer, on any thread; it keeps the pools alive. None: that does not pay."""
+        chunks = self._checked(plan, to_engine=False)
         if not self._in_thread(chunks):
             return None
+        return _LayersBehind(self._layout.layers, self._copy_of_layer(chunks, CopyWay.TO_CHUNKS))
+
+    def _copy_of_layer(self, chunks: Sequence[ChunkWork], way: CopyWay) -> Callable[[int], None]:
+        """Copies one layer, on any thread; it keeps the pools alive."""
         if not self._compiled_layers:
             self._compiled_layers = self._in_c(
                 [[run[layer : layer + 1] for run in part.runs for layer in range(len(run))] for part in self._parts]
             )
-        copy = self._copy_of(self._compiled_layers, chunks, to_engine=to_engine)
+        copy = self._copy_of(self._compiled_layers, chunks, way)
         return lambda layer: copy(slice(layer, layer + 1))
 
     def _in_thread(self, chunks: Sequence[ChunkWork]) -> bool:
@@ -219,14 +222,14 @@ class CpuCopier:
         return whole and self._pays_behind(len(chunks) * self._format.nbytes)
 
     def _copy_of(
-        self, compiled: Sequence[CompiledBlocks], chunks: Sequence[ChunkWork], *, to_engine: bool
+        self, compiled: Sequence[CompiledBlocks], chunks: Sequence[ChunkWork], way: CopyWay
     ) -> Callable[[slice], None]:
         """Copies the given runs of layers, on any thread; it keeps the pools alive."""
         pools, alive = dict(self._pools), list(self._words.values())
 
         def copy(layers: slice) -> None:
             assert alive
-            self._copy_compiled(compiled, chunks, pools, to_engine=to_engine, layers=layers)
+            self._copy_compiled(compiled, chunks, pools, way, layers)
 
         return copy
 
@@ -236,19 +239,25 @@ class CpuCopier:
         if not self._stores_behind or not self._in_thread(chunks):
             self._copy_all(chunks, to_engine=False)
             return _DONE
-        (event,) = copy_behind([partial(self._copy_of(self._compiled, chunks, to_engine=False), slice(None))])
+        copy = self._copy_of(self._compiled, chunks, CopyWay.TO_CHUNKS)
+        (event,) = copy_behind([partial(copy, slice(None))])
         return event
 
     def _copy_all(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> None:
         few_bytes = len(chunks) * self._format.nbytes <= _MAX_BYTES_OF_ONE_THREAD
         in_c = bool(self._compiled) and (few_bytes or torch.get_num_threads() <= _MAX_THREADS_AS_QUICK)
         if in_c:
-            self._copy_compiled(self._compiled, chunks, self._pools, to_engine=to_engine)
+            self._copy_compiled(self._compiled, chunks, self._pools, self._way(chunks, to_engine=to_engine))
         for work in chunks:
             if not in_c:
                 self._move_whole(work, to_engine=to_engine)
             if work.parts:
                 self._move_parts(work, to_engine=to_engine)
+
+    def _way(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> CopyWay:
+        if to_engine and len(chunks) * self._format.nbytes >= _MIN_STREAMED_BYTES:
+            return CopyWay.TO_ENGINE_STREAMED
+        return CopyWay(to_engine)
 
     def _in_c(self, runs: Sequence[Sequence[torch.Tensor]]) -> list[CompiledBlocks]:
         """For each part's runs of layers; empty: there are no functions in C."""
@@ -263,8 +272,7 @@ class CpuCopier:
         compiled: Sequence[CompiledBlocks],
         chunks: Sequence[ChunkWork],
         pools: Mapping[str, Place],
-        *,
-        to_engine: bool,
+        way: CopyWay,
         layers: slice = slice(None),
     ) -> None:
         """The whole blocks of all chunks, pool by pool. layers: which of the runs of layers."""
@@ -277,7 +285,7 @@ class CpuCopier:
                     ((offset + start) // nbytes + run.first_token * row, run.first_block, run.blocks)
                     for offset, run in runs
                 ]
-                compiled[number].copy(blocks, memory, to_engine=to_engine, layers=layers)
+                compiled[number].copy(blocks, memory, way, layers)
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[ChunkWork]:
         checked = validate_and_split(plan, self._layout, self._format, self._pool_bytes, to_engine=to_engine)

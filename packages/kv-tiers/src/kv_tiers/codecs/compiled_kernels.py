@@ -40,7 +40,7 @@ _SOURCE_NAMES: Final = (
     "copies.c",
 )
 SOURCES: Final = [Path(__file__).with_name(name) for name in _SOURCE_NAMES]
-_VERSION: Final = 6
+_VERSION: Final = 7
 """Of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
 """`KV_MISFIT` in the sources, and so on."""

@@ -3,8 +3,20 @@
  *
  * A chunk has [tokens][heads][dims] of each layer, one after the other. In a block either axis may be cut in tiles, and
  * tokens may lie closer together than dims: then a matrix is transposed, in squares of a cache line each way.
+ *
+ * Copies to the engine that are larger than the caches write around them: an ordinary store first reads the line that it
+ * overwrites. Chunks are gathered from places too far apart to gain by it.
  */
 #include "kernels.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#define STREAM(out, words) _mm_stream_si128((__m128i *)(out), (__m128i)(words))
+#define STREAMS_END() _mm_sfence()
+#else
+#define STREAM(out, words) memcpy(out, &(words), 16)
+#define STREAMS_END() (void)0
+#endif
 
 typedef uint16_t v16 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint32_t v32 __attribute__((vector_size(16), aligned(1), may_alias));
@@ -16,40 +28,60 @@ typedef struct {
         dims, dim;
 } Part;
 
-enum { RUN_NUMBERS = 3, LARGEST = 1 << 30 };
+enum { RUN_NUMBERS = 3, LARGEST = 1 << 30, LINE = 64 };
+
+enum { TO_CHUNK, TO_ENGINE, TO_ENGINE_STREAMED /* around the caches */ };
 
 /* A matrix of words: `tokens` rows of `dims` in a chunk, `row` apart; in the engine's memory at `token` and `dim`. */
 typedef struct {
     size_t tokens, dims, row, token, dim;
 } Matrix;
 
-INLINE void move(u8 *engine, u8 *chunk, size_t bytes, int to_engine) {
-    if (to_engine)
-        memcpy(engine, chunk, bytes);
-    else
-        memcpy(chunk, engine, bytes);
+INLINE void stream(u8 *out, const u8 *in, size_t bytes) {
+    size_t before = -(uintptr_t)out % LINE, at = before;
+    if (bytes < before + LINE) {
+        memcpy(out, in, bytes);
+        return;
+    }
+    memcpy(out, in, before);
+    for (; at + LINE <= bytes; at += LINE)
+        for (size_t i = 0; i < LINE; i += sizeof(v16)) {
+            v16 words = *(const v16 *)(in + at + i);
+            STREAM(out + at + i, words);
+        }
+    memcpy(out + at, in + at, bytes - at);
 }
 
-INLINE void move_word(u8 *engine, u8 *chunk, size_t word, int to_engine) {
+INLINE void move(u8 *engine, u8 *chunk, size_t bytes, int way) {
+    if (way == TO_CHUNK)
+        memcpy(chunk, engine, bytes);
+    else if (way == TO_ENGINE)
+        memcpy(engine, chunk, bytes);
+    else
+        stream(engine, chunk, bytes);
+}
+
+INLINE void move_word(u8 *engine, u8 *chunk, size_t word, int way) {
+    int plain = way == TO_CHUNK ? TO_CHUNK : TO_ENGINE; /* a word fills no line */
     switch (word) { /* a known size is no call */
-    case 1: move(engine, chunk, 1, to_engine); break;
-    case 2: move(engine, chunk, 2, to_engine); break;
-    case 4: move(engine, chunk, 4, to_engine); break;
-    default: move(engine, chunk, 8, to_engine);
+    case 1: move(engine, chunk, 1, plain); break;
+    case 2: move(engine, chunk, 2, plain); break;
+    case 4: move(engine, chunk, 4, plain); break;
+    default: move(engine, chunk, 8, plain);
     }
 }
 
-INLINE void move_words(const Matrix *m, u8 *engine, u8 *chunk, size_t word, int to_engine) {
+INLINE void move_words(const Matrix *m, u8 *engine, u8 *chunk, size_t word, int way) {
     for (size_t token = 0; token < m->tokens; token++)
         for (size_t dim = 0; dim < m->dims; dim++)
             move_word(engine + (token * m->token + dim * m->dim) * word, chunk + (token * m->row + dim) * word, word,
-                      to_engine);
+                      way);
 }
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define HAS_SQUARES 1
 /* A square of 16 bytes each way, transposed by perfect shuffles: after log2(rows) of them rows are columns. */
-INLINE void square16(const u8 *in, size_t in_row, u8 *out, size_t out_row) {
+INLINE void square16(const u8 *in, size_t in_row, u8 *out, size_t out_row, int is_streamed) {
     v16 a[8], b[8];
     for (int i = 0; i < 8; i++)
         a[i] = *(const v16 *)(in + i * in_row);
@@ -61,10 +93,13 @@ INLINE void square16(const u8 *in, size_t in_row, u8 *out, size_t out_row) {
         memcpy(a, b, sizeof a);
     }
     for (int i = 0; i < 8; i++)
-        *(v16 *)(out + i * out_row) = a[i];
+        if (is_streamed)
+            STREAM(out + i * out_row, a[i]);
+        else
+            *(v16 *)(out + i * out_row) = a[i];
 }
 
-INLINE void square32(const u8 *in, size_t in_row, u8 *out, size_t out_row) {
+INLINE void square32(const u8 *in, size_t in_row, u8 *out, size_t out_row, int is_streamed) {
     v32 a[4], b[4];
     for (int i = 0; i < 4; i++)
         a[i] = *(const v32 *)(in + i * in_row);
@@ -76,45 +111,53 @@ INLINE void square32(const u8 *in, size_t in_row, u8 *out, size_t out_row) {
         memcpy(a, b, sizeof a);
     }
     for (int i = 0; i < 4; i++)
-        *(v32 *)(out + i * out_row) = a[i];
+        if (is_streamed)
+            STREAM(out + i * out_row, a[i]);
+        else
+            *(v32 *)(out + i * out_row) = a[i];
 }
 #endif
 
-/* Tokens are neighbours in the engine's memory, dims in the chunk. */
-INLINE void transpose(const Matrix *m, u8 *engine, u8 *chunk, size_t word, int to_engine) {
+/* Tokens are neighbours in the engine's memory, dims in the chunk. Squares are in the order that fills the lines which
+ * are written: one that is streamed before it is full is written more than once. */
+INLINE void transpose(const Matrix *m, u8 *engine, u8 *chunk, size_t word, int way) {
     size_t tokens = 0, dims = 0;
 #ifdef HAS_SQUARES
-    size_t side = 16 / word, line = 64 / word;
+    size_t side = 16 / word, line = LINE / word, chunk_row = m->row * word, engine_row = m->dim * word;
     if (word == 2 || word == 4) {
         tokens = m->tokens / side * side;
         dims = m->dims / side * side;
     }
-    for (size_t t0 = 0; t0 < tokens; t0 += line)
-        for (size_t d0 = 0; d0 < dims; d0 += line)
-            for (size_t t = t0; t < tokens && t < t0 + line; t += side)
-                for (size_t d = d0; d < dims && d < d0 + line; d += side) {
-                    u8 *theirs = engine + (t + d * m->dim) * word, *ours = chunk + (t * m->row + d) * word;
-                    const u8 *in = to_engine ? ours : theirs;
-                    u8 *out = to_engine ? theirs : ours;
-                    size_t chunk_row = m->row * word, engine_row = m->dim * word;
+    int to_chunk = way == TO_CHUNK;
+    const u8 *in = to_chunk ? engine : chunk;
+    u8 *out = to_chunk ? chunk : engine;
+    size_t in_row = to_chunk ? engine_row : chunk_row, out_row = to_chunk ? chunk_row : engine_row;
+    size_t rows = to_chunk ? tokens : dims, columns = to_chunk ? dims : tokens;
+    int is_streamed = way == TO_ENGINE_STREAMED && ((uintptr_t)out | out_row) % 16 == 0;
+    for (size_t r0 = 0; r0 < rows; r0 += line)
+        for (size_t c0 = 0; c0 < columns; c0 += line)
+            for (size_t r = r0; r < rows && r < r0 + line; r += side)
+                for (size_t c = c0; c < columns && c < c0 + line; c += side) {
+                    const u8 *from = in + c * in_row + r * word;
+                    u8 *to = out + r * out_row + c * word;
                     if (word == 2)
-                        square16(in, to_engine ? chunk_row : engine_row, out, to_engine ? engine_row : chunk_row);
+                        square16(from, in_row, to, out_row, is_streamed);
                     else
-                        square32(in, to_engine ? chunk_row : engine_row, out, to_engine ? engine_row : chunk_row);
+                        square32(from, in_row, to, out_row, is_streamed);
                 }
 #endif
     Matrix right = *m, below = *m; /* what is left of a whole number of squares */
     right.dims = m->dims - dims;
     right.tokens = tokens;
-    move_words(&right, engine + dims * m->dim * word, chunk + dims * word, word, to_engine);
+    move_words(&right, engine + dims * m->dim * word, chunk + dims * word, word, way);
     below.tokens = m->tokens - tokens;
-    move_words(&below, engine + tokens * word, chunk + tokens * m->row * word, word, to_engine);
+    move_words(&below, engine + tokens * word, chunk + tokens * m->row * word, word, way);
 }
 
 /* Two tokens of each dim are neighbours in the engine's memory, of all dims one run. */
-INLINE void interleave(const Matrix *m, u8 *engine, u8 *chunk, int to_engine) {
+INLINE void interleave(const Matrix *m, u8 *engine, u8 *chunk, int way) {
     u16 *both = (u16 *)engine, *first = (u16 *)chunk, *second = first + m->row;
-    if (to_engine)
+    if (way != TO_CHUNK)
         for (size_t dim = 0; dim < m->dims; dim++) {
             both[2 * dim] = first[dim];
             both[2 * dim + 1] = second[dim];
@@ -126,21 +169,21 @@ INLINE void interleave(const Matrix *m, u8 *engine, u8 *chunk, int to_engine) {
         }
 }
 
-INLINE void copy_matrix(const Matrix *m, u8 *engine, u8 *chunk, size_t word, int to_engine) {
+INLINE void copy_matrix(const Matrix *m, u8 *engine, u8 *chunk, size_t word, int way) {
     if (m->dim == 1 && m->token == m->dims && m->row == m->dims)
-        move(engine, chunk, m->tokens * m->dims * word, to_engine);
+        move(engine, chunk, m->tokens * m->dims * word, way);
     else if (m->dim == 1)
         for (size_t token = 0; token < m->tokens; token++)
-            move(engine + token * m->token * word, chunk + token * m->row * word, m->dims * word, to_engine);
+            move(engine + token * m->token * word, chunk + token * m->row * word, m->dims * word, way);
     else if (m->token == 1 && m->tokens == 2 && m->dim == 2 && word == 2)
-        interleave(m, engine, chunk, to_engine);
+        interleave(m, engine, chunk, way);
     else if (m->token == 1)
-        transpose(m, engine, chunk, word, to_engine);
+        transpose(m, engine, chunk, word, way);
     else
-        move_words(m, engine, chunk, word, to_engine);
+        move_words(m, engine, chunk, word, way);
 }
 
-INLINE void copy_block(const Part *p, u8 *engine, u8 *chunk, size_t word, int to_engine) {
+INLINE void copy_block(const Part *p, u8 *engine, u8 *chunk, size_t word, int way) {
     size_t head_words = p->dim_tiles * p->dims, row = p->heads * head_words;
     Matrix m = {p->tokens, p->dims, row, p->token, p->dim};
     size_t heads = p->heads;
@@ -152,7 +195,15 @@ INLINE void copy_block(const Part *p, u8 *engine, u8 *chunk, size_t word, int to
         for (size_t head = 0; head < heads; head++)
             for (size_t dims = 0; dims < p->dim_tiles; dims++)
                 copy_matrix(&m, engine + (tile * p->tile + head * p->head + dims * p->dim_tile) * word,
-                            chunk + (tile * p->tokens * row + head * head_words + dims * p->dims) * word, word, to_engine);
+                            chunk + (tile * p->tokens * row + head * head_words + dims * p->dims) * word, word, way);
+}
+
+INLINE void copy_block_one_way(const Part *p, u8 *engine, u8 *chunk, size_t word, int64_t way) {
+    switch (way) { /* each a known one, too */
+    case TO_CHUNK: copy_block(p, engine, chunk, word, TO_CHUNK); break;
+    case TO_ENGINE: copy_block(p, engine, chunk, word, TO_ENGINE); break;
+    default: copy_block(p, engine, chunk, word, TO_ENGINE_STREAMED);
+    }
 }
 
 /* The places of `count` things that are `distance` apart reach `*beyond` further; 0: further than can be counted. */
@@ -169,13 +220,13 @@ static int is_part(const Part *p) {
     return p->word == 1 || p->word == 2 || p->word == 4 || p->word == 8;
 }
 
-/* shape: a `Part`. runs: of adjacent blocks, for each the word of the pool where its first token in the first layer is,
- * the first block, and how many there are. */
-EXPORT VERSIONS int64_t kv_copy_blocks(int64_t to_engine, const u8 *shape, size_t shape_bytes, const u8 *runs,
+/* way: TO_CHUNK, TO_ENGINE or TO_ENGINE_STREAMED. shape: a `Part`. runs: of adjacent blocks, for each the word of the pool
+ * where its first token in the first layer is, the first block, and how many there are. */
+EXPORT VERSIONS int64_t kv_copy_blocks(int64_t way, const u8 *shape, size_t shape_bytes, const u8 *runs,
                                        size_t runs_bytes, u8 *engine, size_t engine_bytes, u8 *pool, size_t pool_bytes) {
     Part p;
     size_t run[RUN_NUMBERS], count = runs_bytes / sizeof run, in_block = 0;
-    if (shape_bytes != sizeof p || runs_bytes % sizeof run)
+    if (shape_bytes != sizeof p || runs_bytes % sizeof run || way < TO_CHUNK || way > TO_ENGINE_STREAMED)
         return KV_MISFIT;
     memcpy(&p, shape, sizeof p);
     if (!is_part(&p) || !reaches(p.tiles, p.tile, &in_block) || !reaches(p.tokens, p.token, &in_block) ||
@@ -199,17 +250,15 @@ EXPORT VERSIONS int64_t kv_copy_blocks(int64_t to_engine, const u8 *shape, size_
             for (size_t block = 0; block < run[2]; block++) {
                 u8 *theirs = engine + (p.offset + layer * p.layer + (run[1] + block) * p.block) * p.word;
                 u8 *ours = pool + (run[0] + layer * p.chunk_layer + block * block_words) * p.word;
-                switch (p.word | (to_engine ? 16 : 0)) { /* each with a known word and direction */
-                case 1: copy_block(&p, theirs, ours, 1, 0); break;
-                case 2: copy_block(&p, theirs, ours, 2, 0); break;
-                case 4: copy_block(&p, theirs, ours, 4, 0); break;
-                case 8: copy_block(&p, theirs, ours, 8, 0); break;
-                case 17: copy_block(&p, theirs, ours, 1, 1); break;
-                case 18: copy_block(&p, theirs, ours, 2, 1); break;
-                case 20: copy_block(&p, theirs, ours, 4, 1); break;
-                default: copy_block(&p, theirs, ours, 8, 1);
+                switch (p.word) { /* a known one each */
+                case 1: copy_block_one_way(&p, theirs, ours, 1, way); break;
+                case 2: copy_block_one_way(&p, theirs, ours, 2, way); break;
+                case 4: copy_block_one_way(&p, theirs, ours, 4, way); break;
+                default: copy_block_one_way(&p, theirs, ours, 8, way);
                 }
             }
     }
+    if (way == TO_ENGINE_STREAMED)
+        STREAMS_END(); /* before any other thread reads */
     return 0;
 }
