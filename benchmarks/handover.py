@@ -6,9 +6,8 @@ is installed beside vLLM (scripts/setup.sh nixl). And one server alone, which co
 time, so nothing is found but what was handed over.
 
 `exposed` is the time between the prefill server's answer and the first token, less what the same decode server takes
-for a prompt of one token, less what a step of decoding takes longer behind the long prompt than behind that one, and
-less what its HTTP side takes longer to read it: what a hand-over adds to decoding. Its limit is the last chunk at the
-speed of a copy of memory (over loopback: of a bare socket) and 10 ms. All engines compute 2,048 tokens in a step, as
+for the same prompt when its blocks still hold it: what a hand-over adds. Its limit is the last chunk at the speed of a
+copy of memory (over loopback: of a bare socket) and 10 ms. All engines compute 2,048 tokens in a step, as
 vLLM does by itself. With two servers the prefill engine computes `--step-tokens`: the decode engine's server follows
 the other, and chunks become visible at a step's end, so that only the last step's are still to come. Every engine has
 its worker in the scheduler's process, as vLLM has it by itself on one GPU, and ours stores layers as they are computed
@@ -34,7 +33,6 @@ import statistics
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,7 +55,9 @@ PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
-CHUNK_TOKENS, STEP_TOKENS = 256, 2048
+COMPUTE = {"kv_tiers": {"use": "never"}}
+"""With what the engine's own blocks hold."""
+CHUNK_TOKENS, STEP_TOKENS, BLOCK_TOKENS = 256, 2048, 128
 WARM_UP = 2
 STREAMED = 24
 SLACK_S = 0.010
@@ -115,10 +115,10 @@ def engines(way: str, model: str, home: Path, max_tokens: int, step_tokens: int)
         for number, role in enumerate(["kv_both"] if way == "alone" else ["kv_producer", "kv_consumer"]):
             port, log = free_port(), home / f"{number}.log"
             words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
-            words += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
+            words += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
             tokens = step_tokens if way == "ours, two servers" and role == "kv_producer" else STEP_TOKENS
             words += ["--max-model-len", str(max_tokens), "--max-num-batched-tokens", str(tokens)]
-            words += ["--distributed-executor-backend", ONE_PROCESS]
+            words += ["--distributed-executor-backend", ONE_PROCESS, "--block-size", str(BLOCK_TOKENS)]
             if way != "alone":
                 words += ["--kv-transfer-config", json.dumps(transfer_of(way, role, servers[number]))]
             environ = os.environ | threads_environ(1) | {"XDG_RUNTIME_DIR": str(home), "HF_HUB_OFFLINE": "1"}
@@ -137,8 +137,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
     return urllib.request.urlopen(request, timeout=600)
 
 
-def stream_s(url: str, body: dict[str, Any]) -> tuple[float, float]:
-    """Until the first event of the stream, and for each token after the first. One event may carry several tokens."""
+def first_token_s(url: str, body: dict[str, Any]) -> float:
     began_s = time.perf_counter()
     with post(url, body | {"stream": True, "max_tokens": STREAMED}) as answer:
         line = b""
@@ -147,18 +146,7 @@ def stream_s(url: str, body: dict[str, Any]) -> tuple[float, float]:
             assert line, "the stream ended before its first token"
         first_s = time.perf_counter() - began_s
         answer.read()
-    return first_s, (time.perf_counter() - began_s - first_s) / (STREAMED - 1)
-
-
-def refused_s(url: str, body: dict[str, Any]) -> float:
-    """Until a request is refused for a count of tokens, which is looked at once the prompt has been read."""
-    began_s = time.perf_counter()
-    try:
-        post(url, body | {"max_tokens": 10**6}).close()
-    except urllib.error.HTTPError as refused:
-        refused.read()
-        return time.perf_counter() - began_s
-    raise AssertionError("a request for a million tokens was not refused")
+    return first_s
 
 
 def measured(
@@ -172,7 +160,8 @@ def measured(
         for length in lengths:
             first, exposed = [], []
             for number in range(WARM_UP + prompts):
-                prompt = body | {"prompt": [draw.choice(WORDS) for _ in range(length)]}
+                words = [draw.choice(WORDS) for _ in range(length)]
+                prompt = body | {"prompt": words}
                 began_s = time.perf_counter()
                 params = {}
                 if way != "alone":
@@ -180,12 +169,13 @@ def measured(
                         params = {"kv_transfer_params": json.load(answer)["kv_transfer_params"]}
                     assert params["kv_transfer_params"], f"{way}: nothing was handed over"
                 computed_s = time.perf_counter()
-                waited_s, next_s = stream_s(decode, prompt | params)
-                alone_s, step_s = stream_s(decode, body | {"prompt": [draw.choice(WORDS)]})
-                reading_s = refused_s(decode, prompt) - refused_s(decode, body | {"prompt": [draw.choice(WORDS)]})
+                waited_s = first_token_s(decode, prompt | params)
+                whole = length // BLOCK_TOKENS * BLOCK_TOKENS  # and one token, as of the other prompt, is computed
+                held = body | {"prompt": [*words[:whole], draw.choice(WORDS)], "kv_transfer_params": COMPUTE}
+                held_s = first_token_s(decode, held)
                 if number >= WARM_UP:
                     first.append(computed_s - began_s + waited_s)
-                    exposed.append(waited_s - alone_s - (next_s - step_s) - reading_s)
+                    exposed.append(waited_s - held_s)
             found[length] = statistics.median(first), statistics.median(exposed)
     return found
 
