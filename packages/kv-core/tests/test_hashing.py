@@ -146,7 +146,7 @@ def test_extending_by_hand_is_what_a_sequence_does(scheme: ChainScheme, tokens: 
     for digest in sequence.append(tokens):
         at = sequence.digests.index(digest) * step
         here = [each for each in item if each.touches(at, at + step)]
-        parent = scheme.extend(parent, tokens[at : at + step], here)
+        (parent,) = scheme.extend_all(scheme.with_items(parent, here), tokens, at, at + step, at)
         assert parent == digest
         assert len(digest) == scheme.digest_bytes
 
@@ -203,10 +203,8 @@ def test_an_item_that_cannot_be_is_refused(content: Any, first_token: Any, token
 def test_other_bad_input_to_a_chain_is_refused() -> None:
     scheme = ChainScheme(chunk_tokens=4)
     for call, text in [
-        (lambda: scheme.extend(b"", [1, 2, 3]), "a chunk has 4 tokens, and 3"),
         (lambda: scheme.extend_tail(b"", [1, 2, 3, 4]), "1 to 3 tokens, and 4"),
         (lambda: scheme.extend_tail(b"", []), "1 to 3 tokens, and 0"),
-        (lambda: scheme.extend(b"short", [1, 2, 3, 4]), "empty or 32 bytes"),
         (lambda: KeySequence(scheme, root=bytes(16)), "empty or 32 bytes"),
         (lambda: KeySequence(scheme, root="r"), "empty or 32 bytes"),  # type: ignore[arg-type]
         (lambda: scheme.root(salt="\ud800"), "not valid Unicode"),

@@ -133,21 +133,6 @@ class ChainScheme:
             root = self._hash("tags", message)
         return root
 
-    def extend(self, parent: Digest, tokens: Tokens, items: Sequence[Item] = ()) -> Digest:
-        """The digest of the whole chunk that follows `parent` (b"" if nothing does).
-
-        tokens: exactly `chunk_tokens`. items: those that touch this chunk; their positions are the prompt's.
-
-        Raises:
-            InputError: the number of tokens is wrong, or one of them is not a token.
-        """
-        self.check_parent(parent)
-        given = sliceable(tokens)
-        chunk = part_of(given, 0, len(given))
-        if len(chunk) != self.chunk_tokens:
-            raise InputError(f"a chunk has {self.chunk_tokens} tokens, and {len(chunk)} were given; see `extend_tail`")
-        return self._hash("chunk", self.with_items(parent, items) + pack_tokens(chunk))
-
     def extend_all(self, parent: Digest, tokens: Sequence[int], start: int, stop: int, position: int) -> list[Digest]:
         """The digests of the whole chunks in tokens[start:stop], none of which an item touches.
 
