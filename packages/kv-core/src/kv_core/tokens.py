@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeAlias
 from kv_core.errors import InputError
 
 MAX_TOKEN = 2**64 - 1
-_MAX_NARROW = 2**32 - 1
 _WIDE_MARK = b"\xff"
 _ADVICE = f"tokens are whole numbers from 0 to {MAX_TOKEN}"
 
