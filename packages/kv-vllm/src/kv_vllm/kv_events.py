@@ -66,9 +66,8 @@ class ChunkEvents:
     ) -> None:
         """changes_since: the chunks that entered and left the pool. hash_tokens: tokens that one vLLM hash covers.
         shards: those that the pool has; None: all."""
-        whole = [number for number, group in enumerate(shape.groups) if group.coverage.kind == "all"]
-        self._groups = whole
-        self._tables = {shape.groups[number].table: shape.groups[number].block_tokens for number in whole}
+        self._groups = shape.chunk.whole_groups
+        self._tables = {shape.groups[number].table: shape.groups[number].block_tokens for number in self._groups}
         self._shape = shape
         self._shards = range(shape.shards) if shards is None else shards
         self._hash_tokens = hash_tokens

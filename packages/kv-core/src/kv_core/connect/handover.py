@@ -33,7 +33,6 @@ class HandOvers:
         self._clock = clock
         self._wait_s = wait_s
         self._hold_ms = round(hold_s * 1000)
-        self._has_whole_groups = any(group.coverage.kind == "all" for group in shape.groups)
 
     # On the prefill side.
 
@@ -81,7 +80,8 @@ class HandOvers:
         if self._shape.chunk.is_plain:
             return tracked.promised_chunks < tokens // chunk_tokens + bool(tracked.tail)
         wanted = min(tokens, tracked.keys.tokens - 1) // chunk_tokens
-        return self._has_whole_groups and max(tracked.promised_chunks, tracked.junction // chunk_tokens) < wanted
+        held = max(tracked.promised_chunks, tracked.junction // chunk_tokens)
+        return bool(self._shape.chunk.whole_groups) and held < wanted
 
     def awaits(self, request: RequestTokens, tracked: Tracked, costs: EngineCosts | None) -> bool:
         """Whether to ask the cache again before the request is computed or loaded. It waits once, and never for longer

@@ -109,8 +109,7 @@ class Stores:
         self._number = 0
         self._begun: StepPlan | None = None  # its forward pass is running
         self._computed: set[tuple[int, int]] = set()  # the groups and layers that it has passed
-        whole = (number for number, group in enumerate(shape.groups) if group.coverage.kind == "all")
-        self._counted_group = next(whole, 0)
+        self._counted_group = next(iter(shape.chunk.whole_groups), 0)
 
     def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
         """The forward pass of this plan's step has computed this layer of this group."""
