@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs, Measured, Use
+from kv_core.cost import Costs, Measured, MeasuredWhat, Use
 from kv_core.estimate import Estimator
 
 MIN_PREFILL_TOKENS = 16
@@ -135,9 +135,9 @@ class EngineCosts:
         measured, self._measured = self._measured, []
         return measured
 
-    def _note(self, what: str, estimated_s: float | None, took_s: float) -> None:
+    def _note(self, what: MeasuredWhat, estimated_s: float | None, took_s: float) -> None:
         if estimated_s and len(self._measured) < _MAX_MEASURED:
-            self._measured.append(Measured("load" if what == "load" else "compute", estimated_s, took_s))
+            self._measured.append(Measured(what, estimated_s, took_s))
 
     def _compute_cost(self) -> tuple[float, float] | None:
         # The fixed part of a step is paid for the rest of the prompt anyway, however much is loaded.

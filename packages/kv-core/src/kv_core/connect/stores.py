@@ -158,10 +158,13 @@ class Stores:
                 continue
             if store.failure is None:
                 self._service.commit(store.lease)
-                self._count_stored(store)
+                self._counts.chunks_stored += len(store.lease.keys)
+                self._counts.bytes_stored += store.nbytes
+                self._counts.tokens_stored += store.tokens
             else:
                 self._service.release(store.lease)
-                self._not_stored(store.failure)
+                self._counts.stores_failed += 1
+                _log.warning("chunks could not be stored and were discarded: %s", store.failure)
             self._in_flight_bytes -= store.nbytes
 
     @property
@@ -204,9 +207,10 @@ class Stores:
             return
         extent_of = dict(zip(lease.keys, lease.extents, strict=True))
         got = {(chunk, group): extent_of[key] for chunk, group, key in named if key in extent_of}
-        store = _Store(self._number, lease, _nbytes(lease), self._tokens_counted(step, got))
+        nbytes = sum(extent.nbytes for extent in lease.extents)
+        store = _Store(self._number, lease, nbytes, self._tokens_counted(step, got))
         self._storing.append(store)
-        self._in_flight_bytes += store.nbytes
+        self._in_flight_bytes += nbytes
         try:
             for gather in gathers:
                 extents = [(chunk, got[chunk, gather.group]) for chunk in gather.chunks if (chunk, gather.group) in got]
@@ -304,12 +308,6 @@ class Stores:
             return None
         return lease
 
-    def _count_stored(self, store: _Store) -> None:
-        counts = self._counts
-        counts.chunks_stored += len(store.lease.keys)
-        counts.bytes_stored += store.nbytes
-        counts.tokens_stored += store.tokens
-
     def _await(self, store: _Store) -> None:
         for event in store.copying:
             try:
@@ -326,11 +324,3 @@ class Stores:
             except KVError as error:
                 store.failure = store.failure or error
         return True
-
-    def _not_stored(self, error: KVError) -> None:
-        self._counts.stores_failed += 1
-        _log.warning("chunks could not be stored and were discarded: %s", error)
-
-
-def _nbytes(lease: WriteLease) -> int:
-    return sum(extent.nbytes for extent in lease.extents)
