@@ -5,6 +5,7 @@ carry it, no class has to be unpickled, and `from_plain` validates what arrives.
 prefix, never by extents or pointers; each worker derives the keys of its own shard and queries the cache.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -153,7 +154,7 @@ class StepPlan:
                 loads=tuple(_load(entry) for entry in _sequence(plain["loads"])),
                 stores=tuple(_store(entry) for entry in _sequence(plain["stores"])),
                 refused=tuple(_text(entry) for entry in _sequence(plain["refused"])),
-                space_id=_space_id(plain["space_id"]),
+                space_id=_bytes(plain["space_id"], (SPACE_ID_BYTES,), "a key space's fingerprint"),
                 number=_count(plain["number"]),
             )
         except KeyError as missing:
@@ -181,7 +182,7 @@ def _load(entry: Plain) -> LoadStep:
     return LoadStep(
         _text(request_id),
         _count(first_chunk),
-        tuple(_digest(digest) for digest in _sequence(digests)),
+        _digests(digests),
         _tenant(tenant),
         _tables(blocks),
         _count(first_token),
@@ -192,11 +193,10 @@ def _load(entry: Plain) -> LoadStep:
 
 def _store(entry: Plain) -> StoreStep:
     request_id, digests, tenant, blocks, states, tail_tokens, hold_ms, names = _sequence(entry, 8)
-    named = tuple(_digest(digest) for digest in _sequence(digests))
     kept = tuple(StateBlock(*map(_count, _sequence(state, 3))) for state in _sequence(states))
     tail, hold = _count(tail_tokens), _count(hold_ms)
     tiers = next((tuple(map(_text, _sequence(each))) for each in _sequence(names)), None)
-    return StoreStep(_text(request_id), named, _tenant(tenant), _tables(blocks), kept, tail, hold, tiers)
+    return StoreStep(_text(request_id), _digests(digests), _tenant(tenant), _tables(blocks), kept, tail, hold, tiers)
 
 
 def _extent(entry: Plain) -> HostExtent:
@@ -229,19 +229,15 @@ def _count(entry: Plain) -> int:
     return entry
 
 
-def _space_id(entry: Plain) -> bytes:
-    if not isinstance(entry, bytes) or len(entry) != SPACE_ID_BYTES:
-        raise InputError("the step plan has something else where a key space's fingerprint belongs")
+def _bytes(entry: Plain, lengths: Container[int], what: str) -> bytes:
+    if not isinstance(entry, bytes) or len(entry) not in lengths:
+        raise InputError(f"the step plan has something else where {what} belongs")
     return entry
 
 
 def _tenant(entry: Plain) -> bytes:
-    if not isinstance(entry, bytes) or len(entry) != TENANT_BYTES:
-        raise InputError("the step plan has something else where a tenant's tag belongs")
-    return entry
+    return _bytes(entry, (TENANT_BYTES,), "a tenant's tag")
 
 
-def _digest(entry: Plain) -> bytes:
-    if not isinstance(entry, bytes) or len(entry) not in (16, 32):
-        raise InputError("the step plan has something else where a chunk's digest belongs")
-    return entry
+def _digests(entry: Plain) -> tuple[bytes, ...]:
+    return tuple(_bytes(digest, (16, 32), "a chunk's digest") for digest in _sequence(entry))
