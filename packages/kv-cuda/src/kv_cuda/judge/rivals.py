@@ -24,7 +24,7 @@ import torch
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
-from kv_cuda.judge.roundtrip import CHUNK_TOKENS, Cost, Layers, through
+from kv_cuda.judge.roundtrip import CHUNK_TOKENS, Cost, Layers, replace_chunks
 
 Numbers = NDArray[np.float32]
 _SINKS: Final = 4
@@ -65,27 +65,22 @@ class Rival:
 
     def layers(self, layers: Layers) -> Layers:
         """Like `Trip.layers`."""
-        count = len(layers)
-        return [through(partial(self._layer, number, count), *layer) for number, layer in enumerate(layers)]
+        back = [(keys.clone(), values.clone()) for keys, values in layers]
+        for number, layer in enumerate(back):
+            replace_chunks([layer], partial(self._chunk, number, len(back)))
+        return back
 
-    def _layer(
-        self, number: int, count: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """keys, values: [tokens, heads, head_dim]"""
-        back = keys.clone(), values.clone()
-        for one in back:
-            for first in range(0, len(one) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-                exact = one[first : first + CHUNK_TOKENS].clone()
-                numbers = exact.flatten(1).float().cpu().numpy()
-                decoded, stored_bytes = self._coder(
-                    Plane(numbers, exact.shape[1], first, number, count, is_keys=one is back[0])
-                )
-                arrived = torch.from_numpy(np.ascontiguousarray(decoded)).view(exact.shape).to(exact)
-                if not first:
-                    arrived[: self._sinks] = exact[: self._sinks]
-                    stored_bytes += exact[: self._sinks].numel() * exact.itemsize
-                self.cost.add(exact, arrived, stored_bytes)
-                one[first : first + CHUNK_TOKENS] = arrived
+    def _chunk(self, number: int, count: int, exact: torch.Tensor, first: int) -> torch.Tensor:
+        back = exact.clone()
+        for part, (one, arrived) in enumerate(zip(exact[:, 0], back[:, 0], strict=True)):
+            numbers = one.flatten(1).float().cpu().numpy()
+            plane = Plane(numbers, one.shape[1], first, number, count, is_keys=not part)
+            decoded, stored_bytes = self._coder(plane)
+            arrived.copy_(torch.from_numpy(np.ascontiguousarray(decoded)).view(one.shape))
+            if not first:
+                arrived[: self._sinks] = one[: self._sinks]
+                stored_bytes += one[: self._sinks].numel() * one.itemsize
+            self.cost.add(one, arrived, stored_bytes)
         return back
 
 

@@ -71,22 +71,14 @@ class RoundTrip:
 
     def layers(self, layers: Layers) -> Layers:
         """Like `Trip.layers`."""
-        return [through(self, keys, values) for keys, values in layers]
+        back = [(keys.clone(), values.clone()) for keys, values in layers]
+        for layer in back:
+            replace_chunks([layer], self._chunk)
+        return back
 
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's keys and values, each [tokens, heads, head_dim], after a round trip.
-
-        Chunks are cut from the first token on; tokens after the last whole chunk are not stored, so they stay exact.
-        """
-        keys, values = keys.clone(), values.clone()
-        for first in range(0, len(keys) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-            some = slice(first, first + CHUNK_TOKENS)
-            keys[some], values[some] = self._chunk(torch.stack((keys[some], values[some])))
-        return keys, values
-
-    def _chunk(self, exact: torch.Tensor) -> torch.Tensor:
+    def _chunk(self, exact: torch.Tensor, _first: int) -> torch.Tensor:
         stored_format, codes = self._made(exact)
-        source = exact.contiguous().view(torch.uint8).reshape(-1)
+        source = exact.view(torch.uint8).reshape(-1)
         stored = torch.empty(stored_format.nbytes, dtype=torch.uint8, device=exact.device)
         back = torch.empty_like(source)
         largest = torch.zeros((), device=exact.device)
@@ -99,7 +91,7 @@ class RoundTrip:
         return decoded
 
     def _made(self, exact: torch.Tensor) -> tuple[ChunkFormat, Codes]:
-        _, _, heads, head_dim = exact.shape
+        *_, heads, head_dim = exact.shape
         dtype = str(exact.dtype).removeprefix("torch.")
         known = self._codes.get((heads, head_dim, dtype))
         if known is None:
@@ -125,23 +117,15 @@ class ThroughCodec:
         """Like `Trip.layers`."""
         back = [(keys.clone(), values.clone()) for keys, values in layers]
         for shape in dict.fromkeys(keys.shape for keys, _ in back):
-            mine = [layer for layer in back if layer[0].shape == shape]
-            for first in range(0, shape[2] - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-                some = slice(first, first + CHUNK_TOKENS)
-                # [parts, layers, tokens, heads, head_dim]
-                chunk = torch.stack([torch.stack([layer[part][0, :, some] for layer in mine]) for part in (0, 1)])
-                exact = chunk.transpose(2, 3).contiguous().cpu()
-                decoded = self._chunk(exact, is_first=not first).transpose(2, 3)
-                for part in (0, 1):
-                    for number, layer in enumerate(mine):
-                        layer[part][0, :, some] = decoded[part, number].to(layer[part].device)
+            replace_chunks([layer for layer in back if layer[0].shape == shape], self._chunk)
         return back
 
-    def _chunk(self, exact: torch.Tensor, *, is_first: bool) -> torch.Tensor:
+    def _chunk(self, exact: torch.Tensor, first: int) -> torch.Tensor:
+        exact = exact.cpu()
         source = exact.view(torch.uint8).reshape(-1).numpy().data
         payload, decoded = memoryview(bytearray(len(source))), torch.empty_like(exact)
         back = decoded.view(torch.uint8).reshape(-1).numpy().data
-        encode = self._codec.encode_first if is_first and hasattr(self._codec, "encode_first") else self._codec.encode
+        encode = self._codec.encode_first if not first and hasattr(self._codec, "encode_first") else self._codec.encode
         start = time.perf_counter()
         stored_bytes = encode(source, payload)
         encoded = time.perf_counter()
@@ -197,14 +181,18 @@ def plugin(group: str, name: str) -> Any:
     return next(iter(found)).load()
 
 
-def through(
-    trip: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer's, each [1, heads, tokens, head_dim], through a trip on [tokens, heads, head_dim]."""
-    back = trip(keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous())
-    return back[0].transpose(0, 1)[None].contiguous(), back[1].transpose(0, 1)[None].contiguous()
+def replace_chunks(layers: Layers, trip: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Replace the whole chunks of these layers, which have one shape, by what comes back from a trip.
+
+    trip: of one chunk, [parts, layers, tokens, heads, head_dim], with the position of its first token.
+    """
+    for first in range(0, layers[0][0].shape[2] - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+        some = slice(first, first + CHUNK_TOKENS)
+        exact = torch.stack([torch.stack([layer[part][0, :, some] for layer in layers]) for part in (0, 1)])
+        back = trip(exact.transpose(2, 3).contiguous(), first).transpose(2, 3)
+        for part in (0, 1):
+            for number, layer in enumerate(layers):
+                layer[part][0, :, some] = back[part, number].to(layer[part].device)
 
 
 def _seconds(device: torch.device, work: Callable[[], None]) -> float:
