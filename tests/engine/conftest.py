@@ -77,7 +77,7 @@ def newer_runner() -> "Iterator[None]":
 @pytest.fixture(scope="session")
 def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with multi-head latent attention."""
-    from kv_cuda.tiny import write_tiny_deepseek
+    from kv_testing.tiny_deepseek import write_tiny_deepseek
 
     return str(write_tiny_deepseek(tmp_path_factory.mktemp("tiny-deepseek")))
 

@@ -61,7 +61,7 @@ def written(config: Any, directory: Path) -> str:
 @pytest.fixture(scope="session")
 def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with multi-head latent attention and no experts."""
-    from kv_cuda.tiny import write_tiny_deepseek
+    from kv_testing.tiny_deepseek import write_tiny_deepseek
 
     return str(write_tiny_deepseek(tmp_path_factory.mktemp("tiny-deepseek"), kv_lora_rank=64, rope_dim=16))
 

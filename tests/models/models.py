@@ -159,7 +159,7 @@ def _gpt_oss() -> Any:
 
 
 def _deepseek_v2(directory: Path) -> Path:
-    from kv_cuda.tiny import write_tiny_deepseek
+    from kv_testing.tiny_deepseek import write_tiny_deepseek
 
     return write_tiny_deepseek(directory)
 
@@ -173,7 +173,7 @@ def _llama(directory: Path) -> Path:
 def _deepseek_v32(directory: Path) -> Path:
     import json
 
-    from kv_cuda.tiny import write_tiny_deepseek
+    from kv_testing.tiny_deepseek import write_tiny_deepseek
 
     write_tiny_deepseek(directory)
     config = json.loads((directory / "config.json").read_text())
