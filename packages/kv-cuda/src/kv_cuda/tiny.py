@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TinyLlama:
-    """Shape of the model. The defaults have grouped-query attention (8 query heads on 2 of KV)."""
+    """Shape of the model, in float32. The defaults have grouped-query attention (8 query heads on 2 of KV)."""
 
     hidden: int = 256
     layers: int = 4
@@ -24,21 +24,16 @@ class TinyLlama:
     intermediate: int = 512
     vocabulary: int = 2048
     max_tokens: int = 8192
-    dtype: str = "float32"
     seed: int = 0
-    sliding_window: int | None = None
-    """If set, the model is a Mistral, all of whose layers have this window."""
 
     def write(self, directory: Path) -> Path:
         """Write `config.json` and `model.safetensors` there, and return the directory."""
         from safetensors.torch import save_file
 
         directory.mkdir(parents=True, exist_ok=True)
-        sliding = self.sliding_window is not None
         config = {
-            "architectures": ["MistralForCausalLM" if sliding else "LlamaForCausalLM"],
-            "model_type": "mistral" if sliding else "llama",
-            "sliding_window": self.sliding_window,
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
@@ -53,7 +48,7 @@ class TinyLlama:
             "tie_word_embeddings": False,
             "bos_token_id": 1,
             "eos_token_id": 2,
-            "torch_dtype": self.dtype,
+            "torch_dtype": "float32",
         }
         (directory / "config.json").write_text(json.dumps(config, indent=1))
         save_file(dict(self._weights()), directory / "model.safetensors", metadata={"format": "pt"})
@@ -61,16 +56,12 @@ class TinyLlama:
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(self.seed)
-        dtype: torch.dtype = getattr(torch, self.dtype)
 
         def matrix(rows: int, columns: int) -> torch.Tensor:
             scaled: torch.Tensor = torch.randn(rows, columns, generator=generator) * (1.6 / columns**0.5)
-            return scaled.to(dtype)
+            return scaled
 
-        def ones() -> torch.Tensor:
-            return torch.ones(self.hidden, dtype=dtype)
-
-        yield "model.embed_tokens.weight", torch.randn(self.vocabulary, self.hidden, generator=generator).to(dtype)
+        yield "model.embed_tokens.weight", torch.randn(self.vocabulary, self.hidden, generator=generator)
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}."
             yield prefix + "self_attn.q_proj.weight", matrix(self.heads * self.head_dim, self.hidden)
@@ -80,7 +71,7 @@ class TinyLlama:
             yield prefix + "mlp.gate_proj.weight", matrix(self.intermediate, self.hidden)
             yield prefix + "mlp.up_proj.weight", matrix(self.intermediate, self.hidden)
             yield prefix + "mlp.down_proj.weight", matrix(self.hidden, self.intermediate)
-            yield prefix + "input_layernorm.weight", ones()
-            yield prefix + "post_attention_layernorm.weight", ones()
-        yield "model.norm.weight", ones()
+            yield prefix + "input_layernorm.weight", torch.ones(self.hidden)
+            yield prefix + "post_attention_layernorm.weight", torch.ones(self.hidden)
+        yield "model.norm.weight", torch.ones(self.hidden)
         yield "lm_head.weight", matrix(self.vocabulary, self.hidden)
