@@ -1,15 +1,15 @@
 """The messages between the connector's two halves, which vLLM carries: a plan for each step, and completions."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 from kv_tiers.attach.node_messages import FromNode, ToNodes
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kv_vllm.layerwise import NO_LAYERWISE, LayerwiseStep, RankAnswer
+from kv_vllm.layerwise import LayerwiseStep, RankAnswer
 
 
+@dataclass(eq=False)
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
     """A step plan for the workers, as plain data if they are in other processes; None if it contains nothing but its
     number.
@@ -21,21 +21,14 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
     to_nodes: in an engine over several nodes, the scheduler's message to the others.
     """
 
-    def __init__(
-        self,
-        plan: Any,
-        waiting: tuple[str, ...] = (),
-        number: int = 0,
-        layerwise: LayerwiseStep = NO_LAYERWISE,
-        to_nodes: ToNodes | None = None,
-    ) -> None:
-        self.plan = plan
-        self.waiting = waiting
-        self.number = number
-        self.layerwise = layerwise
-        self.to_nodes = to_nodes
+    plan: Any
+    waiting: tuple[str, ...]
+    number: int
+    layerwise: LayerwiseStep
+    to_nodes: ToNodes | None
 
 
+@dataclass(eq=False)
 class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
     """The workers' completions.
 
@@ -44,15 +37,9 @@ class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engi
     from_nodes: in an engine over several nodes, the others' answers.
     """
 
-    def __init__(
-        self,
-        through: Mapping[int, int],
-        layerwise: Mapping[int, RankAnswer] = MappingProxyType({}),
-        from_nodes: tuple[FromNode, ...] = (),
-    ) -> None:
-        self.through = dict(through)
-        self.layerwise = dict(layerwise)
-        self.from_nodes = from_nodes
+    through: dict[int, int]
+    layerwise: dict[int, RankAnswer] = field(default_factory=dict)
+    from_nodes: tuple[FromNode, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
         layerwise = self.layerwise | other.layerwise
