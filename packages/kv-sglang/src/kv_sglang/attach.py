@@ -71,6 +71,16 @@ class Rank:
     replicas: int
     nodes: int
 
+    @classmethod
+    def here(cls, number: int, ranks: int, *, replicated: bool, stage: int = 0, stages: int = 1) -> "Rank":
+        """This process's, with replicas and machines as SGLang counts them."""
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        # Not a storage config's `dp_rank`, which is that of attention: it is 0 in every replica of the whole engine.
+        replica = parallel.dp_rank or 0
+        return cls(number, ranks, replicated, stage, stages, replica, parallel.num_dp_ranks, parallel.nnodes)
+
 
 @dataclass(slots=True)
 class Attached:

@@ -317,19 +317,8 @@ class _Stats:
 
 def rank_of(config: HiCacheStorageConfig) -> Rank:
     """The share of the engine that this process has."""
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    return Rank(
-        number=config.tp_rank,
-        ranks=config.tp_size,
-        replicated=config.is_mla_model,
-        stage=config.pp_rank,
-        stages=config.pp_size,
-        # `config.dp_rank` is that of attention, which is 0 in every replica of the whole engine.
-        replica=parallel.dp_rank or 0,
-        replicas=parallel.num_dp_ranks,
-        nodes=parallel.nnodes,
+    return Rank.here(
+        config.tp_rank, config.tp_size, replicated=config.is_mla_model, stage=config.pp_rank, stages=config.pp_size
     )
 
 

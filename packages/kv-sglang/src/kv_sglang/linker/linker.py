@@ -224,20 +224,8 @@ def refuse_what_is_not_served(params: Any, components: Collection[ComponentType]
 
 def rank_of(replicated: bool, group: Any) -> Rank:
     """The share of the engine that this process has. group: of the ranks that share a page."""
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    return Rank(
-        number=dist.get_rank(group) if ranks > 1 else 0,
-        ranks=ranks,
-        replicated=replicated,
-        stage=0,
-        stages=1,
-        replica=parallel.dp_rank or 0,
-        replicas=parallel.num_dp_ranks,
-        nodes=parallel.nnodes,
-    )
+    return Rank.here(dist.get_rank(group) if ranks > 1 else 0, ranks, replicated=replicated)
 
 
 def _pages(transfers: Sequence[PoolTransfer]) -> PoolTransfer:

@@ -119,7 +119,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             )
         described = describe_device(pool, int(self.kv_args.page_size), settings.format)
         watch_updates()
-        rank = self._rank(described)
+        rank = Rank.here(int(self.attn_tp_rank), int(self.attn_tp_size), replicated=described.replicated)
         attached = attach(
             settings, served_model(rank), rank, {KV: described.pages}, engine_name=engine_name(rank.ranks)
         )
@@ -136,19 +136,6 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         if not is_prefill:
             self._start_heartbeat_checker_thread()
         _log.info("kv-sglang hands over pages of %d tokens", settings.chunk_tokens)
-
-    def _rank(self, described: DevicePool) -> Rank:
-        parallel = get_parallel()
-        return Rank(
-            number=int(self.attn_tp_rank),
-            ranks=int(self.attn_tp_size),
-            replicated=described.replicated,
-            stage=0,
-            stages=1,
-            replica=parallel.dp_rank or 0,
-            replicas=parallel.num_dp_ranks,
-            nodes=parallel.nnodes,
-        )
 
     def _exchange(self, described: DevicePool, handover: HandoverConfig) -> Exchange:
         store, in_doubt = self._attached.stores[KV], self._watch.holds_old_pages
