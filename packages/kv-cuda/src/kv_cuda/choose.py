@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from kv_core.connect import device as connect_device
-from kv_core.connect.device import DeviceCopier
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
-from kv_core.transfer import TransferPlan
 
 from kv_cuda.copy.copy_paths import CopyPaths, copy_paths_file, read_copy_paths
 from kv_cuda.copy.cpu import CpuCopier
-from kv_cuda.copy.streams import Event
 from kv_cuda.layout import PagedLayout
 from kv_cuda.quantise.copier import QuantisingCopier
 
@@ -27,20 +24,14 @@ _log = limited_logger(__name__)
 _Table = TypeVar("_Table")
 
 
-class Copier(DeviceCopier, Protocol):
+class Copier(connect_device.DeviceCopier, Protocol):
     """A copier that can also release a pool."""
 
     def detach(self, pool: str) -> None: ...
 
 
 class LayerwiseCopier(connect_device.LayerwiseCopier, Copier, Protocol):
-    """The same, layer by layer."""
-
-    def load_layers(self, plan: TransferPlan) -> Sequence[Event]: ...
-
-
-class RingCopier(LayerwiseCopier, Protocol):
-    """A copier whose pool may be memory of the device itself."""
+    """The same, layer by layer. Its pool may be memory of the device itself."""
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
         """Register `memory`, uint8 in one axis on the engine's device. The copier keeps it alive."""
@@ -53,7 +44,7 @@ def make_copier(
     *,
     stores_behind: bool = False,
     largest_chunk_bytes: int = 0,
-) -> RingCopier:
+) -> LayerwiseCopier:
     """The GPU copier where the tensors are on a GPU and its kernel can move them, else the CPU copier; wrapped in a
     `QuantisingCopier` where the format is quantised.
 

@@ -29,7 +29,7 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
-from kv_cuda.choose import RingCopier, make_copier, measured
+from kv_cuda.choose import LayerwiseCopier, make_copier, measured
 from kv_cuda.copy.copy_paths import Direction, FileCopyPaths, file_copy_paths_file, read_file_copy_paths
 from kv_cuda.copy.streams import DoneEvent, Event, make_queue
 from kv_cuda.files.cufile import NoCuFile, find_cufile
@@ -96,7 +96,7 @@ class DirectCopier:
 
     def __init__(
         self,
-        copier: RingCopier,
+        copier: LayerwiseCopier,
         chunk_format: ChunkFormat,
         device: torch.device,
         cufile: Files | NoCuFile,
@@ -265,7 +265,7 @@ class _Ring:
         self,
         name: str,
         files: Files,
-        copier: RingCopier,
+        copier: LayerwiseCopier,
         chunk_format: ChunkFormat,
         *,
         device: torch.device,
