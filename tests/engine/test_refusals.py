@@ -16,10 +16,10 @@ from kv_cuda.states import StateGroup
 from kv_tiers.attach.connect import Replica
 from kv_tiers.attach.ranks import share_of
 from kv_tiers.settings import Settings
+from kv_vllm import translate
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import rank_share, replica_of
-from kv_vllm.translate import request_tokens
 from transformers import PretrainedConfig
 from vllm import PoolingParams, SamplingParams, TokensPrompt
 from vllm.config import ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
@@ -244,14 +244,21 @@ def request(**fields: Any) -> Request:
     ],
     ids=lambda fields: "-".join(fields),
 )
-def test_a_request_whose_content_has_no_stable_name_is_left_alone(unnamed: dict[str, Any]) -> None:
+def test_a_request_whose_content_has_no_stable_name_is_left_alone(
+    unnamed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def identity(lora: LoRARequest, _request_id: str) -> str | None:
         return None if lora.lora_name == "not read yet" else f"{lora.lora_name}@content"
 
-    assert request_tokens(request(), Settings()) is not None
-    assert request_tokens(request(**unnamed), Settings(), adapter_identity=identity) is None
+    monkeypatch.setattr(translate, "adapter_identity", lambda _weights: identity)
+    served_model = SimpleNamespace(is_prefix_caching_supported=False)
+    engine: Any = SimpleNamespace(weights=None, cache=None)
+    configs = SimpleNamespace(model_config=served_model), SimpleNamespace(kv_cache_groups=[])
+    read = translate.request_reader(*configs, Settings(), engine)
+    assert read(request()) is not None
+    assert read(request(**unnamed)) is None
     served = request(lora_request=LoRARequest("a", 1, "/adapters/a"))
-    named = request_tokens(served, Settings(), adapter_identity=identity)
+    named = read(served)
     assert isinstance(named, RequestTokens) and named.lora == "a@content"
 
 

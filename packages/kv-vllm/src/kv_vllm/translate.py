@@ -3,14 +3,14 @@
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kv_core.connect.inputs import RequestTokens
 from kv_core.sequence import Item
 from kv_tiers.attach.adapters import Unsure
 from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.request_options import Chosen, chosen
+from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
 
 from kv_vllm.handover import with_handover
@@ -24,83 +24,53 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 def request_reader(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, engine: Engine
 ) -> Callable[[Any], RequestTokens | Unsure | None]:
-    """`request_tokens` for one engine, with the state of that engine at each call."""
-    prompts_only = keeps_prompts_only(kv_cache_config)
-    unasked = chosen(settings, None, "")
-    pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
-    here = secrets.token_hex(8)
-
-    def read(request: Any) -> RequestTokens | Unsure | None:
-        return request_tokens(
-            request,
-            settings,
-            adapter_identity=adapter_identity(engine.weights),
-            tiers=() if engine.cache is None else engine.cache.tiers,
-            prompts_only=prompts_only,
-            pools_parts=pools_parts,
-            unasked=unasked,
-            here=here,
-        )
-
-    return read
-
-
-def request_tokens(
-    request: Any,
-    settings: Settings,
-    *,
-    adapter_identity: Callable[[Any, str], str | Unsure | None] | None = None,
-    tiers: Sequence[str] = (),
-    prompts_only: bool = False,
-    pools_parts: bool = False,
-    unasked: Chosen | None = None,
-    here: str = "",
-) -> RequestTokens | Unsure | None:
-    """Translate a vLLM `Request`; valid for as long as it lives. None if its content has no stable identity; `Unsure`
-    if that is not known yet, and the engine has to ask again.
+    """Translates the `Request`s of one vLLM engine; a translation is valid for as long as its request lives. None if
+    the request's content has no stable identity; `Unsure` if that is not known yet, and the engine has to ask again.
 
     The following have none: prompts given as embeddings, streaming sessions with media, adapters that are reloaded in
     place or whose files have not been read yet, requests that skip reading caches, such as those that pool every token,
     and names that are not Unicode.
 
     settings: the defaults of requests.
-    adapter_identity: the identity of a `LoRARequest`'s content, for the request of this id; None: not known. Without
-        this function no adapter has one.
-    tiers: the names of the cache's tiers.
-    prompts_only: the KV of generated tokens differs from that of a prompt (`kv_vllm.needs`), and is never stored.
-    pools_parts: the model's pooler gives the same result if only the last part of a prompt is computed. If not, pooling
-        requests are excluded.
-    unasked: the result of `chosen` for a request without options; None: not known.
-    here: a name unique to this engine: a client's name for an image is valid only here.
+    engine: as it is at each call.
     """
-    lora = request.lora_request
-    if request.pooling_params is not None and not pools_parts:
-        return None
-    named_by_tokens = request.prompt_embeds is None and request.prompt_is_token_ids is None
-    if not named_by_tokens or request.skip_reading_prefix_cache or (request.resumable and request.mm_features):
-        return None
-    adapter = None
-    if lora is not None:
-        named = None if lora.load_inplace or adapter_identity is None else adapter_identity(lora, request.request_id)
-        if not isinstance(named, str):
-            return named
-        adapter = named
-    salt, items = request.cache_salt or None, tuple(_items(request.mm_features, here))
-    if not _are_unicode(salt, adapter, *(item.content for item in items)):
-        return None
-    params = request.kv_transfer_params
-    own = unasked if params is None else None
-    if own is None:
-        own = chosen(settings, params, request.request_id, tiers=tiers)
-    return RequestTokens(
-        request_id=request.request_id,
-        tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
-        keep_tokens=sys.maxsize if own.save_decode and not prompts_only else request.num_prompt_tokens,
-        salt=salt,
-        lora=adapter,
-        items=items,
-        controls=with_handover(own.controls, params, request.num_prompt_tokens, settings),
-    )
+    prompts_only = keeps_prompts_only(kv_cache_config)
+    unasked = chosen(settings, None, "")
+    # If not, the model's pooler may give another result if only the last part of a prompt is computed.
+    pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
+    here = secrets.token_hex(8)  # a client's name for an image is valid only in this engine
+
+    def read(request: Any) -> RequestTokens | Unsure | None:
+        lora = request.lora_request
+        if request.pooling_params is not None and not pools_parts:
+            return None
+        named_by_tokens = request.prompt_embeds is None and request.prompt_is_token_ids is None
+        if not named_by_tokens or request.skip_reading_prefix_cache or (request.resumable and request.mm_features):
+            return None
+        adapter = None
+        if lora is not None:
+            identity = adapter_identity(engine.weights)
+            named = None if lora.load_inplace or identity is None else identity(lora, request.request_id)
+            if not isinstance(named, str):
+                return named
+            adapter = named
+        salt, items = request.cache_salt or None, tuple(_items(request.mm_features, here))
+        if not _are_unicode(salt, adapter, *(item.content for item in items)):
+            return None
+        params, own = request.kv_transfer_params, unasked
+        if params is not None:
+            own = chosen(settings, params, request.request_id, tiers=() if engine.cache is None else engine.cache.tiers)
+        return RequestTokens(
+            request_id=request.request_id,
+            tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
+            keep_tokens=sys.maxsize if own.save_decode and not prompts_only else request.num_prompt_tokens,
+            salt=salt,
+            lora=adapter,
+            items=items,
+            controls=with_handover(own.controls, params, request.num_prompt_tokens, settings),
+        )
+
+    return read
 
 
 def _are_unicode(*names: str | bytes | None) -> bool:
