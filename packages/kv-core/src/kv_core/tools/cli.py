@@ -21,7 +21,7 @@ from typing import Any, TextIO, get_args
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.hashing import Algorithm, ChainScheme, Item
-from kv_core.keys import ALL_LAYERS, SPACE_ID_BYTES, ChunkKey, KeySpace, keys_in, tenant_tag
+from kv_core.keys import ALL_LAYERS, NO_TENANT, SPACE_ID_BYTES, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.sequence import KeySequence
 from kv_core.tokens import pack_tokens
 from kv_core.tools import doctor
@@ -225,42 +225,25 @@ def prompt_items(args: argparse.Namespace) -> list[Item]:
 def _keys(args: argparse.Namespace) -> int:
     scheme = prompt_scheme(args)
     space = prompt_space(args, scheme)
-    printed_keys = None if space is None else _PrintedKeys(space, tenant_tag(args.salt))
+    tenant = NO_TENANT if space is None else tenant_tag(args.salt)
     sequence = KeySequence(scheme, root=prompt_root(args, scheme, args.salt), items=prompt_items(args))
     write = _write_json if args.output == "json" else _write_table
     if args.output == "table":
-        print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if printed_keys is None else 'key'}")
+        print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if space is None else 'key'}")
     printed = 0
     for tokens in prompt_tokens(args):
         for digest in sequence.append(tokens):
-            write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), printed_keys)
+            write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), space, tenant)
             printed += 1
     whole = printed * scheme.chunk_tokens
     tail = sequence.tokens - whole
     if args.partial and (digest_of_tail := sequence.tail_digest()) is not None:
-        write(_Printed(printed, whole, tail, digest_of_tail), printed_keys)
+        write(_Printed(printed, whole, tail, digest_of_tail), space, tenant)
     elif tail and args.output == "table":
         print(
             f"{tail} tokens after the last whole chunk of {scheme.chunk_tokens} have no key (--partial gives them one)"
         )
     return 0
-
-
-@dataclass(frozen=True, slots=True)
-class _PrintedKeys:
-    """The key space and tenant whose keys are printed."""
-
-    space: PromptSpace
-    tenant: bytes
-
-    def keys(self, digest: bytes) -> list[ChunkKey]:
-        return self.space.keys(digest, self.tenant)
-
-    def described(self, key: ChunkKey) -> dict[str, object]:
-        """A key in all notations. Its text needs more than the fingerprint of its space."""
-        space = self.space.described
-        text: dict[str, object] = {} if space is None else {"spelling": space.spell(key)}
-        return {"group": key.group, "shard": key.shard, "key": key.hex(), "path": key.path(), **text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,17 +254,22 @@ class _Printed:
     digest: bytes
 
 
-def _write_table(row: _Printed, printed_keys: _PrintedKeys | None) -> None:
-    names = [row.digest.hex()] if printed_keys is None else [key.hex() for key in printed_keys.keys(row.digest)]
-    for name in names:
-        print(f"{row.chunk:>8}  {row.first_token:>8}-{row.first_token + row.tokens - 1:<8}  {name}")
+def _write_table(row: _Printed, space: PromptSpace | None, tenant: bytes) -> None:
+    for name in [row.digest] if space is None else space.keys(row.digest, tenant):
+        print(f"{row.chunk:>8}  {row.first_token:>8}-{row.first_token + row.tokens - 1:<8}  {name.hex()}")
 
 
-def _write_json(row: _Printed, printed_keys: _PrintedKeys | None) -> None:
+def _write_json(row: _Printed, space: PromptSpace | None, tenant: bytes) -> None:
     described: dict[str, object] = {**asdict(row), "digest": row.digest.hex()}
-    if printed_keys is not None:
-        described["keys"] = [printed_keys.described(key) for key in printed_keys.keys(row.digest)]
+    if space is not None:
+        described["keys"] = [_notations(key, space.described) for key in space.keys(row.digest, tenant)]
     print(json.dumps(described, ensure_ascii=False))
+
+
+def _notations(key: ChunkKey, space: KeySpace | None) -> dict[str, object]:
+    """A key in all notations. Its text needs more than the fingerprint of its space."""
+    text = {} if space is None else {"spelling": space.spell(key)}
+    return {"group": key.group, "shard": key.shard, "key": key.hex(), "path": key.path(), **text}
 
 
 def _secret(path: str | None, algorithm: Algorithm) -> bytes:
