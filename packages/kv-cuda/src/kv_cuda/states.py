@@ -60,7 +60,9 @@ def prove_states(group: StateGroup) -> Proof | Refusal:
     try:
         if (why := _why_not_inside(group)) is not None:
             return Refusal(f"the canary cannot find the engine's states: {why}")
-        layout, described = _layout(group), _format(group)
+        layout = _layout(group)
+        # One "token" is one whole state, and its slot the number of its block.
+        described = layout.blocks_format(1, group.origin)
         if (why := _why_not_carried(group, layout, described)) is not None:
             return Refusal(f"the canary copied a state incorrectly: {why}")
     except (KVError, RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
@@ -82,11 +84,6 @@ def _layout(group: StateGroup) -> PagedLayout:
         head_dim=group.state_bytes,
         parts=(PartLayout("state", 0, stride, group.state_bytes, group.state_bytes, 1),),
     )
-
-
-def _format(group: StateGroup) -> ChunkFormat:
-    """One "token" is one whole state, and its slot the number of its block."""
-    return _layout(group).blocks_format(1, group.origin)
 
 
 def _why_not_inside(group: StateGroup) -> str | None:

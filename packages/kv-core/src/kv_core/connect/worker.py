@@ -201,9 +201,6 @@ class WorkerHalf:
         """This shard's extents among those of all shards."""
         return extents[self._shard :: self._shape.shards]
 
-    def _keys(self, space_id: bytes, digests: Sequence[bytes], tenant: bytes, group: int) -> list[ChunkKey]:
-        return keys_in(space_id, digests, groups=(group,), shards=(self._shard,), tenant=tenant)
-
     def _part(self, space_id: bytes, step: LoadStep, group: int) -> _Part | None:
         """None: this group needs nothing of what is loaded."""
         first_token = load_from(self._shape.groups[group], step.first_token, step.last_token)
@@ -211,7 +208,8 @@ class WorkerHalf:
             return None
         chunk = first_token // self._shape.chunk_tokens
         digests = step.digests[chunk - step.first_chunk :]
-        return _Part(group, first_token, chunk, self._keys(space_id, digests, step.tenant, group))
+        keys = keys_in(space_id, digests, groups=(group,), shards=(self._shard,), tenant=step.tenant)
+        return _Part(group, first_token, chunk, keys)
 
     def _plan_load(self, step: LoadStep, part: _Part, extents: Sequence[HostExtent]) -> TransferPlan:
         group = self._shape.groups[part.group]

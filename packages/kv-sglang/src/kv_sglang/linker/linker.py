@@ -116,16 +116,15 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
 
     def load(self, rid: str, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> bool:
         # Every rank must give the same answer, so each takes part, even if its cache is off.
-        return self._all_ranks(self._take(rid, transfers)) or self._let_go(rid)
+        if self._all_ranks(self._take(rid, transfers)):
+            return True
+        self._loads.give_back(rid)
+        return False
 
     @guarded(always(False))
     def _take(self, rid: str, transfers: Sequence[PoolTransfer]) -> bool:
         pages = _pages(transfers)
         return self._loads.take(rid, pages.keys or [], pages.device_indices)
-
-    def _let_go(self, rid: str) -> bool:
-        self._loads.give_back(rid)
-        return False
 
     def start_layer_wise_loading(self) -> int:
         # A slot may be one of a request that has ended, which the forward pass in flight still writes to.
