@@ -93,7 +93,6 @@ class Measured:
     """An estimate and its measurement.
 
     what: a prefill step, or a load from the pool to the engine's blocks.
-    estimated_s, took_s: seconds.
     """
 
     what: MeasuredWhat

@@ -81,7 +81,6 @@ STATE: Final = Coverage("state")
 class ChunkShape:
     """The keys of one chunk, and which of them a hit needs.
 
-    chunk_tokens: tokens in a chunk.
     groups: the coverage of each group of layers.
     shards: number of different shards of every group.
 

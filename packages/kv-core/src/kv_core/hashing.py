@@ -69,7 +69,6 @@ class ChainScheme:
 
     algorithm: `sha256` unless all callers are trusted not to look for collisions (`xxh3_128`), or tenants must not be
         able to compute each other's keys (`blake2b`).
-    chunk_tokens: tokens per chunk.
     secret: the key of `blake2b`, 16 to 64 bytes; empty for the others.
     """
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 class Loaded:
     """The chunk is in the caller's buffer, complete.
 
-    nbytes: the number of bytes read.
-    checksum: their `kv_core.checksum`, if it was computed while they were read; empty: it is still to be computed.
+    checksum: of the bytes (`kv_core.checksum`), if computed while they were read; empty: it is still to be computed.
     """
 
     nbytes: int

@@ -24,10 +24,7 @@ _log = limited_logger(__name__)
 class BoundGroup:
     """Layers whose bytes are one payload of every chunk: a group of the engine's, or some layers of one.
 
-    tensors: of these layers.
     layout: the one that was proved.
-    format: of the payload.
-    copier: moves it.
     coverage: which part of a prefix these layers need.
     table: the engine's block table that they use.
     block_tokens: tokens per block of that table; for states, the distance between their entries in it.

@@ -54,7 +54,6 @@ class LayerGroup:
     origin: what makes opaque blocks of two engines interchangeable.
     row_dtype: of the rows that the engine's update takes.
     row_shape: of one of them, (heads, head_dim) per token.
-    update: the engine's own.
     scales: of a quantised cache, by layer: the divisors of K and V before they are stored. () where the cache holds the
         rows unchanged.
     coverage: which part of a prefix these layers need.

@@ -77,7 +77,6 @@ class PagedLayout:
     itemsize: of an element, bytes.
     layers: how many share the table.
     blocks: how many each layer has.
-    block_tokens: tokens per block.
     heads, head_dim: of a token's row in one layer of one part.
     parts: where K and V, or MLA's latent, lie in a block of a layer.
     own_tensors: each part has separate tensors. They are passed part by part: K of all layers, then V.

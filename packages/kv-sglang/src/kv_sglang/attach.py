@@ -53,10 +53,8 @@ class Rank:
     """The share of the engine that this process has.
 
     number: among the tensor-parallel ranks.
-    ranks: how many there are.
     replicated: every rank has the same KV, and one of them writes it (MLA).
     stage: of pipeline parallelism.
-    stages: how many there are.
     replica: of data parallelism, within attention.
     replicas: how many there are, of either kind.
     nodes: number of machines.
@@ -90,10 +88,6 @@ class Attached:
     caches: by the format of their chunks.
     buses: of the caches in this process.
     server: the private one, in the process that started it.
-    watch: observes the engine's weights.
-    requests: the requests' options for their pages.
-    prefill: how fast the engine computes.
-    figures: the counters for the engine's metrics.
     """
 
     stores: dict[str, PageStore] = field(default_factory=dict)

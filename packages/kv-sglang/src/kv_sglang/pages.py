@@ -120,7 +120,6 @@ class PageStore:
         page_tokens: tokens of a page of KV, which these belong to; 0: they are such pages.
         prefill: how fast the engine computes; None: never known.
         requests: the requests' options for their pages; None: none.
-        figures: the counters to update.
         """
         self._figures = figures
         self._known = OncePerRequest()

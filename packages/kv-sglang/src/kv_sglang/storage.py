@@ -66,10 +66,7 @@ def _none_of_any(_self: Any, transfers: Sequence[PoolTransfer], *_rest: Any, **_
 
 
 class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine's classes are untyped here
-    """The backend of HiCache: `--hicache-storage-backend dynamic` with this class's name in the extra config.
-
-    off: why nothing is read or written; empty while it works.
-    """
+    """The backend of HiCache: `--hicache-storage-backend dynamic` with this class's name in the extra config."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, _extra: Any = None) -> None:
         """

@@ -19,7 +19,6 @@ class NeededLayers:
 
     table: the group's number.
     names: of the layers that have their own cache.
-    spec: vLLM's.
     coverage: the part of a prefix that they need.
     """
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 class SchedulerCounts:
     """Counts since the half was created.
 
-    requests: requests seen.
     lookups: requests looked up; once per request, and again after a preemption, however often the engine asked.
     tokens_asked, tokens_hit: tokens that those lookups asked for, and tokens that they found.
     tokens_declined: tokens found that were recomputed, because that was estimated to be faster.

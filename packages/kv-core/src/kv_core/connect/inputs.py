@@ -11,13 +11,11 @@ from kv_core.sequence import Item
 class RequestTokens:
     """What the engine knows of a request when it asks for a match.
 
-    request_id: the engine's.
     tokens: all of them, including generated ones: after a preemption those are a prompt like any other.
     keep_tokens: how many of them may be stored (the prompt's; all of them if decoded tokens are stored too).
     salt: separates its chunks from other tenants'.
     lora: the identity of its adapter.
     items: inputs of the model besides tokens.
-    controls: the request's own options.
     """
 
     request_id: str

@@ -25,7 +25,6 @@ NO_SPACE = bytes(SPACE_ID_BYTES)
 class LoadStep:
     """Fill the request's blocks with tokens `first_token … last_token` (excluded) of its prompt.
 
-    request_id: the engine's.
     first_chunk: number of the chunk that `digests[0]` names.
     digests: of all chunks that the tokens to be loaded touch.
     tenant: the tag in the keys, see `tenant_tag`. The salt stays with the scheduler.
@@ -52,7 +51,6 @@ class StateBlock:
     """Where a linear layer's state at a boundary is after this step's forward pass.
 
     table: the block table that contains it.
-    block: its block.
     chunk: number of the chunk that ends at the boundary.
     """
 
@@ -66,7 +64,6 @@ class StoreStep:
     """After this step's forward pass the request's first `len(digests)` chunks are computed: store those that are not
     held.
 
-    request_id: the engine's.
     digests: of the chunks from the prompt's first.
     tenant: the tag in the keys.
     blocks: for each of the engine's block tables, the blocks of these chunks.

@@ -31,7 +31,6 @@ _log = limited_logger(__name__)
 class _Gather:
     """What one group stores of a request.
 
-    group: its number.
     chunks: numbers of the chunks, ascending.
     plan: for one of these chunks, where its bytes come from.
     """
@@ -45,10 +44,7 @@ class _Gather:
 class _Part:
     """One group's part of a store.
 
-    group: its number.
-    plan: what is gathered.
     by_layers: gathers single layers; None: the copier takes all at once.
-    gathered: the layers gathered so far.
     """
 
     group: int

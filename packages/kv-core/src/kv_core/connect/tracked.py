@@ -30,10 +30,8 @@ class Tracked:
 
     keys: its chain.
     tenant: the tag in its keys.
-    phase: its phase in the life cycle.
     chunk_keys: of its chunks, chunk-major.
     promised_chunks: how many are leased for it.
-    pays: whether loading them pays.
     tiers: for each promised chunk, the tier that it came from.
     junction: the boundary, in tokens, where other prompts diverge from it while a window or a state is missing there.
     offered_from: how many tokens the engine had itself when it was offered more.

@@ -51,7 +51,6 @@ class _Load:
 class _Part:
     """One group's part of a load.
 
-    group: its number.
     first_token: where filling its blocks begins.
     first_chunk: the chunk of this token.
     keys: of its chunks from there on.

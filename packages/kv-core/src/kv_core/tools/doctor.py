@@ -26,7 +26,6 @@ The exit status is 1 if something is wrong.
 class Finding:
     """One line of `kv doctor`.
 
-    state: "ok", "note" or "wrong".
     what: the thing examined.
     found: its state.
     advice: what to do about it; empty only where all is well.

@@ -29,7 +29,6 @@ class Cost:
     numbers: count of KV elements.
     exact_bytes, stored_bytes: of whole chunks, before and after encoding.
     worst: the largest error of an element, relative to the largest element of its head and token.
-    encode_s, decode_s: seconds.
     """
 
     numbers: int = 0

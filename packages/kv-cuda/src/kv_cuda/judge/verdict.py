@@ -48,7 +48,6 @@ class Verdict:
     heads: for each layer, the number of KV heads and the dimension of each, which are compared at start.
     dtype: of the KV.
     tokens: number of tokens predicted for the figures.
-    findings: of each format.
     """
 
     model: str

@@ -22,10 +22,7 @@ class Measured:
     """One copy path in one direction, as medians.
 
     layout: its name.
-    direction: load or store.
-    copy_path: the path.
     run_bytes: length of a contiguous run of bytes.
-    chunk_bytes: of a chunk.
     gbps: GB/s.
     limit_gbps: of a plain copy of the same bytes, pinned memory ↔ device.
     """
@@ -43,8 +40,6 @@ class Measured:
 class Sizes:
     """What is measured: a cache in bfloat16 with 128 elements per head.
 
-    layers, heads: of the cache.
-    chunk_tokens: tokens in a chunk.
     chunks: moved in one call.
     block_tokens: tokens in a block; each is measured.
     """

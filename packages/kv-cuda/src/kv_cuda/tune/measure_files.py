@@ -26,10 +26,6 @@ CHUNKS = 16
 class MeasuredFile:
     """One copy path in one direction, as medians.
 
-    directory: where the files are.
-    direction: load or store.
-    copy_path: the path.
-    chunk_bytes: of a chunk.
     gbps: GB/s.
     limit_gbps: of the same bytes between the files and host memory, bypassing the page cache where the file system
         can, without checksum or copy.

@@ -23,7 +23,6 @@ _PLAIN: Final = ("MHATokenToKVPool", "MLATokenToKVPool")
 class DevicePool:
     """One pool of the device.
 
-    pages: their format and layout.
     copier: makes a copier for one thread.
     replicated: every rank has the same bytes (MLA).
     """

@@ -54,10 +54,7 @@ _CALLS: Final = {
 
 
 class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engine's classes are untyped here
-    """`--unified-cache-external-linker-backend dynamic`, with this class's name in the linker's config.
-
-    off: why nothing is read or written; empty while it works.
-    """
+    """`--unified-cache-external-linker-backend dynamic`, with this class's name in the linker's config."""
 
     def __init__(
         self,

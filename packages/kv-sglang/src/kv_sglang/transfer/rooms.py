@@ -27,7 +27,6 @@ class Leaving:
     """A request of the prefill engine.
 
     room: its number, which SGLang may give to another request once this one has ended.
-    names: of its prompt's pages.
     is_open: whether SGLang still has its blocks.
     lock: held while its metadata are read, or its outcome is recorded under its number.
     """
@@ -46,7 +45,6 @@ class Leaving:
 class Coming:
     """A request of the decode engine.
 
-    names: of its prompt's pages.
     first: the first page that it lacks.
     slots: the first slot of that page and of each one after it.
     aux_index: the place of its first token among SGLang's metadata.
