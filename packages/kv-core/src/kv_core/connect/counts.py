@@ -19,14 +19,12 @@ class SchedulerCounts:
     loads_failed_in_a_row: how many times in a row loads ended and all of them had failed; loads that end together count
         once.
     loads_refused: loads with an inconsistent allocation.
-    stores: steps of requests that had something to store.
     handovers_given: requests whose prompt was stored for another engine.
     handovers_taken: requests that expected chunks stored by another engine.
     handovers_late: of those, requests that waited for some chunks in vain and computed them.
     states_refused: states that the engine offered and that were not worth storing.
     """
 
-    requests: int = 0
     lookups: int = 0
     tokens_asked: int = 0
     tokens_hit: int = 0
@@ -39,7 +37,6 @@ class SchedulerCounts:
     loads_failed: int = 0
     loads_failed_in_a_row: int = 0
     loads_refused: int = 0
-    stores: int = 0
     handovers_given: int = 0
     handovers_taken: int = 0
     handovers_late: int = 0

@@ -351,7 +351,6 @@ class SchedulerHalf:
             root = self._shape.scheme.root(salt=request.salt, lora=request.lora, tags=request.controls.tags)
             keys = KeySequence(self._shape.scheme, root=root, items=request.items)
             tracked = self._tracked[request.request_id] = Tracked(keys, tenant_tag(request.salt))
-            self.counts.requests += 1
         return tracked
 
     def _hash_up_to(self, request: RequestTokens, tracked: Tracked, tokens: int) -> None:
@@ -462,7 +461,6 @@ class SchedulerHalf:
             for state in entry.states
             if state.boundary in admitted
         )
-        self.counts.stores += 1
         return StoreStep(
             request.request_id,
             digests,
