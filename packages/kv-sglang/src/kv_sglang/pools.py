@@ -77,7 +77,8 @@ def format_of_pages(layout: PagedLayout, wanted: FormatSetting, page_tokens: int
 def _canonical(pool: Any, wanted: FormatSetting, *, mla: bool) -> PoolPages | None:
     """None: the layout is not known here, or the buffer does not have its shape."""
     buffer: torch.Tensor = pool.kv_buffer
-    pages = buffer.numel() // _page_elements(pool, mla=mla)
+    row = pool.kv_cache_dim if mla else 2 * pool.head_num * pool.head_dim
+    pages = buffer.numel() // (pool.layer_num * pool.page_size * row)
     shape, layout, step = _layout(pool, pages=pages, mla=mla)
     if layout is None or tuple(buffer.shape) != shape or not buffer.is_contiguous():
         return None
@@ -92,11 +93,6 @@ def _canonical(pool: Any, wanted: FormatSetting, *, mla: bool) -> PoolPages | No
         return flat, make_copier(one, [flat[number * one_step :] for number in range(pool.layer_num)], described)
 
     return PoolPages(described, layout.dtype, pool.page_size, lambda: make_copier(layout, layers, described), one_page)
-
-
-def _page_elements(pool: Any, *, mla: bool) -> int:
-    row = pool.kv_cache_dim if mla else 2 * pool.head_num * pool.head_dim
-    return int(pool.layer_num * pool.page_size * row)
 
 
 def _layout(pool: Any, *, pages: int, mla: bool) -> tuple[tuple[int, ...], PagedLayout | None, int]:
@@ -199,6 +195,9 @@ def first_slots(indices: torch.Tensor | None, pages: int, page_slots: int) -> li
 class _FlatPages:
     """A copier for pages whose structure only SGLang knows: through its own flattening, page by page."""
 
+    is_queued = False
+    stores_behind = False
+
     def __init__(self, pool: Any, dtype: torch.dtype, nbytes: int) -> None:
         self._pool = pool
         self._dtype = dtype
@@ -210,14 +209,6 @@ class _FlatPages:
 
     def detach(self, pool: str) -> None:
         self._pools.pop(pool, None)
-
-    @property
-    def is_queued(self) -> bool:
-        return False
-
-    @property
-    def stores_behind(self) -> bool:
-        return False
 
     def load(self, plan: TransferPlan) -> DoneEvent:
         for copy in plan.copies:

@@ -2,9 +2,10 @@
 them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final
 
 import torch
 from kv_core.errors import ConfigError
@@ -66,9 +67,7 @@ def describe_device(pool: Any, page_size: int, wanted: FormatSetting = "auto") -
     )
     described = format_of_pages(layout, wanted, page_size)
 
-    def copier() -> LayerwiseCopier:
-        return make_copier(layout, cast(Sequence[torch.Tensor], tensors), described)
-
+    copier = partial(make_copier, layout, tensors, described)
     return DevicePool(PoolPages(described, layout.dtype, page_size, copier, None), copier, mla)
 
 
