@@ -28,5 +28,4 @@ class PoolBlocks:
 
 
 def held_blocks(kv_cache_manager: Any, shape: ConnectShape, *, ranks: int) -> HeldBlocks:
-    """The held blocks of this manager's engine."""
     return HeldBlocks(PoolBlocks(kv_cache_manager.block_pool), shape, ranks=ranks)

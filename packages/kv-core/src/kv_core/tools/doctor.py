@@ -72,7 +72,6 @@ def version_of(distribution: str) -> str | None:
 
 
 def register(commands: Any) -> None:
-    """Add `kv doctor`."""
     parser = commands.add_parser("doctor", help="what this machine can do, and what to do about it", description=_ABOUT)
     parser.add_argument("--path", default=".", metavar="DIR", help="where a disk tier would be (default: here)")
     parser.add_argument("--no-measure", action="store_true", help="look only; copy nothing")

@@ -85,7 +85,6 @@ class CuFiles:
     """`Files` for memory of a device."""
 
     def __init__(self, kvikio: Any) -> None:
-        """kvikio: the module."""
         self._kvikio = kvikio
 
     def open(self, path: str, *, writable: bool) -> OpenFile:

@@ -150,7 +150,6 @@ class Model:
         return int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 1 << 17))
 
     def _attention(self) -> list[int]:
-        """Which layers have attention."""
         from transformers.cache_utils import DynamicLayer
 
         layers = self._as_configured().layers

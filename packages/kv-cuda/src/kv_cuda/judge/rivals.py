@@ -64,7 +64,6 @@ class Rival:
         self._coder, self._sinks = coder, sinks
 
     def layers(self, layers: Layers) -> Layers:
-        """Like `Trip.layers`."""
         back = [(keys.clone(), values.clone()) for keys, values in layers]
         for number, layer in enumerate(back):
             replace_chunks([layer], partial(self._chunk, number, len(back)))
@@ -85,7 +84,6 @@ class Rival:
 
 
 def rivals() -> list[Rival]:
-    """All rivals."""
     return [
         Rival("int8-channel", _int8_by_channel, sinks=0),
         Rival("kivi4", partial(_kivi, bits=4)),

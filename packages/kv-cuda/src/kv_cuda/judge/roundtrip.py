@@ -69,7 +69,6 @@ class RoundTrip:
         self._codes: dict[tuple[int, int, str], tuple[ChunkFormat, Codes]] = {}
 
     def layers(self, layers: Layers) -> Layers:
-        """Like `Trip.layers`."""
         back = [(keys.clone(), values.clone()) for keys, values in layers]
         for layer in back:
             replace_chunks([layer], self._chunk)
@@ -113,7 +112,6 @@ class ThroughCodec:
         self._codec = codec
 
     def layers(self, layers: Layers) -> Layers:
-        """Like `Trip.layers`."""
         back = [(keys.clone(), values.clone()) for keys, values in layers]
         for shape in dict.fromkeys(keys.shape for keys, _ in back):
             replace_chunks([layer for layer in back if layer[0].shape == shape], self._chunk)

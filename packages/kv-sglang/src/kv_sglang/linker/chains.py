@@ -16,7 +16,6 @@ class Chains:
     """Bounded: the pages seen longest ago are forgotten. Not thread-safe."""
 
     def __init__(self, max_pages: int = _MAX_PAGES) -> None:
-        """max_pages: the number of pages remembered."""
         self._max_pages = max_pages
         self._before: OrderedDict[str, str] = OrderedDict()  # a page's hash → the hash of the page before it
 
