@@ -9,8 +9,6 @@ from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme, Digest, Item
 from kv_core.tokens import Tokens, pack_tokens, part_of, sliceable
 
-__all__ = ["Item", "KeySequence", "digests_of"]
-
 
 class KeySequence:
     """The chain of one prompt. A call that raises leaves it as it was."""

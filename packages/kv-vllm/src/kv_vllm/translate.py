@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kv_core.connect.inputs import RequestTokens
-from kv_core.sequence import Item
+from kv_core.hashing import Item
 from kv_tiers.attach.adapters import Unsure
 from kv_tiers.attach.engine import Engine
 from kv_tiers.attach.request_options import chosen

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_core.connect.controls import NO_CONTROLS, Controls
-from kv_core.sequence import Item
+from kv_core.hashing import Item
 
 
 @dataclass(frozen=True, slots=True)
