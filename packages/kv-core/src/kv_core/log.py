@@ -16,8 +16,6 @@ BURST: Final = 10
 """Lines of one kind that are logged at once."""
 EVERY_S: Final = 60.0
 """After those, one line per this time; a kind that was silent for this long may burst again."""
-_LIMITED: Final = (logging.INFO, logging.CRITICAL)
-"""The range of levels that are limited, inclusive. DEBUG lines are not: where they are enabled, all are wanted."""
 
 
 @dataclass(slots=True)
@@ -67,34 +65,32 @@ class RateLimit:
         self._kinds.clear()
 
 
-class LimitFilter(logging.Filter):
-    """Puts a `RateLimit` in front of a logger, appends the number of lines left out to the next one's text, and keeps
-    each on one line."""
+LIMIT: Final = RateLimit()
+"""The limit of this process. Tests reset it."""
 
-    def __init__(self, limit: RateLimit) -> None:
-        super().__init__()
-        self._limit = limit
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        note = ""
-        if _LIMITED[0] <= record.levelno <= _LIMITED[1]:
-            kind = (record.name, record.msg)
-            left_out = self._limit.admit(kind, record.created)
-            if left_out is None:
-                return False
-            if left_out:
-                note = f" ({left_out} more like this were suppressed before)"
-            elif self._limit.is_last_of_burst(kind):
-                note = f" (from now on at most one line like this in {EVERY_S:g} s)"
-        try:
-            text = record.getMessage()
-        except Exception:  # noqa: BLE001  # a bug in a line costs that line: its handler reports it
-            return True
-        line = text if "\n" in str(record.msg) else on_one_line(text)
-        if note or line != text:
-            # The arguments are filled in first: they may contain a per cent sign.
-            record.msg, record.args = line + note, None
+def limit_line(record: logging.LogRecord) -> bool:
+    """A filter: puts `LIMIT` in front of a logger, appends the number of lines left out to the next one's text, and
+    keeps each on one line."""
+    note = ""
+    if logging.INFO <= record.levelno <= logging.CRITICAL:  # where DEBUG lines are enabled, all are wanted
+        kind = (record.name, record.msg)
+        left_out = LIMIT.admit(kind, record.created)
+        if left_out is None:
+            return False
+        if left_out:
+            note = f" ({left_out} more like this were suppressed before)"
+        elif LIMIT.is_last_of_burst(kind):
+            note = f" (from now on at most one line like this in {EVERY_S:g} s)"
+    try:
+        text = record.getMessage()
+    except Exception:  # noqa: BLE001  # a bug in a line costs that line: its handler reports it
         return True
+    line = text if "\n" in str(record.msg) else on_one_line(text)
+    if note or line != text:
+        # The arguments are filled in first: they may contain a per cent sign.
+        record.msg, record.args = line + note, None
+    return True
 
 
 def on_one_line(text: str) -> str:
@@ -104,13 +100,8 @@ def on_one_line(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-LIMIT: Final = RateLimit()
-"""The limit of this process. Tests reset it."""
-
-
 def limited_logger(name: str) -> logging.Logger:
     """The logger of this name, limited. name: the module's `__name__`."""
     logger = logging.getLogger(name)
-    if not any(isinstance(known, LimitFilter) for known in logger.filters):
-        logger.addFilter(LimitFilter(LIMIT))
+    logger.addFilter(limit_line)  # once, however often
     return logger
