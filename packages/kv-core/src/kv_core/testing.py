@@ -4,13 +4,14 @@ Sizes are small on purpose: a chunk of four tokens has every boundary that a chu
 """
 
 import hashlib
+from typing import get_args
 
 from hypothesis import strategies as st
 
 from kv_core.coverage import ChunkShape
 from kv_core.extent import HostExtent
 from kv_core.format import QUANTISED, ChunkFormat, Kind
-from kv_core.hashing import ChainScheme, Item
+from kv_core.hashing import Algorithm, ChainScheme, Item
 from kv_core.keys import NO_TENANT, TENANT_BYTES, ChunkKey, KeySpace, tenant_tag
 
 SECRET = b"a secret for testing only"
@@ -28,11 +29,9 @@ def prompts(*, max_tokens: int = 24, wide: bool = True) -> st.SearchStrategy[lis
 
 @st.composite
 def schemes(draw: st.DrawFn, *, max_chunk_tokens: int = 5) -> ChainScheme:
-    algorithm = draw(st.sampled_from(["sha256", "xxh3_128", "blake2b"]))
+    algorithm: Algorithm = draw(st.sampled_from(get_args(Algorithm)))
     chunk_tokens = draw(st.integers(1, max_chunk_tokens))
-    if algorithm == "blake2b":
-        return ChainScheme("blake2b", chunk_tokens, SECRET)
-    return ChainScheme("sha256" if algorithm == "sha256" else "xxh3_128", chunk_tokens)
+    return ChainScheme(algorithm, chunk_tokens, SECRET if algorithm == "blake2b" else b"")
 
 
 def items(*, max_tokens: int = 24) -> st.SearchStrategy[list[Item]]:

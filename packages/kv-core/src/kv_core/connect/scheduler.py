@@ -148,20 +148,19 @@ class SchedulerHalf:
             if tracked.phase is not Phase.LOADING:
                 self._move(request_id, tracked, Event.ADMIT)
             return
-        offered = tracked.offered_tokens if tracked.phase is Phase.PROMISED else None
-        first, last = tracked.offered_from, tracked.offered_from + external_tokens
-        tables = self._shape.tables
-        ends = [len(table) * block_tokens for table, block_tokens in zip(blocks, tables, strict=False) if block_tokens]
-        fits = len(blocks) >= len(tables) and min(ends) >= last
-        if offered is None:
+        if tracked.phase is not Phase.PROMISED:
             # No promise, no lease: there is nothing to load, and the engine must be told.
             self._refused.append(request_id)
             self.counts.loads_refused += 1
             return
+        first, last = tracked.offered_from, tracked.offered_from + external_tokens
+        tables = self._shape.tables
+        ends = [len(table) * block_tokens for table, block_tokens in zip(blocks, tables, strict=False) if block_tokens]
+        fits = len(blocks) >= len(tables) and min(ends) >= last
         layerwise = tracked.layerwise
         self._move(request_id, tracked, Event.LOAD if layerwise is None else Event.FILL)
         tracked.has_loaded = True
-        if external_tokens != offered or not fits:
+        if external_tokens != tracked.offered_tokens or not fits:
             if layerwise is None:
                 self._refused.append(request_id)
             else:  # no worker will report it: the engine goes by its own record of what the step was to fill
