@@ -66,11 +66,9 @@ def answer_to_proxy(
     given_tokens: for a request, how many of its first tokens are stored.
     """
     params = request.kv_transfer_params
-    if settings.handover.protocol == "never":
-        return None
-    if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True:
-        return None
-    if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+    is_asked = isinstance(params, Mapping) and params.get("do_remote_decode") is True
+    has_ended_well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+    if settings.handover.protocol == "never" or not is_asked or not has_ended_well:
         return None
     if not (stored_tokens := given_tokens(request.request_id)):
         return None
