@@ -31,15 +31,20 @@ class Names:
     tail_tokens: int
 
 
-def hashes_of(req: Any, tree: Any) -> list[str]:
-    """The hashes of the whole pages of a request's prompt, as SGLang itself computes them."""
+def page_hashes(tokens: Any, tree: Any, extra_key: Any, cache_salt: Any, last_hash: Any = None) -> list[str]:
+    """The hashes of the whole pages of these tokens, which follow the page of `last_hash`, as SGLang computes them."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
     core = getattr(tree, "tree_core", None)  # a decode engine without a tree lacks it
     is_eagle = core is not None and core.is_eagle
-    key = RadixKey(_prompt_of(req), extra_key=req.extra_key, is_bigram=is_eagle, cache_salt=req.cache_salt)
-    return list(get_storage_hash_str(key.page_aligned(tree.page_size), page_size=tree.page_size))
+    key = RadixKey(tokens, extra_key=extra_key, is_bigram=is_eagle, cache_salt=cache_salt)
+    return list(get_storage_hash_str(key.page_aligned(tree.page_size), last_hash, page_size=tree.page_size))
+
+
+def hashes_of(req: Any, tree: Any) -> list[str]:
+    """The hashes of the whole pages of a request's prompt."""
+    return page_hashes(_prompt_of(req), tree, req.extra_key, req.cache_salt)
 
 
 def tail_of(req: Any, page_tokens: int, last_page: str) -> str:

@@ -18,6 +18,7 @@ from kv_core.cost import Costs, Measured
 from kv_core.log import limited_logger
 from kv_tiers.clock import MonotonicClock
 
+from kv_sglang.names import page_hashes
 from kv_sglang.scheduler_calls import observe
 
 _log = limited_logger(__name__)
@@ -137,16 +138,7 @@ def _around_lookup(call: Any) -> Any:
 
 
 def _first_page(tree: Any, given: Mapping[str, Any]) -> str:
-    """The hash of the first page that is looked up, as SGLang computes it; empty if there is no whole page."""
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-    is_eagle = tree.tree_core.is_eagle
-    key = RadixKey(
-        given["new_input_tokens"][: tree.page_size + is_eagle],
-        extra_key=given.get("extra_key"),
-        is_bigram=is_eagle,
-        cache_salt=given.get("cache_salt"),
-    )
-    hashes = get_storage_hash_str(key.page_aligned(tree.page_size), given.get("last_hash"), page_size=tree.page_size)
-    return str(hashes[0]) if hashes else ""
+    """The hash of the first page that is looked up; empty if there is no whole page."""
+    tokens = given["new_input_tokens"][: tree.page_size + tree.tree_core.is_eagle]
+    hashes = page_hashes(tokens, tree, given.get("extra_key"), given.get("cache_salt"), given.get("last_hash"))
+    return hashes[0] if hashes else ""
