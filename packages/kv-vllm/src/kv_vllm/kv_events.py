@@ -16,7 +16,7 @@ prefix have it in all shards of the scheduler's node, with one event for each of
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -165,13 +165,17 @@ class ChunkEvents:
         return self._keys(space_id, tenant, digest)
 
     def _events_of(self, request: Any, chunk: int) -> list[BlockStored]:
-        chunk_tokens = self._shape.chunk_tokens
+        chunk_tokens, lora = self._shape.chunk_tokens, request.lora_request
         start = chunk * chunk_tokens
-        lora = request.lora_request
-        return [
-            BlockStored(
-                block_hashes=[maybe_convert_block_hash(block) for block in blocks],
-                parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+        made = []
+        for table, block_tokens in self._tables.items():
+            hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, block_tokens)
+            first, end = start // block_tokens, (start + chunk_tokens) // block_tokens
+            if len(hashes) < end:
+                continue
+            event = BlockStored(
+                block_hashes=[maybe_convert_block_hash(hashes[block]) for block in range(first, end)],
+                parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
                 token_ids=list(request.all_token_ids[start : start + chunk_tokens]),
                 block_size=block_tokens,
                 lora_id=None if lora is None else lora.adapter_id,
@@ -184,17 +188,8 @@ class ChunkEvents:
                 group_idx=table,
                 session_id=request.session_id,
             )
-            for table, block_tokens in self._tables.items()
-            for parent, blocks in self._hashes(request, chunk, block_tokens)
-        ]
-
-    def _hashes(self, request: Any, chunk: int, block_tokens: int) -> Iterator[tuple[Any, list[Any]]]:
-        """vLLM's hashes of the chunk's blocks, and that of the block before."""
-        hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, block_tokens)
-        per_chunk = self._shape.chunk_tokens // block_tokens
-        first = chunk * per_chunk
-        if len(hashes) >= first + per_chunk:
-            yield hashes[first - 1] if first else None, [hashes[first + at] for at in range(per_chunk)]
+            made.append(event)
+        return made
 
 
 def _id_of(key: ChunkKey) -> ChunkId:
