@@ -121,7 +121,7 @@ def _may_fit(group: LayerGroup, layout: PagedLayout) -> bool:
 def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     """Whether engine and layout agree in every layer and both directions."""
     whole = torch.arange(group.block_tokens)
-    one, other = 1, group.blocks - 1
+    one, other = both = [1, group.blocks - 1]
     # A whole block in order, then part of another in random order: a wrong offset, stride or permutation shows.
     scattered = torch.randperm(group.block_tokens, generator=torch.Generator().manual_seed(1))[
         : group.block_tokens // 2 + 1
@@ -129,19 +129,17 @@ def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     slots = torch.cat([one * group.block_tokens + whole, other * group.block_tokens + scattered])
     for layer, tensor in enumerate(group.tensors):
         given, stored = _rows(group, layout, len(slots), layer)
-        with kept_pages([tensor], (one, other), group.blocks):
+        with kept_pages([tensor], both, group.blocks):
             pages = pages_of(tensor, group.blocks)
-            pages[one] = 0
-            pages[other] = 0
+            pages[both] = 0
             group.update(layer, given, slots.to(tensor.device))
             read = read_rows(layout, group.tensors, layer, slots)
             if any(not _same_bits(read[part], stored[part]) for part in stored):
                 return False
-            by_engine = pages[one].clone(), pages[other].clone()
-            pages[one] = 0
-            pages[other] = 0
+            by_engine = pages[both]
+            pages[both] = 0
             write_rows(layout, group.tensors, layer, slots, stored)
-            if not (torch.equal(pages[one], by_engine[0]) and torch.equal(pages[other], by_engine[1])):
+            if not torch.equal(pages[both], by_engine):
                 return False
     return True
 
@@ -161,7 +159,7 @@ def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
         rows = _rows_of_model(group, group.opaque, group.block_tokens, layer)
         with kept_pages([tensor], (0, source, 2, copy), group.blocks):
             pages = pages_of(tensor, group.blocks)
-            around = [pages[block].clone() for block in (0, 2)]
+            around = pages[[0, 2]]
             for block in (source, copy):
                 pages[block] = 0
                 group.update(layer, rows, (slots + block * group.block_tokens).to(tensor.device))
@@ -169,7 +167,7 @@ def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
                 return "equal rows make unequal bytes in different blocks"
             if not bool(pages[source].any()):
                 return "an update leaves its blocks as they were"
-            if any(not torch.equal(pages[block], before) for block, before in zip((0, 2), around, strict=True)):
+            if not torch.equal(pages[[0, 2]], around):
                 return "an update changes bytes of other blocks"
     return None
 

@@ -92,8 +92,8 @@ def _why_not_inside(group: StateGroup) -> str | None:
         start, stride = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
         if tensor.shape[0] != group.blocks or not views:
             return f"a layer has {tensor.shape[0]} blocks, not {group.blocks}, or no states"
-        if (pages_of(tensor, group.blocks).shape[1]) < group.state_bytes:
-            return f"a block of {pages_of(tensor, group.blocks).shape[1]} bytes, and states of {group.state_bytes}"
+        if (page_bytes := pages_of(tensor, group.blocks).shape[1]) < group.state_bytes:
+            return f"a block of {page_bytes} bytes, and states of {group.state_bytes}"
         ends = []
         for view in views:
             first = view.data_ptr() - start

@@ -99,10 +99,8 @@ class Codes:
         numbers, (codes, scales, leading, exponents) = self._numbers(exact), self._codes(quantised)
         for first in range(0, self._planes, self._step):
             piece = slice(first, min(first + self._step, self._planes))
-            wide, peaks = (
-                self._wide[: piece.stop - first, : last_token - first_token],
-                self._peaks[: piece.stop - first],
-            )
+            wide = self._wide[: piece.stop - first, : last_token - first_token]
+            peaks = self._peaks[: piece.stop - first]
             wide.copy_(codes[piece, tokens])
             wide.mul_(scales[piece, tokens].unsqueeze(-1))
             bits = peaks.view(torch.int32)
