@@ -57,10 +57,6 @@ class RateLimit:
         """Whether the line admitted last is the one after which lines of this kind are left out."""
         return self._kinds[kind].said == self._burst
 
-    def left_out(self) -> int:
-        """Lines of all kinds that were suppressed and not yet counted in a later line."""
-        return sum(kind.left_out for kind in list(self._kinds.values()))
-
     def reset(self) -> None:
         self._kinds.clear()
 
