@@ -13,6 +13,7 @@ log (`disable_log_stats`) the figures are discarded, although vLLM still collect
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -186,11 +187,6 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 known[name].inc(value)
 
     def _made(self, name: str, figure: Figure, labelnames: list[str]) -> Any:
-        if figure.kind == "counter":
-            return self._counter_cls(name=f"vllm:{PREFIX}{name}", documentation=figure.about, labelnames=labelnames)
-        return self._gauge_cls(
-            name=f"vllm:{PREFIX}{name}",
-            documentation=figure.about,
-            labelnames=labelnames,
-            multiprocess_mode="mostrecent",
-        )
+        gauge = partial(self._gauge_cls, multiprocess_mode="mostrecent")
+        make = self._counter_cls if figure.kind == "counter" else gauge
+        return make(name=f"vllm:{PREFIX}{name}", documentation=figure.about, labelnames=labelnames)
