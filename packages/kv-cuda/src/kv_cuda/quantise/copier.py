@@ -135,15 +135,14 @@ class QuantisingCopier:
                 )
         pipeline = self._pipelines["store"]
         check = self._checks.pop() if self._checks else _ScaleCheck(self._device)
-        pipeline.begin()
-        pipeline.clear(check)
+        pipeline.begin(check)
         try:
             for chunk, copies in by_chunk:
                 pipeline.store(chunk, copies, check)
         except BaseException:
             pipeline.end().wait()  # as in `GpuCopier`
             raise
-        return _CheckedEvent(pipeline.end_with(check), check, self._checks)
+        return _CheckedEvent(pipeline.end(check), check, self._checks)
 
     def _checked(self, plan: TransferPlan, *, to_engine: bool) -> list[tuple[torch.Tensor, list[Copy]]]:
         """Each chunk's bytes in its pool, and its copies."""
@@ -203,22 +202,19 @@ class _CopyPipeline:
         self._turn = 0
         self._staging: tuple[torch.Tensor, torch.Tensor, Codes] | None = None
 
-    def begin(self) -> None:
-        """Order everything requested from now on after what the engine has launched."""
+    def begin(self, check: _ScaleCheck | None = None) -> None:
+        """Order everything requested from now on after what the engine has launched. check: a store's, to be filled."""
         self._work.follow_current()
+        if check is not None:
+            with self._work.running():
+                check.on_device.zero_()
 
-    def end(self) -> Event:
+    def end(self, check: _ScaleCheck | None = None) -> Event:
+        """The point after everything requested; the check is on the host then."""
         self._bus.follow(self._work.record())
-        return self._bus.record()
-
-    def clear(self, check: _ScaleCheck) -> None:
-        with self._work.running():
-            check.on_device.zero_()
-
-    def end_with(self, check: _ScaleCheck) -> Event:
-        self._bus.follow(self._work.record())
-        with self._bus.running():
-            check.on_host.copy_(check.on_device, non_blocking=True)
+        if check is not None:
+            with self._bus.running():
+                check.on_host.copy_(check.on_device, non_blocking=True)
         return self._bus.record()
 
     def store(self, chunk: torch.Tensor, copies: Sequence[Copy], check: _ScaleCheck) -> None:
