@@ -422,11 +422,9 @@ class PageStore:
             if lies_in(lease, pool):
                 with self._copier(copier, pool) as binding:
                     binding.load(self.plan(zip(lease.extents, slots, strict=False))).wait()
-        except BaseException:
-            self.cache.release(lease)
-            raise
-        # Bytes that did not stay in place while they were read may belong to another page.
-        is_good = self.cache.release(lease)
+        finally:
+            # Bytes that did not stay in place while they were read may belong to another page.
+            is_good = self.cache.release(lease)
         self.count_loaded(lease, tiers, is_good=is_good)
         return len(lease.keys) if is_good else 0
 
