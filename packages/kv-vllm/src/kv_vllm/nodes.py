@@ -14,11 +14,6 @@ from kv_tiers.attach.node_messages import FromNode, ToNodes
 from kv_vllm.parallel import rank_share
 
 
-def _refusals(self: "NodeMail") -> tuple[FromNode, ...]:
-    """The answers while the cache of this node is off."""
-    return () if self._agent is None else self._agent.refuse_all()
-
-
 class NodeMail:
     """The messages of one connector, in either role."""
 
@@ -59,7 +54,7 @@ class NodeMail:
         if self._agent is not None:
             self._agent.hear(said.messages)
 
-    @guarded(_refusals)
+    @guarded(lambda self: () if self._agent is None else self._agent.refuse_all())  # the cache of this node is off
     def answers(self) -> tuple[FromNode, ...]:
         """The answers that go with the step's output."""
         return () if self._agent is None else self._agent.take()
