@@ -147,9 +147,8 @@ class Stores:
             return
         storing, self._storing = self._storing, []
         for store in storing:
-            if wait:
-                self._await(store)
-            if store.parts or not self._is_copied(store):
+            is_copied = self._is_copied(store, wait=wait)
+            if store.parts or not is_copied:
                 self._storing.append(store)
                 continue
             if store.failure is None:
@@ -304,18 +303,13 @@ class Stores:
             return None
         return lease
 
-    def _await(self, store: _Store) -> None:
+    def _is_copied(self, store: _Store, *, wait: bool) -> bool:
+        """Whether none of its copies is in flight any more. wait: until then."""
         for event in store.copying:
             try:
-                event.wait()
-            except KVError as error:
-                store.failure = store.failure or error
-
-    def _is_copied(self, store: _Store) -> bool:
-        """Whether none of its copies is in flight any more."""
-        for event in store.copying:
-            try:
-                if not event.done():
+                if wait:
+                    event.wait()
+                elif not event.done():
                     return False
             except KVError as error:
                 store.failure = store.failure or error
