@@ -53,10 +53,6 @@ class HandOvers:
         tail = tokens % self._shape.chunk_tokens
         return tail if tail >= MIN_TAIL_TOKENS and request.controls.storable(tokens) == tokens else 0
 
-    def given_tokens(self, tracked: Tracked) -> int:
-        """How many leading tokens have been stored, or are being stored."""
-        return tracked.stored_chunks * self._shape.chunk_tokens + tracked.stored_tail_tokens
-
     # On the decode side.
 
     def tail_to_load(self, request: RequestTokens, tracked: Tracked) -> Digest:

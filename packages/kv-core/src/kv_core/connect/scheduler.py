@@ -254,7 +254,9 @@ class SchedulerHalf:
     def given_tokens(self, request_id: str) -> int:
         """How many of its leading tokens another engine can load: those that are stored, or being stored."""
         tracked = self._tracked.get(request_id)
-        tokens = 0 if tracked is None or tracked.mixed else self._handovers.given_tokens(tracked)
+        tokens = 0
+        if tracked is not None and not tracked.mixed:
+            tokens = tracked.stored_chunks * self._shape.chunk_tokens + tracked.stored_tail_tokens
         self.counts.handovers_given += tokens > 0
         return tokens
 
