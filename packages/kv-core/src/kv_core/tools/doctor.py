@@ -7,7 +7,7 @@ to findings. A finding that is `wrong` keeps something from working; a `note` co
 import argparse
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -47,9 +47,6 @@ class DoctorOptions:
 
     path: str
     measure: bool
-
-
-Check = Callable[[DoctorOptions], Iterable[Finding]]
 
 
 def findings(options: DoctorOptions) -> Iterator[Finding]:
