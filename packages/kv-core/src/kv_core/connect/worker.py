@@ -170,11 +170,12 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Release everything. Loads in progress are not reported: the engine no longer polls."""
-        for load in self._loading.values():
-            for event in load.copying:
-                self._settle(event)
-        for event in self._stores.close():
-            self._settle(event)
+        loading = [event for load in self._loading.values() for event in load.copying]
+        for event in (*loading, *self._stores.close()):
+            try:
+                event.wait()
+            except KVError as error:
+                _log.warning("a copy under way at shutdown failed: %s", error)
         self.layers.close()
         self._loading.clear()
         self._service.end(self._holder)
@@ -279,9 +280,3 @@ class WorkerHalf:
             self.counts.loads_failed += 1
         else:
             self.counts.loads_finished += 1
-
-    def _settle(self, event: CopyEvent) -> None:
-        try:
-            event.wait()
-        except KVError as error:
-            _log.warning("a copy under way at shutdown failed: %s", error)
