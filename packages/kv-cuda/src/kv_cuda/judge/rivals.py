@@ -113,7 +113,6 @@ def _kivi(plane: Plane, bits: int) -> tuple[Numbers, int]:
 
 def _cachegen(plane: Plane) -> tuple[Numbers, int]:
     scales = np.abs(plane.numbers).max(0) / 127 + 1e-30
-    back = np.empty_like(plane.numbers)
     anchors = np.round(plane.numbers[::_ANCHOR_TOKENS] / scales) * scales
     near = np.repeat(anchors, _ANCHOR_TOKENS, 0)[:CHUNK_TOKENS]
     step = (0.5, 1.0, 1.5)[3 * plane.layer // plane.layers] * float((plane.numbers - near).std())
