@@ -47,7 +47,8 @@ def bind_worker(
     """
     groups = read_groups(vllm_config, kv_cache_config, kv_caches)
     if isinstance(groups, Refusal):
-        return _refused(engine, groups)
+        engine.refuse(groups.reason)
+        return {}
     has_states = any(group.coverage.kind == "state" for group in groups)
     if settings.store == "layerwise" and vllm_config.parallel_config.use_ubatching:
         _log.warning(
@@ -57,7 +58,8 @@ def bind_worker(
     settings = fitted(settings, in_force, [table_tokens_of(group) for group in groups], has_states=has_states)
     bound = bind_groups(groups, settings.format, settings.chunk_tokens)
     if isinstance(bound, Refusal):
-        return _refused(engine, bound)
+        engine.refuse(bound.reason)
+        return {}
     judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
     share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
     codec, division, judged = "", None, bound.formats
@@ -138,11 +140,6 @@ def warn_of_failure_policy(policy: str) -> None:
             'Add "kv_load_failure_policy":"recompute" to --kv-transfer-config and it is computed instead.',
             policy,
         )
-
-
-def _refused(engine: Engine, refusal: Refusal) -> dict[str, LayerPlace]:
-    engine.refuse(refusal.reason)
-    return {}
 
 
 def in_one_process(vllm_config: Any) -> bool:
