@@ -51,10 +51,9 @@ class Estimator:
         self._forget()
 
     def _forget(self) -> None:
-        count = range(self._features)
-        self._products = [[0.0 for _ in count] for _ in count]
-        self._seconds = [0.0 for _ in count]
-        self._mean = [0.0 for _ in count]
+        count = self._features
+        self._products = [[0.0] * count for _ in range(count)]
+        self._seconds, self._mean = [0.0] * count, [0.0] * count
         self._weight = 0.0
         self._fit_at = 0
         self._settled_at: float = 2 * self._min_samples

@@ -107,10 +107,8 @@ class EngineCosts:
         """
         if len(self._steps) == _MAX_UNDER_WAY:  # their ends are not reported
             self._steps.clear()
-        step = _Step(self._clock.now_s())
-        if counts:
-            step.tokens, step.pairs = tokens, pairs
-        self._steps.append(step)
+        began_s = self._clock.now_s()
+        self._steps.append(_Step(began_s, tokens, pairs) if counts else _Step(began_s))
 
     def step_ended(self) -> None:
         """The oldest step in flight has ended."""
