@@ -19,7 +19,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -32,8 +32,8 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.host_port import read_host_port
-from kv_tiers.options import read_options
-from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import Read, TierContext, TierUsage, Write
+from kv_tiers.tiers.factories import factory_of
 
 # Mooncake's error codes (mooncake-store/include/types.h) that are handled specially here.
 _NO_ROOM: Final = -200
@@ -75,20 +75,6 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError("transfers must be positive, and contribute_bytes not negative")
         if min(self.connect_timeout_s, self.dead_node_s) <= 0:
             raise ValueError("connect_timeout_s and dead_node_s must be positive")
-
-
-def _check_options(options: Mapping[str, object]) -> None:
-    make_mooncake_tier(options, ANY_CHUNKS).close()  # a new tier has touched nothing yet
-
-
-@checked(_check_options)
-def make_mooncake_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `mooncake`; `MooncakeConfig` describes `options`.
-
-    Raises:
-        ConfigError: options that cannot be honoured, or Mooncake is not installed.
-    """
-    return MooncakeTier(read_options(MooncakeConfig, options, "mooncake"), context)
 
 
 @dataclass(slots=True)
@@ -349,6 +335,10 @@ class MooncakeTier:
             with self._buffers_changed:
                 free += buffers
                 self._buffers_changed.notify_all()
+
+
+make_mooncake_tier = factory_of(MooncakeTier, MooncakeConfig, "mooncake")
+"""The factory of the tier type `mooncake`."""
 
 
 def _checked(code: int) -> int:

@@ -8,7 +8,7 @@ which wait in obstore without holding the interpreter's lock.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -26,9 +26,9 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.config import MAX_SECONDS
-from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
-from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write
+from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.key_paths import keys_in_paths
 from kv_tiers.tiers.together import begin
 
@@ -112,20 +112,6 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError(
                 f"requests and time-outs must be positive, time-outs at most {MAX_SECONDS} s, and retries not negative"
             )
-
-
-def _check_options(options: Mapping[str, object]) -> None:
-    make_objects_tier(options, ANY_CHUNKS).close()  # a new tier has touched nothing yet
-
-
-@checked(_check_options)
-def make_objects_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `s3`; `ObjectsConfig` describes `options`.
-
-    Raises:
-        ConfigError: options that cannot be honoured, or obstore is not installed.
-    """
-    return ObjectsTier(read_options(ObjectsConfig, options, "s3"), context)
 
 
 class ObjectsTier:
@@ -358,6 +344,10 @@ class ObjectsTier:
             finally:
                 del error
         return [future.result() for future in futures]
+
+
+make_objects_tier = factory_of(ObjectsTier, ObjectsConfig, "s3")
+"""The factory of the tier type `s3`."""
 
 
 class _WrongLengthError(Exception):

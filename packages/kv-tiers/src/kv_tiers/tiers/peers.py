@@ -10,7 +10,7 @@ might be older than our clear.
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -24,9 +24,10 @@ from kv_tiers.directory_state import DirectoryState
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.options import read_options
-from kv_tiers.tier import ANY_CHUNKS, OnHandedOver, Read, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import OnHandedOver, Read, TierContext, TierUsage, Write
 from kv_tiers.tiers.directory.contents import Contents
 from kv_tiers.tiers.directory.directory import Directory, DirectoryConfig
+from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.peer_following import Following
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
 from kv_tiers.tiers.peer_offers import PeerTaker
@@ -71,20 +72,6 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
     follow: bool = False
     """Fetch chunks that engines there hand over (docs/disaggregated.md) as soon as they can be read, before a request
     needs them. For hosts that decode prompts that these peers compute."""
-
-
-def _check_options(options: Mapping[str, object]) -> None:
-    make_peers_tier(options, ANY_CHUNKS).close()  # a new tier has not connected yet
-
-
-@checked(_check_options)
-def make_peers_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `peers`; `PeersTierConfig` describes `options`.
-
-    Raises:
-        ConfigError: options that cannot be honoured.
-    """
-    return PeersTier(read_options(PeersTierConfig, options, "peers"), context)
 
 
 class PeersTier:
@@ -334,6 +321,10 @@ class PeersTier:
             checksum = stream.receive_chunk(read.pages[:nbytes], deadline_for(nbytes, self._chunk_s))
             stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
             outcomes[number] = Loaded(nbytes, checksum)
+
+
+make_peers_tier = factory_of(PeersTier, PeersTierConfig, "peers")
+"""The factory of the tier type `peers`."""
 
 
 def _questions(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:

@@ -31,8 +31,8 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
 
 from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
-from kv_tiers.options import read_options
-from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write
+from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers
 from kv_tiers.tiers.resp import Connection, ErrorReply, TooLarge, command, set_command
 from kv_tiers.tiers.timed_socket import Buffer
@@ -55,20 +55,6 @@ T = TypeVar("T")
 Work = Callable[[Connection, Sequence[int], bool], list[T | ErrorReply]]
 """A conversation with one server about those of a call's chunks that it stores, given by their numbers. The flag: the
 server is about to take them over, and wants ASKING before every command."""
-
-
-def _check_options(options: Mapping[str, object]) -> None:
-    make_redis_tier(options, ANY_CHUNKS).close()  # a new tier has touched nothing yet
-
-
-@checked(_check_options)
-def make_redis_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier types `redis` and `valkey`; `RedisConfig` describes `options`.
-
-    Raises:
-        ConfigError: options that cannot be honoured.
-    """
-    return RedisTier(read_options(RedisConfig, options, "redis"), context)
 
 
 class RedisTier:
@@ -445,6 +431,10 @@ class RedisTier:
         if asking:
             connection.read_ok()
         return connection.read_ok()
+
+
+make_redis_tier = factory_of(RedisTier, RedisConfig, "redis")
+"""The factory of the tier types `redis` and `valkey`."""
 
 
 class _Incomplete:

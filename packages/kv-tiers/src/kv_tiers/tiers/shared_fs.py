@@ -29,7 +29,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
@@ -40,10 +40,10 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
 
 from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
-from kv_tiers.options import read_options
 from kv_tiers.pool.private_files import read_secret
-from kv_tiers.tier import ANY_CHUNKS, Read, RemovalRefusedError, Tier, TierContext, TierUsage, Write, checked
+from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write
 from kv_tiers.tiers.disk_files import after
+from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.files_below import files_below, opened_below
 from kv_tiers.tiers.key_paths import keys_in_paths
 from kv_tiers.tiers.spread import spread
@@ -103,20 +103,6 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError("write key_file or trust_writers, not both")
         if self.ttl_s < 0 or self.temporary_s < 1 or self.lookup_threads < 1:
             raise ValueError("temporary_s and lookup_threads must be positive, and ttl_s not negative")
-
-
-def _check_options(options: Mapping[str, object]) -> None:
-    make_shared_fs_tier(options, ANY_CHUNKS).close()  # a new tier has touched nothing yet
-
-
-@checked(_check_options)
-def make_shared_fs_tier(options: Mapping[str, object], context: TierContext) -> Tier:
-    """The factory of the tier type `shared_fs`; `SharedFsConfig` describes `options`.
-
-    Raises:
-        ConfigError: options that cannot be honoured, or a key that others can read.
-    """
-    return SharedFsTier(read_options(SharedFsConfig, options, "shared_fs"), context)
 
 
 class SharedFsTier:
@@ -478,6 +464,10 @@ class SharedFsTier:
     def _down(self, error: OSError, *, removing: bool = False) -> TierDown:
         kind = RemovalRefusedError if removing and error.errno in _READ_ONLY else TierDown
         return kind(f"{error.filename or self._root}: {error.strerror or error}")
+
+
+make_shared_fs_tier = factory_of(SharedFsTier, SharedFsConfig, "shared_fs")
+"""The factory of the tier type `shared_fs`."""
 
 
 def _read_key(config: SharedFsConfig, where: str) -> bytes:
