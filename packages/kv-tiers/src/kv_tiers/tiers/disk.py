@@ -133,16 +133,11 @@ def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
 class DiskTier:
     """Safe to call from any thread."""
 
+    name = "disk"
     holds_is_local = True
 
     def __init__(
-        self,
-        config: DiskConfig,
-        context: TierContext,
-        policy: EvictionPolicy,
-        *,
-        name: str = "disk",
-        clock: Clock | None = None,
+        self, config: DiskConfig, context: TierContext, policy: EvictionPolicy, *, clock: Clock | None = None
     ) -> None:
         """Take possession of the directories and find what is in them: about a second for every 100 000 chunks.
 
@@ -151,12 +146,11 @@ class DiskTier:
         Raises:
             ConfigError: a setting or a directory cannot be used.
         """
-        self.name = name
         self._config = config
         self._context = context
         self._clock: Clock = clock or MonotonicClock()
         self._chunks = DiskChunks(
-            name,
+            self.name,
             config.directories,
             context,
             slots_for(config, context),

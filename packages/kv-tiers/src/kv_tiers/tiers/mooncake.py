@@ -95,22 +95,22 @@ class _Buffer:
 class MooncakeTier:
     """Safe to call from any thread. Nothing is connected before the first call."""
 
+    name = "mooncake"
     holds_is_local = False
 
-    def __init__(self, config: MooncakeConfig, context: TierContext, *, name: str = "mooncake") -> None:
+    def __init__(self, config: MooncakeConfig, context: TierContext) -> None:
         """Raises `ConfigError`."""
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
             raise ConfigError(
-                f"{name}: a Mooncake Store needs Mooncake's client ({error}); pip install 'kv-tiers[mooncake]', and on "
-                "Debian apt install libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1"
+                f"mooncake: a Mooncake Store needs Mooncake's client ({error}); pip install 'kv-tiers[mooncake]', and "
+                "on Debian apt install libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1"
             ) from error
-        self.name = name
         self._make_client: Callable[[], Any] = MooncakeDistributedStore
         self._placement: Any = ReplicateConfig()
         self._config = config
-        self._master = read_host_port(config.master, f"{name}: master")
+        self._master = read_host_port(config.master, "mooncake: master")
         self._prefix = f"{config.prefix}/{context.namespace}"
         self._object_bytes = HEADER_BYTES + context.chunk_bytes
         self._connecting = threading.Lock()

@@ -117,19 +117,19 @@ class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class ObjectsTier:
     """Safe to call from any thread."""
 
+    name = "s3"
     holds_is_local = False
 
-    def __init__(self, config: ObjectsConfig, context: TierContext, *, name: str = "s3") -> None:
+    def __init__(self, config: ObjectsConfig, context: TierContext) -> None:
         """Sends nothing to the store yet. Raises `ConfigError`."""
         try:
             import obstore
             import obstore.exceptions
             import obstore.store
         except ImportError as error:
-            raise ConfigError(f"{name}: an object store's tier needs obstore; pip install 'kv-tiers[s3]'") from error
-        self.name = name
+            raise ConfigError("s3: an object store's tier needs obstore; pip install 'kv-tiers[s3]'") from error
         self._obstore: Any = obstore
-        self._store = _open(obstore, config, name)
+        self._store = _open(obstore, config, self.name)
         self._prefix = f"{config.prefix}/{context.namespace}"
         self._chunk_bytes = context.chunk_bytes
         self._full = ""

@@ -78,38 +78,38 @@ class PeersTier:
     """Safe to call from any thread. A hidden chunk stays hidden until this process ends, or until `_REMEMBERED` others
     have been hidden since."""
 
+    name = "peers"
     is_read_only: Literal[True] = True
 
-    def __init__(self, config: PeersTierConfig, context: TierContext, *, name: str = "peers") -> None:
+    def __init__(self, config: PeersTierConfig, context: TierContext) -> None:
         """Does not connect yet. Raises `ConfigError`."""
-        self.name = name
-        addresses = [read_host_port(host, f"{name}: hosts") for host in config.hosts]
+        addresses = [read_host_port(host, "peers: hosts") for host in config.hosts]
         if not addresses and config.directory is None:
             raise ConfigError(
-                f"{name}: hosts is empty; write a host and a port of each peer, or a directory, or leave the tier out"
+                "peers: hosts is empty; write a host and a port of each peer, or a directory, or leave the tier out"
             )
         if addresses and config.directory is not None:
-            raise ConfigError(f"{name}: the directory says which hosts there are; leave out hosts")
-        check_protected(config, addresses, f"{name}: hosts")
+            raise ConfigError("peers: the directory says which hosts there are; leave out hosts")
+        check_protected(config, addresses, "peers: hosts")
         self.holds_is_local = self.lists_holders = config.directory is not None
         self._namespace = context.namespace
         self._answer_s, self._chunk_s = config.answer_timeout_s, config.timeout_s
         self._hosts = PeerHosts(
             addresses,
-            token=read_token(config, name),
-            tls=tls_files(config, name, is_server=False),
+            token=read_token(config, self.name),
+            tls=tls_files(config, self.name, is_server=False),
             resolve_s=config.resolve_s,
             connect_s=config.connect_timeout_s,
         )
         self._directory: Directory | None = None
         if config.directory is not None:
             self._directory = Directory(
-                read_options(DirectoryConfig, config.directory, f"{name}: directory"),
+                read_options(DirectoryConfig, config.directory, "peers: directory"),
                 context.namespace,
                 self._hosts,
                 answer_s=config.answer_timeout_s,
                 is_allowed=lambda host: is_protected(config, host),
-                where=f"{name}: directory",
+                where="peers: directory",
             )
         self._follows = config.follow
         self._following = Following(

@@ -60,11 +60,11 @@ server is about to take them over, and wants ASKING before every command."""
 class RedisTier:
     """Safe to call from any thread; concurrent calls use separate connections."""
 
+    name = "redis"
     holds_is_local = False
 
-    def __init__(self, config: RedisConfig, context: TierContext, *, name: str = "redis") -> None:
+    def __init__(self, config: RedisConfig, context: TierContext) -> None:
         """Connects to no server yet. Raises `ConfigError`."""
-        self.name = name
         self._config = config
         self._chunk_bytes = context.chunk_bytes
         self._piece_bytes = config.piece_bytes
@@ -74,7 +74,7 @@ class RedisTier:
         self._expiry = (b"EX", b"%d" % config.ttl_s) if config.ttl_s else ()
         self._refresh = self._expiry if config.refresh_ttl else ()
         self._ahead = min(_COMMANDS_AT_ONCE, max(2, _AHEAD_BYTES // min(config.piece_bytes, context.chunk_bytes)))
-        self._servers = Servers(config, name)
+        self._servers = Servers(config, self.name)
         self._full = ""
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None

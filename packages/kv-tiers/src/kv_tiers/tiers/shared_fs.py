@@ -108,14 +108,14 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class SharedFsTier:
     """Safe to call from any thread, and from any number of hosts."""
 
+    name = "shared_fs"
     holds_is_local = False
 
-    def __init__(self, config: SharedFsConfig, context: TierContext, *, name: str = "shared_fs") -> None:
+    def __init__(self, config: SharedFsConfig, context: TierContext) -> None:
         """Does not look at the directory yet: it may be mounted later."""
-        self.name = name
         self._config = config
         self._root = os.path.abspath(config.directory)
-        self._key = _read_key(config, name) if config.key_file else b""
+        self._key = _read_key(config, self.name) if config.key_file else b""
         key_name = f"-{hashlib.sha256(b'the name of the key' + self._key).hexdigest()[:16]}" if self._key else ""
         self._directory = f"{self._root}/{context.namespace}{key_name}"
         self._chunk_bytes = context.chunk_bytes
