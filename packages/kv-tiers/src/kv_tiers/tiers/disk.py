@@ -193,15 +193,11 @@ class DiskTier:
                 self._chunks.pass_over(failed)
         return outcomes
 
+    load_prefixes = load_rests = load
+
     def some_keys(self, count: int) -> list[ChunkKey]:
         keys = self._index.all_keys()
         return keys[:: max(1, len(keys) // max(1, count))][:count]
-
-    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self.load(reads)
-
-    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self.load(reads)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         stored: set[ChunkKey] = set()

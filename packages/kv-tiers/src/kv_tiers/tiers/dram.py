@@ -110,11 +110,7 @@ class DramTier:
         finally:
             self._index.end_load(entries)
 
-    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self.load(reads)
-
-    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self.load(reads)
+    load_prefixes = load_rests = load
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         if not writes:

@@ -142,6 +142,8 @@ class ObjectsTier:
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._each(reads, self._load)
 
+    load_prefixes = load_rests = load
+
     def some_keys(self, count: int) -> list[ChunkKey]:
         batches = self._obstore.list(self._store, self._prefix, chunk_size=_DELETED_AT_ONCE)
         try:
@@ -150,12 +152,6 @@ class ObjectsTier:
             raise TierDown(f"its objects cannot be listed: {error}") from error
         paths = (found["path"][len(self._prefix) + 1 :] for found in batch if self._is_chunk(found["size"]))
         return list(islice(keys_in_paths(paths), count))
-
-    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self.load(reads)
-
-    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self.load(reads)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         outcomes = self._each(writes, self._keep)

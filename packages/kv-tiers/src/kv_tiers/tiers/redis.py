@@ -99,8 +99,7 @@ class RedisTier:
 
         return self._spread([read.key for read in reads], work)
 
-    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self.load(reads)
+    load_prefixes = load
 
     def some_keys(self, count: int) -> list[ChunkKey]:
         names: list[bytes] = []

@@ -154,15 +154,14 @@ class SharedFsTier:
             self._check_root()
         return outcomes
 
+    load_prefixes = load
+
     def some_keys(self, count: int) -> list[ChunkKey]:
         self._see_root()
         files = itertools.islice(self._files(), 8 * count)
         paths = (f"{directory}/{name}".partition("/")[2] for directory, name in files)
         keys = itertools.islice(keys_in_paths(paths), count)
         return [key for key in keys if (found := self._found(self._path(key))) is not None and self._is_chunk(found)]
-
-    def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self.load(reads)
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         self._see_root()
