@@ -9,7 +9,7 @@ which wait in obstore without holding the interpreter's lock.
 
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -30,7 +30,7 @@ from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write
 from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.key_paths import keys_in_paths
-from kv_tiers.tiers.together import begin
+from kv_tiers.tiers.together import run_all
 
 _log = limited_logger(__name__)
 
@@ -314,9 +314,7 @@ class ObjectsTier:
             raise TierDown(_shortened(error)) from error
 
     def _each(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
-        """All calls have ended when this returns or raises, because they use borrowed memory. When one finds the store
-        down, the others are skipped.
-        """
+        """When one of these calls finds the store down, the others are skipped."""
         down: list[TierDown] = []
 
         def unless_down(item: Item) -> T:
@@ -328,18 +326,10 @@ class ObjectsTier:
                 down.append(error)
                 raise
 
-        futures = [begin(self._threads, partial(unless_down, item)) for item in items]
-        wait(futures)
-        if down:
-            error = down[0]
-            # Otherwise a reference cycle would retain the borrowed memory until it is collected.
-            down.clear()
-            futures.clear()
-            try:
-                raise error
-            finally:
-                del error
-        return [future.result() for future in futures]
+        try:
+            return run_all(self._threads, [partial(unless_down, item) for item in items])
+        finally:
+            down.clear()  # otherwise a reference cycle would retain the borrowed memory until it is collected
 
 
 make_objects_tier = factory_of(ObjectsTier, ObjectsConfig, "s3")

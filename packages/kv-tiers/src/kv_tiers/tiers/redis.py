@@ -18,7 +18,6 @@ A user needs GET, GETRANGE, STRLEN (GETEX and EXPIRE to refresh times), SET, EXI
 what others store.
 """
 
-import threading
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers
 from kv_tiers.tiers.resp import Connection, ErrorReply, TooLarge, command, set_command
 from kv_tiers.tiers.timed_socket import Buffer
-from kv_tiers.tiers.together import begin
+from kv_tiers.tiers.together import run_all
 
 _COMMANDS_AT_ONCE: Final = 1000
 """Small commands per round trip."""
@@ -76,8 +75,7 @@ class RedisTier:
         self._ahead = min(_COMMANDS_AT_ONCE, max(2, _AHEAD_BYTES // min(config.piece_bytes, context.chunk_bytes)))
         self._servers = Servers(config, self.name)
         self._full = ""
-        self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[bool | ErrorReply]:
@@ -148,10 +146,7 @@ class RedisTier:
         return TierUsage(full=self._full)
 
     def close(self) -> None:
-        with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown()
+        self._threads.shutdown()
         self._servers.close()
 
     # Names.
@@ -232,24 +227,9 @@ class RedisTier:
         def talk(whom: tuple[Address, bool], mine: list[int]) -> list[T | ErrorReply]:
             return self._servers.talk(whom[0], lambda connection: work(connection, mine, whom[1]))
 
-        if len(groups) <= 1:
-            return [(whom, mine, talk(whom, mine)) for whom, mine in groups.items()]
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
-            threads = self._threads
-        futures = {whom: begin(threads, partial(talk, whom, mine)) for whom, mine in groups.items()}
-        # All must have ended before this returns, because the memory is borrowed only for the length of the call.
-        error = next(
-            (error for error in [future.exception() for future in futures.values()] if error is not None), None
-        )
-        if error is not None:
-            futures.clear()  # a reference cycle would retain the borrowed memory until it is collected
-            try:
-                raise error
-            finally:
-                del error
-        return [(whom, mine, futures[whom].result()) for whom, mine in groups.items()]
+        parts = [partial(talk, whom, mine) for whom, mine in groups.items()]
+        answers = run_all(self._threads, parts) if len(parts) > 1 else [part() for part in parts]
+        return [(whom, mine, answer) for (whom, mine), answer in zip(groups.items(), answers, strict=True)]
 
     def _addresses(self, keys: Sequence[ChunkKey]) -> list[Address]:
         if self._config.mode == "cluster":

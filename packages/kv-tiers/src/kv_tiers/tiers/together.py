@@ -5,11 +5,25 @@ executor starts its threads when they are needed. If the system has no more thre
 although the part stays queued and is run later by a thread that exists already.
 """
 
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def run_all(threads: Executor, parts: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of these, run concurrently. All of them have ended when this returns or raises."""
+    futures = [begin(threads, part) for part in parts]
+    wait(futures)
+    error = next(filter(None, [future.exception() for future in futures]), None)
+    if error is not None:
+        futures.clear()  # a reference cycle would retain the borrowed memory until it is collected
+        try:
+            raise error
+        finally:
+            del error
+    return [future.result() for future in futures]
 
 
 def begin(threads: Executor, work: Callable[[], T]) -> "Future[T]":
