@@ -165,7 +165,8 @@ class PeerHosts:
         self._resolve_at_s = 0.0
         self._is_resolving = False
         self._resolved = threading.Event()
-        self._threads: dict[bool, ThreadPoolExecutor] = {}  # by whether they work in the background
+        self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
+        self._background = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
         self._is_closed = False
 
     def peers(self) -> list[Peer]:
@@ -204,13 +205,9 @@ class PeerHosts:
 
         futures = []
         if len(peers) > 1:
-            with self._lock:
-                if self._is_closed:
-                    return {}  # as if all had failed: nobody would end the threads
-                threads = self._threads.get(in_background)
-                if threads is None:
-                    threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
-                    self._threads[in_background] = threads
+            if self._is_closed:
+                return {}  # as if all had failed
+            threads = self._background if in_background else self._threads
             futures = [begin(threads, partial(run, peer)) for peer in peers[1:]]
         try:
             for peer in peers[:1]:
@@ -224,10 +221,9 @@ class PeerHosts:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            pools, self._threads = list(self._threads.values()), {}
             peers, self._peers, self._by_host = self._peers, {}, {}
-        for threads in pools:
-            threads.shutdown()
+        self._threads.shutdown()
+        self._background.shutdown()
         for peer in peers.values():
             peer.close()
 
