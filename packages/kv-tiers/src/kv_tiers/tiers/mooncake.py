@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
@@ -29,6 +28,7 @@ import numpy as np
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+from numpy.typing import NDArray
 
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.host_port import read_host_port
@@ -77,19 +77,8 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError("connect_timeout_s and dead_node_s must be positive")
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """Room for one object, registered with Mooncake.
-
-    bytes: header and payload, [HEADER_BYTES + chunk_bytes] uint8.
-    """
-
-    memory: mmap.mmap
-    bytes: "np.ndarray[Any, np.dtype[np.uint8]]"
-
-    @property
-    def address(self) -> int:
-        return int(self.bytes.ctypes.data)
+_Buffer = NDArray[np.uint8]
+"""Room for one object, registered with Mooncake: header and payload, [HEADER_BYTES + chunk_bytes]."""
 
 
 class MooncakeTier:
@@ -180,7 +169,7 @@ class MooncakeTier:
         names = [self._name(read.key) for read in reads]
         lost = self._lost(names)
         wanted = [(name, buffer) for name, buffer in zip(names, buffers, strict=True) if name not in lost]
-        addresses = [buffer.address for _, buffer in wanted]
+        addresses = [buffer.ctypes.data for _, buffer in wanted]
         answers = self._connected().batch_get_into(
             [name for name, _ in wanted], addresses, [self._object_bytes] * len(wanted)
         )
@@ -198,11 +187,11 @@ class MooncakeTier:
             self._remove([name])
             return Damaged("an object whose size cannot be a chunk's")
         payload_bytes = min(_checked(size) - HEADER_BYTES, read.wanted_bytes)
-        read.header[:] = bytes(buffer.bytes[:HEADER_BYTES])
+        read.header[:] = bytes(buffer[:HEADER_BYTES])
         # Does not hold the interpreter's lock, which assigning to a memoryview would.
         np.copyto(
             np.frombuffer(read.pages, np.uint8)[:payload_bytes],
-            buffer.bytes[HEADER_BYTES : HEADER_BYTES + payload_bytes],
+            buffer[HEADER_BYTES : HEADER_BYTES + payload_bytes],
         )
         return Loaded(payload_bytes)
 
@@ -210,13 +199,11 @@ class MooncakeTier:
         if time.monotonic() < self._no_stores_until:
             return [Refused("a node of the store does not answer")] * len(writes)
         for write, buffer in zip(writes, buffers, strict=True):
-            buffer.bytes[:HEADER_BYTES] = np.frombuffer(write.header, np.uint8)
-            np.copyto(
-                buffer.bytes[HEADER_BYTES : HEADER_BYTES + write.stored_bytes], np.frombuffer(write.payload, np.uint8)
-            )
+            buffer[:HEADER_BYTES] = np.frombuffer(write.header, np.uint8)
+            np.copyto(buffer[HEADER_BYTES : HEADER_BYTES + write.stored_bytes], np.frombuffer(write.payload, np.uint8))
         answers = self._connected().batch_put_from(
             [self._name(write.key) for write in writes],
-            [buffer.address for buffer in buffers[: len(writes)]],
+            [buffer.ctypes.data for buffer in buffers[: len(writes)]],
             [HEADER_BYTES + write.stored_bytes for write in writes],
             self._placement,
         )
@@ -291,9 +278,8 @@ class MooncakeTier:
             raise TierDown(f"Mooncake's client could not join the store at {config.master}: error {code}")
         buffers = []
         for _ in range(config.transfers):
-            memory = mmap.mmap(-1, self._object_bytes)
-            buffer = _Buffer(memory, np.frombuffer(memory, np.uint8))
-            if code := client.register_buffer(buffer.address, self._object_bytes):
+            buffer = np.frombuffer(mmap.mmap(-1, self._object_bytes), np.uint8)
+            if code := client.register_buffer(buffer.ctypes.data, self._object_bytes):
                 client.close()
                 raise TierDown(f"Mooncake's client could not register a buffer of {self._object_bytes} bytes: {code}")
             buffers.append(buffer)
