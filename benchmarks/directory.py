@@ -29,7 +29,7 @@ from kv_tiers.host_port import HostPort
 from kv_tiers.index.journal import Journal
 from kv_tiers.tiers.directory.contents import Contents, Source
 from kv_tiers.tiers.directory.entries import VERSION, Entry, decode, encode
-from kv_tiers.tiers.directory.mirror import Host, Mirror, Summed
+from kv_tiers.tiers.directory.mirror import Host, Mirror
 from kv_tiers.tiers.directory.names import (
     NAME_BYTES,
     SUMS_BYTES,
@@ -43,8 +43,7 @@ from kv_tiers.tiers.directory.names import (
     unpack,
 )
 from kv_tiers.tiers.directory.stream import AT_ONCE, BEGINNING, Stream
-from kv_tiers.tiers.peers_wire import MAX_LISTED, List, Listed, Sum, frame
-from kv_tiers.tiers.peers_wire import Summed as SummedAnswer
+from kv_tiers.tiers.peers_wire import MAX_LISTED, List, Listed, Sum, Summed, frame
 from kv_tiers.tiers.redis_servers import RedisAccess
 
 from benchmarks._report import Row, median_s, parser, report
@@ -114,9 +113,9 @@ def repairs() -> list[Row]:
 def repair(mirror: Mirror, host: Host, contents: Contents) -> int:
     """As a directory does it, with the messages that cross; their bytes."""
     sequence, sums = contents.sums()
-    asked, said = frame(Sum(NAMESPACE)), frame(SummedAnswer(contents.id, sequence, sums, None))
+    asked, said = frame(Sum(NAMESPACE)), frame(Summed(contents.id, sequence, sums, None))
     nbytes = len(asked) + len(said)
-    left = mirror.differing(host, Summed(sequence, unpack(sums)))
+    left = mirror.differing(host, sequence, unpack(sums))
     while left:
         sequence, shards, names = contents.names_in(left, MAX_LISTED)
         nbytes += len(frame(List(NAMESPACE, left)))
@@ -192,7 +191,7 @@ class SimulatedHost:
         return self.repair(mirror, host, 0.0)
 
     def repair(self, mirror: Mirror, host: Host, now_s: float) -> int:
-        left = mirror.differing(host, Summed(self.sequence, self.sums))
+        left = mirror.differing(host, self.sequence, self.sums)
         names = self.names[np.isin(shards_of(self.names), left)]
         mirror.replace(host, self.sequence, left, names)
         nbytes = SUMS_BYTES + NAME_BYTES * len(names)

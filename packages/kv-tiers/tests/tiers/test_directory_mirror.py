@@ -16,7 +16,7 @@ from kv_tiers.host_port import HostPort
 from kv_tiers.index.journal import Journal
 from kv_tiers.tiers.directory.contents import Contents, Source
 from kv_tiers.tiers.directory.entries import MAX_CHANGES, Entry, decode, encode
-from kv_tiers.tiers.directory.mirror import MAX_BACKOFF_S, MAX_WAITING, Host, Mirror, Summed, Trust
+from kv_tiers.tiers.directory.mirror import MAX_BACKOFF_S, MAX_WAITING, Host, Mirror, Trust
 from kv_tiers.tiers.directory.names import SHARDS, names_of, pack, unpack
 
 KEYS = key_chain(48)
@@ -57,7 +57,7 @@ def repair(mirror: Mirror, host: Host, model: HostModel, now_s: float, most: int
         mirror.drop(host)
         return False
     sequence, sums = model.contents.sums()
-    left = mirror.differing(host, Summed(sequence, unpack(sums)))
+    left = mirror.differing(host, sequence, unpack(sums))
     while left:
         sequence, shards, names = model.contents.names_in(left, most)
         mirror.replace(host, sequence, left[:shards], names)
@@ -216,7 +216,7 @@ def test_a_repair_fetches_only_shards_that_differ() -> None:
     assert host.trust is Trust.DOUBTFUL and mirror.counts().gaps == 1
     (host,) = mirror.begin_repairs(1, MAX_BACKOFF_S)
     sequence, sums = model.contents.sums()
-    shards = mirror.differing(host, Summed(sequence, unpack(sums)))
+    shards = mirror.differing(host, sequence, unpack(sums))
     assert 1 <= len(shards) <= 3
 
 
@@ -252,7 +252,7 @@ def test_what_was_fetched_later_than_the_sums_is_no_reason_to_doubt() -> None:
     mirror.take(model.write(), 0.0)
     (host,) = mirror.begin_repairs(1, 0.0)
     sequence, sums = model.contents.sums()
-    left = [*mirror.differing(host, Summed(sequence, unpack(sums)))] or list(range(SHARDS))
+    left = [*mirror.differing(host, sequence, unpack(sums))] or list(range(SHARDS))
     entries = []
     for added, removed in ((KEYS[10:20], ()), ((), KEYS[:5])):
         model.change(added, removed)
@@ -323,7 +323,7 @@ def test_entries_wait_for_a_repair_and_count_after_it() -> None:
     mirror.take(model.write(), 0.0)
     (host,) = mirror.begin_repairs(1, 0.0)
     sequence, sums = model.contents.sums()
-    left = mirror.differing(host, Summed(sequence, unpack(sums)))
+    left = mirror.differing(host, sequence, unpack(sums))
     fetched = model.contents.names_in(list(range(SHARDS)), 1000)
     model.change(KEYS[10:20], KEYS[:5])
     mirror.take(model.write(), 0.0)
@@ -338,7 +338,7 @@ def test_a_host_whose_entries_outran_its_repair_is_repaired_again() -> None:
     mirror.take(model.write(), 0.0)
     (host,) = mirror.begin_repairs(1, 0.0)
     sequence, sums = model.contents.sums()
-    mirror.differing(host, Summed(sequence, unpack(sums)))
+    mirror.differing(host, sequence, unpack(sums))
     for at in range(MAX_WAITING + 5):
         model.change(KEYS[at % 40 : at % 40 + 1], KEYS[(at + 3) % 40 : (at + 3) % 40 + 1])
         mirror.take(model.write(), 0.0)

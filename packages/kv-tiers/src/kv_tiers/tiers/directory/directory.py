@@ -26,12 +26,11 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.threads import start_thread
 from kv_tiers.tiers.directory.contents import Contents
 from kv_tiers.tiers.directory.entries import decode, encode
-from kv_tiers.tiers.directory.mirror import Host, Mirror, Summed
+from kv_tiers.tiers.directory.mirror import Host, Mirror
 from kv_tiers.tiers.directory.names import SUMS_BYTES, names_of, unpack
 from kv_tiers.tiers.directory.stream import AT_ONCE, BEGINNING, Position, Stream
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
-from kv_tiers.tiers.peers_wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, PeerStream, Sum
-from kv_tiers.tiers.peers_wire import Summed as SummedAnswer
+from kv_tiers.tiers.peers_wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, PeerStream, Sum, Summed
 from kv_tiers.tiers.redis_servers import RedisAccess
 
 _log = limited_logger(__name__)
@@ -329,7 +328,7 @@ class Directory:
             raise InputError(f"{len(said.sums)} bytes of sums")
         cleared_s = None if said.cleared_s is None else asked_s - said.cleared_s
         nbytes = len(said.sums)
-        left = self._mirror.differing(host, Summed(said.sequence, unpack(said.sums)))
+        left = self._mirror.differing(host, said.sequence, unpack(said.sums))
         while left:
             if self._closing.is_set():
                 raise InputError("the directory is closed")
@@ -343,9 +342,9 @@ class Directory:
             left = left[listed.shards :]
         self._mirror.end_repair(host, time.monotonic(), cleared_s=cleared_s, nbytes=nbytes)
 
-    def _sum(self, stream: PeerStream, deadline: float) -> SummedAnswer:
+    def _sum(self, stream: PeerStream, deadline: float) -> Summed:
         stream.send_message(Sum(self._namespace), deadline)
-        return stream.answer(SummedAnswer, deadline, max_bytes=SUMMED_BYTES)
+        return stream.answer(Summed, deadline, max_bytes=SUMMED_BYTES)
 
     def _list(self, shards: Sequence[int], stream: PeerStream, deadline: float) -> Listed:
         stream.send_message(List(self._namespace, list(shards)), deadline)

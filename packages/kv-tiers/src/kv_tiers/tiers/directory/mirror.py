@@ -56,18 +56,6 @@ _NEXT: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """A host's summary of all that it holds.
-
-    sequence: of its last change.
-    sums: of each shard.
-    """
-
-    sequence: int
-    sums: Names
-
-
 @dataclass(slots=True, eq=False)
 class Host:
     """One host's part.
@@ -253,14 +241,14 @@ class Mirror:
                     begun.append(host)
             return begun
 
-    def differing(self, host: Host, summed: Summed) -> list[int]:
-        """The shards that must be fetched from this host, according to its summary."""
+    def differing(self, host: Host, sequence: int, sums: Names) -> list[int]:
+        """The shards that must be fetched from this host: those whose sums differ, as of its change of this number."""
         with self._lock:
-            host.covered = summed.sequence
+            host.covered = sequence
             # A higher number was not the host's own, and would make all that follow from it a repetition.
-            host.sequence = min(host.sequence, summed.sequence)
-            host.exact_from = max(host.exact_from, summed.sequence)
-            return [int(shard) for shard in np.flatnonzero(host.sums != summed.sums)]
+            host.sequence = min(host.sequence, sequence)
+            host.exact_from = max(host.exact_from, sequence)
+            return [int(shard) for shard in np.flatnonzero(host.sums != sums)]
 
     def replace(self, host: Host, sequence: int, shards: Sequence[int], names: Names) -> None:
         """Take what the host holds in these shards, as of this number."""
