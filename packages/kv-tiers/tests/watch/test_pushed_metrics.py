@@ -42,7 +42,7 @@ def points(request: ExportMetricsServiceRequest) -> dict[tuple[str, frozenset[tu
 
 def scraped(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], Any]:
     found: dict[tuple[str, frozenset[tuple[str, str]]], Any] = {}
-    for family in metrics.families():
+    for family in metrics.collect():
         cumulative: dict[frozenset[tuple[str, str]], list[tuple[float, float]]] = {}
         for sample in family.samples:
             if family.type != "histogram":

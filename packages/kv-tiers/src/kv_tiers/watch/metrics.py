@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from typing import Final
+from typing import Final, TypeVar
 
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.service import CacheCounts
@@ -108,7 +108,7 @@ class Metrics(Subscriber):
         self._declined: Counter[_Labels] = Counter()
         self._ratios: dict[_Labels, _Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(self.families))
+        self._registry.register(self)
         bus.subscribe(self)
 
     def exposition(self) -> tuple[bytes, str]:
@@ -164,7 +164,7 @@ class Metrics(Subscriber):
         if estimated_s:
             self._ratios.setdefault(labels, _Histogram(BUCKETS_RATIO)).add(took_s / estimated_s)
 
-    def families(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
         """All metrics as they are now. From any thread."""
         yield from self._from_events()
         known: list[tuple[str, LocalCache, CacheCounts, list[TierState]]] = []
@@ -198,22 +198,6 @@ class Metrics(Subscriber):
 
     def _from_events(self) -> Iterator[Metric]:
         with self._lock:
-            seconds = HistogramMetricFamily(
-                "kv_transfer_seconds",
-                "From requesting chunks from a tier to their arrival, or from handing chunks to a tier to their "
-                "being stored.",
-                labels=("cache", "tier", "direction"),
-            )
-            for labels, histogram in self._transfer_seconds.items():
-                seconds.add_metric(labels, histogram.buckets(), histogram.sum)
-            ratios = HistogramMetricFamily(
-                "kv_estimate_ratio",
-                "Measured divided by estimated time of loads from a tier, loads into the engine (host) and prefill "
-                "steps (compute).",
-                labels=("cache", "of"),
-            )
-            for labels, histogram in self._ratios.items():
-                ratios.add_metric(labels, histogram.buckets(), histogram.sum)
             families = [
                 _counter("lookups", "Lookups with a final answer, by why they ended", self._lookups, "ended"),
                 _counter("chunks_asked", "Chunks that these lookups requested", self._chunks_asked),
@@ -225,57 +209,40 @@ class Metrics(Subscriber):
                          "direction"),
                 _counter("chunks_declined", "Held chunks that were computed because that was estimated to be faster",
                          self._declined, "tier"),
-                seconds,
-                ratios,
+                _histogram("transfer_seconds", "From requesting chunks from a tier to their arrival, or from handing "
+                           "chunks to a tier to their being stored", self._transfer_seconds, "tier", "direction"),
+                _histogram("estimate_ratio", "Measured divided by estimated time of loads from a tier, loads into the "
+                           "engine (host) and prefill steps (compute)", self._ratios, "of"),
             ]  # fmt: skip
         yield from families
 
 
-class _Collector:
-    """Called by the registry at a scrape."""
-
-    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families()
-
-
 def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Iterator[Metric]:
-    pool = GaugeMetricFamily(
-        "kv_pool_bytes", "The host pool's memory, by what it is used for.", labels=("cache", "state")
-    )
-    leases = GaugeMetricFamily("kv_leases", "Open leases; promises count as reads.", labels=("cache", "kind"))
-    held = GaugeMetricFamily("kv_handed_over_chunks", "Chunks that are held for another engine.", labels=("cache",))
-    of_group = GaugeMetricFamily(
-        "kv_pool_group_chunks",
-        "Chunks of a group of layers in the pool, each counted once however many shards are held.",
-        labels=("cache", "group"),
-    )
-    sizes = GaugeMetricFamily("kv_chunk_bytes", "The size of the largest chunk.", labels=("cache",))
-    totals: dict[str, dict[_Labels, int]] = {name: {} for name in _TOTALS}
+    pool: dict[_Labels, float] = {}
+    leases: dict[_Labels, float] = {}
+    of_group: dict[_Labels, float] = {}
     for name, cache, counts in caches:
-        slot_bytes = cache.pool.slot_bytes
-        leaving = counts.slots_used - counts.chunks_resident - counts.chunks_reserved
-        states = {
+        slots = {
             "resident": counts.chunks_resident,
             "reserved": counts.chunks_reserved,
-            "leaving": max(0, leaving),
+            "leaving": max(0, counts.slots_used - counts.chunks_resident - counts.chunks_reserved),
             "free": counts.slots_total - counts.slots_used,
         }
-        for state, slots in states.items():
-            pool.add_metric((name, state), slots * slot_bytes)
-        leases.add_metric((name, "read"), counts.read_leases)
-        leases.add_metric((name, "write"), counts.write_leases)
-        sizes.add_metric((name,), cache.pool.chunk_bytes)
-        held.add_metric((name,), cache.holds.chunks)
+        for state, number in slots.items():
+            pool[name, state] = number * cache.pool.slot_bytes
+        leases[name, "read"], leases[name, "write"] = counts.read_leases, counts.write_leases
         for group, chunks in enumerate(cache.admin.held().by_group):
-            of_group.add_metric((name, str(group)), chunks)
-        for total, values in totals.items():
-            values[name,] = getattr(counts, total)
-    yield from (pool, leases, sizes, held, of_group)
-    for total, values in totals.items():
-        yield _counter(total, _TOTALS[total], values)
+            of_group[name, str(group)] = chunks
+    yield _gauge("pool_bytes", "The host pool's memory, by what it is used for", pool, "state")
+    yield _gauge("leases", "Open leases; promises count as reads", leases, "kind")
+    sizes: dict[_Labels, float] = {(name,): cache.pool.chunk_bytes for name, cache, _ in caches}
+    yield _gauge("chunk_bytes", "The size of the largest chunk", sizes)
+    held: dict[_Labels, float] = {(name,): cache.holds.chunks for name, cache, _ in caches}
+    yield _gauge("handed_over_chunks", "Chunks that are held for another engine", held)
+    about = "Chunks of a group of layers in the pool, each counted once however many shards are held"
+    yield _gauge("pool_group_chunks", about, of_group, "group")
+    for total, about in _TOTALS.items():
+        yield _counter(total, about, {(name,): getattr(counts, total) for name, _, counts in caches})
 
 
 _TOTALS: Final = {
@@ -289,141 +256,135 @@ _TOTALS: Final = {
 
 
 def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
-    labels = ("cache", "tier")
-    healthy = GaugeMetricFamily("kv_tier_healthy", "1 while the tier answers, else 0.", labels=labels)
-    full = GaugeMetricFamily("kv_tier_full", "1 while the tier takes no more chunks, else 0.", labels=labels)
-    chunks = GaugeMetricFamily(
-        "kv_tier_chunks",
-        "Chunks that the tier holds, if it reports them; every group and shard is counted.",
-        labels=labels,
-    )
-    of_group = GaugeMetricFamily(
-        "kv_tier_group_chunks",
-        "Chunks of a group of layers that the tier holds, each counted once, if it reports them.",
-        labels=(*labels, "group"),
-    )
-    cut = GaugeMetricFamily("kv_tier_cut_chunks", "Chunks of which only the first parts are left.", labels=labels)
-    used = GaugeMetricFamily("kv_tier_used_bytes", "Bytes that the tier uses, if it reports them.", labels=labels)
-    capacity = GaugeMetricFamily(
-        "kv_tier_capacity_bytes", "Bytes that the tier may use, if it reports them.", labels=labels
-    )
-    queued = GaugeMetricFamily("kv_tier_queued_chunks", "Chunks in the queue in front of the tier.", labels=labels)
-    speed = GaugeMetricFamily(
-        "kv_tier_load_bytes_per_second", "Estimated speed of loads from the tier, once known.", labels=labels
-    )
-    waiting = GaugeMetricFamily(
-        "kv_tier_waiting_chunks", "Chunks that are still to be stored in the tier.", labels=labels
-    )
+    yield from _tabulated("tier", _TIER, [((cache, state.name), state) for cache, state in tiers])
+    of_group: dict[_Labels, float] = {}
     busy: dict[_Labels, float] = {}
-    downs: dict[_Labels, float] = {}
-    lost: dict[_Labels, float] = {}
-    unread: dict[_Labels, float] = {}
-    approximate: dict[_Labels, float] = {}
-    refined: dict[_Labels, float] = {}
     for cache, state in tiers:
         place = (cache, state.name)
-        healthy.add_metric(place, float(state.health.serves))
-        full.add_metric(place, float(state.health is Health.FULL))
-        for family, value in (
-            (chunks, state.usage.chunks),
-            (cut, None if state.usage.chunks is None else state.usage.cut_chunks),
-            (used, state.usage.used_bytes),
-            (capacity, state.usage.capacity_bytes),
-        ):
-            if value is not None:
-                family.add_metric(place, value)
-        for group, group_chunks in enumerate(state.usage.by_group):
-            of_group.add_metric((*place, str(group)), group_chunks)
-        queued.add_metric(place, state.lane.queued)
-        if state.load_cost is not None and state.load_cost[1] > 0.0:
-            speed.add_metric(place, 1.0 / state.load_cost[1])
-        waiting.add_metric(place, state.spill.waiting)
+        for group, chunks in enumerate(state.usage.by_group):
+            of_group[*place, str(group)] = chunks
         busy[*place, "load"], busy[*place, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
-        downs[place], lost[place] = state.lane.downs, state.spill.lost
-        unread[place], approximate[place] = state.lane.read_failed, state.lane.approximate
-        refined[place] = state.refined
-    yield from (healthy, full, chunks, of_group, cut, used, capacity, queued, speed, waiting)
+    about = "Chunks of a group of layers that the tier holds, each counted once, if it reports them"
+    yield _gauge("tier_group_chunks", about, of_group, "tier", "group")
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
-    yield _counter("tier_downs", "Times that the tier failed and was backed off from", downs, "tier")
-    yield _counter("tier_failed_reads", "Chunks that the tier's device could not read", unread, "tier")
-    yield _counter(
-        "tier_approximate_chunks", "Loaded chunks of which only the first parts were read", approximate, "tier"
-    )
-    yield _counter("tier_refined_chunks", "Times that such a chunk in the pool was refined", refined, "tier")
-    yield _counter("tier_lost_chunks", "Chunks evicted before they were stored in the tier", lost, "tier")
 
 
 def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Metric]:
-    labels = ("cache", "tenant")
-    used = GaugeMetricFamily("kv_tenant_bytes", "Bytes of the pool that a tenant uses, by its tag.", labels=labels)
-    quota = GaugeMetricFamily("kv_tenant_quota_bytes", "The quota of a tenant that has one.", labels=labels)
+    used: dict[_Labels, float] = {}
+    quota: dict[_Labels, float] = {}
     for cache, uses in caches:
         largest = sorted(uses, key=lambda use: (use.quota_bytes is None, -use.used_bytes))
         for use in largest[:MAX_TENANTS]:
-            used.add_metric((cache, use.tenant.hex()), use.used_bytes)
+            used[cache, use.tenant.hex()] = use.used_bytes
             if use.quota_bytes is not None:
-                quota.add_metric((cache, use.tenant.hex()), use.quota_bytes)
+                quota[cache, use.tenant.hex()] = use.quota_bytes
         if rest := largest[MAX_TENANTS:]:
-            used.add_metric((cache, "others"), sum(use.used_bytes for use in rest))
-    yield from (used, quota)
+            used[cache, "others"] = sum(use.used_bytes for use in rest)
+    yield _gauge("tenant_bytes", "Bytes of the pool that a tenant uses, by its tag", used, "tenant")
+    yield _gauge("tenant_quota_bytes", "The quota of a tenant that has one", quota, "tenant")
 
 
 def directory_families(states: Iterable[tuple[str, str, DirectoryState]]) -> Iterator[Metric]:
     """Metrics of what tiers with a directory know of other hosts. states: for each tier its cache, its name and its
     state."""
-    known = list(states)
-    if not known:
-        return
-    for name, (about, is_counter, value_of) in _DIRECTORY.items():
-        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
-        family = kind(f"kv_directory_{name}", about, labels=("cache", "tier"))
-        for cache, tier, state in known:
-            family.add_metric((cache, tier), float(value_of(state)))
-        yield family
+    if known := [((cache, tier), state) for cache, tier, state in states]:
+        yield from _tabulated("directory", _DIRECTORY, known)
 
 
 def drain_families(states: Iterable[tuple[str, DrainState]]) -> Iterator[Metric]:
     """Metrics of caches that are being drained, or were. states: for each its name and its progress."""
-    known = list(states)
-    if not known:
+    if not (known := list(states)):
         return
-    under_way = GaugeMetricFamily("kv_drain_under_way", "1 while chunks are offered to other hosts.", labels=("cache",))
-    chunks = GaugeMetricFamily(
-        "kv_drain_chunks",
-        "Chunks of the pool and, when their turn has come, of the host's own tiers, by what became of them.",
-        labels=("cache", "state"),
-    )
-    moved = GaugeMetricFamily("kv_drain_moved_bytes", "Bytes that other hosts have fetched since.", labels=("cache",))
-    for cache, state in known:
-        under_way.add_metric((cache,), state.phase == "draining")
-        moved.add_metric((cache,), state.moved_bytes)
-        for name in ("moved", "elsewhere", "refused", "gone", "left"):
-            chunks.add_metric((cache, name), getattr(state, name))
-    yield from (under_way, chunks, moved)
-
-
-_DIRECTORY: Final[dict[str, tuple[str, bool, Callable[[DirectoryState], float]]]] = {
-    "up": ("1 while the directory can be read and written, else 0.", False, lambda of: not of.why),
-    "lag_seconds": ("Seconds since the directory was last read to its end.", False, lambda of: of.lag_s),
-    "hosts": ("Other hosts that are known.", False, lambda of: of.hosts),
-    "exact_hosts": ("Other hosts whose chunks are known exactly.", False, lambda of: of.exact),
-    "left_out_hosts": ("Other hosts whose chunks are not tracked for lack of room.", False, lambda of: of.left_out),
-    "chunks": ("Known chunks of other hosts, counted once per host.", False, lambda of: of.names),
-    "used_bytes": ("Memory that the known chunks take.", False, lambda of: of.used_bytes),
-    "listed_chunks": ("Chunks of this server that are announced to other hosts.", False, lambda of: of.listed or 0),
-    "entries": ("Entries of other hosts that were applied.", True, lambda of: of.entries),
-    "gaps": ("Times that entries of a host were missing.", True, lambda of: of.gaps),
-    "repairs": ("Times that a host was queried for missing entries.", True, lambda of: of.repairs),
-    "failed_repairs": ("Times that a host did not answer such a query.", True, lambda of: of.failed_repairs),
-    "repair_bytes": ("Bytes transferred by repairs.", True, lambda of: of.repair_bytes),
-    "not_here": ("Chunks that a host lacked although the directory listed them.", True, lambda of: of.not_here),
-}
-"""For each metric its description, whether it only grows, and its value."""
+    under_way: dict[_Labels, float] = {(cache,): state.phase == "draining" for cache, state in known}
+    yield _gauge("drain_under_way", "1 while chunks are offered to other hosts", under_way)
+    fates = ("moved", "elsewhere", "refused", "gone", "left")
+    chunks: dict[_Labels, float] = {(cache, fate): getattr(state, fate) for cache, state in known for fate in fates}
+    about = "Chunks of the pool and, when their turn has come, of the host's own tiers, by what became of them"
+    yield _gauge("drain_chunks", about, chunks, "state")
+    moved: dict[_Labels, float] = {(cache,): state.moved_bytes for cache, state in known}
+    yield _gauge("drain_moved_bytes", "Bytes that other hosts have fetched since", moved)
 
 
 def _counter(name: str, about: str, values: Mapping[_Labels, float], *labels: str) -> Metric:
     """A counter of each cache; labels: the additional ones."""
-    family = CounterMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels))
-    for own, value in values.items():
-        family.add_metric(own, value)
+    return _filled(CounterMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels)), values)
+
+
+def _gauge(name: str, about: str, values: Mapping[_Labels, float], *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels)), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[_Labels, float]) -> Metric:
+    for labels, value in values.items():
+        family.add_metric(labels, value)
     return family
+
+
+def _histogram(name: str, about: str, values: Mapping[_Labels, _Histogram], *labels: str) -> Metric:
+    family = HistogramMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels))
+    for own, histogram in values.items():
+        family.add_metric(own, histogram.buckets(), histogram.sum)
+    return family
+
+
+State = TypeVar("State")
+_Table = Mapping[str, tuple[Callable[..., Metric], str, Callable[[State], float | None]]]
+"""For each metric its kind, its description, and its value; None: it has none now."""
+
+
+def _tabulated(of: str, table: _Table[State], states: Sequence[tuple[_Labels, State]]) -> Iterator[Metric]:
+    """states: by cache and tier."""
+    for name, (kind, about, value_of) in table.items():
+        values = {place: float(value) for place, state in states if (value := value_of(state)) is not None}
+        yield kind(f"{of}_{name}", about, values, "tier")
+
+
+_TIER: Final[_Table[TierState]] = {
+    "healthy": (_gauge, "1 while the tier answers, else 0", lambda of: of.health.serves),
+    "full": (_gauge, "1 while the tier takes no more chunks, else 0", lambda of: of.health is Health.FULL),
+    "chunks": (
+        _gauge,
+        "Chunks that the tier holds, if it reports them; every group and shard is counted",
+        lambda of: of.usage.chunks,
+    ),
+    "cut_chunks": (
+        _gauge,
+        "Chunks of which only the first parts are left",
+        lambda of: None if of.usage.chunks is None else of.usage.cut_chunks,
+    ),
+    "used_bytes": (_gauge, "Bytes that the tier uses, if it reports them", lambda of: of.usage.used_bytes),
+    "capacity_bytes": (_gauge, "Bytes that the tier may use, if it reports them", lambda of: of.usage.capacity_bytes),
+    "queued_chunks": (_gauge, "Chunks in the queue in front of the tier", lambda of: of.lane.queued),
+    "load_bytes_per_second": (
+        _gauge,
+        "Estimated speed of loads from the tier, once known",
+        lambda of: 1.0 / of.load_cost[1] if of.load_cost is not None and of.load_cost[1] > 0.0 else None,
+    ),
+    "waiting_chunks": (_gauge, "Chunks that are still to be stored in the tier", lambda of: of.spill.waiting),
+    "downs": (_counter, "Times that the tier failed and was backed off from", lambda of: of.lane.downs),
+    "failed_reads": (_counter, "Chunks that the tier's device could not read", lambda of: of.lane.read_failed),
+    "approximate_chunks": (
+        _counter,
+        "Loaded chunks of which only the first parts were read",
+        lambda of: of.lane.approximate,
+    ),
+    "refined_chunks": (_counter, "Times that such a chunk in the pool was refined", lambda of: of.refined),
+    "lost_chunks": (_counter, "Chunks evicted before they were stored in the tier", lambda of: of.spill.lost),
+}
+
+_DIRECTORY: Final[_Table[DirectoryState]] = {
+    "up": (_gauge, "1 while the directory can be read and written, else 0", lambda of: not of.why),
+    "lag_seconds": (_gauge, "Seconds since the directory was last read to its end", lambda of: of.lag_s),
+    "hosts": (_gauge, "Other hosts that are known", lambda of: of.hosts),
+    "exact_hosts": (_gauge, "Other hosts whose chunks are known exactly", lambda of: of.exact),
+    "left_out_hosts": (_gauge, "Other hosts whose chunks are not tracked for lack of room", lambda of: of.left_out),
+    "chunks": (_gauge, "Known chunks of other hosts, counted once per host", lambda of: of.names),
+    "used_bytes": (_gauge, "Memory that the known chunks take", lambda of: of.used_bytes),
+    "listed_chunks": (_gauge, "Chunks of this server that are announced to other hosts", lambda of: of.listed or 0),
+    "entries": (_counter, "Entries of other hosts that were applied", lambda of: of.entries),
+    "gaps": (_counter, "Times that entries of a host were missing", lambda of: of.gaps),
+    "repairs": (_counter, "Times that a host was queried for missing entries", lambda of: of.repairs),
+    "failed_repairs": (_counter, "Times that a host did not answer such a query", lambda of: of.failed_repairs),
+    "repair_bytes": (_counter, "Bytes transferred by repairs", lambda of: of.repair_bytes),
+    "not_here": (_counter, "Chunks that a host lacked although the directory listed them", lambda of: of.not_here),
+}

@@ -99,7 +99,7 @@ class PushedMetrics(Subscriber):
     def _data(self) -> MetricsData:
         now_ns = time.time_ns()
         self._began_ns = min(self._began_ns, now_ns)  # the clock may have been set back
-        metrics = [metric for family in self._metrics.families() if (metric := self._as_otlp(family, now_ns))]
+        metrics = [metric for family in self._metrics.collect() if (metric := self._as_otlp(family, now_ns))]
         scope = ScopeMetrics(InstrumentationScope("kv_tiers", version("kv-tiers")), metrics, "")
         return MetricsData([ResourceMetrics(self._resource, [scope], "")])
 
