@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 from typing import Final
 
 from kv_core.errors import ConfigError
@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric as Family
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.watch.metrics import Metrics
-from kv_tiers.watch.spans import resource
+from kv_tiers.watch.spans import exporter_of, resource
 
 try:
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -154,18 +154,6 @@ def make_pushed_metrics(
         interval_s = 0.0
     if not 0 < interval_s <= threading.TIMEOUT_MAX:  # longer than that no thread can wait
         raise ConfigError(f"OTEL_METRIC_EXPORT_INTERVAL is {said!r}; write milliseconds, such as 60000")
-    exporter = _exporter(os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip())
+    named = os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip()
+    exporter = exporter_of("metrics", named, OTLPMetricExporter, ConsoleMetricExporter)
     return None if exporter is None else PushedMetrics(bus, caches, exporter, interval_s, others)
-
-
-def _exporter(name: str) -> MetricExporter | None:
-    if name in ("otlp", ""):
-        return OTLPMetricExporter()
-    if name == "console":
-        return ConsoleMetricExporter()
-    if name == "none":
-        return None
-    for entry in entry_points(group="opentelemetry_metrics_exporter", name=name):
-        made: MetricExporter = entry.load()()
-        return made
-    raise ConfigError(f"OTEL_METRICS_EXPORTER is {name!r}; write otlp, console or none")

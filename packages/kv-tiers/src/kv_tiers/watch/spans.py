@@ -10,7 +10,7 @@ own, and so has a spill, which has no holder.
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points, version
 from typing import Final, TypeVar
 
@@ -38,7 +38,7 @@ try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
     from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 except ImportError:
     raise ConfigError("spans need the OpenTelemetry SDK: pip install 'kv-tiers[otel]'") from None
@@ -48,6 +48,7 @@ MAX_OPEN: Final = 4096
 
 _Value = str | int | float | Sequence[str] | Sequence[int]
 _Place = TypeVar("_Place")
+Exporter = TypeVar("Exporter")
 _WHY_NOT_DELIVERED: Final[Mapping[LoadEnding, str]] = {
     "released": "",
     "forgotten": "its chunks were forgotten while they were read",
@@ -197,22 +198,30 @@ def make_spans(bus: EventBus) -> Spans:
     """
     provider = TracerProvider(resource=resource())
     for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
-        if (exporter := _exporter(name.strip())) is not None:
+        exporter = exporter_of("traces", name.strip(), OTLPSpanExporter, ConsoleSpanExporter)
+        if exporter is not None:
             provider.add_span_processor(BatchSpanProcessor(exporter))
     return Spans(bus, provider)
 
 
-def _exporter(name: str) -> SpanExporter | None:
+def exporter_of(
+    signal: str, name: str, otlp: Callable[[], Exporter], console: Callable[[], Exporter]
+) -> Exporter | None:
+    """The exporter of this name for traces or metrics. signal: which of the two.
+
+    Raises:
+        ConfigError: there is no such exporter.
+    """
     if name in ("otlp", ""):
-        return OTLPSpanExporter()
+        return otlp()
     if name == "console":
-        return ConsoleSpanExporter()
+        return console()
     if name == "none":
         return None
-    for entry in entry_points(group="opentelemetry_traces_exporter", name=name):
-        made: SpanExporter = entry.load()()
+    for entry in entry_points(group=f"opentelemetry_{signal}_exporter", name=name):
+        made: Exporter = entry.load()()
         return made
-    raise ConfigError(f"OTEL_TRACES_EXPORTER is {name!r}; write otlp, console or none")
+    raise ConfigError(f"OTEL_{signal.upper()}_EXPORTER is {name!r}; write otlp, console or none")
 
 
 def _chunks(chunks: int, nbytes: int) -> dict[str, _Value]:
