@@ -80,21 +80,21 @@ class Spans(Subscriber):
                 else:
                     self._keep(self._work, (cache, lease), span, at_ns)
             case LoadEnded(lease=lease, how=how):
-                self._end(cache, lease, at_ns, _WHY_NOT_DELIVERED[how])
+                self._end(self._work, (cache, lease), at_ns, _WHY_NOT_DELIVERED[how])
             case LeaseExpired(holder, lease, _, kind):
                 if kind == "promise":
-                    self._end_request(cache, holder, at_ns, "its holder did not renew it in time")
+                    self._end(self._requests, (cache, holder), at_ns, "its holder did not renew it in time")
                 else:
-                    self._end(cache, lease, at_ns, "the lease expired")
+                    self._end(self._work, (cache, lease), at_ns, "the lease expired")
             case StoreBegun(holder, lease, chain, reserved, refused):
                 attributes = _chunks(len(reserved), sizes.total(reserved))
                 attributes |= {"kv.chunks.asked": len(chain), "kv.chunks.refused": len(refused)}
                 span = self._start(cache, holder, "kv.store", at_ns, attributes)
                 self._keep(self._work, (cache, lease), span, at_ns)
             case Committed(lease=lease):
-                self._end(cache, lease, at_ns)
+                self._end(self._work, (cache, lease), at_ns)
             case Aborted(lease=lease):
-                self._end(cache, lease, at_ns, "it was abandoned")
+                self._end(self._work, (cache, lease), at_ns, "it was abandoned")
             case Promoted(holder, tier, keys, missing, moved, seconds):
                 attributes = _chunks(len(keys), moved) | {"kv.tier": tier, "kv.chunks.missing": missing}
                 self._start(cache, holder, "kv.promote", self._ns(occurred.at_s - seconds), attributes).end(at_ns)
@@ -111,7 +111,7 @@ class Spans(Subscriber):
                 if (span_of := self._requests.get((cache, holder))) is not None:
                     span_of.add_event("kv.blocks_allocated", {"kv.blocks": blocks}, at_ns)
             case HolderEnded(holder):
-                self._end_request(cache, holder, at_ns)
+                self._end(self._requests, (cache, holder), at_ns)
             case _:
                 pass
 
@@ -161,14 +161,8 @@ class Spans(Subscriber):
         own = {"kv.cache": cache, "kv.holder": holder} if holder else {"kv.cache": cache}
         return self._tracer.start_span(name, context, attributes={**own, **attributes}, start_time=at_ns)
 
-    def _end(self, cache: str, lease: int, at_ns: int, fault: str = "") -> None:
-        if (span := self._work.pop((cache, lease), None)) is not None:
-            if fault:
-                span.set_status(Status(StatusCode.ERROR, fault))
-            span.end(at_ns)
-
-    def _end_request(self, cache: str, holder: Holder, at_ns: int, fault: str = "") -> None:
-        if (span := self._requests.pop((cache, holder), None)) is not None:
+    def _end(self, spans: OrderedDict[_Place, Span], place: _Place, at_ns: int, fault: str = "") -> None:
+        if (span := spans.pop(place, None)) is not None:
             if fault:
                 span.set_status(Status(StatusCode.ERROR, fault))
             span.end(at_ns)
