@@ -34,23 +34,6 @@ INTERVAL_S: Final = 0.05
 class Source:
     """One cache's end of a bus. Publish only if `on` is true, so that events without a subscriber are never created."""
 
-    __slots__ = (
-        "__weakref__",
-        "_append",
-        "_changes",
-        "_dropped",
-        "_is_subscribed",
-        "_max_queued",
-        "_now_s",
-        "_queue",
-        "chunk_tokens",
-        "is_logged",
-        "name",
-        "on",
-        "on_requests",
-        "sizes",
-    )  # fmt: skip
-
     def __init__(self, bus: "EventBus", name: str, group_bytes: Sequence[int], chunk_tokens: int = 0) -> None:
         self.name = name
         """Distinguishes this cache from others on the same bus."""
@@ -67,7 +50,7 @@ class Source:
         self._is_subscribed = False
         self._changes: ChangeLog | None = None
         self._queue, self._max_queued = bus._queue, bus._max_queued
-        self._append, self._now_s, self._dropped = bus._queue.append, bus._now_s, bus._drop
+        self._append, self._now_s, self._dropped = bus._queue.append, bus.now_s, bus._drop
 
     def publish(self, event: Event) -> None:
         """Queue an event for the subscribers. From any thread, under any lock."""
@@ -139,26 +122,18 @@ class EventBus:
         self._queue: deque[tuple[Source, float, Event] | _Marker] = deque()
         self._max_queued = max_queued
         self._interval_s = interval_s
-        self._now_s: Callable[[], float] = time.monotonic if clock is None else clock.now_s
+        self.now_s: Callable[[], float] = time.monotonic if clock is None else clock.now_s
         self._lock = threading.Lock()  # of everything below; publishing takes it only to count dropped events
         self._sources: WeakSet[Source] = WeakSet()  # a server opens and closes many caches
         self._subscribers: tuple[Subscriber, ...] = ()
         self._failed_before: set[int] = set()
-        self._events_dropped = 0
-        self._failures = 0
+        self.events_dropped = 0
+        """Events that found the queue full."""
+        self.failures = 0
+        """How often a subscriber raised."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._closed = False
-
-    @property
-    def events_dropped(self) -> int:
-        """Events that found the queue full."""
-        return self._events_dropped
-
-    @property
-    def failures(self) -> int:
-        """How often a subscriber raised."""
-        return self._failures
 
     def source(self, name: str = "", group_bytes: Sequence[int] = (1,), chunk_tokens: int = 0) -> Source:
         """The source for a new cache."""
@@ -182,10 +157,7 @@ class EventBus:
 
     def wall_s(self, at_s: float) -> float:
         """A time of this bus's clock in seconds since 1970, by the machine's clock as it is set now."""
-        return time.time() - self._now_s() + at_s
-
-    def now_s(self) -> float:
-        return self._now_s()
+        return time.time() - self.now_s() + at_s
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Wait until everything published before has been delivered. False: it takes longer than `timeout_s`."""
@@ -226,7 +198,7 @@ class EventBus:
 
     def _drop(self) -> None:
         with self._lock:
-            self._events_dropped += 1
+            self.events_dropped += 1
 
     def _deliver(self) -> None:
         queue = self._queue
@@ -264,7 +236,7 @@ class EventBus:
             self._count_failure(subscriber)
 
     def _count_failure(self, subscriber: Subscriber) -> None:
-        self._failures += 1
+        self.failures += 1
         if id(subscriber) not in self._failed_before:
             self._failed_before.add(id(subscriber))
             _log.exception(
