@@ -27,7 +27,6 @@ class ArcPolicy:
         self._list_of: dict[int, int] = {}
         self._key_at: dict[int, ChunkKey] = {}
         self._chunks = [0, 0]  # of each list, with those that wait or are excluded
-        self._excluded: set[int] = set()
         self._links = Links()
         self._offered: int | None = None
 
@@ -49,7 +48,7 @@ class ArcPolicy:
                 self._list_of[slot] = _AGAIN
                 self._chunks[_ONCE] -= 1
                 self._chunks[_AGAIN] += 1
-            if slot not in self._excluded:
+            if slot not in self._links.excluded:
                 self._oldest_first[before].pop(slot, None)
                 self._links.waiting.discard(slot)
                 self._oldest_first[_AGAIN][slot] = None
@@ -58,7 +57,7 @@ class ArcPolicy:
         self._offered = None
         self._links.chain(slots)
         for slot in reversed(slots):
-            if slot not in self._excluded:
+            if slot not in self._links.excluded:
                 order = self._oldest_first[self._list_of[slot]]
                 self._links.waiting.discard(slot)
                 order[slot] = None
@@ -72,12 +71,8 @@ class ArcPolicy:
             self._ghosts[of][key] = None
             self._trim()
         self._offered = None
-        if slot in self._excluded:
-            self._excluded.remove(slot)
-            self._links.removed_excluded(slot)
-        else:
-            self._oldest_first[of].pop(slot, None)
-            self._offer_again(self._links.removed(slot))
+        self._oldest_first[of].pop(slot, None)  # waiting and excluded ones are in no order
+        self._offer_again(self._links.removed(slot))
 
     def victim(self) -> int | None:
         if self._offered is None:
@@ -90,12 +85,10 @@ class ArcPolicy:
     def exclude(self, slot: int) -> None:
         self._offered = None
         del self._oldest_first[self._list_of[slot]][slot]
-        self._excluded.add(slot)
-        self._offer_again(self._links.excluded(slot))
+        self._offer_again(self._links.exclude(slot))
 
     def reinsert(self, slots: Sequence[int]) -> None:
         self._offered = None
-        self._excluded.difference_update(slots)
         self._links.reinserted(slots)
         for slot in reversed(slots):
             self._oldest_first[self._list_of[slot]][slot] = None

@@ -18,8 +18,8 @@ class Links:
         self._number: dict[int, int] = {}  # by slot; a new one for every chunk that enters it
         self._parent: dict[int, tuple[int, int]] = {}  # slot → its parent's slot and number
         self._followers: dict[int, int] = {}  # how many follow it, without excluded ones
-        self._excluded: set[int] = set()
         self._last_number = 0
+        self.excluded: set[int] = set()
         self.waiting: set[int] = set()
 
     def added(self, slots: Sequence[int]) -> None:
@@ -33,37 +33,33 @@ class Links:
         for before, slot in itertools.pairwise(slots):
             if slot in number and before in number and not self._has_parent(slot):
                 parent[slot] = before, number[before]
-                if slot not in self._excluded:
+                if slot not in self.excluded:
                     self._followers[before] = self._followers.get(before, 0) + 1
 
     def is_followed(self, slot: int) -> bool:
         return slot in self._followers
 
     def removed(self, slot: int) -> int | None:
-        """The chunk, which was not excluded, has left. Returns its parent if that was waiting only for this chunk."""
-        parent = self.excluded(slot)
-        self.removed_excluded(slot)
-        return parent
-
-    def removed_excluded(self, slot: int) -> None:
-        """The same for a chunk that was excluded."""
-        self._excluded.remove(slot)
+        """The chunk has left. Returns its parent if that was waiting only for this chunk."""
+        parent = None if slot in self.excluded else self.exclude(slot)
+        self.excluded.remove(slot)
         del self._number[slot]
         self._followers.pop(slot, None)
         self._parent.pop(slot, None)
+        return parent
 
     def reinserted(self, slots: Sequence[int]) -> None:
         """These are no longer excluded."""
-        self._excluded.difference_update(slots)
+        self.excluded.difference_update(slots)
         for slot in slots:
             if self._has_parent(slot):
                 parent, _ = self._parent[slot]
                 self._followers[parent] = self._followers.get(parent, 0) + 1
 
-    def excluded(self, slot: int) -> int | None:
+    def exclude(self, slot: int) -> int | None:
         """The chunk is excluded. Returns its parent as `removed` does."""
         self.waiting.discard(slot)
-        self._excluded.add(slot)
+        self.excluded.add(slot)
         if not self._has_parent(slot):
             return None
         parent, _ = self._parent[slot]

@@ -15,7 +15,6 @@ class MruPolicy:
 
     def __init__(self) -> None:
         self._youngest_last: OrderedDict[int, None] = OrderedDict()
-        self._excluded: set[int] = set()
         self._links = Links()
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -27,7 +26,7 @@ class MruPolicy:
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         # Head first, unlike in other policies: here the youngest is evicted, and that must be the tail.
         for slot in slots:
-            if slot not in self._excluded:
+            if slot not in self._links.excluded:
                 self._links.waiting.discard(slot)
                 self._youngest_last[slot] = None
                 self._youngest_last.move_to_end(slot)
@@ -37,11 +36,7 @@ class MruPolicy:
         self.used(keys, slots)
 
     def removed(self, slot: int) -> None:
-        if slot in self._excluded:
-            self._excluded.remove(slot)
-            self._links.removed_excluded(slot)
-            return
-        self._youngest_last.pop(slot, None)  # waiting ones are in no order
+        self._youngest_last.pop(slot, None)  # waiting and excluded ones are in no order
         self._offer_again(self._links.removed(slot))
 
     def victim(self) -> int | None:
@@ -55,11 +50,9 @@ class MruPolicy:
 
     def exclude(self, slot: int) -> None:
         del self._youngest_last[slot]
-        self._excluded.add(slot)
-        self._offer_again(self._links.excluded(slot))
+        self._offer_again(self._links.exclude(slot))
 
     def reinsert(self, slots: Sequence[int]) -> None:
-        self._excluded.difference_update(slots)
         self._links.reinserted(slots)
         for slot in slots:
             self._youngest_last[slot] = None
