@@ -89,9 +89,6 @@ class CoveragePolicy:
         self._recent.used((), recent[::-1])
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        if not self._bounded:
-            self.policy.extended(keys, slots)
-            return
         recent, keys, slots = self._parted(keys, slots)
         if slots:
             self.policy.extended(keys, slots)
