@@ -6,14 +6,14 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kv_core.errors import InputError
 
 from kv_tiers.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.pool.machine import spelled
-from kv_tiers.tools.sim import WARM_UP, Progress, Served, TierCounts, TierPlan, optimum, simulate
+from kv_tiers.tools.sim import WARM_UP, Served, TierCounts, TierPlan, optimum, simulate
 from kv_tiers.watch.trace_file import Trace, read_trace
 
 _ABOUT = """\
@@ -146,7 +146,7 @@ def _sim(args: argparse.Namespace) -> int:
                 runs.append(_Run(policy, capacity, optimum(trace.prompts, capacity, warm_up=warm_up), None))
             else:
                 plans = [TierPlan("host", capacity, policy), *below]
-                served = simulate(trace.prompts, plans, warm_up=warm_up, progress=clock.progress())
+                served = simulate(trace.prompts, plans, warm_up=warm_up, progress=clock.progress)
                 runs.append(_Run(policy, capacity, served.hit_ratio, served))
             clock.finish(len(trace.prompts))
     if args.json:
@@ -217,13 +217,8 @@ def _described(
             {
                 "name": tier.name,
                 "hit_ratio": tier.chunks_hit / max(1, run.served.chunks_asked),
-                "chunks_hit": tier.chunks_hit,
-                "chunks_stored": tier.chunks_stored,
-                "chunks_evicted": tier.chunks_evicted,
-                "bytes_read": (cost := _Cost.of(tier, chunk_bytes, gbps)).bytes_read,
-                "bytes_written": cost.bytes_written,
-                "read_s": cost.read_s,
-                "write_s": cost.write_s,
+                **asdict(tier),
+                **asdict(_Cost.of(tier, chunk_bytes, gbps)),
             }
             for tier in run.served.tiers
         ]
@@ -253,15 +248,12 @@ class _Clock:
         self._next_s = time.monotonic() + _PROGRESS_EVERY_S
         self._shown = False
 
-    def progress(self) -> Progress:
-        def tell(done: int) -> None:
-            if done % 64 == 0 and time.monotonic() >= self._next_s:
-                self._next_s = time.monotonic() + _PROGRESS_EVERY_S
-                self._shown = True
-                end = "\r" if sys.stderr.isatty() else "\n"
-                print(f"kv sim: {(self._before + done) / self._total:4.0%} done", end=end, file=sys.stderr, flush=True)
-
-        return tell
+    def progress(self, done: int) -> None:
+        if done % 64 == 0 and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _PROGRESS_EVERY_S
+            self._shown = True
+            end = "\r" if sys.stderr.isatty() else "\n"
+            print(f"kv sim: {(self._before + done) / self._total:4.0%} done", end=end, file=sys.stderr, flush=True)
 
     def finish(self, done: int) -> None:
         self._before += done
