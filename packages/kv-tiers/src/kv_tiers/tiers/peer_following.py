@@ -20,15 +20,7 @@ from kv_core.log import limited_logger
 
 from kv_tiers.messages import pack_keys
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
-from kv_tiers.tiers.peers_wire import (
-    MAX_ASKED,
-    MAX_FOLLOWED_BYTES,
-    Follow,
-    Followed,
-    Held,
-    PeerStream,
-    Taken,
-)
+from kv_tiers.tiers.peers_wire import MAX_ASKED, MAX_FOLLOWED_BYTES, Follow, Followed, Held, Taken
 
 _log = limited_logger(__name__)
 
@@ -124,18 +116,14 @@ class Following:
 
     def _follow(self, peer: Peer) -> None:
         feed, after = b"", 0
-
-        def ask(stream: PeerStream, deadline: float) -> Followed:
-            stream.send_message(Follow(self._namespace, feed, after, _WAIT_S), deadline)
-            return stream.answer(Followed, deadline, max_bytes=MAX_FOLLOWED_BYTES)
-
         while not self._closed.is_set() and peer in self._hosts.peers():
             if not peer.is_up():
                 self._closed.wait(_LOOK_S)
                 continue
             asked_s = time.monotonic()
             try:
-                answer = peer.talk(ask, _WAIT_S + self._answer_s)
+                question = Follow(self._namespace, feed, after, _WAIT_S)
+                answer = peer.ask(question, Followed, _WAIT_S + self._answer_s, max_bytes=MAX_FOLLOWED_BYTES)
                 feed, after = answer.feed, answer.upto
                 self._on_answer(peer, asked_s, answer)
             except (OSError, InputError) as error:
@@ -147,16 +135,13 @@ class Following:
 
     def _say_all(self) -> None:
         while not self._closed.is_set():
-            keys = self._unsaid.get(timeout=None)
+            keys = self._unsaid.get()
             if keys is None:
                 return
             peers = [peer for peer in self._hosts.peers() if peer.is_up()]
+            message = Taken(self._namespace, pack_keys(keys))
 
-            def say(peer: Peer, keys: Sequence[ChunkKey] = keys) -> None:
-                peer.talk(partial(self._say, keys), self._answer_s)
+            def say(peer: Peer, message: Taken = message) -> None:
+                peer.ask(message, Held, self._answer_s)
 
             self._hosts.each(peers, say, in_background=True)
-
-    def _say(self, keys: Sequence[ChunkKey], stream: PeerStream, deadline: float) -> None:
-        stream.send_message(Taken(self._namespace, pack_keys(keys)), deadline)
-        stream.answer(Held, deadline)

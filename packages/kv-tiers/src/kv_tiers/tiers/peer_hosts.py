@@ -19,7 +19,7 @@ from kv_core.log import limited_logger
 
 from kv_tiers.host_port import HostPort
 from kv_tiers.threads import start_thread
-from kv_tiers.tiers.peers_wire import PROCESS, PeerStream
+from kv_tiers.tiers.peers_wire import MAX_ANSWER_BYTES, PROCESS, A, PeerStream, Request
 from kv_tiers.tiers.tls_files import TlsFiles
 from kv_tiers.tiers.together import begin
 
@@ -90,6 +90,15 @@ class Peer:
         finally:
             with self._lock:
                 self.conversations -= 1
+
+    def ask(self, request: Request, wanted: type[A], timeout_s: float, *, max_bytes: int = MAX_ANSWER_BYTES) -> A:
+        """The answer to this request, of this kind. Raises as `talk` does."""
+
+        def work(stream: PeerStream, deadline: float) -> A:
+            stream.send_message(request, deadline)
+            return stream.answer(wanted, deadline, max_bytes=max_bytes)
+
+        return self.talk(work, timeout_s)
 
     def close(self) -> None:
         self._is_closed = True

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -30,7 +29,7 @@ from kv_tiers.tiers.directory.mirror import Host, Mirror
 from kv_tiers.tiers.directory.names import SUMS_BYTES, names_of, unpack
 from kv_tiers.tiers.directory.stream import AT_ONCE, BEGINNING, Position, Stream
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
-from kv_tiers.tiers.peers_wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, PeerStream, Sum, Summed
+from kv_tiers.tiers.peers_wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, Sum, Summed
 from kv_tiers.tiers.redis_servers import RedisAccess
 
 _log = limited_logger(__name__)
@@ -320,7 +319,7 @@ class Directory:
 
     def _fetch(self, peer: Peer, host: Host) -> None:
         asked_s = time.monotonic()
-        said = peer.talk(self._sum, self._answer_s)
+        said = peer.ask(Sum(self._namespace), Summed, self._answer_s, max_bytes=SUMMED_BYTES)
         if said.host != host.id:
             self._mirror.drop(host)
             return
@@ -334,18 +333,11 @@ class Directory:
                 raise InputError("the directory is closed")
             if time.monotonic() - asked_s > _REPAIR_S:
                 raise InputError(f"it has not listed its names within {_REPAIR_S:g} s")
-            listed = peer.talk(partial(self._list, left), self._answer_s)
+            question = List(self._namespace, left)
+            listed = peer.ask(question, Listed, self._answer_s, max_bytes=MAX_LISTED_BYTES)
             if listed.host != host.id or not 1 <= listed.shards <= len(left) or len(listed.names) % 8:
                 raise InputError("an answer to another question")
             self._mirror.replace(host, listed.sequence, left[: listed.shards], unpack(listed.names))
             nbytes += len(listed.names)
             left = left[listed.shards :]
         self._mirror.end_repair(host, time.monotonic(), cleared_s=cleared_s, nbytes=nbytes)
-
-    def _sum(self, stream: PeerStream, deadline: float) -> Summed:
-        stream.send_message(Sum(self._namespace), deadline)
-        return stream.answer(Summed, deadline, max_bytes=SUMMED_BYTES)
-
-    def _list(self, shards: Sequence[int], stream: PeerStream, deadline: float) -> Listed:
-        stream.send_message(List(self._namespace, list(shards)), deadline)
-        return stream.answer(Listed, deadline, max_bytes=MAX_LISTED_BYTES)
