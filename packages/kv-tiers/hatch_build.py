@@ -16,10 +16,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_NAMES = ("kernels.h", "products.h", "progressive.h", "kernels.c", "progressive.c", "progressive_vbmi.c")
-_NAMES += ("rows.c", "transform.c", "products.c", "int8.c", "copies.c")
-SOURCES = [f"src/kv_tiers/codecs/{name}" for name in _NAMES]
-"""All in one folder."""
+SOURCES = "src/kv_tiers/codecs"
+"""Where they are: all of C in this folder."""
 LIBRARY = "_kernels.so"
 COMPILE_S = 120
 
@@ -64,7 +62,7 @@ class CompiledKernels(BuildHookInterface):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        sources = [Path(self.root) / source for source in SOURCES]
+        sources = sorted(Path(self.root, SOURCES).glob("*.[ch]"))
         if version == "editable":
             library = sources[0].with_name(LIBRARY)
         else:

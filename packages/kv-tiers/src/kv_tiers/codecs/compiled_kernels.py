@@ -26,20 +26,8 @@ from kv_tiers.codecs.transform import Transform
 _log = limited_logger(__name__)
 
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
-_SOURCE_NAMES: Final = (
-    "kernels.h",
-    "products.h",
-    "progressive.h",
-    "kernels.c",
-    "progressive.c",
-    "progressive_vbmi.c",
-    "rows.c",
-    "transform.c",
-    "products.c",
-    "int8.c",
-    "copies.c",
-)
-SOURCES: Final = [Path(__file__).with_name(name) for name in _SOURCE_NAMES]
+SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
+"""In the order in which `hatch_build.py` compiles them and takes their checksum."""
 _VERSION: Final = 7
 """Of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
