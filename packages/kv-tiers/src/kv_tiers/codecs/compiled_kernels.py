@@ -32,40 +32,27 @@ _VERSION: Final = 7
 """Of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
 """`KV_MISFIT` in the sources, and so on."""
-_DAMAGED: Final = -2
 _FULL: Final = -3
 _AT: Final = ctypes.c_char * 0
 _NONE: Final[Bytes] = np.empty(0, np.uint8)
-_ARRAYS: Final = {
-    "split": 3,
-    "join": 3,
-    "cut": 6,
-    "restore": 7,
-    "pack": 3,
-    "select": 4,
-    "place": 4,
-    "histogram": 2,
-    "quantise": 4,
-    "dequantise": 4,
-    "copy_blocks": 4,
-    "encode_rows": 6,
-    "decode_rows": 7,
-    "project": 10,
-    "project_back": 11,
+_ARGUMENTS: Final = {
+    "split": (1, 3),
+    "join": (1, 3),
+    "cut": (1, 6),
+    "restore": (1, 7),
+    "pack": (0, 3),
+    "select": (1, 4),
+    "place": (1, 4),
+    "histogram": (0, 2),
+    "quantise": (0, 4),
+    "dequantise": (0, 4),
+    "copy_blocks": (1, 4),
+    "encode_rows": (1, 6),
+    "decode_rows": (1, 7),
+    "project": (0, 10),
+    "project_back": (0, 11),
 }
-"""How many arrays each function takes."""
-_WITH_NUMBER: Final = (
-    "split",
-    "join",
-    "cut",
-    "restore",
-    "select",
-    "place",
-    "copy_blocks",
-    "encode_rows",
-    "decode_rows",
-)
-"""Those whose first argument is a number."""
+"""How many numbers each function takes, and how many arrays behind them."""
 
 
 class CompiledKernels:
@@ -86,10 +73,9 @@ class CompiledKernels:
         self.source_checksum: int = loaded.kv_source()
         """zlib.crc32 of the sources that it was compiled from; 0: not known."""
         self._functions: dict[str, Any] = {}
-        for name, arrays in _ARRAYS.items():
+        for name, (numbers, arrays) in _ARGUMENTS.items():
             function = getattr(loaded, f"kv_{name}")
-            number = [ctypes.c_int64] if name in _WITH_NUMBER else []
-            function.argtypes = number + [ctypes.c_void_p, ctypes.c_size_t] * arrays
+            function.argtypes = [ctypes.c_int64] * numbers + [ctypes.c_void_p, ctypes.c_size_t] * arrays
             function.restype = ctypes.c_int64
             self._functions[name] = function
 
