@@ -7,6 +7,7 @@ payload, and in the fingerprint of a cache whose tiers use it, so chunks of diff
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -238,7 +239,7 @@ def read_calibration(path: str | Path) -> Calibration:
     arrays: list[Any] = []
     at = 0
     for dtype, dimensions in layout:
-        arrays.append(np.frombuffer(rest, dtype, int(np.prod(dimensions)), at).reshape(dimensions))
+        arrays.append(np.frombuffer(rest, dtype, math.prod(dimensions), at).reshape(dimensions))
         at += _nbytes(dtype, dimensions)
     read = Calibration(shape, *arrays)
     if not all(np.isfinite(array).all() for array in arrays) or not (read.widths > 0).all():
@@ -264,10 +265,7 @@ def _layout(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _nbytes(dtype: str, dimensions: tuple[int, ...]) -> int:
-    count = int(dtype[2:])
-    for dimension in dimensions:
-        count *= dimension
-    return count
+    return np.dtype(dtype).itemsize * math.prod(dimensions)
 
 
 def _shape(text: bytes, where: str, version: int) -> Shape:

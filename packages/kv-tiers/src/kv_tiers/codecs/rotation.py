@@ -54,15 +54,11 @@ def _unit(frequencies: Frequencies) -> _Points:
 
 def turn_back(numbers: Numbers, cos: Numbers, sin: Numbers) -> Numbers:
     """Turn keys back to position 0. numbers: [tokens, heads, head_dim], at the positions of `cos` and `sin`."""
-    return _turned(numbers, cos, -sin)
+    return turn(numbers, cos, -sin)
 
 
 def turn(numbers: Numbers, cos: Numbers, sin: Numbers) -> Numbers:
     """The reverse of `turn_back`."""
-    return _turned(numbers, cos, sin)
-
-
-def _turned(numbers: Numbers, cos: Numbers, sin: Numbers) -> Numbers:
     half = numbers.shape[-1] // 2
     low, high = numbers[..., :half], numbers[..., half:]
     turned = np.empty_like(numbers)
