@@ -93,18 +93,6 @@ def test_tokens_that_no_engine_told_are_asked_for(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["hit_ratio"] == pytest.approx(ratio, abs=1e-9)
 
 
-@pytest.mark.parametrize("options", [[], ["--chunk-tokens", "256"], ["--token-bytes", "1KiB"]])
-def test_an_old_recording_is_not_guessed_at(
-    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = tmp_path / "old.jsonl"
-    old.write_text('{"timestamp":1795326000000,"hash_ids":[1,2]}\n{"timestamp":1795326000900,"hash_ids":[1,3]}\n')
-    assert main(["sim", str(old), "--capacity", "1GiB", *options]) == 2
-    said = capsys.readouterr().err
-    assert "--chunk-tokens" in said and "--token-bytes" in said and "record again" in said
-    assert main(["sim", str(old), "--capacity", "1GiB", "--chunk-tokens", "256", "--token-bytes", "1KiB"]) == 0
-
-
 def test_mooncakes_own_traces_are_what_they_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = tmp_path / "theirs.jsonl"
     theirs.write_text('{"timestamp": 0, "input_length": 900, "output_length": 5, "hash_ids": [1, 2]}\n')

@@ -162,12 +162,6 @@ def _sim(args: argparse.Namespace) -> int:
 
 def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) -> tuple[int, int]:
     """Tokens and bytes of a chunk: from the options, else from the trace, else Mooncake's."""
-    if trace.is_recorded_without_sizes and (tokens_option is None or bytes_option is None):
-        raise InputError(
-            f"{trace.name} was recorded by a release that wrote down neither how many tokens nor how many bytes a "
-            "chunk has: give both, --chunk-tokens (the engine's setting chunk_tokens) and --token-bytes (the cache's "
-            "chunk_bytes, times its shards and groups, by those tokens), or record again"
-        )
     if trace.chunk_bytes and not trace.chunk_tokens and tokens_option is None:
         raise InputError(
             f"{trace.name} does not say how many tokens a chunk has, as no engine had registered; give --chunk-tokens"

@@ -35,8 +35,6 @@ class Trace:
     """prompts: the chunk keys of each request, first to last.
     span_s: from the first to the last, if known.
     chunk_tokens, chunk_bytes: as stated by the trace; 0 if not.
-    is_recorded_without_sizes: it was written by `observe.record` of a release that did not state sizes; its chunks may
-        have any size.
     """
 
     name: str
@@ -45,7 +43,6 @@ class Trace:
     span_s: float | None
     chunk_tokens: int = 0
     chunk_bytes: int = 0
-    is_recorded_without_sizes: bool = False
 
 
 def read_trace(path: str) -> Trace:
@@ -60,13 +57,11 @@ def read_trace(path: str) -> Trace:
     prompts: list[list[ChunkKey]] = []
     first_s = last_s = None
     sizes: tuple[int, int] | None = None
-    looks_recorded = False
     for number, line in _lines(path):
         where = f"{path}:{number}"
         if line.startswith('{"kv_trace"'):
             sizes = _same_sizes(sizes, _sizes(line, where), where)
             continue
-        looks_recorded = looks_recorded or (line.startswith('{"timestamp":') and "_length" not in line)
         ids, at_s = _mooncake(line, where) if line.startswith("{") else _plain(line, where)
         prompt = [key_of.setdefault(name, ChunkKey(name.encode())) for name in ids]
         parent = None
@@ -83,9 +78,7 @@ def read_trace(path: str) -> Trace:
     if not prompts:
         raise InputError(f"{path}: it has no requests; write one per line, its chunk ids separated by spaces")
     span_s = last_s - first_s if first_s is not None and last_s is not None else None
-    tokens, nbytes = sizes or (0, 0)
-    is_old = sizes is None and looks_recorded
-    return Trace(Path(path).name, prompts, len(key_of), span_s, tokens, nbytes, is_old)
+    return Trace(Path(path).name, prompts, len(key_of), span_s, *(sizes or (0, 0)))
 
 
 def _sizes(line: str, where: str) -> tuple[int, int]:
@@ -101,11 +94,8 @@ def _sizes(line: str, where: str) -> tuple[int, int]:
 def _same_sizes(before: tuple[int, int] | None, now: tuple[int, int], where: str) -> tuple[int, int]:
     if before is None or before == now:
         return now
-    if before[1] == now[1] and 0 in (
-        before[0],
-        now[0],
-    ):  # an engine has registered since, so the tokens of a chunk are known
-        return max(before, now)
+    if before[1] == now[1] and 0 in (before[0], now[0]):
+        return max(before, now)  # an engine has registered since, so the tokens of a chunk are known
     raise InputError(
         f"{where}: from here chunks have {now[0]} tokens and {now[1]} bytes, and {before[0]} and {before[1]} before; "
         "cut the trace in two at this line"
