@@ -5,8 +5,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +65,8 @@ _GROUPS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The server's answer for the prompt under one salt. salt: None: without one."""
-
-    salt: str | None
-    is_own: bool
-    answer: wire.Explanations
+_Answers = dict[str | None, wire.Explanations]
+"""The server's answers for the prompt, by its salt (None: without one), that of the prompt itself first."""
 
 
 def register(commands: Any) -> None:
@@ -121,10 +114,9 @@ def _explain(args: argparse.Namespace) -> int:
             f"{len(tokens)} tokens are no whole chunk of {scheme.chunk_tokens}, so nothing of them is stored; give a "
             "longer prompt, or the engine's --chunk-tokens"
         )
-    salts = list(dict.fromkeys([args.salt, None, *args.also_salt]))
-    ask = partial(_ask, socket, args, scheme, tokens, at_once=at_once)
-    answers = [_Answer(salt, salt == args.salt, ask(salt)) for salt in salts]
-    own = _own(answers[0].answer, is_named=args.model is not None or args.space is not None)
+    salts = dict.fromkeys([args.salt, None, *args.also_salt])
+    answers = {salt: _ask(socket, args, scheme, tokens, salt, at_once=at_once) for salt in salts}
+    own = _own(answers[args.salt], is_named=args.model is not None or args.space is not None)
     explained = min(chunks, at_once)
     is_all_held = own is not None and own.held == chunks
     if args.json:
@@ -197,10 +189,8 @@ def _own(answer: wire.Explanations, *, is_named: bool) -> wire.Explained | None:
     return max(expected, key=lambda one: one.held, default=None)
 
 
-def _described(
-    answers: Sequence[_Answer], own: wire.Explained | None, chunks: int, chunk_tokens: int
-) -> dict[str, object]:
-    first = answers[0].answer
+def _described(answers: _Answers, own: wire.Explained | None, chunks: int, chunk_tokens: int) -> dict[str, object]:
+    first, *_ = answers.values()
     return {
         "chunks": chunks,
         "chunk_tokens": chunk_tokens,
@@ -211,24 +201,22 @@ def _described(
         # A salt may be a secret, and JSON is often kept in a file: salts are named by their place on the command line.
         "salts": [
             {
-                "salt": _salt_name(number, one),
-                "explained": [dataclasses.asdict(explained) for explained in one.answer.explained],
+                "salt": _salt_name(number, salt),
+                "explained": [dataclasses.asdict(explained) for explained in answer.explained],
             }
-            for number, one in enumerate(answers)
+            for number, (salt, answer) in enumerate(answers.items())
         ],
     }
 
 
-def _salt_name(number: int, answer: _Answer) -> str:
-    if answer.salt is None:
+def _salt_name(number: int, salt: str | None) -> str:
+    if salt is None:
         return "none"
-    return "given" if answer.is_own else f"also {number}"
+    return f"also {number}" if number else "given"
 
 
-def _print(
-    answers: Sequence[_Answer], own: wire.Explained | None, chunks: int, explained: int, chunk_tokens: int
-) -> None:
-    first = answers[0].answer
+def _print(answers: _Answers, own: wire.Explained | None, chunks: int, explained: int, chunk_tokens: int) -> None:
+    (_, first), *others = answers.items()
     held = 0 if own is None else own.held
     print(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
     if own is None:
@@ -241,11 +229,11 @@ def _print(
         if other is not own and other.held:
             model = f"key space {other.space[:12]}" + (f" ({', '.join(other.engines)})" if other.engines else "")
             print(f"the first {other.held} chunks are held under another model or format: {model}")
-    for answer in answers[1:]:
-        best = max((one.held for one in answer.answer.explained), default=0)
+    for salt, answer in others:
+        best = max((one.held for one in answer.explained), default=0)
         if best:
-            salt = "without a salt" if answer.salt is None else f"under the salt {answer.salt!r}"
-            print(f"the first {best} chunks are held {salt}")
+            where = "without a salt" if salt is None else f"under the salt {salt!r}"
+            print(f"the first {best} chunks are held {where}")
 
 
 def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
