@@ -348,13 +348,8 @@ class DiskDirectory:
 
     def _grow_index(self, least: int) -> None:
         most = PAGE_BYTES + CHUNKS_A_SLOT * self.slots * RECORD_BYTES
-        end = max(
-            least,
-            min(
-                self._index_bytes + max(_MIN_INDEX_STEP_BYTES, most // _INDEX_STEPS // RECORD_BYTES * RECORD_BYTES),
-                most,
-            ),
-        )
+        step = max(_MIN_INDEX_STEP_BYTES, most // _INDEX_STEPS // RECORD_BYTES * RECORD_BYTES)
+        end = max(least, min(self._index_bytes + step, most))
         if self._index_bytes < least:
             self._index_bytes = _allocate(self.index, self._index_bytes, least, end, RECORD_BYTES)
 

@@ -143,18 +143,8 @@ class RecordReader:
             strict=True,
         )
         data = bytes(piece)  # keys are slices of it, and slices of a bytearray would be bytearrays
-        for row, (
-            entry,
-            begins,
-            number,
-            stored_bytes,
-            count_,
-            first_unit,
-            is_whole,
-            chunk,
-            share,
-            is_intact,
-        ) in enumerate(rows):
+        for row, values in enumerate(rows):
+            entry, begins, number, stored_bytes, count_, first_unit, is_whole, chunk, share, is_intact = values
             if not is_intact:
                 continue
             where: PackedUnits = first_unit

@@ -119,7 +119,7 @@ def behind(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
 
 def new_filler(slack_bytes: int) -> memoryview:
     """slack_bytes: how much larger a slot is than a whole chunk."""
-    return memoryview(mmap.mmap(-1, PAGE_BYTES))[:0] if not slack_bytes else memoryview(mmap.mmap(-1, slack_bytes))
+    return memoryview(mmap.mmap(-1, slack_bytes or PAGE_BYTES))[:slack_bytes]
 
 
 def _split(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:

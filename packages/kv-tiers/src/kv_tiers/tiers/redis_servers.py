@@ -188,12 +188,10 @@ class Servers:
         if idle is not None:
             try:
                 return self._talk(address, idle, work)
-            except TimeoutError as error:
+            except (TimeoutError, ProtocolError) as error:
                 raise self._down(address, error) from error
             except OSError:
                 self._drop(address)
-            except ProtocolError as error:
-                raise self._down(address, error) from error
         try:
             return self._talk(address, self._connect(address), work)
         except (OSError, ProtocolError) as error:

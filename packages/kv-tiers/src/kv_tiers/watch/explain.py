@@ -172,10 +172,5 @@ def _are_alike(one: _Looked, other: _Looked) -> bool:
         return True
     if fate is None or other_fate is None:
         return False
-    same = (fate.what, fate.tier, fate.cause, fate.policy) == (
-        other_fate.what,
-        other_fate.tier,
-        other_fate.cause,
-        other_fate.policy,
-    )
-    return same and abs(fate.at_s - other_fate.at_s) < 1.0
+    thing, other_thing = ((its.what, its.tier, its.cause, its.policy) for its in (fate, other_fate))
+    return thing == other_thing and abs(fate.at_s - other_fate.at_s) < 1.0

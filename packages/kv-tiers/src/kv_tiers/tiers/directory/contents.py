@@ -102,11 +102,10 @@ class Contents:
             removed = gone[self._table.remove(gone, _OURS)]
             toggle(self._sums, added)
             toggle(self._sums, removed)
-            if len(added) + len(removed) > MAX_CHANGES:
-                self._sequence += 1  # no entry has these changes
-                added = removed = added[:0]
-            elif len(added) + len(removed):
-                self._sequence += 1
+            changes = len(added) + len(removed)
+            self._sequence += bool(changes)
+            if changes > MAX_CHANGES:
+                added = removed = added[:0]  # no entry has these changes
             count, root = self._table.entries, root_of(self._sums)
             return Entry(VERSION, self.id, address, self._sequence, count, root, pack(added), pack(removed))
 
