@@ -40,9 +40,9 @@ class PrefixPolicy:
 
     def __init__(self, capacity_chunks: int) -> None:
         self._capacity = capacity_chunks
-        self._tree = PrefixTree(self)
         self._returns = Returns(capacity_chunks)
         self._queues = SegmentQueues()
+        self._tree = PrefixTree(self._queues, self._watch, self._unwatch)
         self._excluded: set[int] = set()
         self._ghosts: OrderedDict[ChunkKey, Segment] = OrderedDict()  # by the key of the first chunk, oldest first
         self._returned_ghosts: list[Segment] = []  # those that the chunks added last belong to
@@ -155,22 +155,6 @@ class PrefixPolicy:
             segment.slots[slot] = None
             segment.last_use = self._tree.now
             self._queues.add(segment)
-
-    # Notifications from the tree.
-
-    def on_split(self, upper: Segment, lower: Segment) -> None:
-        self._watch(lower)
-        self._watch(upper)
-
-    def before_join(self, child: Segment) -> None:
-        self._queues.remove(child)
-        self._unwatch(child)
-
-    def on_joined(self, parent: Segment) -> None:
-        self._queues.add(parent)
-
-    def on_child_left(self, parent: Segment) -> None:
-        self._queues.child_left(parent)
 
     # Where new chunks belong.
 

@@ -4,35 +4,24 @@ A new prompt adds a segment below the one that it shares (`attach`); where it di
 segment is split. A segment that no longer differs from its only child takes over the child's chunks (`join`). Chunks
 whose parents were unknown, as after a restart, get their place when they are requested (`relink`).
 
-Why segments are split and what they are worth is not the tree's concern; its owner is notified of splits and joins.
+What segments are worth is not the tree's concern: splits and joins only keep their queues and observations up to date.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import Protocol
 
+from kv_tiers.eviction.prefix.queues import SegmentQueues
 from kv_tiers.eviction.prefix.segment import Segment
-
-
-class TreeOwner(Protocol):
-    def on_split(self, upper: Segment, lower: Segment) -> None:
-        """`lower`, known until now, has given its head to the new `upper`."""
-
-    def before_join(self, child: Segment) -> None:
-        """`child` is about to lose its chunks to its parent."""
-
-    def on_joined(self, parent: Segment) -> None:
-        """`parent` now has the chunks of its only child."""
-
-    def on_child_left(self, parent: Segment) -> None:
-        """A child of `parent` that has chunks is about to be linked below another segment."""
 
 
 class PrefixTree:
     """Amortised constant time per chunk: a call takes time per segment, of which a session has about one per turn."""
 
-    def __init__(self, owner: TreeOwner) -> None:
-        self._owner = owner
+    def __init__(
+        self, queues: SegmentQueues, watch: Callable[[Segment], None], unwatch: Callable[[Segment], None]
+    ) -> None:
+        """watch, unwatch: begin and end the observation of a segment."""
+        self._queues, self._watch, self._unwatch = queues, watch, unwatch
         self._segment_of: dict[int, Segment] = {}
         self.now = 0
         """The time, in chunks ever added."""
@@ -73,7 +62,7 @@ class PrefixTree:
             # An ancestor may hold this slot already: chunks that were excluded come back in another order.
             if segment.parent is not above and segment not in above.path():
                 if segment.parent is not None and segment.slots:
-                    self._owner.on_child_left(segment.parent)
+                    self._queues.child_left(segment.parent)
                 if not above.ends_with(slots[place - 1]) and slots[place - 1] in above.slots:
                     above = self.split(above, slots[:place])
                 segment.end += place - segment.start
@@ -104,9 +93,10 @@ class PrefixTree:
                 upper.slots[slot] = None
         upper.children = int(bool(segment.slots))  # all that are left may be excluded
         if upper.parent is not None and upper.children and not upper.slots:
-            self._owner.on_child_left(upper.parent)  # `segment` counted as its child, and the excluded ones do not
+            self._queues.child_left(upper.parent)  # `segment` counted as its child, and the excluded ones do not
         segment.parent, segment.start, segment.is_stale, segment.first_key = upper, len(before), True, None
-        self._owner.on_split(upper, segment)
+        self._watch(segment)
+        self._watch(upper)
         return upper
 
     def join_parent(self, segment: Segment) -> Segment:
@@ -116,9 +106,10 @@ class PrefixTree:
             return segment
         if parent.children != 1 or parent.branches > (not segment.is_last):
             return segment
-        self._owner.before_join(segment)
+        self._queues.remove(segment)
+        self._unwatch(segment)
         slots, segment.slots = segment.slots, {}
         self.assign(slots, parent)
         parent.end, parent.children, parent.branches = segment.end, 0, 0
-        self._owner.on_joined(parent)
+        self._queues.add(parent)
         return parent
