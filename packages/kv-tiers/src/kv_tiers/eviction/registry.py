@@ -46,7 +46,10 @@ def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
     Raises:
         ConfigError: no installed package has this policy, or it does not take these parameters.
     """
-    name, parameters = _split(spec)
+    parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = parameters.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"policy: say its name, such as name: {DEFAULT_POLICY}")
     ours = _OURS.get(name)
     if ours is None:
         factory: PolicyFactory = load_plugin(GROUP, "eviction policy", name, built_in=POLICY_NAMES)
@@ -54,12 +57,3 @@ def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
     if parameters:
         raise ConfigError(f"the eviction policy {name!r} has no parameters; leave out {', '.join(sorted(parameters))}")
     return ours(capacity_chunks)
-
-
-def _split(spec: PolicySpec) -> tuple[str, dict[str, object]]:
-    if isinstance(spec, str):
-        return spec, {}
-    name = spec.get("name")
-    if not isinstance(name, str):
-        raise ConfigError(f"policy: say its name, such as name: {DEFAULT_POLICY}")
-    return name, {key: value for key, value in spec.items() if key != "name"}

@@ -114,7 +114,6 @@ class DiskChunks:
         self.full = ""
         self._told_full = False
         self._unreadable: dict[ChunkKey, float] = {}  # until when each is skipped
-        self._closed = False
         self.directories: list[DiskDirectory] = []
         self._places: list[tuple[int, Path]] = []  # the device and mount point of each
         self._open_directories()
@@ -379,9 +378,7 @@ class DiskChunks:
 
     def close(self) -> None:
         with self.lock:
-            if not self._closed:
-                self._closed = True
-                self._close_directories()
+            self._close_directories()
 
     def _open_directories(self) -> None:
         paths = self._paths

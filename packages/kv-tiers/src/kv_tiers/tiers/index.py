@@ -108,7 +108,8 @@ class ExtentIndex:
         self._forget_places()
         self._turn = 0
         self._reading = 0
-        self._releases = 0
+        self.releases = 0
+        """Counts the events that may have made room. Read it before `reserve`, for `wait_for_room`."""
         self._withheld: list[Place] | None = None
 
     @property
@@ -292,17 +293,12 @@ class ExtentIndex:
             for space in self._spaces:
                 space.grows = True
 
-    @property
-    def releases(self) -> int:
-        """Counts the events that may have made room. Read it before `reserve`, for `wait_for_room`."""
-        return self._releases
-
     def wait_for_room(self, releases: int, timeout_s: float) -> bool:
         """Wait until something has been released since `releases` was read. False: nothing was released in time, or
         nothing is held that could be.
         """
         with self._lock:
-            if self._releases != releases:
+            if self.releases != releases:
                 return True
             return (self._reading > 0 or self._residency.chunks_reserved > 0) and self._let_go.wait(timeout_s)
 
@@ -348,7 +344,7 @@ class ExtentIndex:
     # Under the lock.
 
     def _notify(self) -> None:
-        self._releases += 1
+        self.releases += 1
         self._let_go.notify_all()
 
     def _forget_places(self) -> None:

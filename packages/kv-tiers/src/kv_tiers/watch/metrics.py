@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
+from itertools import accumulate
 from typing import Final, TypeVar
 
 from kv_core.errors import ConfigError, MisuseError
@@ -74,12 +75,7 @@ class _Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, by upper bound."""
-        total = 0
-        cumulative = []
-        for bound, count in zip((*map(repr, self._bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            cumulative.append((bound, float(total)))
-        return cumulative
+        return list(zip((*map(repr, self._bounds), "+Inf"), map(float, accumulate(self.counts)), strict=True))
 
 
 class Metrics(Subscriber):
