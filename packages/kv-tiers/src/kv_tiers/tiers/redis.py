@@ -202,7 +202,7 @@ class RedisTier:
                     if not isinstance(reply, ErrorReply):
                         answers[number] = reply
                     elif not may_redirect or self._config.mode == "single":
-                        raise TierDown(f"{address}: {reply.text}{self._hint(reply)}")
+                        raise TierDown(f"{address}: {self._servers.explained(reply)}")
                     elif reply.code == "ASK":
                         sent_on.setdefault((_address_in(reply, address), True), []).append(number)
                     elif reply.code in ("MOVED", "READONLY", "TRYAGAIN"):
@@ -249,11 +249,6 @@ class RedisTier:
             if isinstance(answer, ErrorReply) and self._is_forbidden(answer):
                 self._servers.forget()
                 raise RemovalRefusedError(answer.text)
-
-    def _hint(self, reply: ErrorReply) -> str:
-        if reply.code in ("MOVED", "ASK") and self._config.mode != "cluster":
-            return ' (this is a cluster; write mode = "cluster")'
-        return ""
 
     # Conversations with one server.
 

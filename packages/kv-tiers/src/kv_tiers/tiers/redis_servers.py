@@ -165,6 +165,11 @@ class Servers:
             addresses.append(address)
         return addresses
 
+    def explained(self, refusal: ErrorReply) -> str:
+        """The refusal, with the mistake in the settings that it shows."""
+        is_cluster = refusal.code in ("MOVED", "ASK") and self._config.mode != "cluster"
+        return f'{refusal.text} (this is a cluster; write mode = "cluster")' if is_cluster else refusal.text
+
     def masters(self) -> list[Address]:
         """Every server that takes writes. Raises `TierDown`."""
         return self._found()[0]

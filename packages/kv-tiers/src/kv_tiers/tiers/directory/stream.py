@@ -48,7 +48,8 @@ class Stream:
             connection.send(commands)
             return [connection.read_reply(1 << 10) for _ in commands]
 
-        return next((self._said(answer) for answer in self._talk(work) if isinstance(answer, ErrorReply)), "")
+        refusals = [answer for answer in self._talk(work) if isinstance(answer, ErrorReply)]
+        return self._servers.explained(refusals[0]) if refusals else ""
 
     def read(self, after: Position) -> list[tuple[Position, bytes]]:
         """The next entries, at most `AT_ONCE`."""
@@ -81,12 +82,8 @@ class Stream:
 
         (answer,) = self._talk(work)
         if isinstance(answer, ErrorReply):
-            raise TierDown(f"the directory: {self._said(answer)}")
+            raise TierDown(f"the directory: {self._servers.explained(answer)}")
         return answer
-
-    def _said(self, error: ErrorReply) -> str:
-        is_cluster = error.code == "MOVED" and not self._is_cluster
-        return f'{error.text} (this is a cluster; write mode = "cluster")' if is_cluster else error.text
 
     def _talk(self, work: Callable[[Connection], list[Reply]]) -> list[Reply]:
         answers = self._servers.talk(self._address(), work)
