@@ -14,7 +14,7 @@ from typing import Final
 from kv_core.errors import TierDown
 
 from kv_tiers.tiers.directory.entries import MAX_ENTRY_BYTES
-from kv_tiers.tiers.redis_servers import Address, RedisAccess, Servers
+from kv_tiers.tiers.redis_servers import RedisAccess, Servers
 from kv_tiers.tiers.resp import Connection, ErrorReply, Reply, command
 
 AT_ONCE: Final = 256
@@ -86,15 +86,11 @@ class Stream:
         return answer
 
     def _talk(self, work: Callable[[Connection], list[Reply]]) -> list[Reply]:
-        answers = self._servers.talk(self._address(), work)
+        address = self._servers.addresses_of([self._name])[0] if self._is_cluster else self._servers.masters()[0]
+        answers = self._servers.talk(address, work)
         if any(isinstance(answer, ErrorReply) and answer.code in ("MOVED", "ASK", "READONLY") for answer in answers):
             self._servers.forget()
         return answers
-
-    def _address(self) -> Address:
-        if self._is_cluster:
-            return self._servers.addresses_of([self._name])[0]
-        return self._servers.masters()[0]
 
 
 def _entry(reply: Reply) -> tuple[Position, bytes]:
