@@ -8,7 +8,7 @@ retained there, and a flushed or restarted server is as good as any. A user need
 <prefix>:directory:*, SELECT where the url names a database, CLUSTER SLOTS in a cluster.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from kv_core.errors import TierDown
@@ -43,12 +43,7 @@ class Stream:
         """Write these; returns why they were refused, else "". Even then some may have been written, and also if it
         raises."""
         commands = [command(b"XADD", self._name, b"MAXLEN", b"~", b"%d" % KEPT, b"*", _FIELD, one) for one in entries]
-
-        def work(connection: Connection) -> list[Reply]:
-            connection.send(commands)
-            return [connection.read_reply(1 << 10) for _ in commands]
-
-        refusals = [answer for answer in self._talk(work) if isinstance(answer, ErrorReply)]
+        refusals = [answer for answer in self._talk(commands, 1 << 10) if isinstance(answer, ErrorReply)]
         return self._servers.explained(refusals[0]) if refusals else ""
 
     def read(self, after: Position) -> list[tuple[Position, bytes]]:
@@ -76,16 +71,16 @@ class Stream:
         self._servers.close()
 
     def _ask(self, question: bytes) -> Reply:
-        def work(connection: Connection) -> list[Reply]:
-            connection.send([question])
-            return [connection.read_reply(_MAX_ANSWER_BYTES)]
-
-        (answer,) = self._talk(work)
+        (answer,) = self._talk([question], _MAX_ANSWER_BYTES)
         if isinstance(answer, ErrorReply):
             raise TierDown(f"the directory: {self._servers.explained(answer)}")
         return answer
 
-    def _talk(self, work: Callable[[Connection], list[Reply]]) -> list[Reply]:
+    def _talk(self, commands: Sequence[bytes], max_bytes: int) -> list[Reply]:
+        def work(connection: Connection) -> list[Reply]:
+            connection.send(commands)
+            return [connection.read_reply(max_bytes) for _ in commands]
+
         address = self._servers.addresses_of([self._name])[0] if self._is_cluster else self._servers.masters()[0]
         answers = self._servers.talk(address, work)
         if any(isinstance(answer, ErrorReply) and answer.code in ("MOVED", "ASK", "READONLY") for answer in answers):
