@@ -23,7 +23,6 @@ import xxhash
 
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
 from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder
-from kv_tiers.codecs.cursor import Cursor
 from kv_tiers.codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
@@ -119,11 +118,11 @@ class ProgressiveCodec:
         parts, is_longer = _parts_in(prefix, len(out))
         missing = self._scratch().missing
         words = np.frombuffer(out, "<u2", len(out) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
-        first, *more = map(Cursor, parts)
+        first, *more = map(_Cursor, parts)
         for start in range(0, words.size, _SECTION):
             self._decode_section(words[start : start + _SECTION], first, more, missing)
         out[words.nbytes :] = first.take(len(out) - words.nbytes)
-        if is_longer or any(cursor.left for cursor in (first, *more)):
+        if is_longer or any(cursor.rest for cursor in (first, *more)):
             raise CodecError("there are bytes after its numbers")
         return len(parts)
 
@@ -171,7 +170,7 @@ class ProgressiveCodec:
         lower, upper = self.kernels.select(words, marks, mark, count)
         return *self._framed(upper), lower
 
-    def _decode_section(self, words: Words, first: Cursor, more: Sequence[Cursor], scratch: Bytes) -> None:
+    def _decode_section(self, words: Words, first: "_Cursor", more: Sequence["_Cursor"], scratch: Bytes) -> None:
         """Decode some numbers from the parts that are there: the first, and those behind it."""
         stored = first.take(words.size // SCALED_NUMBERS)
         if wrong := bytes(stored).translate(None, delete=_EXPONENTS):
@@ -189,12 +188,12 @@ class ProgressiveCodec:
             self._place(more[1], whole, missing, ALL_MISSING, words)
         self._place(first, escaped, symbols, ESCAPED, words)
 
-    def _frame(self, cursor: Cursor, symbols: int) -> Bytes:
+    def _frame(self, cursor: "_Cursor", symbols: int) -> Bytes:
         (frame_bytes,) = _FRAME_BYTES.unpack(cursor.take(_FRAME_BYTES.size))
         frame = cursor.take(frame_bytes)
         return self._coder.decode(frame, symbols) if symbols else np.empty(0, np.uint8)
 
-    def _place(self, cursor: Cursor, count: int, marks: Bytes, mark: int, words: Words) -> None:
+    def _place(self, cursor: "_Cursor", count: int, marks: Bytes, mark: int, words: Words) -> None:
         """Set the numbers with this mark, of the given count, as the part stores them."""
         upper, lower = self._frame(cursor, count), np.frombuffer(cursor.take(count), np.uint8)
         if count:
@@ -246,6 +245,24 @@ def _parts_in(prefix: memoryview, chunk_bytes: int) -> tuple[list[memoryview], b
     if not parts:
         raise CodecError(f"it ends after {len(prefix)} bytes, within its first part")
     return parts, len(parts) == PARTS and at < len(prefix)
+
+
+class _Cursor:
+    """Reads one part of a payload from its start, a piece at a time."""
+
+    def __init__(self, part: memoryview) -> None:
+        self.rest = part
+        """What is left."""
+
+    def take(self, nbytes: int) -> memoryview:
+        """
+        Raises:
+            CodecError: there are fewer bytes left.
+        """
+        taken, self.rest = self.rest[:nbytes], self.rest[nbytes:]
+        if len(taken) < nbytes:
+            raise CodecError(f"a part ends {nbytes - len(taken)} bytes too early")
+        return taken
 
 
 class _Scratch:
