@@ -15,7 +15,7 @@ from functools import partial
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
-from kv_core.errors import ConfigError, TierDown
+from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
 
@@ -24,13 +24,12 @@ from kv_tiers.directory_state import DirectoryState
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.options import read_options
-from kv_tiers.tier import OnHandedOver, Read, TierContext, TierUsage, Write
+from kv_tiers.tier import Fate, OnHandedOver, Read, Taken, TierContext, TierUsage, Write
 from kv_tiers.tiers.directory.contents import Contents
 from kv_tiers.tiers.directory.directory import Directory, DirectoryConfig
 from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.peer_following import Following
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
-from kv_tiers.tiers.peer_offers import PeerTaker
 from kv_tiers.tiers.peers_security import check_protected, is_protected, read_token, tls_files
 from kv_tiers.tiers.peers_wire import (
     MAX_ASKED,
@@ -41,6 +40,8 @@ from kv_tiers.tiers.peers_wire import (
     Followed,
     Held,
     Holds,
+    Offer,
+    Offered,
     PeerStream,
     deadline_for,
     unpack_keys,
@@ -72,6 +73,31 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
     follow: bool = False
     """Fetch chunks that engines there hand over (docs/disaggregated.md) as soon as they can be read, before a request
     needs them. For hosts that decode prompts that these peers compute."""
+
+
+class PeerTaker:
+    """Another host, which fetches what it is offered like any hit: an offer carries no chunk bytes."""
+
+    def __init__(self, peer: Peer, namespace: str, answer_s: float) -> None:
+        self.name = str(peer)
+        self._peer, self._namespace, self._answer_s = peer, namespace, answer_s
+
+    def offer(self, chain: Sequence[ChunkKey], first: int) -> Taken:
+        """
+        Raises:
+            OSError, InputError: it does not answer, or not as a peer does.
+        """
+        return self._peer.talk(partial(self._offer, chain, first), self._answer_s)
+
+    def _offer(self, chain: Sequence[ChunkKey], first: int, stream: PeerStream, deadline: float) -> Taken:
+        stream.send_message(Offer(self._namespace, pack_keys(chain), first), deadline)
+        answer = stream.answer(Offered, deadline)
+        if len(answer.fates) != len(chain) - first:
+            raise ConnectionError(f"{len(answer.fates)} answers to an offer of {len(chain) - first} chunks")
+        try:
+            return Taken([Fate(fate) for fate in answer.fates], answer.room)
+        except ValueError as error:
+            raise InputError(f"no answer to an offer: {error}") from None
 
 
 class PeersTier:
