@@ -62,8 +62,6 @@ class ChangeLog:
                 self._keep(Change(False, keys))
             case Forgotten(keys=keys, everything=everything) if keys or everything:
                 self._keep(Change(False, keys))
-            case _:
-                pass
 
     def since(self, upto: int) -> Changes:
         """upto: as in the last answer; 0 at first."""

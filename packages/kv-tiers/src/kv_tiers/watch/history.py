@@ -206,8 +206,6 @@ class History(Subscriber):
                 memory.clear(at_s)
             case Forgotten(keys=keys):
                 memory.change(keys, lambda before: Fate("forgotten", at_s))
-            case _:
-                pass
 
 
 def _next(before: Fate | None, after: Fate) -> Fate:

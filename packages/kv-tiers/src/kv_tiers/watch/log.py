@@ -84,8 +84,6 @@ class LogLines(Subscriber):
                 text = f"{holder} read {chunks} chunks for longer than its lease, and must not use them"
                 fields = {"event": "lease_expired", "holder": holder, "chunks": chunks}
                 self._limited(("lease_expired", cache, ""), occurred, text, fields)
-            case _:
-                pass
 
     def close(self) -> None:
         for (kind, cache, tier), limit in self._limits.items():

@@ -149,8 +149,6 @@ class Metrics(Subscriber):
                     self._evictions[cache, evicted.tier, evicted.cause] += len(evicted.keys)
                 case Damaged() as damaged:
                     self._damaged[cache, damaged.tier] += len(damaged.keys)
-                case _:
-                    pass
 
     def _transferred(self, labels: _Labels, nbytes: int, seconds: float) -> None:
         self._transfer_bytes[labels] += nbytes

@@ -78,8 +78,6 @@ class Recorder(Subscriber):
                 file.add({"timestamp": at_ms, "hash_ids": ids})
             case HolderEnded(holder):
                 self._asked.pop((cache, holder), None)
-            case _:
-                pass
 
     def flush(self) -> None:
         for file in self._files.values():

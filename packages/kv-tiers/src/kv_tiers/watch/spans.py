@@ -112,8 +112,6 @@ class Spans(Subscriber):
                     span_of.add_event("kv.blocks_allocated", {"kv.blocks": blocks}, at_ns)
             case HolderEnded(holder):
                 self._end(self._requests, (cache, holder), at_ns)
-            case _:
-                pass
 
     def close(self) -> None:
         now_ns = self._ns(self._bus.now_s())
