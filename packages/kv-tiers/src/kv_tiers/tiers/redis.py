@@ -51,9 +51,10 @@ values."""
 _ASKING: Final = command(b"ASKING")
 
 T = TypeVar("T")
-Work = Callable[[Connection, Sequence[int], bool], list[T | ErrorReply]]
-"""A conversation with one server about those of a call's chunks that it stores, given by their numbers. The flag: the
-server is about to take them over, and wants ASKING before every command."""
+Item = TypeVar("Item")
+Work = Callable[[Connection, Sequence[Item], bool], list[T | ErrorReply]]
+"""A conversation with one server about those of a call's chunks that it stores. The flag: the server is about to take
+them over, and wants ASKING before every command."""
 
 
 class RedisTier:
@@ -78,24 +79,21 @@ class RedisTier:
         self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[bool | ErrorReply]:
-            return self._are_whole(connection, [keys[number] for number in mine], asking)
-
-        return self._spread(keys, work)
+        return self._spread(keys, keys, self._are_whole)
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[LoadOutcome | ErrorReply]:
-            outcomes = self._fetch(connection, [reads[number] for number in mine], asking)
+        def work(connection: Connection, mine: Sequence[Read], asking: bool) -> list[LoadOutcome | ErrorReply]:
+            outcomes = self._fetch(connection, mine, asking)
             wrong = [
-                reads[number].key
-                for number, outcome in zip(mine, outcomes, strict=True)
+                read.key
+                for read, outcome in zip(mine, outcomes, strict=True)
                 if isinstance(outcome, Damaged | _Incomplete)
             ]
             if wrong and not asking:  # a read-only user gets an error here, which does not matter
                 self._unlink(connection, wrong, asking)
             return [Absent() if isinstance(outcome, _Incomplete) else outcome for outcome in outcomes]
 
-        return self._spread([read.key for read in reads], work)
+        return self._spread([read.key for read in reads], reads, work)
 
     load_prefixes = load
 
@@ -107,10 +105,7 @@ class RedisTier:
         return list(islice((key for key in keys if key is not None), count))
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
-        def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[StoreOutcome | ErrorReply]:
-            return self._keep(connection, [writes[number] for number in mine], asking)
-
-        outcomes: list[StoreOutcome] = self._spread([write.key for write in writes], work)
+        outcomes: list[StoreOutcome] = self._spread([write.key for write in writes], writes, self._keep)
         if outcomes:
             self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
             if self._full.startswith("READONLY"):  # if it was the master, another server is by now
@@ -118,12 +113,12 @@ class RedisTier:
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
-        def work(connection: Connection, mine: Sequence[int], asking: bool) -> list[int | ErrorReply]:
-            answers = self._unlink(connection, [keys[number] for number in mine], asking)
+        def work(connection: Connection, mine: Sequence[ChunkKey], asking: bool) -> list[int | ErrorReply]:
+            answers = self._unlink(connection, mine, asking)
             self._raise_if_forbidden(answers)
             return answers
 
-        self._spread(keys, work)
+        self._spread(keys, keys, work)
 
     def clear(self) -> None:
         for address in self._servers.masters():
@@ -184,12 +179,16 @@ class RedisTier:
 
     # Which servers.
 
-    def _spread(self, keys: Sequence[ChunkKey], work: Work[T]) -> list[T]:
-        """The answer for every key, from the server that stores it; one redirection is followed.
+    def _spread(self, keys: Sequence[ChunkKey], items: Sequence[Item], work: Work[Item, T]) -> list[T]:
+        """The answer for every item, from the server that stores its key; one redirection is followed.
 
         Raises:
             TierDown: a server cannot be reached or answers with an error that is not about a chunk.
         """
+
+        def about(connection: Connection, mine: Sequence[int], asking: bool) -> list[T | ErrorReply]:
+            return work(connection, [items[number] for number in mine], asking)
+
         answers: dict[int, T] = {}
         groups: dict[tuple[Address, bool], list[int]] = {}
         for number, address in enumerate(self._addresses(keys)):
@@ -197,7 +196,7 @@ class RedisTier:
         for may_redirect in (True, False):
             sent_on: dict[tuple[Address, bool], list[int]] = {}
             moved = []
-            for (address, _), mine, replies in self._converse(groups, work):
+            for (address, _), mine, replies in self._converse(groups, about):
                 for number, reply in zip(mine, replies, strict=True):
                     if not isinstance(reply, ErrorReply):
                         answers[number] = reply
@@ -220,7 +219,7 @@ class RedisTier:
         return [answers[number] for number in range(len(keys))]
 
     def _converse(
-        self, groups: Mapping[tuple[Address, bool], list[int]], work: Work[T]
+        self, groups: Mapping[tuple[Address, bool], list[int]], work: Work[int, T]
     ) -> list[tuple[tuple[Address, bool], list[int], list[T | ErrorReply]]]:
         """Talk to these servers, concurrently if there are several."""
 
