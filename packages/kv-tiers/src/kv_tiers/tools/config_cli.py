@@ -42,20 +42,23 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        extra = json.loads(args.extra)
-    except (ValueError, RecursionError) as error:
-        print(f"kv config: --extra is not JSON: {error}", file=sys.stderr)
-        return 2
-    if not isinstance(extra, dict):
-        print("kv config: --extra must be a JSON object", file=sys.stderr)
-        return 2
-    if args.file:
-        extra["config_file"] = args.file
-    try:
-        settings, in_force = load(extra, os.environ)
-    except ConfigError as error:
+        _print_and_check(args)
+    except (ConfigError, InputError) as error:
         print(f"kv config: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _print_and_check(args: argparse.Namespace) -> None:
+    try:
+        extra = json.loads(args.extra)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--extra is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise InputError("--extra must be a JSON object")
+    if args.file:
+        extra["config_file"] = args.file
+    settings, in_force = load(extra, os.environ)
     if args.output == "json":
         values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
         print(json.dumps(values, indent=1, default=str))
@@ -64,16 +67,11 @@ def _run(args: argparse.Namespace) -> int:
         for entry in in_force:
             value = json.dumps(_shown(entry.value), ensure_ascii=False, default=str)
             print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
-    try:
-        settings.scheme()
-        if not settings.server.socket:  # otherwise the host pool and the tiers are the server's own
-            from kv_tiers.build import check_settings  # too much to import for every command's --help
+    settings.scheme()
+    if not settings.server.socket:  # otherwise the host pool and the tiers are the server's own
+        from kv_tiers.build import check_settings  # too much to import for every command's --help
 
-            check_settings(settings.host, settings.tiers)
-    except (ConfigError, InputError) as error:
-        print(f"kv config: {error}", file=sys.stderr)
-        return 2
-    return 0
+        check_settings(settings.host, settings.tiers)
 
 
 def _shown(value: object) -> object:
