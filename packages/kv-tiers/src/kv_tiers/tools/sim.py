@@ -181,10 +181,9 @@ class _Tier:
         return self.store(chain)
 
     def _extend(self, chain: Sequence[ChunkKey]) -> list[int]:
-        there = [(key, slot) for key in chain if (slot := self.residency.find(key)) is not None]
-        slots = [slot for _, slot in there]
+        keys, slots = self.residency.resident(chain)
         if slots:
-            self.residency.extend([key for key, _ in there], slots)
+            self.residency.extend(keys, slots)
         return slots
 
 
