@@ -62,13 +62,10 @@ class LogLines(Subscriber):
                 if left_out:
                     text += f" ({left_out} changes were suppressed before)"
                 level = logging.INFO if is_up or now == "CLOSED" else logging.WARNING
-                self._tell(
-                    occurred, level, text, {"event": "tier_health", "tier": tier, "was": was, "now": now, "why": why}
-                )
+                self._tell(occurred, level, text, event="tier_health", tier=tier, was=was, now=now, why=why)
             case Damaged(tier, keys, reason):
                 text = f"{len(keys)} damaged chunks were discarded in {tier}: {reason}"
-                fields = {"event": "damaged", "tier": tier, "chunks": len(keys), "why": reason}
-                self._limited(("damaged", cache, tier), occurred, text, fields)
+                self._limited(occurred, text, event="damaged", tier=tier, chunks=len(keys), why=reason)
             case StoreBegun(reserved=reserved, refused=refused, why=why):
                 if not refused:
                     if reserved:
@@ -78,12 +75,10 @@ class LogLines(Subscriber):
                 if occurred.at_s - since >= self._refused_for_s:
                     seconds = round(occurred.at_s - since)
                     text = f"stores have found no room for {seconds} s: {why}"
-                    fields = {"event": "refused", "seconds": seconds, "chunks": len(refused), "why": why}
-                    self._limited(("refused", cache, ""), occurred, text, fields)
+                    self._limited(occurred, text, event="refused", seconds=seconds, chunks=len(refused), why=why)
             case LeaseExpired(holder, _, chunks, "load"):
                 text = f"{holder} read {chunks} chunks for longer than its lease, and must not use them"
-                fields = {"event": "lease_expired", "holder": holder, "chunks": chunks}
-                self._limited(("lease_expired", cache, ""), occurred, text, fields)
+                self._limited(occurred, text, event="lease_expired", holder=holder, chunks=chunks)
 
     def close(self) -> None:
         for (kind, cache, tier), limit in self._limits.items():
@@ -92,8 +87,8 @@ class LogLines(Subscriber):
                 fields = {"event": "kept_back", "kind": kind, "cache": cache, "tier": tier, "events": limit.kept_back}
                 self._say(logging.WARNING, f"{limit.kept_back} more of kind {kind} {where}".rstrip(), fields)
 
-    def _limited(self, kind: tuple[str, str, str], occurred: Occurred, text: str, fields: dict[str, Any]) -> None:
-        limit = self._limits.setdefault(kind, _Limit())
+    def _limited(self, occurred: Occurred, text: str, **fields: Any) -> None:
+        limit = self._limits.setdefault((fields["event"], occurred.source.name, fields.get("tier", "")), _Limit())
         if occurred.at_s < limit.next_s:
             limit.kept_back += 1
             return
@@ -101,9 +96,9 @@ class LogLines(Subscriber):
             text += f" ({limit.kept_back} more like this before)"
             fields["kept_back"] = limit.kept_back
         limit.next_s, limit.kept_back = occurred.at_s + self._every_s, 0
-        self._tell(occurred, logging.WARNING, text, fields)
+        self._tell(occurred, logging.WARNING, text, **fields)
 
-    def _tell(self, occurred: Occurred, level: int, text: str, fields: dict[str, Any]) -> None:
+    def _tell(self, occurred: Occurred, level: int, text: str, **fields: Any) -> None:
         cache = occurred.source.name
         prefix = f"cache {cache}: " if cache else ""
         at = round(self._bus.wall_s(occurred.at_s), 3)
