@@ -100,6 +100,10 @@ class Shape:
         """How many blocks there are in all: [parts, layers, blocks of a layer], in this order."""
         return PARTS * self.layers * (self.heads * self.head_dim // self.block_channels)
 
+    def planes(self, words: NDArray[Any]) -> NDArray[Any]:
+        """The words of a chunk, [planes, tokens, heads, head_dim]. A plane is one layer's keys, or its values."""
+        return words.reshape(PARTS * self.layers, -1, self.heads, self.head_dim)
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of a chunk, in all layers."""

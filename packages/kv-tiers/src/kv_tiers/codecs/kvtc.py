@@ -147,9 +147,9 @@ class KvtcCodec:
         ordered = words if self._shape.order.is_usual else np.empty_like(words)
         with np.errstate(all="ignore"):  # from payloads that no encoder produces
             self.kernels.project_back(self._transform, rows, self._turns(first, tokens), ordered)
-        stored = self._stored(words)
+        stored = self._shape.planes(words)
         if ordered is not words:
-            self._restore(self._stored(ordered), stored)
+            self._restore(self._shape.planes(ordered), stored)
         stored[:, :exact] = np.frombuffer(payload[HEAD_BYTES:coded_at], words.dtype).reshape(stored[:, :exact].shape)
 
     def _encode(self, chunk: memoryview, out: memoryview, exact: int) -> int | None:
@@ -157,13 +157,13 @@ class KvtcCodec:
         if rest or not 0 < tokens <= MOST_TOKENS:
             return None
         words = self._words(chunk)
-        stored = self._stored(words)
+        stored = self._shape.planes(words)
         ordered = self._ordered(words)
         exact = min(exact, tokens)
         coded_at = HEAD_BYTES + exact * self._shape.token_bytes
         if coded_at > len(out):
             return None
-        first = self._finder.position(self._stored(ordered), exact)
+        first = self._finder.position(self._shape.planes(ordered), exact)
         rows = self._rows(tokens)
         if not self.kernels.project(self._transform, ordered, self._turns(first, tokens), rows, exact):
             return None
@@ -184,20 +184,16 @@ class KvtcCodec:
         if order.is_usual:
             return words
         out = np.empty_like(words)
-        stored, ordered = self._stored(words), self._stored(out)
+        stored, ordered = self._shape.planes(words), self._shape.planes(out)
         order.ordered(stored[:layers], ordered[:layers])
         ordered[layers:] = stored[layers:]
         return out
 
     def _restore(self, ordered: Words, out: Words) -> None:
-        """The reverse. Both in the shape of `_stored`."""
+        """The reverse. Both in the shape of `Shape.planes`."""
         layers = self._shape.layers
         self._shape.order.restored(ordered[:layers], out[:layers])
         out[layers:] = ordered[layers:]
-
-    def _stored(self, words: Words) -> Words:
-        """[planes, tokens, heads, head_dim]. A plane is one layer's keys, or its values."""
-        return words.reshape(PARTS * self._shape.layers, -1, self._shape.heads, self._shape.head_dim)
 
     def _turns(self, first: int, tokens: int) -> Numbers:
         """[tables, 2, head_dim / 2, tokens, to a whole tile]"""

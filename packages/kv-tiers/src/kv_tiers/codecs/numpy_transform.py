@@ -22,7 +22,7 @@ def project(transform: Transform, words: Words, turns: Numbers, rows: Rows, exac
     """Like `Kernels.project`."""
     shape = transform.shape
     channels = shape.block_channels
-    for plane, its in enumerate(_planes(transform, words)):
+    for plane, its in enumerate(shape.planes(words)):
         numbers = wide(its, shape.dtype)
         if plane < shape.layers:
             numbers = turn_back(numbers, *_tables(turns, shape.tables[plane], len(its)))
@@ -46,7 +46,7 @@ def project(transform: Transform, words: Words, turns: Numbers, rows: Rows, exac
 def project_back(transform: Transform, rows: Rows, turns: Numbers, words: Words) -> None:
     """Like `Kernels.project_back`."""
     shape = transform.shape
-    for plane, its in enumerate(_planes(transform, words)):
+    for plane, its in enumerate(shape.planes(words)):
         sums = [
             rows[transform.places[block]].T.astype(np.float64) @ transform.backward[block].T.astype(np.float64)
             for block in _blocks(transform, plane)
@@ -75,12 +75,6 @@ def _narrow(numbers: Numbers, stored: NDArray[Any], dtype: str) -> None:
         stored.view("<f2")[:] = np.clip(numbers, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
     else:
         stored.view("<f4")[:] = numbers
-
-
-def _planes(transform: Transform, words: Words) -> Words:
-    """[planes, tokens, heads, head_dim]. A plane is one layer's keys, or its values."""
-    shape = transform.shape
-    return words.reshape(2 * shape.layers, -1, shape.heads, shape.head_dim)
 
 
 def _blocks(transform: Transform, plane: int) -> range:
