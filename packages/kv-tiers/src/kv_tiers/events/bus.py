@@ -136,7 +136,6 @@ class EventBus:
         self._closed = False
 
     def source(self, name: str = "", group_bytes: Sequence[int] = (1,), chunk_tokens: int = 0) -> Source:
-        """The source for a new cache."""
         source = Source(self, name, group_bytes, chunk_tokens)
         with self._lock:
             self._sources.add(source)

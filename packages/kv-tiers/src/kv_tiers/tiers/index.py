@@ -426,7 +426,6 @@ class ExtentIndex:
         return True
 
     def _empty(self, entry: int) -> None:
-        """Evict this one."""
         key = self._residency.empty(entry)
         if self._bounded:
             beside = map(self._residency.find, self._bounded.beside(key))

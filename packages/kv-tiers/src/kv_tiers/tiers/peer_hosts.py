@@ -188,7 +188,6 @@ class PeerHosts:
             return [peer for peer in self._peers.values() if not peer.is_self]
 
     def set_hosts(self, hosts: Sequence[HostPort]) -> None:
-        """Use these hosts from now on."""
         with self._lock:
             if set(hosts) != set(self._hosts):
                 self._hosts = hosts

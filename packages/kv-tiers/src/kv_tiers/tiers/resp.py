@@ -76,7 +76,6 @@ class Connection:
         self._socket.close()
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send these one after another."""
         self._socket.send(buffers, time.monotonic() + self._timeout_s)
 
     def read_numbers(self, count: int) -> list[int | ErrorReply]:

@@ -41,7 +41,6 @@ class TimedSocket:
         self._sock.close()
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
-        """Send these one after another."""
         left, at = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
         while at < len(left):
             sent = self._send_some(left[at : at + _MAX_BUFFERS], deadline)

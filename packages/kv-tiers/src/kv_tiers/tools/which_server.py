@@ -12,7 +12,6 @@ def add_server_options(parser: Any) -> None:
 
 
 def socket_of(options: argparse.Namespace) -> Path:
-    """Where that server listens."""
     from kv_tiers.server.config import default_socket  # too much to import for every command's --help
 
     return Path(options.socket) if options.socket else default_socket(options.name)

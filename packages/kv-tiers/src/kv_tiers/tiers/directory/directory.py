@@ -171,7 +171,6 @@ class Directory:
                 self._not_here.popitem(last=False)
 
     def cleared(self) -> None:
-        """This cache was cleared."""
         self._mirror.cleared(time.monotonic())
         self._repair_due.set()
 

@@ -102,7 +102,6 @@ class HolderTable:
 
     @property
     def nbytes(self) -> int:
-        """The memory that it uses now."""
         slotted = self._slotted
         return slotted.names.nbytes + slotted.hosts.nbytes + slotted.places.nbytes
 

@@ -297,7 +297,6 @@ class Mirror:
                 self._apply(host, entry)
 
     def drop(self, host: Host) -> None:
-        """The host is gone."""
         with self._lock:
             if self._hosts.get(host.id) is host:
                 self._drop(host)

@@ -28,12 +28,10 @@ def names_of(keys: Sequence[bytes]) -> Names:
 
 
 def shards_of(names: Names) -> npt.NDArray[np.int64]:
-    """The shard of each name."""
     return (names >> _SHARD_SHIFT).astype(np.int64)
 
 
 def no_sums() -> Names:
-    """The sums of the empty set."""
     return np.zeros(SHARDS, np.uint64)
 
 
