@@ -17,8 +17,6 @@ from kv_tiers.tiers.timed_socket import Buffer, TimedSocket
 
 _BUFFER_BYTES: Final = 16 << 10
 _DRAIN_BYTES: Final = 64 << 20  # a value that does not fit is skipped up to this size; beyond, the connection fails
-
-
 _MAX_DEPTH: Final = 8
 
 

@@ -239,7 +239,7 @@ def _print(answers: _Answers, own: wire.Explained | None, chunks: int, explained
 def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
     missed = False
     for state in own.states:
-        text = _held(state) if is_held(state) else _missed(state, answer)
+        text = f"in {state.where}" if is_held(state) else _missed(state, answer)
         if is_held(state) and missed:
             text += ", but of no use: an earlier chunk is missing"
         print(f"{_chunks(state.first, state.chunks)}: {text}")
@@ -284,10 +284,6 @@ def _estimated(seconds: float | None) -> str:
 
 def _chunks(first: int, chunks: int) -> str:
     return f"chunk {first}" if chunks == 1 else f"chunks {first}–{first + chunks - 1}"
-
-
-def _held(state: ChunkState) -> str:
-    return f"in {state.where}"
 
 
 def _missed(state: ChunkState, answer: wire.Explanations) -> str:

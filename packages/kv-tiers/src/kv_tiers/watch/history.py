@@ -79,9 +79,6 @@ class Memory:
         """Nothing has been dropped so far."""
         self.cleared_s: float | None = None
 
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
-
     def fate(self, key: ChunkKey) -> Fate | None:
         """None: the key is unknown, or was dropped from the history."""
         number = _number(key)

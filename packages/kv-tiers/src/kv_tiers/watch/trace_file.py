@@ -63,6 +63,10 @@ def read_trace(path: str) -> Trace:
             sizes = _same_sizes(sizes, _sizes(line, where), where)
             continue
         ids, at_s = _mooncake(line, where) if line.startswith("{") else _plain(line, where)
+        if not ids:
+            raise InputError(f"{where}: a request without chunks; delete the line")
+        if len(set(ids)) < len(ids):
+            raise InputError(f"{where}: a chunk id appears twice; chained ids all differ along a prompt")
         prompt = [key_of.setdefault(name, ChunkKey(name.encode())) for name in ids]
         parent = None
         for key in prompt:
@@ -127,7 +131,7 @@ def _mooncake(line: str, where: str) -> tuple[list[str], float | None]:
     at_ms = request.get("timestamp")
     if at_ms is not None and not (type(at_ms) in (int, float) and abs(at_ms) <= _LATEST):
         raise InputError(f"{where}: timestamp must be a number of milliseconds, such as 1500")
-    return _checked(list(map(str, ids)), where), None if at_ms is None else at_ms / 1000
+    return list(map(str, ids)), None if at_ms is None else at_ms / 1000
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
@@ -144,19 +148,11 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
 def _plain(line: str, where: str) -> tuple[list[str], float | None]:
     ids = line.split()
     if not ids[0].startswith("@"):
-        return _checked(ids, where), None
+        return ids, None
     try:
         at_s = float(ids[0][1:])
     except ValueError:
         at_s = math.nan
     if not abs(at_s) <= _LATEST:
         raise InputError(f"{where}: {ids[0]!r} is not a time; write seconds, such as @12.5")
-    return _checked(ids[1:], where), at_s
-
-
-def _checked(ids: list[str], where: str) -> list[str]:
-    if not ids:
-        raise InputError(f"{where}: a request without chunks; delete the line")
-    if len(set(ids)) < len(ids):
-        raise InputError(f"{where}: a chunk id appears twice; chained ids all differ along a prompt")
-    return ids
+    return ids[1:], at_s
