@@ -40,8 +40,7 @@ def build_bus(
         subscribers.append(make_spans(bus))
         from kv_tiers.watch.pushed_metrics import make_pushed_metrics
 
-        if (pushed := make_pushed_metrics(bus, caches, others)) is not None:
-            subscribers.append(pushed)
+        make_pushed_metrics(bus, caches, others)  # which subscribe themselves
     history = History(config.history_keys, bus.now_s()) if config.history_keys else None
     if history is not None:
         subscribers.append(history)

@@ -20,7 +20,7 @@ from kv_core.log import limited_logger
 from prometheus_client.metrics_core import Metric as Family
 
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.events.bus import EventBus, Occurred, Subscriber
+from kv_tiers.events.bus import EventBus
 from kv_tiers.watch.metrics import Metrics
 from kv_tiers.watch.spans import exporter_of, resource
 
@@ -53,10 +53,8 @@ _LAST_S: Final = 5.0
 _Labels = tuple[tuple[str, str], ...]
 
 
-class PushedMetrics(Subscriber):
+class PushedMetrics(Metrics):
     """Owns the exporter and a thread that sends periodically; neither the bus nor a cache waits for either."""
-
-    wants_requests = False
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class PushedMetrics(Subscriber):
         others: Callable[[], Iterable[Family]] = tuple,
     ) -> None:
         """bus, caches, others: as for `Metrics`."""
-        self._metrics = Metrics(bus, caches, others)
+        super().__init__(bus, caches, others)
         self._exporter = exporter
         self._interval_s = interval_s
         self._began_ns = time.time_ns()
@@ -75,9 +73,6 @@ class PushedMetrics(Subscriber):
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._send_on, name="kv-metrics", daemon=True)
         self._thread.start()
-
-    def take(self, occurred: Occurred) -> None:
-        """Does nothing, because `Metrics` subscribes itself."""
 
     def close(self) -> None:
         """Send once more. What caches count themselves is missing if they are closed already."""
@@ -99,7 +94,7 @@ class PushedMetrics(Subscriber):
     def _data(self) -> MetricsData:
         now_ns = time.time_ns()
         self._began_ns = min(self._began_ns, now_ns)  # the clock may have been set back
-        metrics = [metric for family in self._metrics.collect() if (metric := self._as_otlp(family, now_ns))]
+        metrics = [metric for family in self.collect() if (metric := self._as_otlp(family, now_ns))]
         scope = ScopeMetrics(InstrumentationScope("kv_tiers", version("kv-tiers")), metrics, "")
         return MetricsData([ResourceMetrics(self._resource, [scope], "")])
 
