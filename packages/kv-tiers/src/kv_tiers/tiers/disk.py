@@ -41,8 +41,6 @@ from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tier import (
     ANY_CHUNKS,
-    FileLease,
-    FileReservation,
     RankedChunk,
     Read,
     Tier,
@@ -55,7 +53,7 @@ from kv_tiers.tier import (
 )
 from kv_tiers.tiers.disk_chunks import DiskChunks, bytes_for
 from kv_tiers.tiers.disk_directory import check_place
-from kv_tiers.tiers.disk_extents import LentExtents
+from kv_tiers.tiers.disk_extents import LendsExtents
 from kv_tiers.tiers.disk_files import NO_ROOM, File
 from kv_tiers.tiers.disk_transfer import Carried, behind
 from kv_tiers.tiers.extents import Place
@@ -130,7 +128,7 @@ def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     return DiskTier(config, context, make_policy(config.policy, slots_for(config, context)))
 
 
-class DiskTier:
+class DiskTier(LendsExtents):
     """Safe to call from any thread."""
 
     name = "disk"
@@ -147,9 +145,8 @@ class DiskTier:
             ConfigError: a setting or a directory cannot be used.
         """
         self._config = config
-        self._context = context
         self._clock: Clock = clock or MonotonicClock()
-        self._chunks = DiskChunks(
+        chunks = DiskChunks(
             self.name,
             config.directories,
             context,
@@ -160,8 +157,8 @@ class DiskTier:
             drops_parts=config.when_full == "drop_parts",
             clock=self._clock,
         )
-        self._index = self._chunks.index
-        self._lent = LentExtents(self._chunks)
+        super().__init__(chunks)
+        self._index = chunks.index
         self._reads_failed = False
         self._drops_parts = config.when_full == "drop_parts"
 
@@ -266,20 +263,6 @@ class DiskTier:
 
     def close(self) -> None:
         self._chunks.close()
-
-    # Bytes that others move (`kv_tiers.tier.SupportsFileExtents`).
-
-    def lease_extents(self, keys: Sequence[ChunkKey]) -> FileLease:
-        return self._lent.lease(keys)
-
-    def end_lease(self, lease: FileLease) -> None:
-        self._lent.end_lease(lease)
-
-    def reserve_extents(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
-        return self._lent.reserve(keys, parent)
-
-    def commit_extents(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
-        return self._lent.commit(reservation, checksums)
 
     # Storing.
 

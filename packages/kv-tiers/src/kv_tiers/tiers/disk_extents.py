@@ -32,8 +32,8 @@ class _Written:
     checksum: bytes
 
 
-class LentExtents:
-    """The leases and reservations of one tier. Safe to call from any thread."""
+class LendsExtents:
+    """A disk tier as `SupportsFileExtents`: its leases and reservations. Safe to call from any thread."""
 
     def __init__(self, chunks: DiskChunks) -> None:
         self._chunks = chunks
@@ -45,7 +45,7 @@ class LentExtents:
         self._leases: dict[int, list[int | None]] = {}
         self._reservations: dict[int, list[tuple[Place | None, ChunkKey | None]]] = {}
 
-    def lease(self, keys: Sequence[ChunkKey]) -> FileLease:
+    def lease_extents(self, keys: Sequence[ChunkKey]) -> FileLease:
         entries = self._chunks.begin_load(keys)
         try:
             extents = [
@@ -68,7 +68,7 @@ class LentExtents:
             raise MisuseError(f"file lease {lease.id} is not open")
         self._chunks.index.end_load(entries)
 
-    def reserve(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
+    def reserve_extents(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
         sizes = [self._context.chunk_bytes] * len(keys)
         places = self._chunks.reserve(keys, sizes, parent, lasting=True)  # perhaps none will be committed
         scattered = [place for place in places if place is not None and not isinstance(place.extent.units, range)]
@@ -87,7 +87,7 @@ class LentExtents:
             self._reservations[reservation.id] = list(zip(given, [parent, *keys], strict=False))
         return reservation
 
-    def commit(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
+    def commit_extents(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
         if len(checksums) != len(reservation.extents):
             raise MisuseError(f"{len(checksums)} checksums for a reservation of {len(reservation.extents)} chunks")
         with self._chunks.lock:
