@@ -395,7 +395,7 @@ class DiskChunks:
                     direct=self._direct,
                 )
                 opened.append(directory)
-            places = [(directory.device, directory.mount_point) for directory in opened]
+            places = [directory.place for directory in opened]
             self._check_mounted(places)
             records = ChunkRecords(opened, self._geometry.slot_units, syncs=self._syncs)
             with _collector_paused():
@@ -443,8 +443,8 @@ class DiskChunks:
 
     def _say_where_it_will_be_full(self) -> None:
         """Warn in advance, because a full file system is full for everything else on it too."""
-        for device in dict.fromkeys(directory.device for directory in self.directories):
-            here = [directory for directory in self.directories if directory.device == device]
+        for device in dict.fromkeys(device for device, _ in self._places):
+            here = [directory for directory in self.directories if directory.place[0] == device]
             wanted_bytes = sum(directory.slots for directory in here) * self._geometry.slot_bytes
             room_bytes = free_bytes(here[0].path) + sum(allocated_bytes(directory.path) for directory in here)
             if wanted_bytes > room_bytes:

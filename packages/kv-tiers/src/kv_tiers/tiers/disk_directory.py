@@ -84,8 +84,7 @@ class DiskDirectory:
             lock = self._open("lock")
             opened = os.fstat(lock.fd)
             self._lock_path, self._lock_is = str(lock.path), (opened.st_ino, opened.st_dev)
-            self.device = opened.st_dev
-            self.mount_point = _mount_point(self.path)
+            self.place = place_of(self.path)
             self._take_possession(lock)
             self.direct = direct != "never" and self._takes_direct()
             if direct == "always" and not self.direct:
@@ -417,16 +416,10 @@ def place_of(path: Path) -> tuple[int, Path]:
     here = Path(os.path.realpath(path))
     while not here.exists():
         here = here.parent
-    return here.stat().st_dev, _mount_point(here)
-
-
-def _mount_point(path: Path) -> Path:
-    """Where the file system of this path begins."""
-    here = path.resolve()
     device = here.stat().st_dev
     while here != here.parent and here.parent.stat().st_dev == device:
         here = here.parent
-    return here
+    return device, here
 
 
 def _make(path: Path) -> None:
