@@ -49,7 +49,7 @@ class Following:
         self._answer_s = answer_s
         self._on_answer = on_answer
         self._closed = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
         self._unsaid: queue.Queue[Sequence[ChunkKey] | None] = queue.Queue(_MAX_UNSAID)
         self._says = False
@@ -65,7 +65,7 @@ class Following:
         with self._lock:
             if not self._says and not self._closed.is_set():
                 try:
-                    self._start(self._say_all, "kv-peers-taken")
+                    self._run(self._say_all, "kv-peers-taken")
                     self._says = True
                 except RuntimeError as error:
                     _log.warning("peers are not told for now which chunks they need no longer hold: %s", error)
@@ -86,19 +86,14 @@ class Following:
             thread.join(2 * (_WAIT_S + self._answer_s))
 
     def _run(self, work: Callable[[], None], name: str) -> None:
-        """Raises `RuntimeError` as `_start`."""
-        with self._lock:
-            self._start(work, name)
-
-    def _start(self, work: Callable[[], None], name: str) -> None:
-        """Called under the lock.
-
+        """
         Raises:
             RuntimeError: the system has no more threads for us.
         """
         thread = threading.Thread(target=work, name=name, daemon=True)
-        thread.start()
-        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        with self._lock:
+            thread.start()
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _follow_all(self) -> None:
         """Run a thread for each peer."""
