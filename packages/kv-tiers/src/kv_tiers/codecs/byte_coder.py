@@ -1,4 +1,4 @@
-"""The entropy coder of the numeric codecs: zstandard frames, for their Huffman coder.
+"""The entropy coder of the numeric codecs without options: zstandard frames, for their Huffman coder.
 
 Its search for repetitions is practically off: planes of numbers have none, and searching would take four times as long
 as coding.
@@ -6,6 +6,7 @@ as coding.
 
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from kv_tiers.codec import CodecError
@@ -14,6 +15,10 @@ from kv_tiers.codecs.zstd import Contexts, zstandard_for
 
 FRAME_SYMBOLS: Final = SECTION_NUMBERS
 """The most symbols in a frame."""
+
+
+class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """There are no options."""
 
 
 class ByteCoder:

@@ -13,11 +13,10 @@ import struct
 from collections.abc import Mapping
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from kv_tiers.codec import Codec, CodecError
-from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder
+from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder, NoOptions
 from kv_tiers.codecs.kernels import BFLOAT16, FLOAT16, FLOAT32, Kernels, best_kernels
 from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
@@ -34,17 +33,13 @@ _WORDS: Final = {BFLOAT16: "<u2", FLOAT16: "<u2", FLOAT32: "<u4"}
 """The types that numbers may have, by their code in a payload: a number as an unsigned integer."""
 
 
-class FloatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """There are no options."""
-
-
 def make_floats_codec(options: Mapping[str, object], context: TierContext) -> Codec:
     """The factory of the codec `floats`, which has no options.
 
     Raises:
         ConfigError: there are options, or the package zstandard is not installed.
     """
-    read_options(FloatsConfig, options, "codec floats")
+    read_options(NoOptions, options, "codec floats")
     return FloatsCodec()
 
 

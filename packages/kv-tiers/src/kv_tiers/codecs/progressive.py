@@ -17,12 +17,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import msgspec
 import numpy as np
 import xxhash
 
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
-from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder
+from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder, NoOptions
 from kv_tiers.codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
@@ -58,17 +57,13 @@ _OFFSETS: Final = range(0, 4 * SCALED_NUMBERS, SCALED_NUMBERS // 8)
 """How far a step may lie above the mean exponent of its numbers, in 256ths of a bit."""
 
 
-class ProgressiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """There are no options."""
-
-
 def make_progressive_codec(options: Mapping[str, object], context: TierContext) -> Codec:
     """The factory of the codec `progressive`, which has no options.
 
     Raises:
         ConfigError: there are options, or the package zstandard is not installed.
     """
-    read_options(ProgressiveConfig, options, "codec progressive")
+    read_options(NoOptions, options, "codec progressive")
     return ProgressiveCodec()
 
 
