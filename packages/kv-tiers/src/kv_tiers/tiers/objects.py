@@ -362,15 +362,13 @@ def _open(obstore: Any, config: ObjectsConfig, where: str) -> Any:
         "retry_timeout": timedelta(seconds=config.timeout_s),
         "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
     }
-    secret = b""
+    if config.endpoint:
+        options["endpoint"] = config.endpoint
     if config.access_key_id:
         secret = read_secret(Path(config.secret_access_key_file), f"{where}: secret_access_key_file")
+        options["access_key_id"] = config.access_key_id
+        options["secret_access_key"] = secret.decode("utf-8", "replace").strip()
     try:
-        if config.endpoint:
-            options["endpoint"] = config.endpoint
-        if config.access_key_id:
-            options["access_key_id"] = config.access_key_id
-            options["secret_access_key"] = secret.decode("utf-8", "replace").strip()
         if config.tls_ca_file:
             client["root_certificate"] = Path(config.tls_ca_file).read_bytes()
         return obstore.store.S3Store(config.bucket, config=options, client_options=client, retry_config=retries)

@@ -82,8 +82,7 @@ class Memory:
     def fate(self, key: ChunkKey) -> Fate | None:
         """None: the key is unknown, or was dropped from the history."""
         number = _number(key)
-        found = self._young.get(number)
-        return self._old.get(number) if found is None else found
+        return self._young.get(number) or self._old.get(number)
 
     def diverged_after(self, parent: ChunkKey, key: ChunkKey) -> bool:
         """Whether another chunk than `key` followed `parent` in a prompt that was stored."""
@@ -105,9 +104,7 @@ class Memory:
         changed: dict[int, tuple[Fate | None, Fate]] = {}  # with the old fates, so that their ids stay taken
         young, old = self._young, self._old
         for number in _numbers(keys):
-            before = young.get(number)
-            if before is None:
-                before = old.get(number)
+            before = young.get(number) or old.get(number)
             after = changed.get(id(before))
             if after is None:
                 after = changed[id(before)] = before, change(before)
