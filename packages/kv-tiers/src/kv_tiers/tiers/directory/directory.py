@@ -115,7 +115,6 @@ class Directory:
         self._why = ""
         # Used only by the stream's thread.
         self._position: Position | None = None
-        self._refusal = ""
         self._unsent: deque[bytes] = deque(maxlen=_MAX_UNSENT)
         self._said = (-1, -_HEARTBEATS * config.lease_s)  # the last entry's number, and its time
         self._caught_up_s = time.monotonic()
@@ -206,9 +205,8 @@ class Directory:
         while not self._closing.is_set():
             began_s = time.monotonic()
             try:
-                self._write()
+                why = self._write()
                 self._read()
-                why = self._refusal
             except TierDown as error:
                 why = str(error)
             except MisuseError:  # the cache is closed, and this will be soon
@@ -222,23 +220,24 @@ class Directory:
             self._closing.wait(max(0.0, began_s + self._config.interval_s - time.monotonic()))
         self._leave()
 
-    def _write(self) -> None:
-        """Write what has changed, and from time to time a heartbeat."""
+    def _write(self) -> str:
+        """Write what has changed, and from time to time a heartbeat. Returns why that was refused, else ""."""
         with self._lock:
             contents, address = self._contents, self._address
-        self._refusal = ""
         if contents is None:
-            return
+            return ""
         entry = contents.update(address)
         now_s = time.monotonic()
         sequence, said_s = self._said
         if entry.sequence != sequence or now_s - said_s >= self._config.lease_s / _HEARTBEATS:
             self._said = entry.sequence, now_s
             self._unsent.append(encode(entry))
-        if self._unsent:
-            self._refusal = self._stream.append(list(self._unsent))
-            if not self._refusal:
-                self._unsent.clear()
+        if not self._unsent:
+            return ""
+        refusal = self._stream.append(list(self._unsent))
+        if not refusal:
+            self._unsent.clear()
+        return refusal
 
     def _read(self) -> None:
         """Read to the end of the stream."""
