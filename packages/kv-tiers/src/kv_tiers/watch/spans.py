@@ -11,6 +11,7 @@ own, and so has a spill, which has no holder.
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import entry_points, version
 from typing import Final, TypeVar
 
@@ -135,12 +136,7 @@ class Spans(Subscriber):
             if choice.load_s is not None and choice.compute_s is not None:
                 answer |= {"kv.choice.load_s": choice.load_s, "kv.choice.compute_s": choice.compute_s}
             if (skipped := choice.skipped) is not None:
-                answer |= {
-                    "kv.skipped.chunks": skipped.chunks,
-                    "kv.skipped.tier": skipped.tier,
-                    "kv.skipped.load_s": skipped.load_s,
-                    "kv.skipped.compute_s": skipped.compute_s,
-                }
+                answer |= {f"kv.skipped.{name}": value for name, value in asdict(skipped).items()}
         span.add_event("kv.lookup", answer, at_ns)
         span.set_attribute("kv.chunks.hit", lookup.chunks_hit)
 
