@@ -192,7 +192,6 @@ class Calibration:
             )
         tables = [shape.tables[layer] for layer in layers]
         used = list(dict.fromkeys(tables))
-
         blocks = slice(first // channels, end // channels)
         cut = [one.reshape(PARTS, shape.layers, -1, *one.shape[1:])[:, list(layers), blocks] for one in self._by_block]
         its_shape = replace(

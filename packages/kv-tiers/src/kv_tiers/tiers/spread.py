@@ -7,14 +7,12 @@ return. These threads are daemons, and exist only as long as there is work.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from kv_tiers.threads import start_thread
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_NAME: Final = "kv-helper"
 
 
 def spread(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
@@ -37,7 +35,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
 
     helpers: list[threading.Thread] = []
     for _ in range(min(threads, len(items)) - 1):
-        helper = threading.Thread(target=run, name=_NAME, daemon=True)
+        helper = threading.Thread(target=run, name="kv-helper", daemon=True)
         if start_thread(helper):
             break
         helpers.append(helper)

@@ -175,9 +175,6 @@ def _libraries() -> Iterator[Finding]:
     there = {extra: version_of(distribution) for extra, distribution in _EXTRAS.items()}
     here = ", ".join(f"{_EXTRAS[extra]} {version}" for extra, version in there.items() if version)
     missing = [extra for extra, version in there.items() if not version]
-    found = here or "none"
-    if missing:
-        advice = f"only if you want them: pip install 'kv-tiers[{','.join(missing)}]'"
-        yield Finding("ok", "optional libraries", f"{found}; not installed: {', '.join(missing)}", advice)
-    else:
-        yield Finding("ok", "optional libraries", found)
+    said = f"; not installed: {', '.join(missing)}" if missing else ""
+    advice = f"only if you want them: pip install 'kv-tiers[{','.join(missing)}]'" if missing else ""
+    yield Finding("ok", "optional libraries", (here or "none") + said, advice)

@@ -88,13 +88,10 @@ class Recorder(Subscriber):
             file.close()
 
     def _file(self, source: Source) -> "_TraceFile":
-        file = self._files.get(source.name)
-        if file is None:
-            path = self._path
-            if source.name:
-                path = path.with_name(f"{path.stem}-{source.name}{path.suffix}")
-            file = self._files[source.name] = _TraceFile(path, self._max_bytes)
-        return file
+        if source.name not in self._files:
+            stem = f"{self._path.stem}-{source.name}" if source.name else self._path.stem
+            self._files[source.name] = _TraceFile(self._path.with_stem(stem), self._max_bytes)
+        return self._files[source.name]
 
 
 class _TraceFile:
