@@ -102,9 +102,6 @@ class ExtentIndex:
         self._stored_bytes = array("q")
         self._units: list[PackedUnits] = []
         self._slots_of_medium = list(slots)
-        self._spaces: list[Space] = []
-        self._free_entries: list[list[int]] = []
-        self._untouched_entries: list[int] = []
         self._forget_places()
         self._turn = 0
         self._reading = 0
@@ -349,7 +346,7 @@ class ExtentIndex:
 
     def _forget_places(self) -> None:
         self._spaces = [Space(slots, self._geometry.slot_units) for slots in self._slots_of_medium]
-        self._free_entries = [[] for _ in self._spaces]
+        self._free_entries: list[list[int]] = [[] for _ in self._spaces]
         self._untouched_entries = [0] * self._media
 
     def _search(self, prompt: Iterable[int]) -> _Search:
