@@ -393,7 +393,7 @@ def test_chunks_that_cannot_be_had_take_no_longer_together_than_one(
     tier, found = tier_at(ending, port_of(server)), list[LoadOutcome]()
     wanted = reads_of(CONTEXT, [*below[4:], *in_pool])
     reading = threading.Thread(target=lambda: found.extend(tier.load(wanted)), daemon=True)
-    of_peers = server.server._caches.for_peers(CONTEXT.namespace)
+    of_peers = server.server.formats.for_peers(CONTEXT.namespace)
     assert of_peers is not None
     with ExitStack() as slow:
         for key in below[:4]:  # peers on slow lines have all the memory for chunks of lower tiers

@@ -80,8 +80,9 @@ class CacheServer:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._selector = selectors.DefaultSelector()  # of callables
-        self._caches = Caches(config, self._clock, self.bus, self._wake, self._forget_history)
-        made.append(self._caches)
+        self.formats = Caches(config, self._clock, self.bus, self._wake, self._forget_history)
+        """One cache for each format. For the serving thread."""
+        made.append(self.formats)
         self.engine_loads = EngineLoads(self._clock)
         """For the serving thread."""
         self._mailbox = ServerMailbox(self._wake)
@@ -93,8 +94,8 @@ class CacheServer:
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
         self._is_stopping = False
         try:
-            self._peers = _open_peers(config.peers, self._caches)
-            self._caches.peers_address = self.peers_address
+            self._peers = _open_peers(config.peers, self.formats)
+            self.formats.peers_address = self.peers_address
         except ConfigError:
             self._close()
             raise
@@ -111,7 +112,7 @@ class CacheServer:
     @property
     def caches(self) -> dict[Format, LocalCache]:
         """One for each format that is served. For tools and tests in this process."""
-        return self._caches.by_format()
+        return self.formats.by_format()
 
     @property
     def is_stopping(self) -> bool:
@@ -186,9 +187,9 @@ class CacheServer:
                 send(wire.Stated(self.report()))
             case wire.Drain():
                 if request.is_begun:
-                    self.drain(request.timeout_s, request.max_bytes)
+                    self.formats.drain(request.timeout_s, request.max_bytes)
                 else:
-                    self.end_drain()
+                    self.formats.end_drain()
                 send(wire.Stated(self.report()))
             case wire.Explain():
                 client.waiting = request
@@ -217,22 +218,6 @@ class CacheServer:
 
         self.submit(lambda: self._connections.finish(client, answer))
 
-    def drain(self, timeout_s: float, max_bytes: int | None) -> None:
-        """For the serving thread: drain all caches (`cache.drain`)."""
-        self._caches.drain(timeout_s, max_bytes)
-
-    def end_drain(self) -> None:
-        """For the serving thread: end the drain, as the caches stay after all."""
-        self._caches.end_drain()
-
-    def opening(self) -> list[Format]:
-        """For the serving thread: the formats whose caches are being opened."""
-        return self._caches.opening()
-
-    def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
-        """For the serving thread: as for `Caches`."""
-        self._caches.keep_quota(tenant, quota_bytes, formats)
-
     # Sessions, from their registration to their end.
 
     def _register(self, client: ClientConnection, request: wire.Register) -> None:
@@ -245,10 +230,10 @@ class CacheServer:
             raise MisuseError("this session is registered already; unregister, or connect again")
         request.forgotten.unpack()  # invalid keys are refused before anything is created for them
         wanted = (request.group_bytes, request.fingerprint)
-        cache = self._caches.find(wanted)
+        cache = self.formats.find(wanted)
         if cache is not None:
             self._begin_session(client, request, cache)
-        elif self._caches.open(wanted, self._in_use()):
+        elif self.formats.open(wanted, self._in_use()):
             client.waiting = request
         else:
             self._connections.refuse(
@@ -318,7 +303,7 @@ class CacheServer:
         if client.session is not None:
             client.session.end_reads()
             give_up(client.session.cache, client.session.lasting)
-            self._caches.left(client.session.cache)
+            self.formats.left(client.session.cache)
         client.session = client.register = None
         client.token = b""
 
@@ -328,13 +313,13 @@ class CacheServer:
             close_pidfd(pidfd)
             return
         client.session.end_reads()
-        self._caches.left(client.session.cache)
+        self.formats.left(client.session.cache)
         self._orphans.add(client.token, client.session.cache, client.session.lasting, client.pid, pidfd)
 
     def _in_use(self) -> list[LocalCache]:
         """The caches that have clients, or leases of clients that were copying when their connections closed."""
         used = [one.session.cache for one in self._connections.all() if one.session is not None]
-        return used + [cache for cache in self._caches.by_format().values() if self._orphans.are_of(cache)]
+        return used + [cache for cache in self.formats.by_format().values() if self._orphans.are_of(cache)]
 
     def _is_open(self, lease: int, cache: LocalCache, *, but: ClientConnection) -> bool:
         for one in self._connections.all():
@@ -388,7 +373,7 @@ class CacheServer:
                 held.by_group,
                 cache.drain.state(),
             )
-            for (group_bytes, fingerprint), cache in self._caches.by_format().items()
+            for (group_bytes, fingerprint), cache in self.formats.by_format().items()
             for held in [cache.admin.held()]
         ]
         return Report(
@@ -397,7 +382,7 @@ class CacheServer:
             self.registrations(),
             len(self._orphans),
             caches,
-            opening=len(self._caches.opening()),
+            opening=len(self.formats.opening()),
             uptime_s=self._clock.now_s() - self._started_s,
             peers=None if self._peers is None else self._peers.counts(),
         )
@@ -411,7 +396,7 @@ class CacheServer:
     def _woken(self) -> None:
         self._wake_reader.recv(4096)
         self._mailbox.drain()
-        for opened in self._caches.opened():
+        for opened in self.formats.opened():
             for client in self._connections.all():
                 match client.waiting:
                     case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
@@ -434,7 +419,7 @@ class CacheServer:
         for client in self._connections.all():
             self._connections.drop(client)
         self._orphans.close()
-        self._caches.close()
+        self.formats.close()
         self.bus.close()
         self._selector.close()
         self._wake_reader.close()

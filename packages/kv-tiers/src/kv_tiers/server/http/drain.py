@@ -26,11 +26,12 @@ class Drains(msgspec.Struct, frozen=True):
 
 def operations(relay: Relay) -> list[Operation]:
     async def drain(body: Drain) -> Drains:
-        await relay.drain(body.timeout_s, None if body.max_bytes is UNSET else body.max_bytes)
+        max_bytes = None if body.max_bytes is UNSET else body.max_bytes
+        await relay.on_server(lambda server: server.formats.drain(body.timeout_s, max_bytes))
         return await state()
 
     async def end() -> Drains:
-        await relay.end_drain()
+        await relay.on_server(lambda server: server.formats.end_drain())
         return await state()
 
     async def state() -> Drains:

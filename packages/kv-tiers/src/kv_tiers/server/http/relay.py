@@ -6,7 +6,7 @@ called on a few threads of our own, because clearing a large cache takes a while
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
@@ -16,10 +16,9 @@ from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.server.caches import Format
-from kv_tiers.server.engine_loads import EngineLoads
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
-from kv_tiers.server.report import Registration, Report
+from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 
 ANSWER_S: Final = 2.0
@@ -63,55 +62,20 @@ class Relay:
             self._report = self._server.submit(self._server.report)
         return await _answer(self._report)
 
+    async def on_server(self, work: Callable[[CacheServer], T]) -> T:
+        """The result of `work` on the server, on the serving thread: it must be quick.
+
+        Raises:
+            Problem: as for `report`.
+        """
+        return await _answer(self._server.submit(lambda: work(self._server)))
+
     async def caches(self) -> dict[Format, LocalCache]:
         """
         Raises:
             Problem: as for `report`.
         """
-        return await _answer(self._server.submit(lambda: self._server.caches))
-
-    async def opening(self) -> list[Format]:
-        """
-        Raises:
-            Problem: as for `report`.
-        """
-        return await _answer(self._server.submit(self._server.opening))
-
-    async def drain(self, timeout_s: float, max_bytes: int | None) -> None:
-        """
-        Raises:
-            Problem: as for `report`.
-        """
-        await _answer(self._server.submit(lambda: self._server.drain(timeout_s, max_bytes)))
-
-    async def end_drain(self) -> None:
-        """
-        Raises:
-            Problem: as for `report`.
-        """
-        await _answer(self._server.submit(self._server.end_drain))
-
-    async def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
-        """
-        Raises:
-            Problem: as for `report`.
-        """
-        await _answer(self._server.submit(lambda: self._server.keep_quota(tenant, quota_bytes, formats)))
-
-    async def registrations(self) -> list[Registration]:
-        """
-        Raises:
-            Problem: as for `report`.
-        """
-        return await _answer(self._server.submit(self._server.registrations))
-
-    async def of_loads(self, work: Callable[[EngineLoads], T]) -> T:
-        """The result of `work` on the engines' loads, on the serving thread: it must be quick.
-
-        Raises:
-            Problem: as for `report`.
-        """
-        return await _answer(self._server.submit(lambda: work(self._server.engine_loads)))
+        return await self.on_server(lambda server: server.caches)
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run `work` on another thread.

@@ -55,8 +55,9 @@ class Routes(msgspec.Struct, frozen=True):
 def operations(relay: Relay) -> list[Operation]:
     async def route(body: Prompt) -> Routes:
         caches = await select_caches(relay, body)
-        connected = {one.engine for one in await relay.registrations() if (one.group_bytes, one.fingerprint) in caches}
-        queues: dict[ServedSpace, float] = await relay.of_loads(partial(_queues, connected=connected))
+        sessions = await relay.on_server(lambda server: server.registrations())
+        connected = {one.engine for one in sessions if (one.group_bytes, one.fingerprint) in caches}
+        queues = await relay.on_server(lambda server: _queues(server.engine_loads, connected))
         digests, tenant = [bytes.fromhex(text) for text in body.digests], bytes.fromhex(body.tenant)
         estimates, others = [], []
         for served, queue_s in queues.items():

@@ -82,12 +82,11 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
         """In the caches that there are, and in those that are opened later."""
         caches = await select_caches(relay, of)
         await relay.call(partial(_set_all, caches, tag, quota_bytes))
-        if not of.matches_any:
-            await relay.keep_quota(tag, quota_bytes, caches.keys())
-            return
-        await relay.keep_quota(tag, quota_bytes, None)
-        opened = {format_: cache for format_, cache in (await relay.caches()).items() if format_ not in caches}
-        await relay.call(partial(_set_all, opened, tag, quota_bytes))
+        formats = None if of.matches_any else caches.keys()
+        await relay.on_server(lambda server: server.formats.keep_quota(tag, quota_bytes, formats))
+        if of.matches_any:
+            opened = {format_: cache for format_, cache in (await relay.caches()).items() if format_ not in caches}
+            await relay.call(partial(_set_all, opened, tag, quota_bytes))
 
     async def get(tenant: str) -> TenantState:
         return await state(names.tag(tenant))
