@@ -8,7 +8,7 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import LoadFailed, ReadLease
 from kv_testing.shapes import CHUNK_TOKENS, keys_for, shapes
 from kv_tiers import HostPool, LocalCache, LruPolicy
-from kv_tiers.cache.hits import needed_count, needed_keys
+from kv_tiers.cache.hits import needed_count
 
 
 def filled(keys: list[ChunkKey], held: list[bool]) -> LocalCache:
@@ -71,11 +71,8 @@ def expected(held: list[bool], shape: ChunkShape, chunks: int) -> LookupPlan:
 
 
 @given(shapes(), st.integers(0, 12))
-def test_what_a_hit_needs_is_listed_in_the_order_of_the_definition(shape: ChunkShape, chunks: int) -> None:
-    per = shape.keys_per_chunk
-    places = [chunk * per + group * shape.shards + shard for chunk, group, shard in needed_keys(shape, chunks)]
-    assert places == shape.needed_places(chunks)
-    assert len(places) == needed_count(shape, chunks)
+def test_what_a_hit_needs_is_counted(shape: ChunkShape, chunks: int) -> None:
+    assert len(shape.needed_places(chunks)) == needed_count(shape, chunks)
 
 
 def test_a_missing_state_ends_a_hit_and_is_named() -> None:

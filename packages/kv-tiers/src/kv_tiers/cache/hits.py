@@ -118,20 +118,10 @@ def slowest_tiers(
         return tuple(sources)
     tiers = [fastest] * hit.chunks
     if sources.count(fastest) < len(sources):
-        for (chunk, _, _), source in zip(needed_keys(shape, hit.chunks), sources, strict=True):
+        for place, source in zip(shape.needed_places(hit.chunks), sources, strict=True):
+            chunk = place // shape.keys_per_chunk
             tiers[chunk] = max(tiers[chunk], source, key=order)
     return tuple(tiers)
-
-
-def needed_keys(shape: ChunkShape, chunks: int) -> list[tuple[int, int, int]]:
-    """The keys that a hit of this many chunks needs, as (chunk, group, shard), in the order of a `Hit`."""
-    shards = range(shape.shards)
-    whole = shape.whole_groups
-    needed = [(chunk, group, shard) for chunk in range(chunks) for group in whole for shard in shards]
-    for group in shape.other_groups:
-        first = shape.first_chunk(group, chunks)
-        needed += [(chunk, group, shard) for chunk in range(first, chunks) for shard in shards]
-    return needed
 
 
 def needed_count(shape: ChunkShape, chunks: int) -> int:
