@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.extent import HostExtent
+from kv_core.testing import key_chain
 from kv_tiers import HostPool
 from kv_tiers.pool import host_pool
 from kv_tiers.pool.ahead import LEAST_AHEAD
@@ -68,8 +69,9 @@ def test_a_slot_freed_twice_is_a_bug() -> None:
 def test_slots_start_at_pages_and_chunks_keep_their_size() -> None:
     made = HostPool.anonymous("p", 5000, 3)
     assert made.slot_bytes == 8192
-    assert made.extent(2) == HostExtent("p", 16384, 5000)
-    assert made.extent(2) is made.extent(2)
+    keys = key_chain(1)
+    assert made.extents(keys, [2]) == (HostExtent("p", 16384, 5000),)
+    assert made.extents(keys, [2])[0] is made.extents(keys, [2])[0]
     assert len(made.view) == 3 * 8192
     assert ctypes.addressof(ctypes.c_char.from_buffer(made.view)) % 4096 == 0
     made.close()

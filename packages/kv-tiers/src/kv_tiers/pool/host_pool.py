@@ -46,7 +46,7 @@ class HostPool:
 
     chunk_bytes: of the largest chunk. sizes: of every group's.
 
-    Created by `anonymous`, `named` or `shared`. For one thread at a time, except `view` and `extent`.
+    Created by `anonymous`, `named` or `shared`. For one thread at a time, except `view` and `extents`.
     """
 
     def __init__(
@@ -278,10 +278,6 @@ class HostPool:
     def swap(self, one: int, other: int) -> None:
         """Have two slots change places: from now on each has the other's bytes, which stay where they are in memory."""
         self._places.swap(one, other)
-
-    def extent(self, slot: int) -> HostExtent:
-        """The extent of a chunk of the largest size in this slot."""
-        return self._places.extent(slot, self.chunk_bytes)
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """The extents of these chunks in these slots, each of its own size."""
