@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kv_tiers.attach.private_json import cache_directory, read_private, write_private
+from kv_tiers.attach.private_json import cache_file, read_private, write_private
 from kv_tiers.threads import start_thread
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
@@ -225,5 +225,4 @@ def _threads() -> int:
 
 def default_memory() -> DigestMemory:
     """In the user's cache directory."""
-    directory = cache_directory()
-    return DigestMemory(directory / "file-digests.json" if directory is not None else None)
+    return DigestMemory(cache_file("file-digests.json"))

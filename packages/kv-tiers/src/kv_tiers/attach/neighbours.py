@@ -18,7 +18,7 @@ from kv_core.errors import KVError
 from kv_core.log import limited_logger
 
 from kv_tiers.attach.identity import ServedModel, described
-from kv_tiers.attach.private_json import cache_directory, read_private, write_private
+from kv_tiers.attach.private_json import cache_file, read_private, write_private
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.settings import Settings
@@ -108,19 +108,20 @@ def _at_server(settings: Settings) -> dict[StoredFormat, str]:
 
 
 def _at_tiers(settings: Settings, own: StoredFormat, notes: Path | None, now_s: float) -> dict[StoredFormat, str]:
-    directory = cache_directory()
-    file = notes if notes is not None else directory / "engines.json" if directory is not None else None
-    places = {} if settings.server.socket or file is None else {_place(tier): tier for tier in settings.tiers}
-    if not places or file is None:
+    file = cache_file("engines.json") if notes is None else notes
+    if file is None or settings.server.socket or not settings.tiers:
         return {}
+    places = {_place(tier): tier for tier in settings.tiers}
     found = {}
     newest = []
     for note in read_private(file) or ():
         match note:
-            case [str(place), float(at_s), {**given}] if now_s - at_s < _LAST_S:
-                other = _read(given)
-                if other is None:
-                    continue
+            case [
+                str(place),
+                float(at_s),
+                {"engine": str(engine), "model": str(model), "kind": str(kind), "fingerprint": str(fingerprint)},
+            ] if now_s - at_s < _LAST_S:
+                other = StoredFormat(engine, model, kind, fingerprint)
                 if place in places and (other.engine, other.model) == (own.engine, own.model):
                     continue  # superseded by this engine's own note
                 newest.append(note)
@@ -129,15 +130,6 @@ def _at_tiers(settings: Settings, own: StoredFormat, notes: Path | None, now_s: 
     newest += [[place, now_s, asdict(own)] for place in places]
     write_private(file, newest[-_MAX_NOTES:])
     return found
-
-
-def _read(given: Mapping[Any, Any]) -> StoredFormat | None:
-    names = ("engine", "model", "kind", "fingerprint")
-    return (
-        StoredFormat(*(given[name] for name in names))
-        if all(isinstance(given.get(name), str) for name in names)
-        else None
-    )
 
 
 def _place(tier: Mapping[str, Any]) -> str:

@@ -17,12 +17,11 @@ _log = limited_logger(__name__)
 _MAX_BYTES: Final = 4 * 1024**2
 
 
-def cache_directory(environ: "os._Environ[str] | dict[str, str] | None" = None) -> Path | None:
-    """The directory for such files of this user, according to XDG; None for a user without a home."""
-    variables = os.environ if environ is None else environ
-    given = variables.get("XDG_CACHE_HOME", "")
+def cache_file(name: str) -> Path | None:
+    """The path of such a file of this user, according to XDG; None for a user without a home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "kv-tiers"
+        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "kv-tiers" / name
     except RuntimeError:
         return None
 
