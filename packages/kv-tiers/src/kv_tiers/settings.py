@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -200,7 +201,7 @@ def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settin
             raise ConfigError(f"tiers[{number}] has no type; write one such as {{type: disk, directory: …}}")
     read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes)
     in_force = [
-        Setting(path, _value_at(settings, path), chosen[path][1] if path in chosen else "default") for path in known
+        Setting(path, attrgetter(path)(settings), chosen[path][1] if path in chosen else "default") for path in known
     ]
     return settings, in_force
 
@@ -355,10 +356,3 @@ def _check_text(path: str, value: object, origin: str) -> None:
     elif isinstance(value, list):
         for part in value:
             _check_text(path, part, origin)
-
-
-def _value_at(settings: Settings, path: str) -> object:
-    value: object = settings
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
