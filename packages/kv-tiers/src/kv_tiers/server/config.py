@@ -22,7 +22,7 @@ _HTTP_DESCRIPTORS: Final = 96
 _OTHER_DESCRIPTORS: Final = 128
 
 
-class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ServerConfig(ServerSettings, msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server: a host pool and lower tiers for each format of chunks that clients register.
 
     host: the pool of each format.
@@ -30,7 +30,6 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     observe: subscribers. The trace file and the log belong to the server.
     http: the address and options of HTTP.
     peers: the address and options for other hosts' servers.
-    socket, name, max_formats, max_sessions, answer_s: as in `ServerSettings`.
     """
 
     host: HostConfig
@@ -40,11 +39,6 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     observe: ObserveConfig = ObserveConfig()
     http: HttpConfig = HttpConfig()
     peers: PeersConfig = PeersConfig()
-    socket: str = ServerSettings().socket
-    name: str = ServerSettings().name
-    max_formats: int = ServerSettings().max_formats
-    max_sessions: int = ServerSettings().max_sessions
-    answer_s: float = ServerSettings().answer_s
 
     def descriptors(self) -> int:
         """How many it may have open with all its clients: a socket and a pidfd each, a socket for each peer, HTTP's,
