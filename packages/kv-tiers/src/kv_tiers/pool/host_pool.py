@@ -30,7 +30,7 @@ from kv_tiers.pool.ahead import PopulatedAhead
 from kv_tiers.pool.directory import Directory, nbytes_for
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.pool.places import PAGE_BYTES, Places, slot_bytes_for
-from kv_tiers.pool.private_files import open_own_file, own_directory
+from kv_tiers.pool.private_files import open_locked, open_own_file, own_directory
 
 _log = limited_logger(__name__)
 
@@ -394,36 +394,17 @@ def _make_private(directory: Path) -> None:
 
 def _open_private(path: Path) -> int:
     """The file, created if it does not exist, ours alone and locked."""
-    while True:
-        try:
-            file = open_own_file(path, os.O_RDWR | os.O_CREAT, "remove it or choose another name")
-        except OSError as error:
-            raise ConfigError(
-                f"the pool's file {path} cannot be opened: {error.strerror}; remove it or choose another name"
-            ) from None
-        try:
-            found = os.fstat(file)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"the pool {path.name!r} is open already, in this process or another; a named pool has one owner: "
-                    "stop that one or choose another name"
-                ) from None
-            if _is_still(path, found):
-                return file
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)  # unlinked between our open and our lock: the path now names another file
-
-
-def _is_still(path: Path, opened: os.stat_result) -> bool:
+    remedy = "remove it or choose another name"
     try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(found, opened)
+        file = open_locked(path, lambda: open_own_file(path, os.O_RDWR | os.O_CREAT, remedy))
+    except OSError as error:
+        raise ConfigError(f"the pool's file {path} cannot be opened: {error.strerror}; {remedy}") from None
+    if file is None:
+        raise ConfigError(
+            f"the pool {path.name!r} is open already, in this process or another; a named pool has one owner: "
+            "stop that one or choose another name"
+        )
+    return file
 
 
 def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap:

@@ -8,8 +8,10 @@ have no second name, so no other user can have put anything there. Missing ones 
 """
 
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -132,6 +134,28 @@ def open_own_file(path: Path, flags: int, remedy: str, *, directory: int | None 
         os.close(file)
         raise _not_ours(path, remedy)
     return file
+
+
+def open_locked(path: Path, open_it: Callable[[], int]) -> int | None:
+    """Open the file at this path and lock it. None: another process or descriptor has the lock.
+
+    A file that was removed before it was locked protects nothing; the one that is there then is opened instead.
+    """
+    while True:
+        file = open_it()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), path.lstat()):
+                return file
+        except BlockingIOError:
+            os.close(file)
+            return None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 def _not_ours(path: Path, remedy: str) -> ConfigError:

@@ -6,7 +6,6 @@ when it ends. A lock counts only if its file is the one that exists now: a file 
 protects nothing.
 """
 
-import fcntl
 import os
 import socket
 import stat
@@ -17,7 +16,7 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 
-from kv_tiers.pool.private_files import own_directory
+from kv_tiers.pool.private_files import open_locked, own_directory
 
 PRIVATE_PREFIX: Final = "engine-"
 """The prefix of the names of engines' private servers in a user's own directory. Files left there by killed ones are
@@ -112,26 +111,8 @@ def _check_replaceable(path: Path) -> None:
 
 def _try_lock(path: Path, flags: int) -> int | None:
     """The lock's descriptor; None: another process has the lock."""
-    while True:
-        lock = os.open(_lock_path(path), flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_there(path, lock):
-                return lock
-        except BlockingIOError:
-            os.close(lock)
-            return None
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)  # removed by its owner since we opened it
-
-
-def _is_there(path: Path, lock: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(lock), os.lstat(_lock_path(path)))
-    except FileNotFoundError:
-        return False
+    lock = _lock_path(path)
+    return open_locked(lock, lambda: os.open(lock, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
 
 def _release(path: Path, lock: int) -> None:
