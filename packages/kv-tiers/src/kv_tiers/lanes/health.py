@@ -10,7 +10,6 @@ Nothing here locks or calls a tier: the lane does, and holds its one lock around
 import traceback
 from collections.abc import Collection
 from enum import Enum
-from typing import Final
 
 from kv_core.clock import Clock
 
@@ -28,16 +27,6 @@ class Health(Enum):
         return self is Health.UP or self is Health.FULL
 
 
-_FIRST_THAT_HOLDS: Final = (
-    Health.CLOSED,  # for good
-    Health.DOWN,  # it failed, and is probed
-    Health.STUCK,  # it does not answer, so it cannot even be probed
-    Health.FULL,  # it serves loads and refuses stores
-    Health.UP,
-)
-"""The first of these that holds is a tier's health."""
-
-
 class HealthTracker:
     """The health of one tier."""
 
@@ -45,7 +34,7 @@ class HealthTracker:
         self._first_backoff_s, self._max_backoff_s, self._stuck_s = backoff_s, max_backoff_s, stuck_s
         self._clock = clock
         self._next_backoff_s = backoff_s
-        self._why_down = ""
+        self.last_failure = ""
         self.retry_at_s: float | None = None
         self.is_probing = False
         self.is_closed = False
@@ -54,14 +43,13 @@ class HealthTracker:
 
     def now(self, running_since_s: Collection[float]) -> Health:
         """running_since_s: when each call in progress began."""
-        holds = {
-            Health.CLOSED: self.is_closed,
-            Health.DOWN: self.retry_at_s is not None,
-            Health.STUCK: self.hangs(running_since_s),
-            Health.FULL: bool(self.full),
-            Health.UP: True,
-        }
-        return next(health for health in _FIRST_THAT_HOLDS if holds[health])
+        if self.is_closed:
+            return Health.CLOSED
+        if self.retry_at_s is not None:
+            return Health.DOWN
+        if self.hangs(running_since_s):  # so it cannot even be probed
+            return Health.STUCK
+        return Health.FULL if self.full else Health.UP
 
     def hangs(self, running_since_s: Collection[float]) -> bool:
         """Whether a call has not returned for too long. running_since_s: as for `now`."""
@@ -70,22 +58,18 @@ class HealthTracker:
     def why(self, health: Health) -> str:
         match health:
             case Health.DOWN:
-                return self._why_down
+                return self.last_failure
             case Health.FULL:
                 return self.full
             case _:
                 return str(health.value)
-
-    @property
-    def last_failure(self) -> str:
-        return self._why_down
 
     def failed(self, why: str) -> bool:
         """A call failed: the tier is down and backs off. False: it was down already."""
         is_first = self.retry_at_s is None
         self.retry_at_s = self._clock.now_s() + self._next_backoff_s
         self._next_backoff_s = min(2 * self._next_backoff_s, self._max_backoff_s)
-        self._why_down = why
+        self.last_failure = why
         return is_first
 
     def probed(self) -> None:
@@ -103,7 +87,7 @@ class HealthTracker:
         return max(0.0, self.retry_at_s - self._clock.now_s())
 
     def may_probe(self) -> bool:
-        return not self.is_probing and self.probe_due_in_s() == 0.0
+        return self.probe_due_in_s() == 0.0
 
 
 def release_frames(error: BaseException) -> None:
