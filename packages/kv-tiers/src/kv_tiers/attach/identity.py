@@ -147,8 +147,10 @@ class LiveWeights:
         self._lock = threading.Lock()
         self._settled = threading.Event()
         self._stopped = threading.Event()
-        self._changes = 0
-        self._now: Weights | None = None
+        self.changes = 0
+        """How often the weights may have changed since the start."""
+        self.now: Weights | None = None
+        """None while it is not known: then nothing may be loaded or stored."""
         if _known_at_once(model, self._memory):
             self._identify()
             return
@@ -160,16 +162,6 @@ class LiveWeights:
                 model.source,
             )
 
-    @property
-    def now(self) -> Weights | None:
-        """None while it is not known: then nothing may be loaded or stored."""
-        return self._now
-
-    @property
-    def changes(self) -> int:
-        """How often the weights may have changed since the start."""
-        return self._changes
-
     def wait(self, timeout_s: float) -> bool:
         """Wait until it is known."""
         return self._settled.wait(timeout_s)
@@ -177,8 +169,8 @@ class LiveWeights:
     def changed(self, why: str) -> None:
         """The engine's weights have changed in an unknown way: they get a unique identity from now on."""
         with self._lock:
-            self._changes += 1
-            self._take(f"{_UNIQUE}{self._engine}-{self._changes}")
+            self.changes += 1
+            self._take(f"{_UNIQUE}{self._engine}-{self.changes}")
         _log.warning(
             "%s: the weights of %s may have changed, so chunks stored before are no longer found, and chunks stored "
             "from now on live no longer than this engine",
@@ -200,10 +192,10 @@ class LiveWeights:
             _log.warning("the files of %s cannot be read: %s", self.model.source, error)
             weights = None
         with self._lock:
-            if self._changes:
+            if self.changes:
                 return  # they have changed meanwhile
             if weights is not None:
-                self._now = weights
+                self.now = weights
                 self._settled.set()
             else:
                 self._take(f"{_UNIQUE}{self._engine}-0")
@@ -217,7 +209,7 @@ class LiveWeights:
             _log.info("the weights of %s are %s (%.1f s)", weights.model, weights.revision, time.monotonic() - began)
 
     def _take(self, revision: str) -> None:
-        self._now = Weights("local" if _is_local(self.model) else self.model.source, revision)
+        self.now = Weights("local" if _is_local(self.model) else self.model.source, revision)
         self._settled.set()
 
 

@@ -82,7 +82,8 @@ class HostPool:
                 slots=slots,
                 fingerprint=fingerprint,
             )
-        self._view = memoryview(mapping)[self._slots_from :]
+        self.view = memoryview(mapping)[self._slots_from :]
+        """The slots' bytes, writable; offsets of extents count from its start. Release everything derived from it."""
         self._closed = False
         self._taken = bytearray(slots)
         self._returned: list[
@@ -195,11 +196,6 @@ class HostPool:
         pool_path(name).unlink(missing_ok=True)
 
     @property
-    def view(self) -> memoryview:
-        """The slots' bytes, writable; offsets of extents count from its start. Release everything derived from it."""
-        return self._view
-
-    @property
     def descriptor(self) -> int:
         """The file that holds the slots, from its first byte; for a shared pool only. The pool still owns it.
 
@@ -286,12 +282,12 @@ class HostPool:
     def chunk(self, slot: int, nbytes: int) -> memoryview:
         """The bytes of a chunk of this size in this slot. Release it."""
         start = self._places.at(slot) * self.slot_bytes
-        return self._view[start : start + nbytes]
+        return self.view[start : start + nbytes]
 
     def pages(self, slot: int) -> memoryview:
         """The whole slot, from a page's boundary. Release it."""
         start = self._places.at(slot) * self.slot_bytes
-        return self._view[start : start + self.slot_bytes]
+        return self.view[start : start + self.slot_bytes]
 
     def close(self) -> None:
         """Unmap, and leave a named pool's file for the next process. Closing again does nothing.
@@ -304,10 +300,10 @@ class HostPool:
         self._ahead.stop()
         try:
             # Both refuse while the memory is in use: the view if an array was made of it, the mapping if a slice was.
-            self._view.release()
+            self.view.release()
             self._mapping.close()
         except BufferError:
-            self._view = memoryview(self._mapping)[self._slots_from :]
+            self.view = memoryview(self._mapping)[self._slots_from :]
             raise BufferError(
                 f"pool {self.name!r} cannot be unmapped: an array or memoryview made from its view still exists; "
                 "release it, then close again"

@@ -38,15 +38,11 @@ class MappedPool:
             raise TierDown(f"the server's pool {name} cannot be mapped: {error}") from None
         finally:
             os.close(descriptor)
-        self._view = memoryview(mapping)
+        self.view = memoryview(mapping)
+        """The slots' bytes, writable. The mapping lives as long as this pool or anything derived from the view."""
         # The server's pages are ready, but this process has its own page table.
         self._ahead = PopulatedAhead(mapping, 0, nbytes)
         self._ahead.reached(0)
-
-    @property
-    def view(self) -> memoryview:
-        """The slots' bytes, writable. The mapping lives as long as this pool or anything derived from the view."""
-        return self._view
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """The extents of these chunks in these slots, each of its own size."""

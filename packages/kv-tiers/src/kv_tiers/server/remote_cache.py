@@ -102,7 +102,8 @@ class RemoteCache:
         self._own_numbers = 0
         self._counts = _NOTHING
         self._is_watched = False
-        self._tiers: tuple[str, ...] = ()
+        self.tiers: tuple[str, ...] = ()
+        """Those of the server that was connected to last."""
         self._closed = False
         self._must_return = False  # what was leased on this connection, or before it, may outlive it
         self._returning: Returning | None = None
@@ -118,11 +119,6 @@ class RemoteCache:
             on_disconnected=self._disconnected,
         )
         self._link.open(connect_timeout_s)
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """Those of the server that was connected to last."""
-        return self._tiers
 
     def lookup(
         self,
@@ -395,7 +391,7 @@ class RemoteCache:
         self._surplus = resumed - ours
         self._registered, self._token = opening.register, answer.token
         self._is_watched = answer.is_watched
-        self._tiers = answer.tiers
+        self.tiers = answer.tiers
         self._must_return = bool(ours)
 
     def _catch_up(self) -> None:

@@ -92,7 +92,7 @@ class CacheServer:
         self._accepts_from_s: float | None = None
         self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
-        self._is_stopping = False
+        self.is_stopping = False
         try:
             self._peers = _open_peers(config.peers, self.formats)
             self.formats.peers_address = self.peers_address
@@ -114,10 +114,6 @@ class CacheServer:
         """One for each format that is served. For tools and tests in this process."""
         return self.formats.by_format()
 
-    @property
-    def is_stopping(self) -> bool:
-        return self._is_stopping
-
     def submit(self, work: Callable[[], T]) -> "Future[T]":
         """From any thread: have the serving thread do this between two requests. It must not wait, nor take long.
 
@@ -127,7 +123,7 @@ class CacheServer:
 
     def stop(self) -> None:
         """From any thread or signal handler, at any time: `serve` closes everything and returns."""
-        self._is_stopping = True
+        self.is_stopping = True
         self._wake()
 
     def watch(self, descriptor: int) -> None:
@@ -139,7 +135,7 @@ class CacheServer:
         if self._peers is not None:
             self._peers.start()
         try:
-            while not self._is_stopping:
+            while not self.is_stopping:
                 for key, _ in self._selector.select(self._patience_s()):
                     key.data()
                 self._connections.take_turns()

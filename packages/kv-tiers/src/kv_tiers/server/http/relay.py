@@ -14,7 +14,6 @@ from kv_core.errors import MisuseError, TierDown
 
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.events.bus import EventBus
 from kv_tiers.server.caches import Format
 from kv_tiers.server.http.jobs import Jobs
 from kv_tiers.server.http.problem import Problem
@@ -37,6 +36,8 @@ class Relay:
 
     def __init__(self, server: CacheServer) -> None:
         self._server = server
+        self.bus = server.bus
+        """The bus on which the caches publish events."""
         self.jobs = Jobs()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-http")
         self._report: Future[Report] | None = None
@@ -45,11 +46,6 @@ class Relay:
     @property
     def is_stopping(self) -> bool:
         return self._server.is_stopping
-
-    @property
-    def bus(self) -> EventBus:
-        """The bus on which the caches publish events."""
-        return self._server.bus
 
     async def report(self) -> Report:
         """
