@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.log import limited_logger
 
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.server.mappings import maps_file
 from kv_tiers.server.session import LastingLease, release
 from kv_tiers.threads import start_thread
 
@@ -179,10 +179,7 @@ class Orphans:
 
     def _look(self, pid: int, pidfd: int, pools: Mapping[bytes, int]) -> None:
         """Runs on its own thread. A descriptor that was closed meanwhile yields nothing, or concerns another file."""
-        try:
-            unmapped = [token for token, descriptor in pools.items() if maps_file(pid, descriptor) is False]
-        except OSError:
-            unmapped = []
+        unmapped = [token for token, descriptor in pools.items() if _is_unmapped(pid, descriptor)]
         self._on_server(lambda: self._looked(pid, pidfd, unmapped))
 
     def _looked(self, pid: int, pidfd: int, unmapped: Sequence[bytes]) -> None:
@@ -241,3 +238,19 @@ def is_gone(pidfd: int) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(0))
+
+
+def _is_unmapped(pid: int, descriptor: int) -> bool:
+    """Whether process `pid`, according to the kernel, does not map the file behind our `descriptor`, so that it cannot
+    write there. False, too, if the kernel does not say."""
+    try:
+        found = os.fstat(descriptor)
+        device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+        with Path(f"/proc/{pid}/maps").open("rb") as maps:
+            for line in maps:  # range, permissions, offset, device, inode, path
+                fields = line.split(None, 5)
+                if int(fields[4]) == found.st_ino and fields[3].decode() == device:
+                    return False
+            return maps.tell() > 0  # the list is empty for another user's process, and for one that is ending
+    except (OSError, ValueError, IndexError):
+        return False
