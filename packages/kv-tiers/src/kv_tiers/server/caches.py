@@ -41,11 +41,10 @@ Format = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The outcome of opening a new format's cache. failure: meaningful only if there is no cache."""
+    """The outcome of opening a new format's cache: the cache, or why there is none."""
 
     format: Format
-    cache: LocalCache | None
-    failure: wire.Failed
+    cache: LocalCache | wire.Failed
 
 
 def cache_name(wanted: Format) -> str:
@@ -129,18 +128,18 @@ class Caches:
         while self._opened:
             opened = self._opened.popleft()
             self._opening.pop(opened.format).join()
-            if opened.cache is not None:
-                self._set_quotas(opened.format, opened.cache)
-                self._caches[opened.format] = opened.cache
+            if isinstance(cache := opened.cache, LocalCache):
+                self._set_quotas(opened.format, cache)
+                self._caches[opened.format] = cache
                 self._left_s[opened.format] = self._clock.now_s()
                 fingerprint = opened.format[1]
-                context = TierContext(opened.cache.pool.chunk_bytes, opened.cache.pool.slot_bytes, fingerprint)
-                reads = opened.cache.reads_for_peers(fingerprint)
-                self._for_peers[context.namespace] = opened.cache, reads
+                context = TierContext(cache.pool.chunk_bytes, cache.pool.slot_bytes, fingerprint)
+                reads = cache.reads_for_peers(fingerprint)
+                self._for_peers[context.namespace] = cache, reads
                 if self._drained is not None:
-                    opened.cache.drain.begin(*self._drained)
+                    cache.drain.begin(*self._drained)
                 if self.peers_address is not None:
-                    opened.cache.lower.publish(reads.track, self.peers_address)
+                    cache.lower.publish(reads.track, self.peers_address)
             news.append(opened)
         return news
 
@@ -215,9 +214,8 @@ class Caches:
     def _open(self, wanted: Format) -> None:
         for thread in tuple(self._closing):
             thread.join()  # to free its memory, and its files if it has the same format
-        cache, failure = None, wire.Failed("refused", "")
         try:
-            cache = build_local_cache(
+            opened: LocalCache | wire.Failed = build_local_cache(
                 self._config.host,
                 group_bytes=wanted[0],
                 fingerprint=wanted[1],
@@ -229,18 +227,18 @@ class Caches:
                 events=self._bus.source(cache_name(wanted), wanted[0]),
             )
         except ConfigError as error:
-            failure = wire.Failed("refused", str(error))
+            opened = wire.Failed("refused", str(error))
         except Exception as error:  # noqa: BLE001  # whatever it is, a client waits for an answer
             _log.exception("no cache of chunks of %s bytes could be made", wanted[0])
-            failure = wire.Failed("fault", f"no cache could be made: {error}")
+            opened = wire.Failed("fault", f"no cache could be made: {error}")
         with self._end:
             is_late = self._is_closed
             if not is_late:
-                self._opened.append(Opened(wanted, cache, failure))
+                self._opened.append(Opened(wanted, opened))
         if not is_late:
             self._wake()
-        elif cache is not None:
-            _close(cache)
+        elif isinstance(opened, LocalCache):
+            _close(opened)
 
 
 def _close(cache: LocalCache) -> None:

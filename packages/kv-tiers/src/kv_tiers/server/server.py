@@ -240,10 +240,10 @@ class CacheServer:
 
     def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> bool:
         """Continue with a client whose cache was being opened."""
-        if opened.cache is not None:
+        if isinstance(opened.cache, LocalCache):
             self._begin_session(client, request, opened.cache)
         else:
-            self._connections.refuse(client, opened.failure.text, kind=opened.failure.kind)
+            self._connections.refuse(client, opened.cache.text, kind=opened.cache.kind)
         return True
 
     def _begin_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> None:
