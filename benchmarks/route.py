@@ -103,7 +103,7 @@ class Host:
         """The time to the first token, and the chunks that were not computed."""
         keys: list[ChunkKey] = keys_in(SPACE, request.digests)
         plan = self.cache.lookup(keys, "r", shape=SHAPE, costs=COSTS)
-        self.loads.recorder(engine.name, ((SLOT_BYTES,), "f"))(keys, SHAPE, COSTS, plan)
+        self.loads.looked_up(engine.name, ((SLOT_BYTES,), "f"), keys, SHAPE, COSTS, plan)
         assert plan.choice is not None
         loaded = plan.choice.chunks * CHUNK_TOKENS
         load_s = COSTS.load_s(0, loaded) or 0.0

@@ -8,7 +8,6 @@ since. That is accurate while an engine spends its time on prompts; requests tha
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from kv_core.clock import Clock
@@ -78,12 +77,7 @@ class EngineLoads:
         self._spaces: OrderedDict[tuple[str, bytes], ServedSpace] = OrderedDict()
         self._busy_until_s: dict[str, float] = {}
 
-    def recorder(self, engine: str, format: Format, *, repeats: bool = False) -> OnLookup:
-        """The function to call after each lookup of a client of this engine. repeats: another client looks the same
-        prompts up."""
-        return _ignored if repeats else partial(self._looked_up, engine, format)
-
-    def _looked_up(  # noqa: PLR0917  # two are the recorder's
+    def looked_up(  # noqa: PLR0917  # all but two are as in `OnLookup`
         self,
         engine: str,
         format: Format,
@@ -92,7 +86,7 @@ class EngineLoads:
         costs: Costs | None,
         plan: LookupPlan,
     ) -> None:
-        """Constant time."""
+        """A client of this engine has looked a prompt up. Constant time."""
         if not keys or plan.ended in (Ended.PENDING, Ended.REFUSED):
             return
         name = engine, keys[0].space_id
@@ -106,9 +100,8 @@ class EngineLoads:
         loaded = plan.chunks if plan.choice is None else plan.choice.chunks
         tokens = len(keys) // shape.keys_per_chunk * shape.chunk_tokens
         seconds = costs.compute_s(loaded * shape.chunk_tokens, tokens) or 0.0
-        now_s = self._clock.now_s()
-        busy_s = max(0.0, self._busy_until_s.get(engine, now_s) - now_s)
-        self._busy_until_s[engine] = now_s + min(busy_s + seconds, _MAX_BACKLOG_S)
+        busy_s = min(self.queue_s(engine) + seconds, _MAX_BACKLOG_S)
+        self._busy_until_s[engine] = self._clock.now_s() + busy_s
 
     def spaces(self) -> list[ServedSpace]:
         return list(self._spaces.values())
@@ -117,10 +110,6 @@ class EngineLoads:
         """How long until the engine has computed what it looked up."""
         now_s = self._clock.now_s()
         return max(0.0, self._busy_until_s.get(engine, now_s) - now_s)
-
-
-def _ignored(_keys: Sequence[ChunkKey], _shape: ChunkShape, _costs: Costs | None, _plan: LookupPlan) -> None:
-    pass
 
 
 def estimate(

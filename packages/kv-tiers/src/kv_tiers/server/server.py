@@ -247,6 +247,7 @@ class CacheServer:
         return True
 
     def _begin_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> None:
+        note = partial(self.engine_loads.looked_up, request.engine, (request.group_bytes, request.fingerprint))
         session = Session(
             client.number,
             cache,
@@ -254,11 +255,7 @@ class CacheServer:
             clock=self._clock,
             is_watched=client.pidfd >= 0,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
-            on_lookup=self.engine_loads.recorder(
-                request.engine,
-                (request.group_bytes, request.fingerprint),
-                repeats=wire.REPEATS_LOOKUPS in request.facts,
-            ),
+            on_lookup=(lambda *_: None) if wire.REPEATS_LOOKUPS in request.facts else note,
         )
         chunk_tokens = request.facts.get("chunk_tokens", "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
