@@ -161,6 +161,7 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
         return jobs.find(int(id))
 
     one = (404, 409, 503)
+    starts = partial(Operation, "POST", answer=Job, status=202, failures=(*one, 429))
     return [
         Operation("GET", "/prefixes", "Pins, files and recent jobs", prefixes, Prefixes, failures=(503,)),
         Operation("GET", "/prefixes/jobs/{id}", "The state of a job", job, Job, failures=(404,)),
@@ -174,36 +175,9 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
             Named,
             failures=(404, 503),
         ),
-        Operation(
-            "POST",
-            "/prefixes/warm-up",
-            "Promote a prefix from the lower tiers, and pin it",
-            warm_up,
-            Job,
-            WarmUp,
-            status=202,
-            failures=(*one, 429),
-        ),
-        Operation(
-            "POST",
-            "/prefixes/export",
-            "Write what the pool holds of a prefix to a file",
-            export,
-            Job,
-            Export,
-            status=202,
-            failures=(*one, 429),
-        ),
-        Operation(
-            "POST",
-            "/prefixes/import",
-            "Import an exported prefix from its file",
-            import_,
-            Job,
-            Import,
-            status=202,
-            failures=(*one, 429),
-        ),
+        starts("/prefixes/warm-up", "Promote a prefix from the lower tiers, and pin it", warm_up, body=WarmUp),
+        starts("/prefixes/export", "Write what the pool holds of a prefix to a file", export, body=Export),
+        starts("/prefixes/import", "Import an exported prefix from its file", import_, body=Import),
     ]
 
 
@@ -235,10 +209,8 @@ def _files(archive_directory: str) -> list[str]:
 
 
 def _warm_up(cache: LocalCache, keys: Sequence[ChunkKey], name: str, timeout_s: float, shape: ChunkShape) -> Outcome:
-    chunks, requested = (
-        cache.admin.warm_up(keys, name, timeout_s=timeout_s, shape=shape),
-        len(keys) // shape.keys_per_chunk,
-    )
+    chunks = cache.admin.warm_up(keys, name, timeout_s=timeout_s, shape=shape)
+    requested = len(keys) // shape.keys_per_chunk
     if not chunks:
         raise _nothing(
             "nothing was warmed up or pinned: no tier holds", requested, "see what pins keep (GET /prefixes)"
