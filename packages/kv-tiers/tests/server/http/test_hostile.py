@@ -16,8 +16,8 @@ from kv_testing.wait import joined, until
 from kv_tiers.config import HttpConfig
 from kv_tiers.server.http import connections as connections_module
 from kv_tiers.server.http import operation as operation_module
-from kv_tiers.server.http.config import read_listen
 from kv_tiers.server.http.start import open_http
+from kv_tiers.server.http.thread import read_listen
 
 
 @pytest.fixture

@@ -13,12 +13,11 @@ from typing import Final
 import uvicorn
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from starlette.types import ASGIApp
 
 from kv_tiers.config import HttpConfig
+from kv_tiers.host_port import LOOPBACK_NAME, HostPort, read_host_port
 from kv_tiers.server.accepting import Acceptor, listen_at
 from kv_tiers.server.http.app import make_app
-from kv_tiers.server.http.config import read_listen
 from kv_tiers.server.http.connections import IDLE_S, BoundedProtocol, Room, peer_of
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
@@ -46,21 +45,21 @@ class HttpThread:
         """
         listen = read_listen(config)
         self._token = read_token(Path(config.token_file)) if config.token_file else ""
-        names = listen.names()
         self._names = Names({tenant.tag: tenant.name for tenant in tenants})
         self._archive_directory = _checked_directory(config.archive_directory)
-        self._hosts = names | {name.lower() for name in config.hosts} if names or config.hosts else names
+        # Host names in requests that do not come from a page of another origin.
+        names = {LOOPBACK_NAME, "127.0.0.1", "::1", listen.host.lower()} if listen.is_loopback else set()
+        self._hosts = frozenset(names | {name.lower() for name in config.hosts})
         self._listener = listen_at(listen, "http: listen")
-        self.url = listen.url(self._listener.getsockname()[1])
+        self.url = f"http://{HostPort(listen.host, self._listener.getsockname()[1])}/"
         self._server: uvicorn.Server | None = None
         self._accepting: _HttpListener | None = None
         self._thread = threading.Thread(target=self._serve, name="kv-http", daemon=True)
-        self._app: ASGIApp | None = None
         self._relay: Relay | None = None
 
     def start(self, server: CacheServer) -> None:
         self._relay = Relay(server)
-        self._app = make_app(
+        app = make_app(
             self._relay,
             names=self._names,
             token=self._token,
@@ -69,7 +68,7 @@ class HttpThread:
         )
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._app,
+                app,
                 loop="asyncio",
                 http=BoundedProtocol,
                 ws="none",
@@ -182,6 +181,20 @@ class _HttpListener:
         if entering.cancelled() or entering.exception() is not None:
             self._room.leave(protocol)  # which nothing else will tell of its end
             accepted.close()
+
+
+def read_listen(config: HttpConfig) -> HostPort:
+    """
+    Raises:
+        ConfigError: `listen` is not a host and port, or open to other machines without a token.
+    """
+    listen = read_host_port(config.listen, "http: listen")
+    if not listen.is_loopback and not config.token_file:
+        raise ConfigError(
+            f"http: listen is {config.listen}, which other machines can reach; write a token_file, or listen at "
+            f"127.0.0.1:{listen.port}"
+        )
+    return listen
 
 
 def _turn_away(accepted: socket.socket) -> None:
