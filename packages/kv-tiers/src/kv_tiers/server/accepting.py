@@ -105,16 +105,15 @@ class Acceptor:
         self.close()
         try:
             accepted, _ = self._listener.accept()
+            with accepted:
+                accepted.setblocking(False)
+                self._turn_away(accepted)
         except BlockingIOError:
-            self._spare = _spare()
             return True  # the next attempt finds no connection
         except OSError:
-            self._spare = _spare()
             return False
-        with accepted:
-            accepted.setblocking(False)
-            self._turn_away(accepted)
-        self._spare = _spare()
+        finally:
+            self._spare = _spare()
         _log.warning(
             "a connection is refused: this process may open no more descriptors; raise its limit (ulimit -n, or "
             "LimitNOFILE= of its unit)"
