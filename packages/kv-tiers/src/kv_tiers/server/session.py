@@ -167,7 +167,8 @@ class Session:
         if verb.costs is not None:
             _check_seconds((*(verb.costs.compute or ()), *(verb.costs.load or ())))
         if not self._has_room(len(keys)):
-            self._end_promise(verb.holder)
+            self._forget_timed(verb.holder)
+            self.cache.lookup([], self._prefix + verb.holder)  # ends its promise
             return wire.Planned(0, Ended.REFUSED.name, (), 0, -1, None)
         plan = self.cache.lookup(
             keys,
@@ -266,10 +267,6 @@ class Session:
     def _check_not_anothers(self, lease: int) -> None:
         if self._is_open_elsewhere(lease):
             raise MisuseError(f"lease {lease} belongs to another session")
-
-    def _end_promise(self, holder: Holder) -> None:
-        self._forget_timed(holder)
-        self.cache.lookup([], self._prefix + holder)
 
     def _note_holder(self, holder: Holder) -> None:
         self._holders[holder] = None
