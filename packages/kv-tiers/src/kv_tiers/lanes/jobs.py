@@ -63,10 +63,6 @@ class Arrival:
     parts: int = 0
     first_bytes: FirstBytes | None = None
 
-    @property
-    def is_approximate(self) -> bool:
-        return self.parts > 0
-
 
 @dataclass(slots=True)
 class Load:
@@ -349,8 +345,6 @@ class Jobs:
                 self._clearing_tenants.add(job.tenant)
             case Rest():
                 self.rest = job
-            case _:
-                pass
 
     def end(self, job: Job) -> None:
         match job:
@@ -384,8 +378,6 @@ class Jobs:
                 self._discards.update(dict.fromkeys(job.keys))
             case ClearTenant():
                 self._tenants_to_clear[job.tenant] = None
-            case _:
-                pass
 
     def _is_being_cleared(self, key: ChunkKey) -> bool:
         return key.tenant in self._tenants_to_clear or key.tenant in self._clearing_tenants

@@ -71,7 +71,7 @@ class Moving:
         with self._changed:
             self._counts.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
             self._counts.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
-            self._counts.approximate += sum(arrival.is_approximate for arrival in arrivals)
+            self._counts.approximate += sum(arrival.parts > 0 for arrival in arrivals)
         return arrivals
 
     def learn(self, job: Load, arrivals: Sequence[Arrival], now_s: float) -> None:

@@ -9,7 +9,6 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
 
 from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError
@@ -18,14 +17,12 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 
 from kv_tiers import chunk_header
-from kv_tiers.chunk_header import Header, WholeOnly, checksums_of, make_header, pack_header
+from kv_tiers.chunk_header import PAGE_BYTES, Header, WholeOnly, checksums_of, make_header, pack_header
 from kv_tiers.codec import Codec, CodecError, CodesShares, DecodesPrefixes, EncodesFirst
 from kv_tiers.lanes.jobs import Arrival, FirstBytes, Outgoing
 from kv_tiers.tier import Read, Write
 
 _log = limited_logger(__name__)
-
-_PAGE_BYTES: Final = 4096
 
 FindCodec = Callable[[str], Codec]
 """The codec of this name. Raises `ConfigError` if there is none here."""
@@ -138,11 +135,11 @@ class Payloads:
     def _write(self, chunk: Outgoing, at: int) -> Write:
         bytes_ = chunk.pages[: chunk.nbytes]
         codec = None if self._codec is None else _of_share(self._codec, chunk.key)
-        if codec is not None and chunk.nbytes > _PAGE_BYTES:
+        if codec is not None and chunk.nbytes > PAGE_BYTES:
             out = self._buffer(at, len(chunk.pages))
             # At least a page less, or nothing is saved on any medium.
             encode = codec.encode_first if chunk.parent is None and isinstance(codec, EncodesFirst) else codec.encode
-            stored_bytes = encode(bytes_, out[: chunk.nbytes - _PAGE_BYTES])
+            stored_bytes = encode(bytes_, out[: chunk.nbytes - PAGE_BYTES])
             if stored_bytes is not None:
                 checksum, pieces = checksums_of(out[:stored_bytes], chunk.nbytes)
                 header = Header(
