@@ -9,17 +9,17 @@ With windows and states, the longest hit of one node need not be a hit of anothe
 are asked again about the least, until all agree; every such round ends at fewer chunks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs, Measured
+from kv_core.cost import Costs
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheCounts, CacheService, Holder, LoadFailed, ReadLease, WriteLease
+from kv_core.service import CacheService, Holder
 
 from kv_tiers.attach.node_messages import Answer, Clear, End, FromNode, Lost, Prompt, Question, Renew, Taken, ToNode
 from kv_tiers.attach.ranks import RankShare
@@ -89,6 +89,9 @@ class NodesCache:
         """own: this node's. share: of this node's first rank. groups: the number of groups of a chunk.
         lease_s: how long a promise lasts that is not renewed, at every node."""
         self._own = own
+        # `CacheService`, for this node.
+        self.load, self.begin_store, self.commit, self.release = own.load, own.begin_store, own.commit, own.release
+        self.forget, self.allocated, self.measured, self.counts = own.forget, own.allocated, own.measured, own.counts
         self._others = tuple(node for node in range(share.nodes) if node != share.node)
         self._shards = len(shards := share.shards_here)
         self._keys_per_chunk = groups * share.shards
@@ -195,34 +198,6 @@ class NodesCache:
         self._own.clear()
         self._to_send.append(Clear())
 
-    # `CacheService`, for this node.
-
-    def load(self, keys: Sequence[ChunkKey], holder: Holder, *, lasting: bool = False) -> ReadLease | LoadFailed:
-        return self._own.load(keys, holder, lasting=lasting)
-
-    def begin_store(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
-    ) -> WriteLease:
-        return self._own.begin_store(keys, holder, hold_s=hold_s, tiers=tiers)
-
-    def commit(self, lease: WriteLease) -> None:
-        self._own.commit(lease)
-
-    def release(self, lease: ReadLease | WriteLease) -> bool:
-        return self._own.release(lease)
-
-    def forget(self, keys: Sequence[ChunkKey]) -> None:
-        self._own.forget(keys)
-
-    def allocated(self, blocks: Mapping[Holder, int]) -> None:
-        self._own.allocated(blocks)
-
-    def measured(self, samples: Sequence[Measured]) -> None:
-        self._own.measured(samples)
-
-    def counts(self) -> CacheCounts:
-        return self._own.counts()
-
     def _keys_here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The keys of this node's shards."""
         return interleaved([list(keys[column :: self._keys_per_chunk]) for column in self._columns])
@@ -264,7 +239,7 @@ class NodesCache:
 
     def _agree(self, query: _Query, wanted: _Wanted, own: LookupPlan) -> LookupPlan:
         """All nodes have answered."""
-        shortest = min(query.found.values(), key=_chunks)
+        shortest = min(query.found.values(), key=lambda plan: plan.chunks)
         if shortest.chunks < own.chunks:
             ended = shortest.ended
             own = query.own = self._look(wanted, shortest.chunks)
@@ -298,10 +273,6 @@ class NodesCache:
         order = {tier: number for number, tier in enumerate(self.tiers)}
         columns = zip(*(plan.tiers[:chunks] for plan in plans), strict=False)
         return tuple(max(tiers, key=lambda tier: order.get(tier, len(order))) for tiers in columns)
-
-
-def _chunks(plan: LookupPlan) -> int:
-    return plan.chunks
 
 
 def _declines(plan: LookupPlan) -> bool:
