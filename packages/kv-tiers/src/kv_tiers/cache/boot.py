@@ -17,7 +17,6 @@ from kv_core.errors import TierDown
 from kv_core.log import limited_logger
 
 from kv_tiers import chunk_header
-from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.tier import NamesChunks, Read
@@ -68,6 +67,7 @@ class BootMeasurement:
         until_s = self._clock.now_s() + LIMIT_S
         keys = lane.tier.some_keys(sum(_LOADS))
         most = max(1, _AT_MOST_BYTES // self._slot_bytes)
+        came = threading.Event()
         for number, wanted in enumerate(_LOADS):
             chunks, keys = keys[: min(wanted, most)], keys[wanted:]
             is_late = number > 0 and self._clock.now_s() >= until_s
@@ -84,12 +84,8 @@ class BootMeasurement:
                 )
                 for at, key in enumerate(chunks)
             ]
-            came = threading.Event()
-
-            def arrived(_arrivals: Sequence[Arrival], came: threading.Event = came) -> None:
-                came.set()
-
-            if not lane.load(reads, arrived):
+            came.clear()
+            if not lane.load(reads, lambda _arrivals: came.set()):
                 break
             while not came.wait(_LOOK_S):
                 if self._is_over.is_set():
