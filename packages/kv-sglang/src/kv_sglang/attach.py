@@ -207,7 +207,6 @@ def attach(
                         **(keeps.facts() if KV in names else {}),
                         **({REPEATS_LOOKUPS: "true"} if rank.number else {}),
                     },
-                    detached=True,
                 )
                 made.server = made.server or server
         cache = made.caches[formats[KV]]

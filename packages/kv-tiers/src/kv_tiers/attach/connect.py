@@ -112,7 +112,6 @@ def open_remote(
     replica: Replica | None = None,
     node: int = 0,
     on_new_pool: Callable[[MappedPool], None] | None = None,
-    detached: bool = True,
 ) -> tuple[RemoteCache, SupervisedServer | None]:
     """The cache at the engine's server, and the server if it is a private one and this process starts it.
 
@@ -120,8 +119,6 @@ def open_remote(
     facts: about this process, for the engine's other processes (`workers_of`).
     replica: for an engine that has several: the leader's first rank starts the server that they share.
     node: the one that this process is on.
-    detached: keep a private server out of the engine's process tree, so that whatever kills that tree leaves it time to
-        finish pending spills. It ends on its own when this process does.
 
     Raises:
         ConfigError: no server could be started or joined; the text says why.
@@ -140,7 +137,9 @@ def open_remote(
             "tenants": settings.tenants,
             "observe": settings.observe,
         }
-        start = partial(launch, msgspec.to_builtins(config), socket=socket, log_level="info", detached=detached)
+        # Outside the engine's process tree: whatever kills that leaves the server time to finish pending spills. It
+        # ends on its own when this process does.
+        start = partial(launch, msgspec.to_builtins(config), socket=socket, log_level="info", detached=True)
         server = SupervisedServer(start)
     joins = bool(settings.server.socket)
     follows = not joins and replica is not None and not replica.leads
