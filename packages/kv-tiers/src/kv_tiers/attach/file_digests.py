@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -66,11 +66,9 @@ class FileState:
             OSError: there is no file, or it is not accessible.
         """
         resolved = path.resolve()
-        return cls._of(resolved, os.stat(resolved))
-
-    @classmethod
-    def _of(cls, path: Path, status: os.stat_result) -> "FileState":
-        return cls(str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        status = os.stat(resolved)
+        size, modified_ns, changed_ns = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        return cls(str(resolved), status.st_dev, status.st_ino, size, modified_ns, changed_ns)
 
 
 def content_files(source: Path) -> list[tuple[str, Path]]:
@@ -113,13 +111,7 @@ class DigestMemory:
         paths = {state.path for state in lasting}
         older = {state: digest for state, digest in self._read().items() if state.path not in paths}
         kept = list((older | lasting).items())[-_MAX_REMEMBERED:]
-        write_private(
-            self._path,
-            [
-                [state.path, state.device, state.inode, state.size, state.mtime_ns, state.ctime_ns, digest]
-                for state, digest in kept
-            ],
-        )
+        write_private(self._path, [[*astuple(state), digest] for state, digest in kept])
 
     def _read(self) -> dict[FileState, str]:
         entries = read_private(self._path) if self._path is not None else None
