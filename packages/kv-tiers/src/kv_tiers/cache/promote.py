@@ -107,7 +107,6 @@ class Promotions:
             wait = self._wait_of(holder, now_s)
             wait.answers.lower = lower
             if not wait.over and now_s >= wait.until_s:
-                self.counts.waits_over += 1
                 wait.skipped = wait.skipped or wait.awaited
                 for tier in wait.tiers | wait.answers.pending_tiers():
                     self._presence.was_late(tier)

@@ -17,13 +17,11 @@ class PromoteCounts:
     requested: chunks that loads were submitted for.
     arrived: of those, the chunks that entered the pool.
     given_up: of those, the chunks that were not delivered, or were behind one that was not.
-    waits_over: waits that timed out before everything had arrived.
     """
 
     requested: int = 0
     arrived: int = 0
     given_up: int = 0
-    waits_over: int = 0
 
 
 @dataclass(slots=True)
