@@ -6,7 +6,7 @@ without a cache would get.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kv_core.log import limited_logger
 
@@ -15,18 +15,9 @@ _log = limited_logger(__name__)
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
-class Guardable(Protocol):
-    """An object with hooks of an engine. off: why nothing is loaded or stored; empty while it works."""
-
-    @property
-    def off(self) -> str: ...
-
-    def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        """Load and store nothing from now on."""
-
-
 class OffSwitch:
-    """The plain `Guardable`. `turn_off` may be called from any thread."""
+    """An object with hooks of an engine. off: why nothing is loaded or stored; empty while it works. `turn_off` may be
+    called from any thread."""
 
     off: str = ""
 
@@ -37,12 +28,12 @@ class OffSwitch:
 
 
 def guarded(fallback: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
-    """For a method of a `Guardable`: answer `fallback(self, *arguments)` while the cache is off, and turn the cache
-    off when the method raises."""
+    """For a method of an object with `off` and `turn_off`, as of `OffSwitch`: answer `fallback(self, *arguments)` while
+    the cache is off, and turn the cache off when the method raises."""
 
     def decorate(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
-        def answer(self: Guardable, *args: Any, **kwargs: Any) -> Any:
+        def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off:
                 return fallback(self, *args, **kwargs)
             try:
