@@ -37,17 +37,8 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
         chunks = [await relay.call(partial(_clear, cache, tag)) for cache in caches.values()]
         return Cleared(len(chunks), sum(chunks))
 
-    return [
-        Operation(
-            "POST",
-            "/clear",
-            "Forget every chunk, in the pool and in all tiers",
-            clear,
-            Cleared,
-            Clear,
-            failures=(404, 503),
-        )
-    ]
+    about = "Forget every chunk, in the pool and in all tiers"
+    return [Operation("POST", "/clear", about, clear, Cleared, Clear, failures=(404, 503))]
 
 
 def _clear(cache: LocalCache, tag: bytes | None) -> int:

@@ -41,13 +41,6 @@ def operations(relay: Relay) -> list[Operation]:
     describe = partial(Operation, answer=Drains, failures=(503,))
     return [
         describe("GET", "/drain", "How far the drain of this host is", state),
-        describe(
-            "POST",
-            "/drain",
-            "Store nothing new, and offer what is here to peers",
-            drain,
-            body=Drain,
-            status=202,
-        ),
+        describe("POST", "/drain", "Store nothing new, and offer what is here to peers", drain, body=Drain, status=202),
         describe("POST", "/drain/end", "Stop offering, and store as before", end),
     ]

@@ -160,21 +160,14 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
             raise Problem(404, f"jobs have numbers; there is no job {id[:100]!r}")
         return jobs.find(int(id))
 
+    about = "Unpin a prefix, which may then be evicted like any other"
     one = (404, 409, 503)
     starts = partial(Operation, "POST", answer=Job, status=202, failures=(*one, 429))
     return [
         Operation("GET", "/prefixes", "Pins, files and recent jobs", prefixes, Prefixes, failures=(503,)),
         Operation("GET", "/prefixes/jobs/{id}", "The state of a job", job, Job, failures=(404,)),
         Operation("POST", "/prefixes/pin", "Keep a prefix in the pool", pin, Pinned, Prefix, failures=one),
-        Operation(
-            "POST",
-            "/prefixes/unpin",
-            "Unpin a prefix, which may then be evicted like any other",
-            unpin,
-            Unpinned,
-            Named,
-            failures=(404, 503),
-        ),
+        Operation("POST", "/prefixes/unpin", about, unpin, Unpinned, Named, failures=(404, 503)),
         starts("/prefixes/warm-up", "Promote a prefix from the lower tiers, and pin it", warm_up, body=WarmUp),
         starts("/prefixes/export", "Write what the pool holds of a prefix to a file", export, body=Export),
         starts("/prefixes/import", "Import an exported prefix from its file", import_, body=Import),

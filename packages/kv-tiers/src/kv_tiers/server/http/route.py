@@ -73,17 +73,8 @@ def operations(relay: Relay) -> list[Operation]:
         estimates.sort(key=lambda one: (one.ttft_s is None, one.ttft_s or 0.0, -one.held_chunks))
         return Routes(estimates, others, sorted(connected - {served.engine for served in queues}))
 
-    return [
-        Operation(
-            "POST",
-            "/route",
-            "The expected time to a prompt's first token, by engine",
-            route,
-            Routes,
-            Prompt,
-            failures=(404, 503),
-        )
-    ]
+    about = "The expected time to a prompt's first token, by engine"
+    return [Operation("POST", "/route", about, route, Routes, Prompt, failures=(404, 503))]
 
 
 def _queues(loads: EngineLoads, connected: set[str]) -> dict[ServedSpace, float]:

@@ -32,18 +32,9 @@ def operations(relay: Relay) -> list[Operation]:
             raise Problem(503, f"{report.opening} caches are being opened; ask again soon")
         return Ready(True)
 
-    async def status() -> Report:
-        return await relay.report()
-
+    about = "The server, its sessions, and each cache's counts and tiers"
     return [
         Operation("GET", "/healthz", "Whether the process is alive", healthz, Alive),
         Operation("GET", "/readyz", "Whether clients are served; if not, why", readyz, Ready, failures=(503,)),
-        Operation(
-            "GET",
-            "/status",
-            "The server, its sessions, and each cache's counts and tiers",
-            status,
-            Report,
-            failures=(503,),
-        ),
+        Operation("GET", "/status", about, relay.report, Report, failures=(503,)),
     ]
