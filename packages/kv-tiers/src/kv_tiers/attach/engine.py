@@ -15,7 +15,6 @@ from functools import partial
 import msgspec
 from kv_core.connect.engine_costs import EngineCosts
 from kv_core.connect.handover import HandOvers
-from kv_core.connect.layerwise import LoadMode, StoreMode
 from kv_core.connect.layerwise_promises import LayerwiseRule
 from kv_core.connect.scheduler import SchedulerHalf
 from kv_core.connect.shape import ConnectShape, GroupShape
@@ -38,7 +37,6 @@ from kv_tiers.attach.ranks import ALONE, RankShare
 from kv_tiers.attach.weights import EngineWeights
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.config import HandoverConfig, HostConfig
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.machine import spelled
 from kv_tiers.server.mapped import MappedPool
@@ -160,7 +158,6 @@ class Engine(OffSwitch):
         self.weights: EngineWeights | None = None
         self._bus: EventBus | None = None
         self._shape: ConnectShape | None = None
-        self._costs: EngineCosts | None = None
         self.facts: EngineFacts | None = None
         self.nodes: NodesCache | None = None
         self.terms = ""
@@ -168,12 +165,8 @@ class Engine(OffSwitch):
         self._described = ""
         self._roles: set[str] = set()
         self._summary: tuple[int, ...] = (0, 0, 0, 0)
-        self._in_flight_bytes = 0
-        self._load: LoadMode = "async"
-        self._store: StoreMode = "async"
+        self._settings = Settings()
         self._is_one_process = False
-        self._handover = HandoverConfig()
-        self._lease_s = HostConfig().lease_s
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
         """Stop loading and storing, because of a fault of ours. An engine that was refused has only `off` set."""
@@ -241,10 +234,9 @@ class Engine(OffSwitch):
                     raise  # the user can fix it
                 return self.refuse(f"rank {share.rank} finds no cache server: {error}")
         self._describe(settings, facts, chunks, loads=loads, stores=stores)
-        self._in_flight_bytes = settings.stores_in_flight_bytes
         self._is_one_process = in_process
         self.copiers = copiers
-        is_promised_elsewhere = not in_process and self._load != "async" and not self._why_not_layerwise()
+        is_promised_elsewhere = not in_process and self._settings.load != "async" and not self._why_not_layerwise()
         self.pools = RankPools(copiers, for_scheduler=is_promised_elsewhere)
         self.pools.add(self.cache.pool)
         return None
@@ -293,7 +285,7 @@ class Engine(OffSwitch):
             name=self.id,
             rank=share.rank,
             stores=share.stores,
-            max_in_flight_bytes=self._in_flight_bytes,
+            max_in_flight_bytes=self._settings.stores_in_flight_bytes,
             stores_layers=self._stores_layers(),
         )
         self._roles.add("WORKER")
@@ -316,17 +308,19 @@ class Engine(OffSwitch):
             chain=self._shape.scheme.name,
         )
         self.weights = watch(space)
-        wanted = self._handover
+        settings, wanted = self._settings, self._settings.handover
         if self.share.nodes > 1:
             groups = len(self._shape.groups)
             self.nodes = NodesCache(
-                self.cache, self.share, groups=groups, clock=MonotonicClock(), lease_s=self._lease_s
+                self.cache, self.share, groups=groups, clock=MonotonicClock(), lease_s=settings.host.lease_s
             )
         self.scheduler = SchedulerHalf(
             self.nodes or self.cache,
             self._shape,
             name=self.id,
-            costs=self._costs,
+            costs=EngineCosts(
+                MonotonicClock(), use=settings.use, prefill_tokens_per_second=settings.cost.prefill_tokens_per_second
+            ),
             layerwise=self._layerwise_rule(),
             handovers=HandOvers(self._shape, MonotonicClock(), wait_s=wanted.wait_s, hold_s=wanted.hold_s),
         )
@@ -353,28 +347,28 @@ class Engine(OffSwitch):
         """Whether layers are stored as they are computed. For groups that cannot be, such as states, whole chunks are
         gathered after the step."""
         assert self.facts is not None
-        if self._store == "async":
+        if self._settings.store == "async":
             return False
         groups = zip(self.facts.groups, self.facts.formats, strict=True)
         if all(group.coverage.kind == "state" or is_quantised_kind(kind) for group, kind in groups):
             _log.warning(
                 "store: %s is not used, chunks are stored after the step: all layers are encoded, or states",
-                self._store,
+                self._settings.store,
             )
             return False
         return True
 
     def _layerwise_rule(self) -> LayerwiseRule | None:
         """Which loads run inside steps; None: none."""
-        if self._load == "async":
+        if self._settings.load == "async":
             return None
         if why := self._why_not_layerwise():
-            _log.warning("load: %s is not used, chunks are loaded between steps: %s", self._load, why)
+            _log.warning("load: %s is not used, chunks are loaded between steps: %s", self._settings.load, why)
             return None
         if self._is_one_process:
-            return LayerwiseRule(self._load == "layerwise", self._prepare)
+            return LayerwiseRule(self._settings.load == "layerwise", self._prepare)
         self.ready = RanksReady(self.share.ranks)
-        return LayerwiseRule(self._load == "layerwise", self.ready.have)
+        return LayerwiseRule(self._settings.load == "layerwise", self.ready.have)
 
     def _why_not_layerwise(self) -> str:
         """Why no load of this engine may run inside a step, where it could fail; empty: loads may."""
@@ -441,9 +435,6 @@ class Engine(OffSwitch):
         self.facts, self._fingerprint = facts, chunks.fingerprint
         spelled_out = repr((sorted(facts.to_text().items()), chunks.group_bytes, chunks.fingerprint))
         self.terms = hashlib.sha256(spelled_out.encode()).hexdigest()[:32]
-        self._costs = EngineCosts(
-            MonotonicClock(), use=settings.use, prefill_tokens_per_second=settings.cost.prefill_tokens_per_second
-        )
         self._shape = ConnectShape(
             # The workers may have resolved a length that is not in the settings (`chunk_size.fitted`).
             scheme=msgspec.structs.replace(settings, chunk_tokens=facts.chunk_tokens).scheme(),
@@ -455,8 +446,7 @@ class Engine(OffSwitch):
             cuts_chunks="blocks" not in facts.formats,
             shifted=facts.shifted,
         )
-        self._load, self._store, self._handover = settings.load, settings.store, settings.handover
-        self._lease_s = settings.host.lease_s
+        self._settings = settings
         if settings.server.socket:
             place = f"the server at {settings.server.socket}"
         else:
