@@ -130,13 +130,7 @@ def open_remote(
     if not settings.server.socket and is_first and (replica is None or replica.leads):
         if settings.host.name:
             raise ConfigError("host.name keeps a pool for the next engine, which a private server cannot: leave it out")
-        config = {
-            "host": settings.host,
-            "tiers": settings.tiers,
-            "cold": settings.cold,
-            "tenants": settings.tenants,
-            "observe": settings.observe,
-        }
+        config = {name: getattr(settings, name) for name in ("host", "tiers", "cold", "tenants", "observe")}
         # Outside the engine's process tree: whatever kills that leaves the server time to finish pending spills. It
         # ends on its own when this process does.
         start = partial(launch, msgspec.to_builtins(config), socket=socket, log_level="info", detached=True)
