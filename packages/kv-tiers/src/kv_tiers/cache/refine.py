@@ -200,10 +200,8 @@ class Refinements:
         for slot, one in list(islice(wanted.items(), _LOOKED_AT)):
             if wanted.get(slot) is not one:
                 continue
-            if self._index.replaced + self._index.is_read(slot) > _STILL_READ:
-                self._passed_over.add(slot)
-                continue
-            if (lent := self._host.lend(slot)) is None:
+            is_too_much = self._index.replaced + self._index.is_read(slot) > _STILL_READ
+            if is_too_much or (lent := self._host.lend(slot)) is None:
                 self._passed_over.add(slot)
                 continue
             if wanted.pop(slot, None) is not one:  # room was made by evicting the chunk itself
