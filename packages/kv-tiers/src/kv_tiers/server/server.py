@@ -68,7 +68,7 @@ class CacheServer:
         self.bus, self._history = build_bus(
             config.observe,
             lambda: [cache for caches in made for cache in caches.by_format().values()],
-            self._peer_metrics,
+            self.peer_metrics,
         )
         """The events of all of its caches; it is closed with them."""
         try:
@@ -395,7 +395,7 @@ class CacheServer:
                     case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
                         self._connections.finish(client, partial(self._go_on, client, request, opened))
 
-    def _peer_metrics(self) -> "Iterable[Metric]":
+    def peer_metrics(self) -> "Iterable[Metric]":
         """On any thread."""
         if self._peers is None:
             return ()

@@ -38,6 +38,7 @@ class Relay:
         self._server = server
         self.bus = server.bus
         """The bus on which the caches publish events."""
+        self.peer_metrics = server.peer_metrics
         self.jobs = Jobs()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-http")
         self._report: Future[Report] | None = None
