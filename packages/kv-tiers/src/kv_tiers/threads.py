@@ -1,6 +1,8 @@
-"""Starts threads on a system that may have no more of them for this process."""
+"""Starts threads on a system that may have no more of them for this process, and waits for them."""
 
 import threading
+import time
+from collections.abc import Iterable
 
 
 def start_thread(thread: threading.Thread) -> str:
@@ -10,3 +12,10 @@ def start_thread(thread: threading.Thread) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> None:
+    """Wait until all have ended, for at most this time in all."""
+    until_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))

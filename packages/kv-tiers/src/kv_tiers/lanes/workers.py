@@ -4,7 +4,6 @@ Nothing would call the tier then, while its lane would still take jobs: chunks w
 """
 
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,6 +11,7 @@ from typing import TypeVar
 from kv_core.log import limited_logger
 
 from kv_tiers.lanes.health import release_frames
+from kv_tiers.threads import join_all
 
 _log = limited_logger(__name__)
 
@@ -38,9 +38,7 @@ class Workers:
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all have ended. False: one does not."""
-        until = time.monotonic() + timeout_s
-        for thread in self._started:
-            thread.join(max(0.0, until - time.monotonic()))
+        join_all(self._started, timeout_s)
         return not any(thread.is_alive() for thread in self._started)
 
     def call(self, given: Callable[..., R], *args: object) -> R | None:

@@ -9,7 +9,6 @@ not.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from kv_tiers.host_port import HostPort
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.server import wire
 from kv_tiers.server.config import ServerConfig
+from kv_tiers.threads import join_all
 from kv_tiers.tier import TierContext
 
 _log = limited_logger(__name__)
@@ -166,9 +166,7 @@ class Caches:
     def close(self) -> None:
         """Complete pending spills, then close. Takes at most some seconds per cache. One that is still being opened
         closes itself later."""
-        until_s = time.monotonic() + _OPENING_S
-        for thread in self._opening.values():
-            thread.join(max(0.0, until_s - time.monotonic()))
+        join_all(self._opening.values(), _OPENING_S)
         for thread in self._closing:
             thread.join()
         with self._end:

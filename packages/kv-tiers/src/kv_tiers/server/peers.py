@@ -27,7 +27,7 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.server.accepting import REST_S, listen_at
 from kv_tiers.server.report import PeersServed
-from kv_tiers.threads import start_thread
+from kv_tiers.threads import join_all, start_thread
 from kv_tiers.tier import MAX_OFFERED, Fate, Taken
 from kv_tiers.tiers.directory.names import pack
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_files
@@ -112,9 +112,7 @@ class PeerServer:
             connected = dict(self._connected)
         for sock in connected.values():
             _shut(sock)
-        until = time.monotonic() + _END_S
-        for thread in connected:
-            thread.join(max(0.0, until - time.monotonic()))
+        join_all(connected, _END_S)
 
     def _accept(self) -> None:
         while not self._ending.is_set():

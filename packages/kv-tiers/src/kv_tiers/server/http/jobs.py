@@ -1,7 +1,6 @@
 """Jobs: work that takes longer than a request may, one thread each, with a number to query its state."""
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Literal
@@ -11,7 +10,7 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.log import limited_logger
 
 from kv_tiers.server.http.problem import Problem
-from kv_tiers.threads import start_thread
+from kv_tiers.threads import join_all, start_thread
 
 _log = limited_logger(__name__)
 
@@ -78,11 +77,9 @@ class Jobs:
         """Wait until all have ended. Those whose caches are closed end with the next chunk, and an export then removes
         its unfinished file.
         """
-        until_s = time.monotonic() + timeout_s
         with self._lock:
             threads = list(self._threads)
-        for thread in threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+        join_all(threads, timeout_s)
 
     def find(self, id_: int) -> Job:
         """
