@@ -81,7 +81,7 @@ class ServerProcess:
                 self._home.rmdir()
 
     def _has_ended(self, timeout_s: float) -> bool:
-        return _is_readable(self.output, timeout_s)
+        return is_readable(self.output.fileno(), timeout_s)
 
 
 def launch(
@@ -160,10 +160,10 @@ def launch(
 
 def _line(output: IO[str], until_s: float) -> str | None:
     """The next line, or what there is of it at the end. None: it was not complete in time. Byte by byte, because what
-    `readline` reads ahead is not seen by `_is_readable`."""
+    `readline` reads ahead is not seen by `is_readable`."""
     line = b""
     while not line.endswith(b"\n"):
-        if not _is_readable(output, max(0.0, until_s - time.monotonic())):
+        if not is_readable(output.fileno(), max(0.0, until_s - time.monotonic())):
             return None
         byte = os.read(output.fileno(), 1)
         if not byte:
@@ -172,12 +172,12 @@ def _line(output: IO[str], until_s: float) -> str | None:
     return line.decode()
 
 
-def _is_readable(output: IO[str], timeout_s: float) -> bool:
+def is_readable(descriptor: int, timeout_s: float) -> bool:
     """Whether there is something to read within this time, or the end. `select` would refuse descriptors from 1024 on,
     which an engine with many connections has.
     """
     poller = select.poll()
-    poller.register(output, select.POLLIN)
+    poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))
 
 

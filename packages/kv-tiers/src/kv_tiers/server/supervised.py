@@ -16,7 +16,7 @@ from typing import Final
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 
-from kv_tiers.server.process import ServerProcess
+from kv_tiers.server.process import ServerProcess, is_readable
 from kv_tiers.threads import start_thread
 
 _log = limited_logger(__name__)
@@ -80,7 +80,7 @@ class SupervisedServer:
                 "another is started in %g s, and what only the host pool held is computed again", pid, rest_s,
             )  # fmt: skip
             while True:
-                if self._is_stopped_within(rest_s):
+                if is_readable(self._stopped.fileno(), rest_s):
                     return
                 rest_s = min(2 * rest_s, _MAX_REST_S)
                 try:
@@ -98,8 +98,3 @@ class SupervisedServer:
         poller.register(server.output, select.POLLIN)
         ready = [descriptor for descriptor, _ in poller.poll()]
         return self._stopped.fileno() in ready
-
-    def _is_stopped_within(self, seconds: float) -> bool:
-        poller = select.poll()
-        poller.register(self._stopped, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
