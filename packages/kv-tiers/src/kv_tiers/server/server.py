@@ -361,13 +361,10 @@ class CacheServer:
                 _tiers(cache),
                 *_tenants(cache, self._names),
                 cache.holds.chunks,
-                held.chunks,
-                held.payload_bytes,
-                held.by_group,
-                cache.drain.state(),
+                **cache.admin.held()._asdict(),
+                drain=cache.drain.state(),
             )
             for (group_bytes, fingerprint), cache in self.formats.by_format().items()
-            for held in [cache.admin.held()]
         ]
         return Report(
             os.getpid(),
