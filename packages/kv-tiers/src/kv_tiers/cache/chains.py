@@ -1,8 +1,8 @@
-"""Divides keys into the chains that they form in their prompts."""
+"""The chains that keys form in their prompts: each group of layers and shard has one of its own."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kv_core.keys import ChunkKey
+from kv_core.keys import ChunkKey, by_chain
 
 
 def chains(
@@ -37,3 +37,11 @@ def chains(
             yield chain[: first + most], first
     for key in left:  # those in a cycle, which wrong hints may form
         yield [key], 0
+
+
+def parents_of(chain: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkKey | None]:
+    """The chunk before each of these in its group and shard; None: it is the first."""
+    parents: dict[ChunkKey, ChunkKey | None] = {}
+    for of_group in by_chain(chain).values():
+        parents.update(zip(of_group, (None, *of_group), strict=False))
+    return parents

@@ -14,10 +14,11 @@ from typing import Final, NamedTuple, Protocol
 
 from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
-from kv_core.keys import TENANT_AT, ChunkKey, by_chain
+from kv_core.keys import TENANT_AT, ChunkKey
 from kv_core.log import limited_logger
 from kv_core.service import Holder
 
+from kv_tiers.cache.chains import parents_of
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
 from kv_tiers.eviction.coverage import CoveragePolicy
@@ -421,16 +422,12 @@ class HostTier:
     ) -> None:
         directory = self.pool.directory
         assert directory is not None
-        parents: dict[ChunkKey, int] = {}
-        for of_group in by_chain(chain).values():
-            parent = NO_PARENT
-            for key in of_group:
-                parents[key] = parent
-                slot = self._index.find(key)
-                parent = NO_PARENT if slot is None else self.pool.place(slot)
+        parents = parents_of(chain)
         for key, slot, checksum in zip(keys, slots, checksums, strict=True):
             if slot not in gone:
-                directory.write(self.pool.place(slot), key, parents[key], checksum)
+                above = None if (parent := parents[key]) is None else self._index.find(parent)
+                place = NO_PARENT if above is None else self.pool.place(above)
+                directory.write(self.pool.place(slot), key, place, checksum)
 
     def _adopt(self) -> None:
         """Take over the chunks that an earlier process left in a named pool."""

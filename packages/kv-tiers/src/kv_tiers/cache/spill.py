@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal
 
-from kv_core.keys import ChunkKey, by_chain
+from kv_core.keys import ChunkKey
 from kv_core.outcome import Stored, StoreOutcome
 
+from kv_tiers.cache.chains import parents_of
 from kv_tiers.cache.host import HostTier
 from kv_tiers.events import events
 from kv_tiers.eviction.shares import Share
@@ -171,7 +172,7 @@ class Spills:
             self._withheld.pop(slot, None)
             if lower is not None and not lacking <= lower:
                 self._withheld[slot] = key, frozenset(lacking - lower)
-        parents = _parents(chain)
+        parents = parents_of(chain)
         share = self._host.share_of(keys[0].tenant)
         for number in sorted(lacking if lower is None else lacking & lower):
             tier = self._tiers[number]
@@ -183,7 +184,7 @@ class Spills:
         """These resident chunks also belong to another request, which may write them to these tiers (None: to all)."""
         if not self._withheld:
             return
-        parents = _parents(chain)
+        parents = parents_of(chain)
         allowed = frozenset(range(len(self._tiers))) if lower is None else lower
         added = 0
         for slot in slots:
@@ -388,11 +389,3 @@ class Spills:
             if self._index.key_at(slot) == chunk.key and not self._index.is_leased(slot):
                 self._host.evict(slot)
                 self._host.free([slot])
-
-
-def _parents(chain: Sequence[ChunkKey]) -> dict[ChunkKey, ChunkKey | None]:
-    """The chunk before each of these in its group; None: it is the first."""
-    parents: dict[ChunkKey, ChunkKey | None] = {}
-    for of_group in by_chain(chain).values():
-        parents.update(zip(of_group, (None, *of_group), strict=False))
-    return parents
