@@ -24,21 +24,13 @@ _SLOWEST: Final = 1e-7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EngineRotation:
+class EngineRotation(ChannelOrder):
     """One of the rotary embeddings that an engine has created.
 
-    head_dim, rotated, neighbours: as in `ChannelOrder`.
     frequencies: radians per token, [rotated / 2]; None: the engine does not reveal them.
     """
 
-    head_dim: int
-    rotated: int
-    neighbours: bool
     frequencies: NDArray[np.float64] | None = None
-
-    @property
-    def order(self) -> ChannelOrder:
-        return ChannelOrder(self.head_dim, self.rotated, self.neighbours)
 
 
 def check_rotations(
@@ -56,10 +48,10 @@ def check_rotations(
     tables = sorted(set(shape.tables[stage * each : (stage + 1) * each]))
     rotating = [table for table in map(calibration.frequencies.__getitem__, tables) if table.any()]
     known = [one for one in made if one.head_dim == shape.head_dim]
-    alike = [one for one in known if _pairs(one.order) == _pairs(shape.order)]
+    alike = [one for one in known if _pairs(one) == _pairs(shape.order)]
     for table in rotating:
         if not alike:
-            others = "; ".join(sorted({_spelled(one.order) for one in known})) or "nothing that it reports"
+            others = "; ".join(sorted({_spelled(one) for one in known})) or "nothing that it reports"
             raise ConfigError(
                 f"codec kvtc: the calibration of {shape.model} is for keys of which the model rotates "
                 f"{_spelled(shape.order)}, and this engine rotates {others}: it stores keys in a different order from "
