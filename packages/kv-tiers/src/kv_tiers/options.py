@@ -43,10 +43,10 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
     Raises:
         ConfigError: an unknown option, naming the nearest known one; a value of the wrong type or out of range.
     """
-    known = [field.encode_name for field in msgspec.structs.fields(settings)]
+    fields = {field.encode_name: field for field in msgspec.structs.fields(settings)}
     for name in options:
-        if name not in known:
-            raise ConfigError(f"{where}: there is no option {name!r}; {nearest(name, known)}")
+        if name not in fields:
+            raise ConfigError(f"{where}: there is no option {name!r}; {nearest(name, fields)}")
     values = {name: counted(name, value, f"{where}: {name}") for name, value in options.items()}
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -54,21 +54,16 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
     try:
         return msgspec.convert(values, settings)
     except msgspec.ValidationError as error:
-        missing = [
-            field.encode_name
-            for field in msgspec.structs.fields(settings)
-            if field.required and field.encode_name not in values
-        ]
+        missing = [name for name, field in fields.items() if field.required and name not in values]
         if missing:
             raise ConfigError(f"{where}: `{'` and `'.join(missing)}` must be given; write {missing[0]}: …") from None
-        raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}{_choices(settings, str(error))}") from None
+        raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}{_choices(fields, str(error))}") from None
 
 
-def _choices(settings: type[msgspec.Struct], said: str) -> str:
+def _choices(fields: Mapping[str, msgspec.structs.FieldInfo], said: str) -> str:
     """What may be written for the option that this error is about, if that is one of a few words."""
     found = re.search(r" - at `\$\.(\w+)`$", said)
-    types = {field.encode_name: field.type for field in msgspec.structs.fields(settings)}
-    wanted = None if found is None else types.get(found[1])
+    wanted = fields[found[1]].type if found is not None and found[1] in fields else None
     return f"; write one of {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else ""
 
 
