@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from kv_core.keys import ChunkKey
 
 from kv_tiers.cache.host import HostTier
-from kv_tiers.eviction.shares import Share, Shares
+from kv_tiers.eviction.shares import Shares
 from kv_tiers.index.residency import Residency
 
 
@@ -69,7 +69,8 @@ class Holds:
                 continue
             share = self._shares.of(key.tenant)
             if id(share) not in room:
-                room[id(share)] = share.slots // 2 - self._held_in(share)
+                held = sum(count for tenant, count in self._held_of.items() if self._shares.of(tenant) is share)
+                room[id(share)] = share.slots // 2 - held
             if room[id(share)] <= 0:
                 break
             room[id(share)] -= 1
@@ -113,9 +114,6 @@ class Holds:
         self._held_of.clear()
         self._due.clear()
         self._read.clear()
-
-    def _held_in(self, share: Share) -> int:
-        return sum(held for tenant, held in self._held_of.items() if self._shares.of(tenant) is share)
 
     def _let_go(self, slots: Sequence[int]) -> None:
         for slot in slots:

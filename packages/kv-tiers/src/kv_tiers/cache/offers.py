@@ -53,7 +53,9 @@ class Offers:
                 key for key, is_here in zip(wanted, here, strict=True) if not is_here and not self._index.is_held(key)
             ][:room]
             for key in lacking:
-                self._note(key, share)
+                self._drop(key)
+                self._unused[key] = share
+                self._of[share] += 1
         if tier is not None and lacking:
             self._lower.promotions.bring(tier, chain, first, only=frozenset(lacking))
         with self._host.lock:
@@ -79,11 +81,6 @@ class Offers:
                 self._drop(key)
             else:
                 self._unused.move_to_end(key)
-
-    def _note(self, key: ChunkKey, share: Share) -> None:
-        self._drop(key)
-        self._unused[key] = share
-        self._of[share] += 1
 
     def _drop(self, key: ChunkKey) -> None:
         if (share := self._unused.pop(key, None)) is not None:

@@ -185,7 +185,8 @@ class RemoteCache:
         with self._lock:
             leased = self._ask(request, wire.WriteLeased, lasts=True)
             if leased is None or not leased.lease:
-                lease = LeaseId(self._own_number())
+                self._own_numbers += 1
+                lease = LeaseId(-self._own_numbers)  # which the server does not know: never one of its own
                 self._lasting[lease] = holder
                 self._void.add(lease)
                 return WriteLease(lease, (), (), "the cache server is away" if leased is None else leased.refused)
@@ -417,11 +418,6 @@ class RemoteCache:
     def _numbered(self, number: int) -> int:
         """The server's number, made distinct from the same number of an earlier server."""
         return self.generation * _GENERATION + number
-
-    def _own_number(self) -> int:
-        """A number for a lease that the server does not know: never one of its own."""
-        self._own_numbers += 1
-        return -self._own_numbers
 
     def _strike(self, lease: LeaseId) -> bool:
         """Forget an open lasting lease. True: the server knows it."""
