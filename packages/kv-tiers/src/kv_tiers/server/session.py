@@ -14,6 +14,7 @@ lookups are refused, stores get no room and loads fail, which costs a miss.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from kv_core.clock import Clock
@@ -317,7 +318,4 @@ def _check_seconds(measured: Sequence[float]) -> None:
 
 def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
     """The keys by length, because those of one message have the same length, and those of one eviction need not."""
-    lengths: dict[int, list[ChunkKey]] = {}
-    for key in keys:
-        lengths.setdefault(len(key), []).append(key)
-    return list(lengths.values())
+    return [list(alike) for _, alike in groupby(sorted(keys, key=len), key=len)]

@@ -46,8 +46,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 started = True
                 headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers[name] = value
+                headers.update(_HEADERS)
                 headers.setdefault("content-security-policy", _NOTHING_LOADS)
                 if connection.get(IS_LAST):
                     headers["connection"] = "close"
