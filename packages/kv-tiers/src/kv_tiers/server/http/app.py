@@ -1,6 +1,6 @@
 """The application: every operation at its path, the status page, and the guard around them."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -19,8 +19,6 @@ from kv_tiers.server.http.page import Page
 from kv_tiers.server.http.problem import Problem, problem_response
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], archive_directory: str) -> ASGIApp:
@@ -77,13 +75,7 @@ async def _bug(request: Request, error: Exception) -> Response:
 async def _no_such(request: Request, error: Any) -> Response:
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 404:
-        problem = Problem(
-            404, f"there is nothing at {request.url.path[:200]}; GET /openapi.json lists what there is", headers
-        )
+        detail = f"there is nothing at {request.url.path[:200]}; GET /openapi.json lists what there is"
     else:
-        problem = Problem(
-            error.status_code,
-            f"{request.method} is not allowed for {request.url.path}; use {headers.get('allow')}",
-            headers,
-        )
-    return problem_response(problem)
+        detail = f"{request.method} is not allowed for {request.url.path}; use {headers.get('allow')}"
+    return problem_response(Problem(error.status_code, detail, headers))

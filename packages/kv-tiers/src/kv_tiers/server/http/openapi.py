@@ -43,7 +43,7 @@ def _described(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
     failures = set(operation.failures)
     described: dict[str, Any] = {
         "summary": operation.summary,
-        "operationId": _name(operation),
+        "operationId": "_".join([operation.method.lower(), *re.findall(r"\w+", operation.path)]),
         "responses": {},
     }
     if operation.answer is Response:
@@ -72,8 +72,3 @@ def _described(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
 
 def _response(status: int, schema: Any, media_type: str = "application/json") -> dict[str, Any]:
     return {"description": HTTPStatus(status).phrase, "content": {media_type: {"schema": schema}}}
-
-
-def _name(operation: Operation) -> str:
-    words = re.findall(r"\w+", operation.path)
-    return "_".join([operation.method.lower(), *words])
