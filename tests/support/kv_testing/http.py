@@ -45,7 +45,7 @@ class Served:
         )
         self.clock = HandClock()
         self.server = CacheServer(config, clock=self.clock)
-        opened = open_http(config.http, config.tenants)
+        opened = open_http(config.http)
         assert opened is not None
         self.http = opened
         self.http.start(self.server)

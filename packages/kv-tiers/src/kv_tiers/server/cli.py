@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _allow_descriptors(config)
         # A signal between these two would leave the socket behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-        http = open_http(config.http, config.tenants)
+        http = open_http(config.http)
         server = CacheServer(config)
     except ConfigError as error:
         print(f"kv-server: {error}", file=sys.stderr)

@@ -60,7 +60,7 @@ class CacheServer:
         """
         self._lease_s = config.host.lease_s
         self._max_formats = config.max_formats
-        self._names = {tenant.tag: tenant.name for tenant in config.tenants}
+        self.tenant_names = {tenant.tag: tenant.name for tenant in config.tenants}
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._started_s = self._clock.now_s()
         self._peers: PeerServer | None = None
@@ -359,7 +359,7 @@ class CacheServer:
                 used.count(cache),
                 cache.counts(),
                 _tiers(cache),
-                *_tenants(cache, self._names),
+                *_tenants(cache, self.tenant_names),
                 cache.holds.chunks,
                 **cache.admin.held()._asdict(),
                 drain=cache.drain.state(),

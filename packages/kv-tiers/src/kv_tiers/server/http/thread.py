@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
 from kv_tiers.server.http.token import read_token
 from kv_tiers.server.server import CacheServer
-from kv_tiers.tenants import Tenant
 
 _log = limited_logger(__name__)
 
@@ -37,19 +35,20 @@ _NO_ROOM: Final = (
 class HttpThread:
     """Binds its address at once, and serves from `start` until `stop`."""
 
-    def __init__(self, config: HttpConfig, tenants: Sequence[Tenant]) -> None:
-        """tenants: those that the settings name.
-
+    def __init__(self, config: HttpConfig) -> None:
+        """
         Raises:
             ConfigError: the settings cannot be honoured, or the address is taken.
         """
         listen = read_listen(config)
-        self._token = read_token(Path(config.token_file)) if config.token_file else ""
-        self._names = Names({tenant.tag: tenant.name for tenant in tenants})
-        self._archive_directory = _checked_directory(config.archive_directory)
         # Host names in requests that do not come from a page of another origin.
         names = {LOOPBACK_NAME, "127.0.0.1", "::1", listen.host.lower()} if listen.is_loopback else set()
-        self._hosts = frozenset(names | {name.lower() for name in config.hosts})
+        self._make_app = partial(
+            make_app,
+            token=read_token(Path(config.token_file)) if config.token_file else "",
+            hosts=frozenset(names | {name.lower() for name in config.hosts}),
+            archive_directory=_checked_directory(config.archive_directory),
+        )
         self._listener = listen_at(listen, "http: listen")
         self.url = f"http://{HostPort(listen.host, self._listener.getsockname()[1])}/"
         self._server: uvicorn.Server | None = None
@@ -59,16 +58,9 @@ class HttpThread:
 
     def start(self, server: CacheServer) -> None:
         self._relay = Relay(server)
-        app = make_app(
-            self._relay,
-            names=self._names,
-            token=self._token,
-            hosts=self._hosts,
-            archive_directory=self._archive_directory,
-        )
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app,
+                self._make_app(self._relay, names=Names(server.tenant_names)),
                 loop="asyncio",
                 http=BoundedProtocol,
                 ws="none",
@@ -98,7 +90,6 @@ class HttpThread:
         self._relay.close()
 
     def _serve(self) -> None:
-        assert self._server is not None
         try:
             asyncio.run(self._run())
         except Exception:  # noqa: BLE001  # the server continues
