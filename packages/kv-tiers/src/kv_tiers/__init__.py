@@ -18,14 +18,8 @@ else:
         {
             "kv_tiers.build": ("build_local_cache",),
             "kv_tiers.clock": ("MonotonicClock",),
-            "kv_tiers.config": (
-                "ColdConfig",
-                "HostConfig",
-            ),
-            "kv_tiers.eviction": (
-                "EvictionPolicy",
-                "LruPolicy",
-            ),
+            "kv_tiers.config": ("ColdConfig", "HostConfig"),
+            "kv_tiers.eviction": ("EvictionPolicy", "LruPolicy"),
             "kv_tiers.cache.local": ("LocalCache",),
             "kv_tiers.pool.host_pool": ("HostPool",),
             "kv_tiers.tenants": ("Tenant",),

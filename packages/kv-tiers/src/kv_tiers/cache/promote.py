@@ -82,9 +82,8 @@ class Promotions:
         self._arriving: dict[ChunkKey, Job] = {}  # key → the load that is to deliver it
         self._given_up_slots = 0  # still reserved by loads whose chunks others may deliver
         self._probes = [Probes() for _ in self._lanes]
-        self._source: dict[
-            int, tuple[ChunkKey, str]
-        ] = {}  # slot → its chunk and the tier it came from, until its first use
+        # By slot, its chunk and the tier that this came from, until its first use.
+        self._source: dict[int, tuple[ChunkKey, str]] = {}
         self.counts = PromoteCounts()
 
     def is_pending(

@@ -86,9 +86,8 @@ class HostPool:
         """The slots' bytes, writable; offsets of extents count from its start. Release everything derived from it."""
         self._closed = False
         self._taken = bytearray(slots)
-        self._returned: list[
-            int
-        ] = []  # last in, first out: the slot that is most likely still in the processor's cache
+        # Last in, first out: the slot that is most likely still in the processor's cache.
+        self._returned: list[int] = []
         self._untouched_from = 0
         self._backed = bytearray(slots)
         self._places = Places(name, self.sizes, self.slot_bytes, slots)
