@@ -7,9 +7,9 @@ cache's content, except that a hold on a chunk ends once the chunk has been read
 
 import mmap
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -157,16 +157,10 @@ class PeerReads:
             if pages is None:
                 pages = memoryview(mmap.mmap(-1, pool.slot_bytes))
             read = Read(key, bytearray(HEADER_BYTES), pages, pool.chunk_bytes, pool.sizes.of(key), as_stored=True)
-            arrived = threading.Event()
-            arrivals: list[Arrival] = []
-
-            def done(answers: Sequence[Arrival]) -> None:
-                arrivals.extend(answers)
-                arrived.set()
-
-            if lane.load([read], done):
-                is_lent = not arrived.wait(max(0.0, until_s - time.monotonic()))
-            outcome = arrivals[0].outcome if arrivals else None
+            arrived: Future[list[Arrival]] = Future()
+            if lane.load([read], arrived.set_result):
+                is_lent = bool(wait([arrived], max(0.0, until_s - time.monotonic())).not_done)
+            outcome = arrived.result()[0].outcome if arrived.done() else None
             header = read.header
             yield StoredChunk(pages[: outcome.nbytes], lambda _: header) if isinstance(outcome, Loaded) else None
         finally:
