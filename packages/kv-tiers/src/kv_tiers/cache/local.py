@@ -418,11 +418,7 @@ class LocalCache:
     def _bring(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
         """Fetch chunks that another host hands over, and hold them as long as that host does. Takes the lock itself."""
         until_s = self._clock.now_s() + hold_s
-
-        def hold(slots: Sequence[int]) -> None:
-            self.holds.hold(slots, until_s, self._clock.now_s())
-
-        self._promotions.bring(tier, chain, first, hold)
+        self._promotions.bring(tier, chain, first, lambda slots: self.holds.hold(slots, until_s, self._clock.now_s()))
 
     def _leave(self, is_leaving: bool) -> None:
         """Takes the lock itself."""

@@ -20,6 +20,7 @@ would wait for them in vain, and an engine that has computed one could not store
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Skipped
@@ -418,10 +419,7 @@ class Promotions:
         job.estimated_s = lane.load_s(nbytes, promotion.share)
         keeps = self._refinements.keeps(job.tier, nbytes)
 
-        def arrived(arrivals: Sequence[Arrival]) -> None:
-            self._arrived(promotion, job, arrivals)
-
-        return lane.load(reads, arrived, share=promotion.share, keeps=keeps)
+        return lane.load(reads, partial(self._arrived, promotion, job), share=promotion.share, keeps=keeps)
 
     def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: empty if the lane refused the job, which it may take later if it serves."""
