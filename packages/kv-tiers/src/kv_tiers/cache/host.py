@@ -123,7 +123,7 @@ class HostTier:
         self._policy_name = policy_name(of_all.policy if isinstance(of_all, CoveragePolicy) else of_all)
         self._evicted: list[ChunkKey] = []  # not published yet
         self._doubtful: dict[int, _Doubt] = {}  # adopted slots that are not verified yet
-        self._closed = False
+        self.is_open = True
         self.watcher: SlotWatcher | None = None
         self.adopted_parts: dict[int, int] = {}
         """By slot, the number of first parts from which an adopted chunk was decoded, if it is an approximation."""
@@ -134,16 +134,12 @@ class HostTier:
         Raises:
             ClosedError: the cache is closed.
         """
-        if self._closed:
+        if not self.is_open:
             raise ClosedError("the cache is closed")
-
-    @property
-    def is_open(self) -> bool:
-        return not self._closed
 
     def stop(self) -> None:
         """From here `check_open` raises."""
-        self._closed = True
+        self.is_open = False
 
     def share_of(self, tenant: bytes) -> Share:
         """The share to which this tenant's chunks belong."""

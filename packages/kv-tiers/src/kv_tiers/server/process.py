@@ -43,15 +43,12 @@ class ServerProcess:
         self.socket = socket
         self.url = self.peers = ""
         self.pid = process.pid
+        assert process.stdout is not None
+        self.output = process.stdout
+        """Readable once it has ended: after `launch` it writes nothing more, and closes it with its end."""
         self._process = process
         self._lifeline = lifeline
         self._home = home
-
-    @property
-    def output(self) -> IO[str]:
-        """Readable once it has ended: after `launch` it writes nothing more, and closes it with its end."""
-        assert self._process.stdout is not None
-        return self._process.stdout
 
     def is_running(self) -> bool:
         return self._lifeline >= 0 and not self._has_ended(0)
