@@ -262,7 +262,20 @@ def test_no_text_does_anything_but_parse_or_be_refused(text: str, data: st.DataO
 
 @pytest.mark.parametrize(
     "bad",
-    [b"", b"\1" * 45, b"\1" * 47, b"\1" * 61, b"\2" + bytes(45), bytes(62), b"\1" * 63, 62, 10**15, "a" * 62, None],
+    [
+        b"",
+        b"\1" * 45,
+        b"\1" * 47,
+        b"\1" * 61,
+        b"\2" + bytes(45),
+        bytes(62),
+        b"\1" * 63,
+        62,
+        10**15,
+        pytest.param(10**5000, id="a number of 5,001 digits"),
+        "a" * 62,
+        None,
+    ],
 )
 def test_bytes_that_are_no_key_are_refused(bad: Any) -> None:
     with pytest.raises(InputError):

@@ -28,3 +28,11 @@ class InputError(KVError, ValueError):
 
 class ConfigError(KVError, ValueError):
     """A setting that cannot be honoured; the text names the setting and says what to write instead."""
+
+
+def shortened(value: object) -> str:
+    """A value from outside, as the text of an error shows it."""
+    if isinstance(value, int) and value.bit_length() > 512:
+        return f"a number of {value.bit_length()} bits"  # the interpreter itself refuses the repr of a huge int
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

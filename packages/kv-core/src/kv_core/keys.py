@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
 
-from kv_core.errors import InputError
+from kv_core.errors import InputError, shortened
 
 KEY_VERSION: Final = 1
 """First byte of every key. The meaning of a version never changes."""
@@ -98,7 +98,7 @@ class ChunkKey(bytes):
             InputError: not the bytes of a key.
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise InputError(f"a chunk key must be bytes, not {_shortened(data)}")
+            raise InputError(f"a chunk key must be bytes, not {shortened(data)}")
         key = cls(data)
         if len(key) not in KEY_BYTES:
             raise InputError(f"a chunk key has {KEY_BYTES[0]} or {KEY_BYTES[1]} bytes, not {len(key)}")
@@ -129,15 +129,15 @@ class ChunkKey(bytes):
             InputError: anything else, such as .., a leading /, or upper-case digits.
         """
         if not isinstance(path, str) or len(path) > 160:
-            raise InputError(f"not the path of a chunk key: {_shortened(path)}")
+            raise InputError(f"not the path of a chunk key: {shortened(path)}")
         parts = path.split("/")
         shares = parts[2].split("-") if len(parts) == 5 else []
         if len(shares) not in (2, 3) or not all(_DECIMAL.fullmatch(share) for share in shares):
-            raise InputError(f"not the path of a chunk key: {_shortened(path)}")
+            raise InputError(f"not the path of a chunk key: {shortened(path)}")
         version, _, space = parts[0].partition("-")
         group, shard, layer = [int(share) for share in shares] + [ALL_LAYERS] * (3 - len(shares))
         if version != str(KEY_VERSION) or max(group, shard, layer) > ALL_LAYERS:
-            raise InputError(f"not the path of a chunk key of version {KEY_VERSION}: {_shortened(path)}")
+            raise InputError(f"not the path of a chunk key of version {KEY_VERSION}: {shortened(path)}")
         key = cls.from_bytes(
             bytes([KEY_VERSION])
             + _unhex(space, "a key space", {32})
@@ -146,7 +146,7 @@ class ChunkKey(bytes):
             + _unhex(parts[4], "a digest", {32, 64})
         )
         if key.path() != path:
-            raise InputError(f"not the path of a chunk key: {_shortened(path)}")
+            raise InputError(f"not the path of a chunk key: {shortened(path)}")
         return key
 
     def split_layers(self, layers: int) -> list["ChunkKey"]:
@@ -258,19 +258,19 @@ class KeySpace:
             InputError: `spell` does not write such text.
         """
         if not isinstance(text, str) or len(text) > _MAX_SPELLING_CHARS:
-            raise InputError(f"not a key's spelling: {_shortened(text)}")
+            raise InputError(f"not a key's spelling: {shortened(text)}")
         parts = text.split("@")
         tags = [tuple(part.partition("%")[::2]) for part in parts[5:]]
         reserved = [value for _, value in tags[: len(_RESERVED_TAGS)]]
         if tuple(name for name, _ in tags[: len(_RESERVED_TAGS)]) != _RESERVED_TAGS:
             raise InputError(
                 f"not a key's spelling, which is model@world@shard@digest@dtype and then "
-                f"@{'%…@'.join(_RESERVED_TAGS)}%…: {_shortened(text)}"
+                f"@{'%…@'.join(_RESERVED_TAGS)}%…: {shortened(text)}"
             )
         model, dtype, revision, chunk_format, chain = [_unescape(part) for part in (parts[0], parts[4], *reserved[:3])]
         numbers = [parts[1], parts[2], reserved[4], reserved[5] or str(ALL_LAYERS)]
         if not all(_DECIMAL.fullmatch(number) and int(number) <= ALL_LAYERS for number in numbers):
-            raise InputError(f"world, shard, group and layer are numbers up to {ALL_LAYERS}: {_shortened(text)}")
+            raise InputError(f"world, shard, group and layer are numbers up to {ALL_LAYERS}: {shortened(text)}")
         world, shard, group, layer = map(int, numbers)
         rest = tuple((name, _unescape(value)) for name, value in tags[len(_RESERVED_TAGS) :])
         space = cls(model, revision, dtype, chunk_format, world, chain, rest)
@@ -278,7 +278,7 @@ class KeySpace:
         key = space.key(_unhex(parts[3], "a digest", {32, 64}), group, shard, tenant=tenant)
         key = ChunkKey(key[: _PREFIX_BYTES - 2] + layer.to_bytes(2, "big") + key.digest)
         if space.spell(key) != text:
-            raise InputError(f"not the canonical spelling of this key: {_shortened(text)}")
+            raise InputError(f"not the canonical spelling of this key: {shortened(text)}")
         return space, key
 
 
@@ -357,7 +357,7 @@ def _check_tags(tags: tuple[tuple[str, str], ...]) -> None:
         raise InputError(f"{len(tags)} tags; a key space has at most {_MAX_TAGS}")
     for number, (name, value) in enumerate(tags):
         if not isinstance(name, str) or not _TAG_NAME.fullmatch(name):
-            raise InputError(f"the tag name {_shortened(name)} is not 1 to 64 of A-Z a-z 0-9 . _ -")
+            raise InputError(f"the tag name {shortened(name)} is not 1 to 64 of A-Z a-z 0-9 . _ -")
         if name in _RESERVED_TAGS:
             raise InputError(f"the tag name {name!r} is reserved for the spelling of keys")
         if number and tags[number - 1][0] == name:
@@ -367,11 +367,11 @@ def _check_tags(tags: tuple[tuple[str, str], ...]) -> None:
 
 def _check_text(name: str, text: str) -> None:
     if not isinstance(text, str):
-        raise InputError(f"{name} is {_shortened(text)}; it must be text")
+        raise InputError(f"{name} is {shortened(text)}; it must be text")
     if len(text) > _MAX_TEXT_CHARS:
         raise InputError(f"{name} has {len(text)} characters; at most {_MAX_TEXT_CHARS} are allowed")
     if any(ord(char) < 0x20 or 0x7F <= ord(char) < 0xA0 or 0xD800 <= ord(char) < 0xE000 for char in text):
-        raise InputError(f"{name} is {_shortened(text)}; control characters are not allowed")
+        raise InputError(f"{name} is {shortened(text)}; control characters are not allowed")
 
 
 def _escape(text: str) -> str:
@@ -382,16 +382,11 @@ def _unescape(text: str) -> str:
     try:
         return unquote_to_bytes(text).decode()
     except UnicodeError:
-        raise InputError(f"not percent-encoded UTF-8: {_shortened(text)}") from None
+        raise InputError(f"not percent-encoded UTF-8: {shortened(text)}") from None
 
 
 def _unhex(text: str, what: str, digits: set[int]) -> bytes:
     if not isinstance(text, str) or len(text) not in digits or not set(text) <= set(string.digits + "abcdef"):
         wanted = " or ".join(map(str, sorted(digits)))
-        raise InputError(f"{what} is {wanted} lower-case hex digits, not {_shortened(text)}")
+        raise InputError(f"{what} is {wanted} lower-case hex digits, not {shortened(text)}")
     return bytes.fromhex(text)
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
-from kv_core.errors import InputError
+from kv_core.errors import InputError, shortened
 
 MAX_TOKEN = 2**64 - 1
 _WIDE_MARK = b"\xff"
@@ -109,14 +109,7 @@ def raise_for_invalid_token(tokens: Sequence[int], first_position: int) -> None:
             value = operator.index(token)
         except TypeError:
             kind = type(token).__name__
-            raise InputError(f"token {position} is {_shortened(token)}, a {kind}; {_ADVICE}") from None
+            raise InputError(f"token {position} is {shortened(token)}, a {kind}; {_ADVICE}") from None
         if not 0 <= value <= MAX_TOKEN:
             problem = "negative" if value < 0 else "too large"
-            raise InputError(f"token {position} is {_shortened(value)}, which is {problem}; {_ADVICE}")
-
-
-def _shortened(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > 512:
-        return f"a number of {value.bit_length()} bits"  # the interpreter itself refuses the repr of a huge int
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+            raise InputError(f"token {position} is {shortened(value)}, which is {problem}; {_ADVICE}")
