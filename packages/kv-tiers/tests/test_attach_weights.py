@@ -303,6 +303,15 @@ def test_weights_that_cannot_be_known_have_a_name_of_this_engine_alone_and_it_sa
     assert ranks[0] == ranks[1] != first.now
 
 
+def test_an_engine_on_a_system_without_threads_starts_and_its_weights_have_a_name_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with threads_left():
+        live = LiveWeights(served(write(tmp_path / "m")), memory=NOWHERE)
+    assert live.now is not None and live.now != identify(served(tmp_path / "m"), NOWHERE)
+    assert "live no longer than this engine" in caplog.text
+
+
 def test_each_change_is_another_name_and_the_same_on_every_rank(tmp_path: Path) -> None:
     write(tmp_path / "m")
     ranks = [LiveWeights(served(tmp_path / "m"), engine="e", memory=NOWHERE, patience_s=30) for _ in range(2)]

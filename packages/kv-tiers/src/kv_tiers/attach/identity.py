@@ -34,6 +34,7 @@ from kv_tiers.attach.file_digests import (
     content_files,
     default_memory,
 )
+from kv_tiers.threads import start_thread
 
 _log = limited_logger(__name__)
 
@@ -154,8 +155,16 @@ class LiveWeights:
         if _known_at_once(model, self._memory):
             self._identify()
             return
-        threading.Thread(target=self._identify, name="kv-weights", daemon=True).start()
-        if not self._settled.wait(patience_s):
+        refused = start_thread(threading.Thread(target=self._identify, name="kv-weights", daemon=True))
+        if refused:
+            self._take(f"{_UNIQUE}{self._engine}-0")
+            _log.warning(
+                "the files of %s are not read, because there can be no thread for that (%s): stored chunks live no "
+                "longer than this engine",
+                model.source,
+                refused,
+            )
+        elif not self._settled.wait(patience_s):
             _log.info(
                 "the files of %s are being read, once, to identify its weights: nothing is loaded or stored until "
                 "that is done",
