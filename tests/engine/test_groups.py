@@ -86,7 +86,7 @@ def test_windows_and_local_attention_are_proved_beside_full_attention_on_the_sam
     before = memory.clone()
     bound = cache.bind(KVCacheGroupSpec(["a"], WINDOW), KVCacheGroupSpec(["b"], FULL), KVCacheGroupSpec(["c"], LOCAL))
     assert described(bound) == [("window:64", 0, 1), ("all", 1, 1), ("local:96", 2, 1)]
-    assert {group.layout.name for group in bound.groups} == {"vLLM CPU, K transposed"}
+    assert {layout.name for layout in bound.layouts} == {"vLLM CPU, K transposed"}
     assert torch.equal(memory, before)
 
 
@@ -134,7 +134,7 @@ def test_a_window_of_latents_is_a_window(cache: Cache) -> None:
     )
     bound = cache.bind(KVCacheGroupSpec(["a"], spec))
     assert described(bound) == [("window:67", 0, 1)]
-    assert [group.layout.name for group in bound.groups] == ["vLLM MLA"]
+    assert [layout.name for layout in bound.layouts] == ["vLLM MLA"]
 
 
 def test_layers_with_other_heads_are_groups_of_ours_with_one_table(cache: Cache) -> None:
@@ -185,7 +185,7 @@ def test_kernel_blocks_smaller_than_the_tables(config: VllmConfig) -> None:
     small.add("a")
     bound = small.bind(KVCacheGroupSpec(["a"], FULL))
     assert bound.shapes[0].block_tokens == 32
-    assert (bound.groups[0].layout.blocks, bound.groups[0].layout.block_tokens) == (16, 16)
+    assert (bound.layouts[0].blocks, bound.layouts[0].block_tokens) == (16, 16)
     whole = Cache(config)
     whole.add("a")
     assert bound.fingerprint == whole.bind(KVCacheGroupSpec(["a"], FULL)).fingerprint  # and the bytes are the same

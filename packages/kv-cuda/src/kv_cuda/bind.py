@@ -61,6 +61,10 @@ class BoundGroups:
         return tuple(group.format for group in self.groups)
 
     @property
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        return tuple(group.layout for group in self.groups)
+
+    @property
     def group_bytes(self) -> tuple[int, ...]:
         """The payload size of each group."""
         return tuple(group.format.nbytes for group in self.groups)

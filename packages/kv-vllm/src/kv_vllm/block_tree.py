@@ -45,8 +45,7 @@ class BlockTree:
             node = self._nodes[name] = _Node(stored)
             self._below.setdefault(parent, set()).add(name)
         node.held += 1
-        above = self._nodes.get(parent)
-        if not node.said and (stored.parent_block_hash is None or (above is not None and above.said)):
+        if not node.said and (stored.parent_block_hash is None or self._is_said(parent)):
             self._say(name)
 
     def release(self, stored: BlockStored) -> None:
@@ -62,6 +61,9 @@ class BlockTree:
         self._below[parent].remove(name)
         if not self._below[parent]:
             del self._below[parent]
+
+    def _is_said(self, name: Name) -> bool:
+        return name in self._nodes and self._nodes[name].said
 
     def _say(self, top: Name) -> None:
         """Announce it and the blocks that were waiting for it, parents first."""
