@@ -50,10 +50,18 @@ class Engine:
         self.hits = [output.num_cached_tokens or 0 for output in outputs]
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
-    def ask_in_turn(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[Answer]:
-        """One prompt after the other, so that each finds what those before it left."""
+    def ask_in_turn(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS, *, settles: bool = False
+    ) -> list[Answer]:
+        """One prompt after the other, so that each finds what those before it left.
+
+        settles: each waits until those before it are in the lower tiers too. Until then their chunks keep their slots,
+            and where a small pool has no others, what comes next is neither stored nor promoted.
+        """
         answers, hits = [], []
         for prompt in prompts:
+            if settles:
+                self.inside("kv_settle")
             answers += self.ask([prompt], new_tokens)
             hits += self.hits
         self.hits = hits

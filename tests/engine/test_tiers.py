@@ -41,14 +41,14 @@ def test_through_disk_cold_warm_and_after_a_restart(
 ) -> None:
     cache = {"host": host, "tiers": [disk(tmp_path / "kv", write=write)], "cold": cold}
     with started(tiny_llama, cache=cache) as first:
-        assert first.ask_in_turn(PROMPTS) == reference
+        assert first.ask_in_turn(PROMPTS, settles=True) == reference
         assert first.hits == [0, 512, 512, 768, 0, 0]
-        assert first.ask_in_turn(PROMPTS) == reference
+        assert first.ask_in_turn(PROMPTS, settles=True) == reference
         assert first.hits == WARM_HITS
         assert first.ask(PROMPTS) == reference
         assert first.assert_at_rest()["tiers"]["disk"]["lane"]["loaded"] > 0
     with started(tiny_llama, cache=cache) as second:
-        assert second.ask_in_turn(PROMPTS) == reference
+        assert second.ask_in_turn(PROMPTS, settles=True) == reference
         assert second.hits == WARM_HITS
         second.assert_at_rest()
 
@@ -72,13 +72,13 @@ class TestOneEngineOverDisk:
     def _filled(self, engine: Engine, reference: list[Answer]) -> None:
         engine.llm.reset_prefix_cache(reset_connector=True)
         engine.inside("kv_settle")
-        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.ask_in_turn(PROMPTS, settles=True) == reference
         assert engine.hits == [0, 512, 512, 768, 0, 0]
         engine.inside("kv_settle")
         empty_the_pool()
 
     def test_what_was_reset_is_gone_from_disk_too(self, engine: Engine, reference: list[Answer]) -> None:
-        assert engine.ask_in_turn(PROMPTS) == reference
+        assert engine.ask_in_turn(PROMPTS, settles=True) == reference
         assert engine.hits == WARM_HITS
         engine.llm.reset_prefix_cache(reset_connector=True)
         assert engine.ask([PROMPTS[0]]) == [reference[0]]
@@ -127,10 +127,10 @@ def test_through_valkey_from_another_engine_and_through_its_faults(
 ) -> None:
     tier = {"type": "valkey", "url": valkey.url}
     with started(tiny_llama, cache={"host": POOL, "tiers": [tier], "cold": PATIENT}) as first:
-        assert first.ask_in_turn(PROMPTS) == reference
+        assert first.ask_in_turn(PROMPTS, settles=True) == reference
         first.assert_at_rest()
     with started(tiny_llama, cache={"host": POOL, "tiers": [tier], "cold": PATIENT}) as second:
-        assert second.ask_in_turn(PROMPTS) == reference
+        assert second.ask_in_turn(PROMPTS, settles=True) == reference
         assert second.hits == WARM_HITS
         # Stopped under load: misses, and never an error.
         empty_the_pool()
@@ -142,10 +142,10 @@ def test_through_valkey_from_another_engine_and_through_its_faults(
         until(lambda: second.inside("kv_snapshot")["tiers"]["valkey"]["health"] == "UP", within_s=2.0)
         second.llm.reset_prefix_cache(reset_connector=True)
         second.inside("kv_settle")
-        assert second.ask_in_turn(PROMPTS) == reference
+        assert second.ask_in_turn(PROMPTS, settles=True) == reference
         second.inside("kv_settle")
         empty_the_pool()
-        assert second.ask_in_turn(PROMPTS) == reference
+        assert second.ask_in_turn(PROMPTS, settles=True) == reference
         assert second.hits == WARM_HITS
         second.assert_at_rest()
 
