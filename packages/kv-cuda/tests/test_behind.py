@@ -341,6 +341,23 @@ def test_the_thread_leaves_the_processor_of_the_caller(monkeypatch: pytest.Monke
         os.sched_setaffinity(0, processors)
 
 
+def test_a_copy_that_is_interrupted_is_made_again() -> None:
+    """A signal's handler may raise in it: half of a layer is not one that has arrived."""
+    copied: list[int] = []
+
+    def interrupted() -> None:
+        copied.append(0)
+        if len(copied) == 1:
+            raise KeyboardInterrupt
+
+    copy = LayerCopy(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copy.wait()
+    assert not copy.done()
+    copy.wait()
+    assert copy.done() and len(copied) == 2
+
+
 def test_what_has_been_copied_is_let_go() -> None:
     """Or a pool could not be closed while anybody has the events."""
 

@@ -65,11 +65,12 @@ class LayerCopy:
             return False
         try:
             if self._copy is not None:
-                self._copy()
-        except Exception as error:  # noqa: BLE001  # every caller that waits for this layer gets it
-            self._failure = error
+                try:
+                    self._copy()
+                except Exception as error:  # noqa: BLE001  # every caller that waits for this layer gets it
+                    self._failure = error
+                self._copy = None
         finally:
-            self._copy = None
             self._lock.release()
         return True
 
