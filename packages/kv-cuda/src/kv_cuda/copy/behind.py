@@ -52,7 +52,7 @@ class LayerCopy:
                 layer = layer._next
             else:
                 self.copy(wait=True)
-                leave_processor()  # the system wakes a waiter where its waker runs
+                move_thread_away()  # the system wakes a waiter where its waker runs
         if self._failure is not None:
             raise self._failure
 
@@ -81,7 +81,7 @@ def copy_behind(layers: Sequence[Callable[[], None]]) -> list[LayerCopy]:
     for copy in reversed(layers):
         copies.append(LayerCopy(copy, copies[-1] if copies else None))
     copies.reverse()
-    leave_processor()
+    move_thread_away()
     try:
         copying_thread().submit(_copy_all, copies)
     except RuntimeError:
@@ -109,8 +109,8 @@ def _forget_thread() -> None:
 os.register_at_fork(after_in_child=_forget_thread)  # a child inherits the executor without its thread
 
 
-def leave_processor() -> None:
-    """Let the thread run on all processors of the caller but the one that the caller runs on now."""
+def move_thread_away() -> None:
+    """Have the copying thread run on any of the caller's processors but the one that the caller runs on now."""
     if not _thread_ids or not hasattr(os, "sched_setaffinity"):
         return
     others = os.sched_getaffinity(0) - {ctypes.CDLL(None).sched_getcpu()}
