@@ -23,7 +23,7 @@ from kv_cuda.copy.ops.rows import row_kernel
 from kv_cuda.copy.ops.xxh3 import ChunkSums
 from kv_cuda.copy.plan import copy_shape
 from kv_cuda.files.cufile import find_cufile
-from kv_cuda.tune.measure import Measured, Sizes, measure_copy_paths, measure_layout
+from kv_cuda.tune.measure import Measured, Sizes, measure_copy_paths, measure_layout, pool_to_measure
 from kv_cuda.tune.measure_files import measure_files
 
 from benchmarks._report import Row
@@ -116,7 +116,7 @@ def _slowdown(device: torch.device, copy_path: CopyPath) -> Row:
     layout = sizes.layout(16)
     described = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
-    pool = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, pin_memory=True)
+    pool = pool_to_measure(sizes.chunks * described.nbytes)
     only = ((0, copy_path),)
     copier = GpuCopier(layout, list(cache), described, copy_paths=CopyPaths(load=only, store=only))
     copier.attach("pool", pool.numpy().data)

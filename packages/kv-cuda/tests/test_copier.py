@@ -21,6 +21,7 @@ from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.kernels import installed_kernels
 from kv_testing.layouts import BLOCKS, TOKENS, SmallCache, place_of, small_caches
+from kv_testing.pool_memory import pool_memory
 
 CHUNK = 3 * TOKENS
 CACHES = small_caches()
@@ -117,7 +118,7 @@ def slow(
     layout: PagedLayout,
     kind: str,
     tensors: list[torch.Tensor],
-    pools: dict[str, bytearray],
+    pools: dict[str, memoryview],
     plan: TransferPlan,
     *,
     to_engine: bool,
@@ -147,9 +148,9 @@ def random_plan(layout: PagedLayout, kind: str, chance: random.Random) -> Transf
     return plan_transfer(extents, table, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=first, last_token=last)
 
 
-def pools_for(described: ChunkFormat, seed: int) -> dict[str, bytearray]:
+def pools_for(described: ChunkFormat, seed: int) -> dict[str, memoryview]:
     chance = random.Random(seed)
-    return {name: bytearray(chance.randbytes(2 * 4096 + described.nbytes)) for name in ("a", "b")}
+    return {name: pool_memory(chance.randbytes(2 * 4096 + described.nbytes)) for name in ("a", "b")}
 
 
 @every_hand
@@ -172,7 +173,7 @@ def test_a_plan_moves_exactly_its_tokens_and_touches_nothing_else(
         fast_pools, slow_pools = (pools_for(format_of(layout, kind), seed) for _ in range(2))
         copier = maker.take(layout, fast_side, format_of(layout, kind))
         for name, pool in fast_pools.items():
-            copier.attach(name, memoryview(pool))
+            copier.attach(name, pool)
         event = copier.load(plan) if to_engine else copier.store(plan)
         event.wait()
         assert event.done()
@@ -194,9 +195,9 @@ def test_what_was_gathered_scatters_back_into_other_blocks(
     tensors = cache.make()
     fill(tensors)
     copier = CpuCopier(layout, tensors, described)
-    pools = {name: bytearray(described.nbytes) for name in ("there", "back")}
+    pools = {name: pool_memory(described.nbytes) for name in ("there", "back")}
     for name, pool in pools.items():
-        copier.attach(name, memoryview(pool))
+        copier.attach(name, pool)
 
     def plan(pool: str, table: list[int]) -> TransferPlan:
         extents = [HostExtent(pool, 0, described.nbytes)]
@@ -220,12 +221,12 @@ def test_a_round_trip_restores_exactly_the_asked_tokens(name: str, table: list[i
     described = format_of(cache.layout, "canonical")
     extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(2)]
     plan = plan_transfer(extents, table, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=cut[0], last_token=cut[1])
-    pool = bytearray(2 * described.nbytes)
+    pool = pool_memory(2 * described.nbytes)
     full, empty, expected = cache.make(), cache.make(), cache.make()
     fill(full)
     for tensors, load in ((full, False), (empty, True)):
         copier = CpuCopier(cache.layout, tensors, described)
-        copier.attach("pool", memoryview(pool))
+        copier.attach("pool", pool)
         (copier.load if load else copier.store)(plan)
     slow(cache.layout, "canonical", expected, {"pool": pool}, plan, to_engine=True)
     for ours, wanted in zip(empty, expected, strict=True):
@@ -261,8 +262,8 @@ def test_blocks_of_every_size_move_whole_and_in_part(maker: Maker, order: str, b
     ]
     tensors = list(torch.randn(2, layout.blocks, page).to(maker.device))
     copier = maker.take(layout, tensors, described)
-    pool = bytearray(2 * described.nbytes)
-    copier.attach("pool", memoryview(pool))
+    pool = pool_memory(2 * described.nbytes)
+    copier.attach("pool", pool)
     before = [read_rows(layout, tensors, layer, slots[0].to(maker.device)) for layer in range(2)]
     copier.store(plans[0]).wait()
     for tensor in tensors:
@@ -292,8 +293,8 @@ def test_a_manager_s_block_of_two_kernel_blocks_is_the_same_slots(maker: Maker) 
     assert coarse == fine
     tensors = cache.make(maker.device)
     fill(tensors)
-    copier, pool = maker.take(cache.layout, tensors, described), bytearray(described.nbytes)
-    copier.attach("pool", memoryview(pool))
+    copier, pool = maker.take(cache.layout, tensors, described), pool_memory(described.nbytes)
+    copier.attach("pool", pool)
     copier.store(coarse).wait()
     slots = torch.tensor([16 + token if token < manager else token - manager for token in range(3, 2 * manager)])
     keys = read_rows(cache.layout, tensors, 1, slots.to(maker.device))["k"].cpu().numpy().tobytes()
@@ -308,9 +309,9 @@ def test_one_slot_may_be_gathered_twice() -> None:
     fill(tensors)
     extent = HostExtent("pool", 0, described.nbytes)
     plan = TransferPlan((Copy(extent, 0, 5, 2), Copy(extent, 2, 5, 2)), CHUNK)
-    pool, expected = bytearray(described.nbytes), bytearray(described.nbytes)
+    pool, expected = pool_memory(described.nbytes), pool_memory(described.nbytes)
     copier = CpuCopier(cache.layout, tensors, described)
-    copier.attach("pool", memoryview(pool))
+    copier.attach("pool", pool)
     copier.store(plan)
     slow(cache.layout, "canonical", tensors, {"pool": expected}, plan, to_engine=False)
     assert pool == expected
@@ -342,8 +343,8 @@ def test_a_plan_that_reaches_outside_is_refused_whole(copy: Copy, said: str) -> 
     fill(tensors)
     before = [raw(tensor).clone() for tensor in tensors]
     copier = CpuCopier(cache.layout, tensors, format_of(cache.layout, "canonical"))
-    pool = bytearray(GOOD.nbytes + 4)
-    copier.attach("pool", memoryview(pool))
+    pool = pool_memory(GOOD.nbytes + 4)
+    copier.attach("pool", pool)
     plan = TransferPlan((Copy(GOOD, 0, 0, 4), copy), CHUNK)
     for move in (copier.load, copier.store):
         with pytest.raises(InputError, match=said):
@@ -435,10 +436,10 @@ def test_layers_may_lie_in_any_order_and_share_a_tensor(kind: str, order: list[i
             fill(tensors)
             sides.append([tensors[layer] for layer in order])
         # A shared tensor is loaded with what it stored: other bytes for each layer would have no right answer.
-        pools = [{name: bytearray(len(pool)) for name, pool in pools_for(described, 0).items()} for _ in range(2)]
+        pools = [{name: pool_memory(len(pool)) for name, pool in pools_for(described, 0).items()} for _ in range(2)]
         copier = CpuCopier(cache.layout, sides[0], described)
         for name, pool in pools[0].items():
-            copier.attach(name, memoryview(pool))
+            copier.attach(name, pool)
         (copier.load if to_engine else copier.store)(plan)
         slow(cache.layout, kind, sides[1], pools[1], plan, to_engine=to_engine)
         assert pools[0] == pools[1]
@@ -501,8 +502,8 @@ def test_copies_of_many_bytes_are_shared_among_torchs_threads_where_there_are_ma
     assert kernels is not None
     real = kernels.call
     monkeypatch.setattr(kernels, "call", lambda name, *arguments: called.append(name) or real(name, *arguments))
-    pool = bytearray(chunks * described.nbytes)
-    copier.attach("pool", memoryview(pool))
+    pool = pool_memory(chunks * described.nbytes)
+    copier.attach("pool", pool)
     extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(chunks)]
     table = [*range(64)] * chunks
     copier.store(

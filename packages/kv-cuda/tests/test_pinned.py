@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_core.errors import ConfigError, MisuseError
+from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_core.extent import HostExtent
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.pinned import CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
 from kv_cuda.quantise.copier import QuantisingCopier
 from kv_testing.layouts import TOKENS, small_caches
+from kv_testing.pool_memory import pool_memory
 from kv_testing.threads import threads_left
 from kv_testing.wait import until
 
@@ -140,8 +141,8 @@ def test_memory_that_another_copier_of_this_process_pinned_is_no_error() -> None
 
 def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() -> None:
     driver = Driver()
-    first, second = (share_mapping(1 << 20, 4096, driver, slice_bytes=1024) for _ in range(2))
-    other = share_mapping(1 << 21, 4096, driver, slice_bytes=1024)
+    first, second = (share_mapping(1 << 20, 4096, driver, memory=None, slice_bytes=1024) for _ in range(2))
+    other = share_mapping(1 << 21, 4096, driver, memory=None, slice_bytes=1024)
     assert first is second is not other
     first.pin(0, 4096)
     second.pin(0, 4096)
@@ -152,7 +153,7 @@ def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() ->
     assert list(driver.held) == [(1 << 21) + 3072]
     give_back_mapping(other)
     assert not driver.held
-    again = share_mapping(1 << 20, 4096, driver, slice_bytes=2048)
+    again = share_mapping(1 << 20, 4096, driver, memory=None, slice_bytes=2048)
     assert again is not first
     give_back_mapping(again)
 
@@ -173,7 +174,9 @@ def test_no_chunk_lies_across_two_slices_whatever_its_group(quantised: bool, mon
     if quantised:
         copier = QuantisingCopier(cache.layout, stored, copier, torch.device("cpu"), largest_chunk_bytes=largest)
     copier._device = torch.device("cuda")  # only for what is registered
-    view = memoryview(bytearray(40 * slot_bytes))
+    view = pool_memory(40 * slot_bytes)
+    with pytest.raises(InputError, match="does not begin at a page"):
+        copier.attach("pool", view[16:])
     copier.attach("pool", view)
     pool = copier._pools["pool"]
     for slot in range(40):

@@ -26,6 +26,7 @@ from kv_cuda.kernels import GROUP
 from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
 from kv_cuda.quantise.copier import QuantisingCopier
 from kv_testing.layouts import BLOCKS, TOKENS, SmallCache, small_caches
+from kv_testing.pool_memory import pool_memory
 
 Kind = Literal["int8", "fp8"]
 CHUNK = 3 * TOKENS
@@ -168,9 +169,9 @@ def chunks_plan(described: ChunkFormat, table: list[int], first: int = 0, last: 
     return plan_transfer(extents, table, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=first, last_token=last)
 
 
-def pools_for(described: ChunkFormat) -> dict[str, bytearray]:
+def pools_for(described: ChunkFormat) -> dict[str, memoryview]:
     """Of which the first chunk begins at an odd byte."""
-    return {name: bytearray(b"\xee" * (2 * 4099 + described.nbytes)) for name in ("a", "b")}
+    return {name: pool_memory(b"\xee" * (2 * 4099 + described.nbytes)) for name in ("a", "b")}
 
 
 @every_hand
@@ -184,7 +185,7 @@ def test_every_number_comes_back_within_the_bound(maker: Maker, kind: Kind, cach
     before = [raw(tensor).clone() for tensor in tensors]
     copier, pools = maker.take(cache.layout, tensors, kind), pools_for(described)
     for name, pool in pools.items():
-        copier.attach(name, memoryview(pool))
+        copier.attach(name, pool)
     table = random.Random(3).sample(range(BLOCKS), 6)
     event = copier.store(chunks_plan(described, table))
     event.wait()
@@ -193,10 +194,10 @@ def test_every_number_comes_back_within_the_bound(maker: Maker, kind: Kind, cach
     there, back = [5, 2, 0, 6, 1, 4], cache.make(maker.device)
     loader = maker.take(cache.layout, back, kind)
     for name, pool in pools.items():
-        loader.attach(name, memoryview(pool))
+        loader.attach(name, pool)
     loader.load(chunks_plan(described, there)).wait()
     for number, (name, offset) in enumerate((("a", 4099), ("b", 0))):
-        around = pools[name][:offset] + pools[name][offset + described.nbytes :]
+        around = bytes(pools[name][:offset]) + bytes(pools[name][offset + described.nbytes :])
         assert set(around) == {0xEE}
         chunk = read_chunk(bytes(pools[name][offset : offset + described.nbytes]), described, cache.layout.dtype)
         blocks = slice(3 * number, 3 * number + 3)
@@ -222,7 +223,7 @@ def test_a_load_of_a_part_writes_exactly_its_tokens_and_exactly_what_the_page_sa
     fill(cache, source, 2)
     writer = TORCH.take(layout, source, kind)
     for name, pool in pools.items():
-        writer.attach(name, memoryview(pool))
+        writer.attach(name, pool)
     writer.store(chunks_plan(described, [0, 1, 2, 3, 4, 5])).wait()
     kept = {name: bytes(pool) for name, pool in pools.items()}
     chunks = [
@@ -241,7 +242,7 @@ def test_a_load_of_a_part_writes_exactly_its_tokens_and_exactly_what_the_page_sa
                 raw(tensor).fill_(0x11)
         copier = maker.take(layout, ours, kind)
         for name, pool in pools.items():
-            copier.attach(name, memoryview(pool))
+            copier.attach(name, pool)
         copier.load(chunks_plan(described, table, first, last)).wait()
         slots = torch.tensor(slots_of(table)[first:last])
         for layer in range(layout.layers):
@@ -392,7 +393,7 @@ def test_what_no_scale_reaches_fails_its_store_and_no_other(maker: Maker, kind: 
     fill(NHD, tensors, 3)
     copier, pools = maker.take(NHD.layout, tensors, kind), pools_for(described)
     for name, pool in pools.items():
-        copier.attach(name, memoryview(pool))
+        copier.attach(name, pool)
     plan = chunks_plan(described, [0, 1, 2, 3, 4, 5])
     copier.store(plan).wait()
     good = bytes(pools["a"][4099:][: described.nbytes]), bytes(pools["b"])
@@ -414,7 +415,7 @@ def test_two_stores_are_judged_each_by_its_own_numbers() -> None:
     tensors = NHD.make()
     copier = TORCH.take(NHD.layout, tensors, "int8")
     for name, pool in pools_for(described).items():
-        copier.attach(name, memoryview(pool))
+        copier.attach(name, pool)
     tensors[0].fill_(float("nan"))
     bad = copier.store(chunks_plan(described, [0, 1, 2, 3, 4, 5]))
     tensors[0].zero_()
@@ -433,8 +434,8 @@ def test_more_chunks_than_staging_holds(maker: Maker) -> None:
     fill(NHD, tensors, 4)
     exact = maker.made(layout, tensors, layout.canonical_format(TOKENS))
     copier = QuantisingCopier(layout, described, exact, tensors[0].device)
-    pool = bytearray(5 * described.nbytes)
-    copier.attach("pool", memoryview(pool))
+    pool = pool_memory(5 * described.nbytes)
+    copier.attach("pool", pool)
     extents = [HostExtent("pool", number * described.nbytes, described.nbytes) for number in range(5)]
 
     def plan(table: list[int]) -> TransferPlan:
@@ -460,7 +461,7 @@ def test_without_memory_for_staging_only_this_copy_fails(monkeypatch: pytest.Mon
     described = NHD.layout.quantised_format("int8", CHUNK)
     copier = TORCH.take(NHD.layout, NHD.make(), "int8")
     for name, pool in pools_for(described).items():
-        copier.attach(name, memoryview(pool))
+        copier.attach(name, pool)
     plan = chunks_plan(described, [0, 1, 2, 3, 4, 5])
     with monkeypatch.context() as patch:
         patch.setattr("kv_cuda.quantise.copier.Codes", no_memory)
@@ -579,7 +580,7 @@ def test_once_warm_no_memory_is_taken(kind: Kind) -> None:
     tensors = NHD.make()
     copier, pools = TORCH.take(NHD.layout, tensors, kind), pools_for(described)
     for name, pool in pools.items():
-        copier.attach(name, memoryview(pool))
+        copier.attach(name, pool)
     plan = chunks_plan(described, [0, 1, 2, 3, 4, 5])
 
     def both() -> None:

@@ -49,18 +49,24 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: in
     chunk_bytes: of the largest chunk that is stored there, which decides how far apart they lie.
 
     Raises:
-        InputError: the view is read-only or empty.
+        InputError: the view is read-only or empty or, for a GPU, does not begin at a page.
     """
     if view.readonly or not view.nbytes:
         raise InputError(f"pool {name!r} is read-only or empty: {view.nbytes} bytes")
     data = torch.frombuffer(view, dtype=torch.uint8)
     if device.type != "cuda":
         return Pool(data)
+    if data.data_ptr() % _PAGE_BYTES:
+        # Whole pages are registered. Whoever else has memory in the first one could then copy neither within what is
+        # registered nor outside it.
+        raise InputError(f"pool {name!r} does not begin at a page of {_PAGE_BYTES} bytes: use mapped memory for a GPU")
     # No chunk may lie across two slices: the driver copies within one registration only.
     slot_bytes = -(-chunk_bytes // _PAGE_BYTES) * _PAGE_BYTES
     slice_bytes = max(1, SLICE_BYTES // slot_bytes) * slot_bytes
     node = node_of(device)
-    mapping = share_mapping(data.data_ptr(), view.nbytes, CudaRegistrar(device), slice_bytes=slice_bytes, node=node)
+    mapping = share_mapping(
+        data.data_ptr(), view.nbytes, CudaRegistrar(device), memory=data, slice_bytes=slice_bytes, node=node
+    )
     return Pool(data, mapping)
 
 

@@ -28,6 +28,7 @@ _log = limited_logger(__name__)
 
 SLICE_BYTES: Final = 64 << 20
 """Creating and locking its pages takes some tens of milliseconds."""
+_OUT_OF_MEMORY: Final = 2
 _ALREADY_REGISTERED: Final = 712
 
 
@@ -154,14 +155,19 @@ class PinnedMapping:
             self._node = None
         status = self._registrar.register(self._address + start, nbytes)
         if status not in (0, _ALREADY_REGISTERED):
-            wanted = f"{nbytes >> 20} MiB of the host pool"
-            raise ConfigError(f"{wanted} cannot be pinned for the GPU (cudaError {status}). {_limit_text()}")
+            reason = _limit_text() if status == _OUT_OF_MEMORY else "The driver's manual says what that number means"
+            raise ConfigError(
+                f"{nbytes >> 20} MiB of the host pool cannot be pinned for the GPU (cudaError {status}). {reason}"
+            )
         self._registered.add(at)
 
 
 @dataclass(slots=True)
 class _Shared:
+    """memory: keeps what is registered mapped until it is registered no more."""
+
     mapping: PinnedMapping
+    memory: object
     users: int
 
 
@@ -170,18 +176,22 @@ _shared_lock = threading.Lock()
 
 
 def share_mapping(
-    address: int, nbytes: int, registrar: Registrar, *, slice_bytes: int, node: int | None = None
+    address: int, nbytes: int, registrar: Registrar, *, memory: object, slice_bytes: int, node: int | None = None
 ) -> PinnedMapping:
     """The one registration of this memory in this process, for all copiers that use it (one per group of layers).
 
     It must outlive them all, because a kernel that reads memory that is no longer registered destroys the GPU's whole
-    context. slice_bytes, node: those of the first copier apply; all of a pool's copiers give the same.
+    context.
+
+    memory: keeps these bytes mapped. If they were unmapped first, the driver would hold on to their old pages and give
+        those to whoever is mapped there next.
+    slice_bytes, node: those of the first copier apply; all of a pool's copiers give the same.
     """
     with _shared_lock:
         shared = _shared.get((address, nbytes))
         if shared is None or shared.mapping.is_inherited():
             mapping = PinnedMapping(address, nbytes, registrar, slice_bytes=slice_bytes, node=node)
-            shared = _shared[address, nbytes] = _Shared(mapping, 0)
+            shared = _shared[address, nbytes] = _Shared(mapping, memory, 0)
         shared.users += 1
         return shared.mapping
 

@@ -1,5 +1,6 @@
 """Measures the throughput of each path on this device, against the bus in the same run."""
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,8 +90,7 @@ def measure_layout(
     """Both directions of each path through one layout, with random blocks."""
     described = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
-    is_cuda = device.type == "cuda"
-    pool = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, pin_memory=is_cuda)
+    pool = pool_to_measure(sizes.chunks * described.nbytes)
     beside = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, device=device)
     plan = _plan(layout, sizes, described.nbytes)
     moved = sizes.chunks * described.nbytes
@@ -142,6 +142,11 @@ def _plan(layout: PagedLayout, sizes: Sizes, chunk_bytes: int) -> TransferPlan:
         first_token=0,
         last_token=sizes.chunks * sizes.chunk_tokens,
     )
+
+
+def pool_to_measure(nbytes: int) -> torch.Tensor:
+    """Mapped memory as a pool's is, which a copier pins; touched, so that this is not measured."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
 
 
 def _copy(to: torch.Tensor, origin: torch.Tensor) -> None:
