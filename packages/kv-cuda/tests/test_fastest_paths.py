@@ -114,7 +114,7 @@ def test_a_plain_copy_is_waited_for_where_it_runs(monkeypatch: pytest.MonkeyPatc
     )
     there: Any = SimpleNamespace(device=torch.device("cuda", 1), copy_=lambda *_origin, **_options: None)
     here: Any = SimpleNamespace(device=torch.device("cpu"), copy_=lambda *_origin, **_options: None)
-    measure._copy(*((there, here) if to_device else (here, there)))
+    measure._copy(*(([there], [here]) if to_device else ([here], [there])))
     assert waited == [torch.device("cuda", 1)]
 
 

@@ -92,7 +92,7 @@ def test_a_ring_that_is_made_ahead_is_not_filled_while_others_use_its_memory(mon
     """Its memory may have been freed by the engine's step that is still running. The first copy into it waits for
     nothing but these events."""
     monkeypatch.setattr("kv_cuda.copy.gpu.make_queue", lambda device: Following())
-    copier = GpuCopier(CACHE.layout, filled(), FORMAT)
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("staged"))
     copier.prepare([])
     free = copier._pipelines["load"]._free
     assert [isinstance(event, Recorded) and event.has_followed for event in free] == [True] * 4
@@ -165,7 +165,7 @@ def no_memory(*_arguments: object) -> None:
 
 def test_without_memory_for_the_ring_only_this_copy_fails() -> None:
     """The engine may leave some later; an error that is not ours would turn its cache off."""
-    copier = GpuCopier(CACHE.layout, filled(), FORMAT)
+    copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("staged"))
     copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
     with pytest.MonkeyPatch.context() as patch:
         for pipeline in copier._pipelines.values():
@@ -424,7 +424,8 @@ for name, (run, row) in json.loads(sys.argv[1]).items():
     for to_engine in (True, False):
         constants = dict(kernel.constants, TO_ENGINE=to_engine)
         signature = {"planes": "*i64", "slots": "*i64", "rows": "*i64", "base": "i64", "tokens": "i32",
-                     "first_plane": "i32", "plane_count": "i32", "plane_bytes": "i64"}
+                     "first_plane": "i32", "plane_count": "i32", "plane_step": "i32",
+                     "plane_bytes": "i64"}
         signature |= {constant: "constexpr" for constant in constants}
         source = ASTSource(fn=move_rows, signature=signature, constexprs=constants)
         for architecture in (80, 90, 100):
@@ -481,7 +482,7 @@ tokens = torch.zeros(512, dtype=torch.int64)
 for to_engine in (True, False):
     for first, end in ((0, 256), (1, 2), (16, 512), (17, 33)):
         for base in (1, 16, 1 << 20, 0x7F00_0000_1000):
-            for span in ((0, 8), (1, 1), (7, 1)):
+            for span in ((0, 8, 1), (1, 1, 1), (7, 1, 1), (1, 2, 4)):
                 lists = tokens[first:end]
                 kernel.move(lists, lists, base=base, span=span, to_engine=to_engine, programs=16)
 later = set(kinds) - at_start
@@ -493,4 +494,4 @@ def test_no_call_compiles_a_kernel_that_was_not_compiled_at_the_start(
     compile_kernels: Callable[..., dict[str, str]],
 ) -> None:
     """Whatever the addresses, places in the lists of tokens and numbers of planes: Triton's own rule is asked."""
-    assert compile_kernels(SPECIALISED) == {"at the start": "2", "later": "0", "calls": "98"}
+    assert compile_kernels(SPECIALISED) == {"at the start": "2", "later": "0", "calls": "130"}

@@ -13,6 +13,7 @@ from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 from kv_cuda.choose import measured
 from kv_cuda.copy.copy_paths import FileCopyPaths, copy_paths_file, file_copy_paths_file, read_file_copy_paths
 from kv_cuda.copy.numa import node_of
+from kv_cuda.copy.ops import driver
 from kv_cuda.files.cufile import NoCuFile, find_cufile, kvikio_version
 from kv_cuda.files.host_files import Files
 
@@ -109,13 +110,9 @@ def _copies() -> Iterator[Finding]:
         yield Finding("wrong", "triton", "not installed: chunks are copied by torch, slowly", "pip install triton")
     else:
         yield Finding("ok", "triton", str(version_of("triton")))
-    bindings = version_of("cuda-bindings")
-    if bindings is None or int(bindings.partition(".")[0]) < 13:
-        found = "not installed" if bindings is None else f"{bindings}, which is older than 13"
-        advice = "pip install 'cuda-bindings>=13' for batched copies by the driver, where runs are long"
-        yield Finding("note", "cuda-bindings", found, advice)
-    else:
-        yield Finding("ok", "cuda-bindings", bindings)
+    if torch.cuda.is_available() and not driver.is_available(torch.device("cuda")):
+        advice = "a driver of CUDA 12.8 or later has them, for blocks that are long runs of bytes"
+        yield Finding("note", "batched copies", "this driver has none", advice)
 
 
 def gpudirect_storage(cufile: Files | NoCuFile, copy_paths: FileCopyPaths) -> Finding:

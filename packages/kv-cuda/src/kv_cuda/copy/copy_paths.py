@@ -4,8 +4,8 @@
     staged   the copy engine fills or empties a small ring in device memory; the kernel moves between ring and blocks
     driver   the driver's batched copies, run by run: no kernel at all, for long runs only
 
-For each direction, a table gives the fastest path by run length (contiguous bytes on both sides). The
-built-in table is an estimate; `kv bench copy` measures it on the device and writes a file that is used from then on.
+For each direction, a table gives the fastest path by run length (contiguous bytes on both sides). The built-in table is
+an H100's (docs/performance.md); `kv bench copy` measures it on the device and writes a file that is used from then on.
 
 There are two more paths between files and the device (`kv_cuda.files.direct`). Which is faster depends on the medium:
 `kv bench copy --file DIRECTORY` measures it and writes the result for each directory to another file.
@@ -34,8 +34,8 @@ _MAX_FILE_BYTES: Final = 1 << 16
 class CopyPaths:
     """For each direction (shortest run in bytes, path), ascending from 0."""
 
-    load: tuple[tuple[int, CopyPath], ...] = ((0, "staged"), (256 << 10, "driver"))
-    store: tuple[tuple[int, CopyPath], ...] = ((0, "staged"), (256 << 10, "driver"))
+    load: tuple[tuple[int, CopyPath], ...] = ((0, "direct"), (256 << 10, "driver"))
+    store: tuple[tuple[int, CopyPath], ...] = ((0, "direct"), (256 << 10, "driver"))
 
     def choose(self, direction: Direction, run_bytes: int, *, may_stage: bool, can_drive: bool) -> CopyPath:
         """may_stage, can_drive: whether this copy can be staged, or made by the driver, at all; direct always works."""

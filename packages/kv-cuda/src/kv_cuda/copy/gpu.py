@@ -11,13 +11,15 @@ On CPU tensors the same code runs in Triton's interpreter, which is how it is te
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from kv_core.errors import ConfigError, CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import TransferPlan
+from numpy.typing import NDArray
 
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
@@ -25,15 +27,18 @@ from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_buff
 from kv_cuda.copy.nvtx import nvtx_ranges
 from kv_cuda.copy.ops import driver
 from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
-from kv_cuda.copy.plan import copy_shape, validate_and_split
+from kv_cuda.copy.plan import copy_shape
 from kv_cuda.copy.streams import DoneEvent, Event, make_queue
+from kv_cuda.copy.table import CopyTable, copy_table
 from kv_cuda.layout import PagedLayout
 
 _RING_SLOTS = 4
-_RING_SLOT_BYTES = 4 << 20
+_RING_SLOT_BYTES = 8 << 20
+"""Copied in 150 µs, about as long as it takes to enqueue a piece of such size."""
 _LIST_TOKENS = 1 << 16
-_PROGRAMS_ON_BUS = 16
-"""Multiprocessors for a kernel that reads or writes host memory. Fewer already saturate the bus."""
+_PROGRAMS_ON_BUS: Mapping[Direction, int] = {"load": 8, "store": 4}
+"""Multiprocessors for a kernel that reads or writes host memory: as many as it takes to saturate the bus (of an H100,
+with runs of 32 KiB), so that all others compute."""
 _PROGRAMS_ON_DEVICE = 32
 """The same between ring and blocks, which takes a few microseconds per piece."""
 
@@ -42,14 +47,18 @@ _PROGRAMS_ON_DEVICE = 32
 class _Group:
     """All copies of one chunk.
 
-    copies: its copies in the plan.
     copy_path: the path that its bytes take.
+    programs: of the kernel, at most.
+    first, end: its copies in the plan's table.
     start: its first token in the lists of tokens.
     tokens: its number of tokens there.
     """
 
-    copies: tuple[Copy, ...]
+    extent: HostExtent
     copy_path: CopyPath
+    programs: int
+    first: int
+    end: int
     start: int
     tokens: int
 
@@ -60,12 +69,14 @@ class _Checked:
 
     direction: of its copies.
     tokens: in all of them.
+    table: the copies.
     chunks: the bytes of each, pinned.
     launches: the copies, chunk by chunk, as many chunks at a time as the lists of tokens hold.
     """
 
     direction: Direction
     tokens: int
+    table: CopyTable
     chunks: Mapping[HostExtent, torch.Tensor]
     launches: list[list[_Group]]
 
@@ -113,7 +124,7 @@ class GpuCopier:
         is_whole_row = self._kernel.run_words == self._kernel.row_words
         self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
-        self._all = [(0, self._kernel.plane_count)]
+        self._all: list[Span] = [(0, self._kernel.plane_count, 1)]
         self._pools: dict[str, Pool] = {}
         directions: tuple[Direction, ...] = ("load", "store")
         self._pipelines = {
@@ -162,6 +173,8 @@ class GpuCopier:
     def prepare(self, extents: Sequence[HostExtent]) -> None:
         for extent in extents:
             self._pools[extent.pool].chunk(extent)
+        if all(copy_path != "staged" for _, copy_path in self._copy_paths.load):
+            return
         try:
             with buffers_for_copies():
                 self._pipelines["load"].prepare()
@@ -194,17 +207,19 @@ class GpuCopier:
         return _LayersOfGpu(self._layout.layers, gather)
 
     def _planes(self, layers: Sequence[int]) -> list[Span]:
-        """The planes of these layers, part by part."""
-        firsts = range(0, self._kernel.plane_count, self._layout.layers)
-        return [(first + layer, 1) for first in firsts for layer in layers]
+        """The planes of each of these layers: one of every part."""
+        count = self._layout.layers
+        return [(layer, self._kernel.plane_count // count, count) for layer in layers]
 
     def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked:
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
-        validate_and_split(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
-        self._refuse_misaligned(plan)
+        table = copy_table(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
+        for extent in table.extents:
+            if extent.offset % self._kernel.aligned:
+                raise InputError(f"an extent at {extent.offset} is not aligned to {self._kernel.aligned} bytes")
         # Pinned before anything is launched: a limit on locked memory must not leave half a plan behind.
-        chunks = {copy.extent: self._pools[copy.extent.pool].chunk(copy.extent) for copy in plan.copies}
-        return _Checked(direction, plan.tokens, chunks, list(self._launches(plan, direction)))
+        chunks = {extent: self._pools[extent.pool].chunk(extent) for extent in table.extents}
+        return _Checked(direction, plan.tokens, table, chunks, list(self._launches(table, direction)))
 
     def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[Event]:
         """One event for each step; a step is the planes that have been moved when it completes."""
@@ -220,98 +235,121 @@ class GpuCopier:
             for spans in steps:
                 for number, groups in enumerate(checked.launches):
                     if number != uploaded:  # most plans are one launch, whose lists serve every layer
-                        uploaded, lists = number, self._upload(groups, pipeline)
-                    self._launch(groups, lists, checked.chunks, spans, pipeline, to_engine=to_engine)
+                        uploaded, lists = number, self._upload(groups, checked, pipeline)
+                    self._launch(groups, lists, checked, spans, pipeline, to_engine=to_engine)
                 events.append(pipeline.end())
         except BaseException:
             pipeline.end().wait()  # the caller will release the memory that the rest is still copied to
             raise
         return events
 
-    def _refuse_misaligned(self, plan: TransferPlan) -> None:
-        for copy in plan.copies:
-            if copy.extent.offset % self._kernel.aligned:
-                raise InputError(f"an extent at {copy.extent.offset} is not aligned to {self._kernel.aligned} bytes")
-
-    def _launches(self, plan: TransferPlan, direction: Direction) -> Iterator[list[_Group]]:
+    def _launches(self, table: CopyTable, direction: Direction) -> Iterator[list[_Group]]:
         """The copies chunk by chunk, as many chunks at a time as the lists of tokens hold."""
+        block = self._layout.block_tokens
+        in_blocks = (table.first_slot % block == 0) & (table.tokens % block == 0)
+        bounds = table.starts.tolist()
         groups: list[_Group] = []
         start = 0
-        for copies in plan.by_chunk().values():
-            tokens = sum(copy.tokens for copy in copies)
+        for extent, first, end in zip(table.extents, bounds, bounds[1:], strict=False):
+            tokens = int(table.tokens[first:end].sum())
             if start + tokens > self._pipelines[direction].list_tokens:
                 yield groups
                 groups, start = [], 0
-            groups.append(_Group(tuple(copies), self._copy_path(copies, tokens, direction), start, tokens))
+            is_on_device = self._pools[extent.pool].is_on_device
+            programs = _PROGRAMS_ON_DEVICE if is_on_device else _PROGRAMS_ON_BUS[direction]
+            copy_path = self._copy_path(extent, tokens, direction, is_in_blocks=bool(in_blocks[first:end].all()))
+            groups.append(_Group(extent, copy_path, programs, first, end, start, tokens))
             start += tokens
         if groups:
             yield groups
 
-    def _copy_path(self, copies: Sequence[Copy], tokens: int, direction: Direction) -> CopyPath:
-        if self._pools[copies[0].extent.pool].is_on_device:
+    def _copy_path(self, extent: HostExtent, tokens: int, direction: Direction, *, is_in_blocks: bool) -> CopyPath:
+        if self._pools[extent.pool].is_on_device:
             return "direct"
-        chunk, block = self._format.chunk_tokens, self._layout.block_tokens
+        chunk = self._format.chunk_tokens
         # A load may copy more of a chunk than is needed; a store would overwrite the rest of it.
         may_stage = 2 * tokens > chunk if direction == "load" else tokens == chunk
-        can_drive = self._can_drive and not any(copy.first_slot % block or copy.tokens % block for copy in copies)
+        can_drive = self._can_drive and is_in_blocks
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
-    def _upload(self, groups: list[_Group], pipeline: "_CopyPipeline") -> torch.Tensor | None:
+    def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_CopyPipeline") -> torch.Tensor | None:
         """The lists of tokens on the device; None if they are not needed."""
         if all(group.copy_path == "driver" for group in groups):
             return None
-        return pipeline.upload(*self._lists(groups))
+        return pipeline.upload(*self._lists(groups, checked))
 
     def _launch(
         self,
         groups: list[_Group],
         lists: torch.Tensor | None,
-        chunks: Mapping[HostExtent, torch.Tensor],
+        checked: _Checked,
         spans: Sequence[Span],
         pipeline: "_CopyPipeline",
         *,
         to_engine: bool,
     ) -> None:
-        for group in groups:
-            extent = group.copies[0].extent
-            chunk, programs = chunks[extent], _PROGRAMS_ON_BUS
-            if self._pools[extent.pool].is_on_device:
-                programs = _PROGRAMS_ON_DEVICE
-            for span in spans:
-                if lists is None or group.copy_path == "driver":
-                    self._drive(group, chunk.data_ptr(), span, pipeline, to_engine=to_engine)
-                    continue
-                tokens = lists[:, group.start : group.start + group.tokens]
-                if group.copy_path == "direct":
-                    pipeline.direct(tokens, chunk, span, programs, to_engine=to_engine)
-                else:
-                    pipeline.staged(tokens, chunk, span, to_engine=to_engine)
+        """Chunks side by side that take the same path are one launch, except through the ring."""
+        for (copy_path, programs), run in groupby(groups, lambda group: (group.copy_path, group.programs)):
+            together = list(run)
+            if lists is None or copy_path == "driver":
+                self._drive(together, checked, spans, pipeline, to_engine=to_engine)
+            elif copy_path == "direct":
+                tokens = lists[:, together[0].start : together[-1].start + together[-1].tokens]
+                for span in spans:
+                    pipeline.direct(tokens, span, programs, to_engine=to_engine)
+            else:
+                for group in together:
+                    tokens = lists[:, group.start : group.start + group.tokens]
+                    pipeline.staged(tokens, checked.chunks[group.extent], spans, to_engine=to_engine)
 
-    def _lists(self, groups: Sequence[_Group]) -> tuple[np.ndarray, np.ndarray]:
-        """Each token's slot, and the offset in bytes of its row in a plane of its chunk."""
-        copies = [copy for group in groups for copy in group.copies]
-        tokens = np.array([copy.tokens for copy in copies])
-        behind = np.arange(tokens.sum()) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # offsets in each copy
-        slots = np.repeat([copy.first_slot for copy in copies], tokens) + behind
-        rows = (np.repeat([copy.first_token for copy in copies], tokens) + behind) * self._kernel.row_bytes
-        return slots, rows
+    def _lists(self, groups: Sequence[_Group], checked: _Checked) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Each token's slot, and where its row in the chunk's first plane is: its address, or if it goes through the
+        ring its offset in bytes.
+        """
+        table, row = checked.table, self._kernel.row_bytes
+        copies = slice(groups[0].first, groups[-1].end)
+        tokens = table.tokens[copies]
+        behind = _positions(tokens)
+        slots = np.repeat(table.first_slot[copies], tokens) + behind
+        first_rows = table.first_token[copies] * row + self._addresses(groups, checked)
+        return slots, np.repeat(first_rows, tokens) + behind * row
 
-    def _drive(self, group: _Group, chunk: int, span: Span, pipeline: "_CopyPipeline", *, to_engine: bool) -> None:
+    def _addresses(self, groups: Sequence[_Group], checked: _Checked) -> NDArray[np.int64]:
+        """[copies]: of each one's chunk; 0 for those that go through the ring."""
+        addresses = [0 if group.copy_path == "staged" else checked.chunks[group.extent].data_ptr() for group in groups]
+        return np.repeat(np.array(addresses, np.int64), [group.end - group.first for group in groups])
+
+    def _drive(
+        self,
+        groups: Sequence[_Group],
+        checked: _Checked,
+        spans: Sequence[Span],
+        pipeline: "_CopyPipeline",
+        *,
+        to_engine: bool,
+    ) -> None:
         """Block by block of every plane, by the driver's batched copies."""
-        size, row = self._layout.block_tokens, self._kernel.row_bytes
-        first, count = span
-        planes = self._kernel.host_planes[first : first + count]
-        blocks = np.concatenate(
-            [np.arange(copy.first_slot, copy.first_slot + copy.tokens, size) for copy in group.copies]
-        )
-        tokens = np.concatenate(
-            [np.arange(copy.first_token, copy.first_token + copy.tokens, size) for copy in group.copies]
-        )
-        in_engine = planes[:, :1] + blocks // size * planes[:, 1:2]
-        in_chunk = chunk + (first + np.arange(count))[:, None] * self._kernel.plane_bytes + tokens * row
-        to, origin = (in_engine, in_chunk) if to_engine else (in_chunk, in_engine)
-        with pipeline.kernels.running():
-            driver.copy_runs(to.ravel(), origin.ravel(), np.full(to.size, size * row), self._device)
+        table, size, row = checked.table, self._layout.block_tokens, self._kernel.row_bytes
+        copies = slice(groups[0].first, groups[-1].end)
+        blocks = table.tokens[copies] // size
+        behind = _positions(blocks)
+        block = np.repeat(table.first_slot[copies] // size, blocks) + behind
+        first_rows = table.first_token[copies] * row + self._addresses(groups, checked)
+        in_chunk = np.repeat(first_rows, blocks) + behind * (size * row)
+        for first, count, step in spans:
+            numbers = np.arange(first, first + count * step, step)[:, None]
+            planes = self._kernel.host_planes[numbers[:, 0]]
+            engine = (planes[:, :1] + block * planes[:, 1:2]).ravel()
+            host = (numbers * self._kernel.plane_bytes + in_chunk).ravel()
+            to, origin = (engine, host) if to_engine else (host, engine)
+            with pipeline.kernels.running():
+                driver.copy_runs(to, origin, size * row, self._device)
+
+
+def _positions(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 … count - 1 for each of these, one after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
 class _CopyPipeline:
@@ -324,11 +362,13 @@ class _CopyPipeline:
         self._ring: torch.Tensor | None = None
         self._free: list[Event] = [DoneEvent()] * _RING_SLOTS
         self._turn = 0
-        self.list_tokens = max(_LIST_TOKENS, chunk_tokens)
+        self.list_tokens = -(-max(_LIST_TOKENS, chunk_tokens) // 2) * 2
         self._lists: list[torch.Tensor] = []
         self._on_device: list[torch.Tensor] = []
         self._used: list[Event] = []
         self._list = self._filled = 0
+        self._has_launched = False  # what reads the list since the last event
+        self._copies_are_last = False  # once a store has gone through the ring
         for _ in range(2):
             self._add_list()
 
@@ -341,24 +381,31 @@ class _CopyPipeline:
         self.kernels.follow_current()
 
     def end(self) -> Event:
-        self._copies.follow(self.kernels.record())
-        return self._copies.record()
+        """The point when everything that was launched is complete. Few calls: each costs as much as a small copy."""
+        last = self._used[self._list] = self.kernels.record()
+        self._has_launched = False
+        if self._copies_are_last:
+            self._copies.follow(last)
+            return self._copies.record()
+        return last
 
     def upload(self, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
         """[2, tokens] on the device, valid until the next launch has read them."""
-        if self._filled + len(slots) > self.list_tokens:
+        # An even number of positions each: a list at an odd one would need another kernel, see `RowKernel.compile`.
+        length = -(-len(slots) // 2) * 2
+        if self._filled + length > self.list_tokens:
+            if self._has_launched:
+                self._used[self._list] = self.kernels.record()
             self._list, self._filled = self._unused_list(), 0
-        first, end = self._filled, self._filled + len(slots)
-        self._filled = -(-end // 2) * 2  # a list at an odd position would need another kernel, see `compile`
-        given, there = (lists[self._list][:, first:end] for lists in (self._lists, self._on_device))
-        given[0] = torch.from_numpy(slots)
-        given[1] = torch.from_numpy(rows)
+        begin = 2 * self._filled
+        self._filled += length
+        given, there = (lists[self._list][begin : begin + 2 * length] for lists in (self._lists, self._on_device))
+        columns = given.numpy().reshape(2, length)
+        columns[0, : len(slots)], columns[1, : len(slots)] = slots, rows
         if self._on_device[self._list] is not self._lists[self._list]:
             with self.kernels.running():
-                for line in range(2):
-                    there[line].copy_(given[line], non_blocking=True)
-            self._used[self._list] = self.kernels.record()
-        return there
+                there.copy_(given, non_blocking=True)
+        return there.view(2, length)[:, : len(slots)]
 
     def _unused_list(self) -> int:
         """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""
@@ -371,22 +418,20 @@ class _CopyPipeline:
 
     def _add_list(self) -> None:
         is_cuda = self._device.type == "cuda"
-        given = host_buffer(2, self.list_tokens, dtype=torch.int64, device=self._device)
+        given = host_buffer(2 * self.list_tokens, dtype=torch.int64, device=self._device)
         there = torch.empty_like(given, device=self._device) if is_cuda else given
         self._lists.append(given)
         self._on_device.append(there)
         self._used.append(DoneEvent())
 
-    def direct(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:
-        """The kernel reads or writes the chunk where it is."""
-        self._launch(tokens, chunk.data_ptr(), span, programs, to_engine=to_engine)
+    def direct(self, tokens: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:
+        """The kernel reads or writes the chunks where they are."""
+        self._launch(tokens, 0, span, programs, to_engine=to_engine)
 
-    def staged(self, tokens: torch.Tensor, chunk: torch.Tensor, span: Span, *, to_engine: bool) -> None:
-        """By way of the ring, some planes at a time."""
+    def staged(self, tokens: torch.Tensor, chunk: torch.Tensor, spans: Sequence[Span], *, to_engine: bool) -> None:
+        """By way of the ring, some planes at a time that lie side by side in the chunk."""
         ring, plane_bytes = self._make_ring(), self._kernel.plane_bytes
-        end = span[0] + span[1]
-        for first in range(span[0], end, self._planes_a_slot):
-            count = min(self._planes_a_slot, end - first)
+        for first, count in self._pieces(spans):
             turn = self._turn = (self._turn + 1) % _RING_SLOTS
             slot = ring[turn][: count * plane_bytes]
             piece = chunk[first * plane_bytes : (first + count) * plane_bytes]
@@ -397,20 +442,28 @@ class _CopyPipeline:
                 with self._copies.running():
                     slot.copy_(piece, non_blocking=True)
                 self.kernels.follow(self._copies.record())
-                self._launch(tokens, base, (first, count), _PROGRAMS_ON_DEVICE, to_engine=True)
+                self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=True)
                 self._free[turn] = self.kernels.record()
             else:
                 self.kernels.follow(self._free[turn])
-                self._launch(tokens, base, (first, count), _PROGRAMS_ON_DEVICE, to_engine=False)
+                self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=False)
                 self._copies.follow(self.kernels.record())
                 with self._copies.running():
                     piece.copy_(slot, non_blocking=True)
                 self._free[turn] = self._copies.record()
+                self._copies_are_last = True
+
+    def _pieces(self, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+        """The first plane and the number of planes of each piece."""
+        for start, planes, step in spans:
+            at_once = self._planes_a_slot if step == 1 else 1
+            for number in range(0, planes, at_once):
+                yield start + number * step, min(at_once, planes - number)
 
     def _launch(self, tokens: torch.Tensor, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
         with self.kernels.running():
             self._kernel.move(tokens[0], tokens[1], base=base, span=span, to_engine=to_engine, programs=programs)
-        self._used[self._list] = self.kernels.record()
+        self._has_launched = True
 
     def _make_ring(self) -> torch.Tensor:
         if self._ring is None:

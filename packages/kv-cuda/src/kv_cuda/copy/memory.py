@@ -67,6 +67,7 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: in
     mapping = share_mapping(
         data.data_ptr(), view.nbytes, CudaRegistrar(device), memory=data, slice_bytes=slice_bytes, node=node
     )
+    mapping.pin_ahead()
     return Pool(data, mapping)
 
 

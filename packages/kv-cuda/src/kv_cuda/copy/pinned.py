@@ -2,8 +2,9 @@
 
 The pool is ordinary mapped memory, independent of devices; a process that drives a GPU registers its own mapping of it.
 This happens in slices, because registering costs time for every page (and makes it resident), and a pool may be large
-and mostly empty. A pool is allocated from its start, so when a slice is used a thread registers the next one, and
-the engine's step waits only for the very first slice. Pages that do not exist until then are placed near the GPU.
+and mostly empty. A pool is allocated from its start, so a thread registers what follows the slices in use, and the
+engine's step waits only where it uses more than that at once. Pages that do not exist until then are placed near the
+GPU.
 
 A registration belongs to this process's mapping: two engines with one pool each register it, and a forked child has
 none.
@@ -14,6 +15,7 @@ cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
 import os
 import resource
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -27,7 +29,11 @@ from kv_cuda.copy import numa
 _log = limited_logger(__name__)
 
 SLICE_BYTES: Final = 64 << 20
-"""Creating and locking its pages takes some tens of milliseconds."""
+"""Locking its pages takes 1 to 2 ms, creating them too 16 to 38 (an H100's host)."""
+AHEAD_BYTES: Final = 2 << 30
+"""The KV of 16,384 tokens of a model with 128 KiB a token."""
+_PAUSE_S: Final = 0.0005
+"""Between two slices that nobody waits for: a lock is not fair, and who needs a slice gets it then."""
 _OUT_OF_MEMORY: Final = 2
 _ALREADY_REGISTERED: Final = 712
 
@@ -75,25 +81,29 @@ class PinnedMapping:
         registrar: Registrar,
         *,
         slice_bytes: int = SLICE_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
         node: int | None = None,
     ) -> None:
         """Nothing is registered yet. Slices begin and end at multiples of `slice_bytes` from the mapping's start.
 
+        ahead_bytes: how much is registered behind the slices that were last used, at least one slice.
         node: the NUMA node where the pages should be, if there are several.
         """
         self._node = node
         self._address, self._bytes, self._slice = address, nbytes, slice_bytes
+        self._slices_ahead = max(1, ahead_bytes // slice_bytes)
         self._registrar = registrar
         self._lock = threading.Lock()
         self._registered: set[int] = set()
         self._ahead: threading.Thread | None = None
+        self._is_ending = False  # the thread ahead stops after its slice
         self._is_refused = False  # a slice not needed yet was refused: do not retry it every time
         self._process = os.getpid()
 
     @property
     def pinned_bytes(self) -> int:
-        """The bytes registered, including the slice that is registered ahead."""
-        return sum(min(self._slice, self._bytes - at * self._slice) for at in self._registered)
+        """The bytes registered, including the slices that are registered ahead."""
+        return sum(min(self._slice, self._bytes - at * self._slice) for at in tuple(self._registered))
 
     def is_inherited(self) -> bool:
         """Whether it belongs to a parent process, and is useless here."""
@@ -113,11 +123,15 @@ class PinnedMapping:
             with self._lock:
                 for at in wanted:
                     self._register(at)
-        following = wanted.stop
-        if following in self._registered or following * self._slice >= self._bytes or self._is_refused:
+        self.pin_ahead(wanted.stop)
+
+    def pin_ahead(self, first: int = 0) -> None:
+        """Have a thread register the slices from `first` on that are likely to be used next."""
+        following = range(first, min(first + self._slices_ahead, -(-self._bytes // self._slice)))
+        if self._is_refused or self._registered.issuperset(following):
             return
         if self._ahead is None or not self._ahead.is_alive():
-            ahead = threading.Thread(target=self._pin_ahead, args=(following,), name="kv-pin", daemon=True)
+            ahead = threading.Thread(target=self._register_all, args=(following,), name="kv-pin", daemon=True)
             try:
                 ahead.start()
             except RuntimeError as error:  # the system has no more threads for us; the next call tries again
@@ -129,16 +143,22 @@ class PinnedMapping:
         """Unregister everything: nothing may be copied to or from it any more. Does nothing in a forked child."""
         if self.is_inherited():
             return
+        self._is_ending = True
         if self._ahead is not None:
             self._ahead.join()
+        self._is_ending = False
         with self._lock:
             while self._registered:
                 self._registrar.unregister(self._address + self._registered.pop() * self._slice)
 
-    def _pin_ahead(self, at: int) -> None:
+    def _register_all(self, slices: range) -> None:
         try:
-            with self._lock:
-                self._register(at)
+            for at in slices:
+                if self._is_ending:
+                    return
+                with self._lock:
+                    self._register(at)
+                time.sleep(_PAUSE_S)
         except ConfigError:
             self._is_refused = True  # the caller that needs the slice gets the error
 

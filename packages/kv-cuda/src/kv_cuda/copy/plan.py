@@ -93,10 +93,10 @@ def validate_and_split(
     """
     if plan.chunk_tokens != chunk_format.chunk_tokens:
         raise InputError(f"the plan's chunks have {plan.chunk_tokens} tokens, the format's {chunk_format.chunk_tokens}")
-    slots, nbytes = layout.blocks * layout.block_tokens, chunk_format.nbytes
+    slots = layout.blocks * layout.block_tokens
     work: dict[HostExtent, tuple[list[WholeBlocks], list[PartOfBlock]]] = {}
     for copy in plan.copies:
-        _check(copy, slots, chunk_format, nbytes, pools)
+        _check(copy, slots, chunk_format, pools)
         whole, parts = work.get(copy.extent) or work.setdefault(copy.extent, ([], []))
         for piece in _pieces(copy, layout.block_tokens):
             if isinstance(piece, WholeBlocks):
@@ -130,8 +130,7 @@ def _refuse_repeats(copies: Sequence[Copy], *, to_engine: bool) -> None:
             raise InputError(f"the plan writes {what} {second} twice")
 
 
-def _check(copy: Copy, slots: int, chunk_format: ChunkFormat, nbytes: int, pools: Mapping[str, int]) -> None:
-    """nbytes: of a chunk."""
+def _check(copy: Copy, slots: int, chunk_format: ChunkFormat, pools: Mapping[str, int]) -> None:
     extent = copy.extent
     if copy.tokens < 1 or copy.first_slot < 0 or copy.first_slot + copy.tokens > slots:
         raise InputError(f"slots {copy.first_slot} to {copy.first_slot + copy.tokens} of a cache with {slots} slots")
@@ -139,10 +138,18 @@ def _check(copy: Copy, slots: int, chunk_format: ChunkFormat, nbytes: int, pools
         raise InputError(
             f"tokens {copy.first_token} to {copy.first_token + copy.tokens} of a chunk of {chunk_format.chunk_tokens}"
         )
+    check_extent(extent, chunk_format, pools)
+
+
+def check_extent(extent: HostExtent, chunk_format: ChunkFormat, pools: Mapping[str, int]) -> None:
+    """
+    Raises:
+        InputError: it is not a chunk's of this format in one of these pools.
+    """
     if extent.pool not in pools:
         raise InputError(f"host pool {extent.pool!r} is not attached")
-    if extent.nbytes != nbytes:
-        raise InputError(f"an extent of {extent.nbytes} bytes for chunks of {nbytes}")
+    if extent.nbytes != chunk_format.nbytes:
+        raise InputError(f"an extent of {extent.nbytes} bytes for chunks of {chunk_format.nbytes}")
     if extent.offset < 0 or extent.offset + extent.nbytes > pools[extent.pool]:
         raise InputError(f"an extent at {extent.offset} of a pool of {pools[extent.pool]} bytes")
     if extent.offset % chunk_format.itemsize:

@@ -94,13 +94,17 @@ def measure_layout(
     beside = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, device=device)
     plan = _plan(layout, sizes, described.nbytes)
     moved = sizes.chunks * described.nbytes
+    # Chunk by chunk, because the driver copies within one registration only, and a copier registers slices.
+    here, there = (
+        [memory[at : at + described.nbytes] for at in range(0, moved, described.nbytes)] for memory in (pool, beside)
+    )
     for copy_path in copy_paths:
         only = ((0, copy_path),)
         copier = GpuCopier(layout, list(cache), described, copy_paths=CopyPaths(load=only, store=only))
         copier.attach("pool", pool.numpy().data)
-        moves: list[tuple[Direction, Callable[[TransferPlan], object], torch.Tensor, torch.Tensor]] = [
-            ("load", lambda plan, copier=copier: copier.load(plan).wait(), beside, pool),  # type: ignore[misc]
-            ("store", lambda plan, copier=copier: copier.store(plan).wait(), pool, beside),  # type: ignore[misc]
+        moves: list[tuple[Direction, Callable[[TransferPlan], object], list[torch.Tensor], list[torch.Tensor]]] = [
+            ("load", lambda plan, copier=copier: copier.load(plan).wait(), there, here),  # type: ignore[misc]
+            ("store", lambda plan, copier=copier: copier.store(plan).wait(), here, there),  # type: ignore[misc]
         ]
         for direction, move, to, origin in moves:
             ours, limit = paired_s(
@@ -149,9 +153,10 @@ def pool_to_measure(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
 
 
-def _copy(to: torch.Tensor, origin: torch.Tensor) -> None:
-    to.copy_(origin, non_blocking=True)
-    for device in (to.device, origin.device):
+def _copy(to: Sequence[torch.Tensor], origin: Sequence[torch.Tensor]) -> None:
+    for there, here in zip(to, origin, strict=True):
+        there.copy_(here, non_blocking=True)
+    for device in (to[0].device, origin[0].device):
         if device.type == "cuda":  # its own stream: the current device may be another GPU
             torch.cuda.current_stream(device).synchronize()
 

@@ -28,8 +28,8 @@ from kv_cuda.layout import PagedLayout
 
 PLANE_FIELDS = 4
 """Fields of a plane in the table: address, and bytes between blocks, between tokens, and between runs."""
-Span = tuple[int, int]
-"""A range of planes: the first, and their number."""
+Span = tuple[int, int, int]
+"""Some planes: the first, their number, and the distance from each to the next."""
 _TILE_BYTES = 16 << 10
 """Bytes that a program moves at a time: 128 threads with eight words of 16 bytes each."""
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -38,7 +38,7 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 # No argument value may need another kernel, which would be compiled in the middle of serving: neither a small address,
 # which Triton takes for 32 bits unless annotated, nor lists of tokens that begin at an odd position.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["base", "tokens", "first_plane", "plane_count", "plane_bytes"],
+    do_not_specialize=["base", "tokens", "first_plane", "plane_count", "plane_step", "plane_bytes"],
     do_not_specialize_on_alignment=["slots", "rows"],
 )
 def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no types that mypy knows
@@ -49,6 +49,7 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
     tokens: tl.int32,
     first_plane: tl.int32,
     plane_count: tl.int32,
+    plane_step: tl.int32,
     plane_bytes: tl.int64,  # between a chunk's planes
     BLOCK_TOKENS: tl.constexpr,
     RUN: tl.constexpr,  # words in a run
@@ -64,7 +65,7 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
     """Scatter rows to their slots, or gather them. Each program takes every `num_programs`th tile."""
     tiles = tl.cdiv(tokens, TILE) * PIECES
     for number in range(tl.program_id(0), tiles * plane_count, tl.num_programs(0)):
-        plane = (first_plane + number // tiles).to(tl.int64)
+        plane = (first_plane + number // tiles * plane_step).to(tl.int64)
         word = (number % PIECES) * WIDTH + tl.arange(0, WIDTH)
         of_plane = planes + plane * 4
         cache = tl.load(of_plane)
@@ -126,7 +127,7 @@ class RowKernel:
         """Compile both directions' kernels now, which takes a second, rather than in the first request."""
         nobody = torch.empty(0, dtype=torch.int64, device=self.planes.device)
         for to_engine in (True, False):
-            self.move(nobody, nobody, base=0, span=(0, self.plane_count), to_engine=to_engine, programs=1)
+            self.move(nobody, nobody, base=0, span=(0, self.plane_count, 1), to_engine=to_engine, programs=1)
 
     def move(
         self, slots: torch.Tensor, rows: torch.Tensor, *, base: int, span: Span, to_engine: bool, programs: int
@@ -138,11 +139,11 @@ class RowKernel:
         """
         tokens = slots.numel()
         constants = self.constants
-        first, count = span
+        first, count, step = span
         tiles = -(-tokens // constants["TILE"]) * constants["PIECES"]
-        move_rows[(max(1, min(programs, tiles * count)),)](
-            self.planes, slots, rows, base, tokens, first, count, self.plane_bytes, TO_ENGINE=to_engine, **constants
-        )
+        numbers = (base, tokens, first, count, step, self.plane_bytes)
+        grid = (max(1, min(programs, tiles * count)),)
+        move_rows[grid](self.planes, slots, rows, *numbers, TO_ENGINE=to_engine, **constants)
 
 
 def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor], plane_bytes: int) -> RowKernel:
