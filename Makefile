@@ -1,6 +1,6 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-packages test-engine test-next test-sglang test-slow test-engines test-long test-deep test-trained lint bench bench-engine bench-ttft bench-hooks bench-hook-times bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
+.PHONY: help demo test test-packages test-engine test-next test-sglang test-slow test-engines test-long test-deep test-gpu test-trained lint bench bench-engine bench-gpu bench-ttft bench-hooks bench-hook-times bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
   wheels format clean
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -76,6 +76,12 @@ test-deep: ## the packages' state machines with 20 times their examples (EXAMPLE
 	@scripts/setup.sh workspace
 	KV_EXAMPLES=$(or $(EXAMPLES),20) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -k runTest
 
+test-gpu: ## on a machine with an NVIDIA GPU: its copies, and real vLLM there
+	@scripts/setup.sh workspace
+	@scripts/setup.sh vllm
+	$(WORKSPACE)/python -m pytest -q -n 8 packages/kv-cuda -m gpu
+	$(VLLM)/python -m pytest -q tests/engine/test_gpu.py
+
 test-trained: ## two trained models on real vLLM: the same answers about this repository's documents, cold and found
 	@scripts/setup.sh vllm
 	@scripts/setup.sh trained
@@ -100,6 +106,11 @@ bench-engine: ## a real engine with and without us, on workloads that a cache ca
 bench-ttft: ## loading against recomputing by length of prompt (ENGINE=sglang, JSON=1)
 	@scripts/setup.sh $(ENGINE)
 	@$(ENGINE_PYTHON) benchmarks/ttft.py --engine $(ENGINE) $(if $(JSON),--json)
+
+bench-gpu: ## vLLM on a GPU, new and returning prompts of an 8B model's shape, beside its own offloading (JSON=1)
+	@scripts/setup.sh vllm
+	@$(VLLM)/python benchmarks/copy.py --device cuda $(if $(JSON),--json)
+	@$(VLLM)/python benchmarks/gpu_engine.py $(if $(JSON),--json)
 
 bench-hybrid: ## real vLLM with models that are not full attention alone (JSON=1)
 	@scripts/setup.sh vllm

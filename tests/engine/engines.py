@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 NEW_TOKENS = 12
 CHUNK_TOKENS = 256
@@ -131,15 +132,14 @@ def started(
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-    } | arguments
+        "enforce_eager": True,
+    }
+    if torch.cuda.is_available():  # which engines of other tests share: each takes what it would have on a CPU
+        chosen |= {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
+    chosen |= arguments
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if own_process else "0")
-        llm = LLM(
-            model,
-            enforce_eager=True,
-            kv_transfer_config=transfer,
-            **chosen,
-        )
+        llm = LLM(model, kv_transfer_config=transfer, **chosen)
         try:
             yield Engine(llm)
         finally:

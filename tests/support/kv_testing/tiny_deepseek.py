@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 
 
-def write_tiny_deepseek(directory: Path, *, kv_lora_rank: int = 512, rope_dim: int = 64) -> Path:
+def write_tiny_deepseek(directory: Path, *, kv_lora_rank: int = 512, rope_dim: int = 64, head_dim: int = 32) -> Path:
     """Write the model, which has no experts, to this directory, and return it.
 
     kv_lora_rank, rope_dim: of a latent. The defaults are the only ones for which vLLM has a CPU kernel.
+    head_dim: of a head of V, and of the part of K without positions. vLLM's kernels for GPUs have 128.
     """
     from transformers import AutoModelForCausalLM, DeepseekV2Config
 
@@ -24,9 +25,9 @@ def write_tiny_deepseek(directory: Path, *, kv_lora_rank: int = 512, rope_dim: i
         num_key_value_heads=4,
         q_lora_rank=None,
         kv_lora_rank=kv_lora_rank,
-        qk_nope_head_dim=32,
+        qk_nope_head_dim=head_dim,
         qk_rope_head_dim=rope_dim,
-        v_head_dim=32,
+        v_head_dim=head_dim,
         max_position_embeddings=8192,
         initializer_range=0.15,
         rope_parameters={
