@@ -63,7 +63,7 @@ def test_the_slices_that_are_used_are_pinned_and_those_behind_them_each_once(
     pins: list[tuple[int, int]], slice_bytes: int, ahead_bytes: int
 ) -> None:
     driver = Driver()
-    pinned = PinnedMapping(5000, 1000, driver, slice_bytes=slice_bytes, ahead_bytes=ahead_bytes)
+    pinned = PinnedMapping(5000, 1000, driver, slice_bytes=slice_bytes, ahead_bytes=lambda _: ahead_bytes)
     wanted: set[int] = set()
     behind: set[int] = set()
     for offset, nbytes in pins:
@@ -89,7 +89,7 @@ def test_a_pool_that_is_used_from_its_start_is_pinned_before_it_is_used() -> Non
             return super().register(address, nbytes)
 
     by: list[str] = []
-    pinned = PinnedMapping(0, 8 * 1024, Slow(), slice_bytes=1024, ahead_bytes=3 * 1024)
+    pinned = PinnedMapping(0, 8 * 1024, Slow(), slice_bytes=1024, ahead_bytes=lambda _: 3 * 1024)
     for offset in range(0, 8 * 1024, 512):
         pinned.pin(offset, 512)
         nobody_pins()
@@ -99,7 +99,7 @@ def test_a_pool_that_is_used_from_its_start_is_pinned_before_it_is_used() -> Non
 
 def test_what_cannot_be_pinned_ahead_costs_nothing_until_it_is_needed() -> None:
     driver = Driver(room=2048)
-    pinned = PinnedMapping(0, 8192, driver, slice_bytes=1024, ahead_bytes=0)
+    pinned = PinnedMapping(0, 8192, driver, slice_bytes=1024, ahead_bytes=lambda _: 0)
     for _ in range(5):
         for slice_number in (0, 1):
             pinned.pin(slice_number * 1024, 10)
@@ -113,7 +113,7 @@ def test_what_cannot_be_pinned_ahead_costs_nothing_until_it_is_needed() -> None:
 
 def test_without_a_thread_nothing_is_pinned_ahead_and_all_else_goes_on() -> None:
     driver = Driver()
-    pinned = PinnedMapping(0, 4096, driver, slice_bytes=1024, ahead_bytes=0)
+    pinned = PinnedMapping(0, 4096, driver, slice_bytes=1024, ahead_bytes=lambda _: 0)
     with threads_left():
         pinned.pin(0, 10)
         pinned.pin(1024, 10)
@@ -135,7 +135,7 @@ def test_who_ends_a_mapping_waits_for_one_slice_at_most() -> None:
 
     begun, may_end = threading.Event(), threading.Event()
     driver = Held()
-    pinned = PinnedMapping(0, 64 * 1024, driver, slice_bytes=1024, ahead_bytes=64 * 1024)
+    pinned = PinnedMapping(0, 64 * 1024, driver, slice_bytes=1024, ahead_bytes=lambda _: 64 * 1024)
     pinned.pin_ahead()
     assert begun.wait(30)
     ending = threading.Thread(target=pinned.unpin)

@@ -16,6 +16,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -30,12 +31,15 @@ _log = limited_logger(__name__)
 
 SLICE_BYTES: Final = 64 << 20
 """Locking its pages takes 1 to 2 ms, creating them too 16 to 38 (an H100's host)."""
-AHEAD_BYTES: Final = 2 << 30
-"""The KV of 16,384 tokens of a model with 128 KiB a token."""
 _PAUSE_S: Final = 0.0005
 """Between two slices that nobody waits for: a lock is not fair, and who needs a slice gets it then."""
 _OUT_OF_MEMORY: Final = 2
 _ALREADY_REGISTERED: Final = 712
+
+
+def distance(reached: int) -> int:
+    """How many bytes are kept registered beyond the first `reached`: about as far as a pool is populated ahead."""
+    return min(1 << 30, max(256 << 20, reached // 4))
 
 
 class Registrar(Protocol):
@@ -81,17 +85,17 @@ class PinnedMapping:
         registrar: Registrar,
         *,
         slice_bytes: int = SLICE_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
+        ahead_bytes: Callable[[int], int] = distance,
         node: int | None = None,
     ) -> None:
         """Nothing is registered yet. Slices begin and end at multiples of `slice_bytes` from the mapping's start.
 
-        ahead_bytes: how much is registered behind the slices that were last used, at least one slice.
+        ahead_bytes: how much is registered beyond so many bytes, at least one slice.
         node: the NUMA node where the pages should be, if there are several.
         """
         self._node = node
         self._address, self._bytes, self._slice = address, nbytes, slice_bytes
-        self._slices_ahead = max(1, ahead_bytes // slice_bytes)
+        self._ahead_bytes = ahead_bytes
         self._registrar = registrar
         self._lock = threading.Lock()
         self._registered: set[int] = set()
@@ -127,7 +131,8 @@ class PinnedMapping:
 
     def pin_ahead(self, first: int = 0) -> None:
         """Have a thread register the slices from `first` on that are likely to be used next."""
-        following = range(first, min(first + self._slices_ahead, -(-self._bytes // self._slice)))
+        count = max(1, self._ahead_bytes(first * self._slice) // self._slice)
+        following = range(first, min(first + count, -(-self._bytes // self._slice)))
         if self._is_refused or self._registered.issuperset(following):
             return
         if self._ahead is None or not self._ahead.is_alive():
