@@ -88,9 +88,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A shorter prompt is not stored; with `save_decode`, a shorter request."""
     max_store_tokens: Tokens = 0
     """Tokens of a request beyond this number are not stored; 0: no limit."""
-    stores_in_flight_bytes: Bytes = 2 << 30
+    stores_in_flight_bytes: Bytes | None = None
     """How much each worker may have in flight from its device to the pool while the engine continues with the next
-    steps. Chunks beyond that are not stored. 0: a step ends when all that it stores is in the pool. vLLM only."""
+    steps. Chunks beyond that are not stored. If unset, 2 GiB more than the KV of one step. 0: a step ends when all that
+    it stores is in the pool. vLLM only."""
     host: HostConfig = HostConfig()
     tiers: list[dict[str, Any]] = []
     """The tiers below the host pool, hottest first: for each its type (disk, redis, valkey, s3, mooncake, shared_fs,

@@ -345,7 +345,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config, groups, in_force = self._vllm_config, self._kv_cache_config, self._in_force
             self._layers.bound(bind_worker(self._engine, config, groups, self._settings, kv_caches, in_force=in_force))
             if not self.off:
-                self._worker = self._engine.start_worker()
+                self._worker = self._engine.start_worker(step_tokens=config.scheduler_config.max_num_batched_tokens)
                 self._figures = WorkerFigures(self._worker)
         except ConfigError:
             self.shutdown()
@@ -367,7 +367,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """For workers whose stores continue after the step. Others finish them in it, and so do all if none may be in
         flight, or if their reports may never come: an engine in its caller's process is stepped only for requests."""
         facts, scheduler = self._engine.facts, self._scheduler
-        stores_behind = facts is not None and facts.stores_behind and self._settings.stores_in_flight_bytes
+        stores_behind = facts is not None and facts.stores_behind and self._settings.stores_in_flight_bytes != 0
         if scheduler is not None and stores_behind and (self._in_process or envs.VLLM_ENABLE_V1_MULTIPROCESSING):
             self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
 

@@ -48,6 +48,8 @@ _log = limited_logger(__name__)
 
 _SEPARATOR = "; "
 """Separates the names of layouts, which contain spaces and commas."""
+_IN_FLIGHT_BYTES = 2 << 30
+"""What earlier steps may still be storing when a step stores all that it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class Engine(OffSwitch):
         self.facts: EngineFacts | None = None
         self.nodes: NodesCache | None = None
         self.terms = ""
-        self._fingerprint = ""
+        self._fingerprint, self._chunk_bytes = "", 0
         self._described = ""
         self._roles: set[str] = set()
         self._summary: tuple[int, ...] = (0, 0, 0, 0)
@@ -273,10 +275,12 @@ class Engine(OffSwitch):
         self._describe(settings, EngineFacts.from_text(workers[0].facts), chunks, loads=loads, stores=stores)
         return None
 
-    def start_worker(self) -> WorkerHalf:
-        """After `bind_worker`."""
+    def start_worker(self, *, step_tokens: int = 0) -> WorkerHalf:
+        """After `bind_worker`. step_tokens: the most that the engine computes in a step."""
         assert self.cache is not None and self._shape is not None
-        share = self.share
+        share, in_flight_bytes = self.share, self._settings.stores_in_flight_bytes
+        if in_flight_bytes is None:
+            in_flight_bytes = _IN_FLIGHT_BYTES + -(-step_tokens // self._shape.chunk_tokens) * self._chunk_bytes
         self.worker = WorkerHalf(
             self.cache,
             self._shape,
@@ -285,7 +289,7 @@ class Engine(OffSwitch):
             name=self.id,
             rank=share.rank,
             stores=share.stores,
-            max_in_flight_bytes=self._settings.stores_in_flight_bytes,
+            max_in_flight_bytes=in_flight_bytes,
             stores_layers=self._stores_layers(),
         )
         self._roles.add("WORKER")
@@ -432,7 +436,7 @@ class Engine(OffSwitch):
 
     def _describe(self, settings: Settings, facts: EngineFacts, chunks: Format, *, loads: bool, stores: bool) -> None:
         assert self.cache is not None
-        self.facts, self._fingerprint = facts, chunks.fingerprint
+        self.facts, self._fingerprint, self._chunk_bytes = facts, chunks.fingerprint, sum(chunks.group_bytes)
         spelled_out = repr((sorted(facts.to_text().items()), chunks.group_bytes, chunks.fingerprint))
         self.terms = hashlib.sha256(spelled_out.encode()).hexdigest()[:32]
         self._shape = ConnectShape(
