@@ -1,15 +1,17 @@
 """Settings in, a cache out, and clear words where they cannot be honoured."""
 
+import shutil
 import threading
 import uuid
 from pathlib import Path
 
 import msgspec
 import pytest
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, TierDown
 from kv_core.testing import key_chain
 from kv_tiers import HostConfig, HostPool, build_local_cache
-from kv_tiers.build import check_settings
+from kv_tiers.build import build_lane, check_settings
+from kv_tiers.tier import TierContext, Write
 
 
 def test_settings_become_a_cache() -> None:
@@ -55,6 +57,19 @@ def test_a_capacity_below_one_chunk_names_the_smallest_that_works() -> None:
 def test_settings_are_strict(given: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(given, HostConfig)
+
+
+def test_what_a_tier_says_names_it_as_the_settings_do(tmp_path: Path) -> None:
+    """From its first line on, which it writes while it is made."""
+    directory = tmp_path / "gone"
+    options = {"type": "disk", "name": "nvme", "directory": str(directory), "capacity_bytes": 1 << 20}
+    context = TierContext(4096, 4096, "f")
+    lane, _ = build_lane(options, context, where="tiers[0]")
+    shutil.rmtree(directory)
+    (key,) = key_chain(1)
+    with pytest.raises(TierDown, match="disk tier nvme at"):
+        lane.tier.store([Write(key, None, bytes(4096), memoryview(bytearray(4096)), 4096)])
+    lane.close()
 
 
 def test_a_cache_that_cannot_be_made_leaves_its_pool_free() -> None:

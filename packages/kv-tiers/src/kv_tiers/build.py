@@ -1,5 +1,6 @@
 """Builds a cache from settings. The only file that names concrete pools; tiers and policies are found by name."""
 
+import dataclasses
 import itertools
 import os
 import secrets
@@ -141,7 +142,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     factory, lane_config, rest = _read_tier(options, where)
     codec = _codec(lane_config, context, where)
     _check_parts(options, codec, where)
-    tier = factory(rest, context)
+    tier = factory(rest, dataclasses.replace(context, name=lane_config.name))
     tier.name = lane_config.name
     if lane_config.approximate and not isinstance(tier, ReadsPrefixes):
         tier.close()

@@ -127,7 +127,7 @@ may request (`chunk_header.prefix_bytes`). Only the tiers of a cache that may ho
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What all chunks of a cache have in common.
+    """What all chunks of a cache have in common, and what the user calls the tier.
 
     A tier may serve caches of several formats at one address. It must keep them apart: `namespace` differs for each.
 
@@ -136,12 +136,14 @@ class TierContext:
     fingerprint: identifies the format of the chunks' bytes.
     bounded: the groups of layers that do not need the whole prefix, as far as lookups have shown. For tiers that evict
         (`kv_tiers.eviction.coverage`).
+    name: for what a tier has to say while it is made; empty: it was given none.
     """
 
     chunk_bytes: int
     slot_bytes: int
     fingerprint: str
     bounded: BoundedGroups = field(default_factory=BoundedGroups, compare=False, repr=False)
+    name: str = field(default="", compare=False, repr=False)
 
     @property
     def namespace(self) -> str:

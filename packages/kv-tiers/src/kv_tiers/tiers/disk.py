@@ -145,6 +145,7 @@ class DiskTier(LendsExtents):
             ConfigError: a setting or a directory cannot be used.
         """
         self._config = config
+        self.name = context.name or self.name
         self._clock: Clock = clock or MonotonicClock()
         chunks = DiskChunks(
             self.name,

@@ -129,6 +129,7 @@ class ObjectsTier:
         except ImportError as error:
             raise ConfigError("s3: an object store's tier needs obstore; pip install 'kv-tiers[s3]'") from error
         self._obstore: Any = obstore
+        self.name = context.name or self.name
         self._store = _open(obstore, config, self.name)
         self._prefix = f"{config.prefix}/{context.namespace}"
         self._chunk_bytes = context.chunk_bytes

@@ -74,6 +74,7 @@ class RedisTier:
         self._expiry = (b"EX", b"%d" % config.ttl_s) if config.ttl_s else ()
         self._refresh = self._expiry if config.refresh_ttl else ()
         self._ahead = min(_COMMANDS_AT_ONCE, max(2, _AHEAD_BYTES // min(config.piece_bytes, context.chunk_bytes)))
+        self.name = context.name or self.name
         self._servers = Servers(config, self.name)
         self._full = ""
         self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")

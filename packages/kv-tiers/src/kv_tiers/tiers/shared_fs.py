@@ -115,6 +115,7 @@ class SharedFsTier:
         """Does not look at the directory yet: it may be mounted later."""
         self._config = config
         self._root = os.path.abspath(config.directory)
+        self.name = context.name or self.name
         self._key = _read_key(config, self.name) if config.key_file else b""
         key_name = f"-{hashlib.sha256(b'the name of the key' + self._key).hexdigest()[:16]}" if self._key else ""
         self._directory = f"{self._root}/{context.namespace}{key_name}"
