@@ -141,7 +141,7 @@ def _slowdown(device: torch.device, copy_path: CopyPath) -> Row:
         for _ in range(PRODUCTS):
             torch.matmul(left, left, out=product)
         ended.record()
-        # Nothing that the engine enqueued before is waited for: a load's queue follows the current one.
+        # A load follows the current stream, and these are not to wait for the products.
         with torch.cuda.stream(beside_stream):
             events = [copier.load(plan) for _ in range(loads)]
         ended.synchronize()

@@ -47,6 +47,7 @@ _PROGRAMS_ON_DEVICE = 32
 class _Group:
     """All copies of one chunk.
 
+    extent: where the chunk is.
     copy_path: the path that its bytes take.
     programs: of the kernel, at most.
     first, end: its copies in the plan's table.
