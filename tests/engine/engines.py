@@ -148,6 +148,15 @@ def started(
             gc.collect()
 
 
+def assert_half_evicted_is_stored_again(engine: Engine, reference: Sequence[Answer]) -> None:
+    """After every second chunk was evicted, the tokens are the same, and what is missing is found again afterwards."""
+    engine.ask_in_turn(PROMPTS)
+    engine.inside("kv_forget_half")
+    assert engine.ask_in_turn(PROMPTS) == reference
+    assert engine.ask_in_turn(PROMPTS) == reference
+    assert engine.hits == WARM_HITS
+
+
 def in_pool(read: Callable[[memoryview], _Read]) -> dict[str, _Read]:
     """What `read` returns for every chunk in the pool of the one engine of this process, by its key."""
     from kv_tiers.attach.engine import engines

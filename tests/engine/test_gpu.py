@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CHUNK_TOKENS, PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
+from engines import (
+    CHUNK_TOKENS,
+    PROMPTS,
+    SHARED,
+    WARM_HITS,
+    Answer,
+    Engine,
+    assert_half_evicted_is_stored_again,
+    started,
+)
 from kv_core.errors import CopyFailed
 from kv_testing.tiny_deepseek import write_tiny_deepseek
 from kv_tiers.attach.engine import engines
@@ -86,11 +95,7 @@ class TestOneEngine:
         assert engine.hits == WARM_HITS
 
     def test_half_evicted(self, engine: Engine, reference: list[Answer]) -> None:
-        engine.ask_in_turn(PROMPTS)
-        engine.inside("kv_forget_half")
-        assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.hits == WARM_HITS
+        assert_half_evicted_is_stored_again(engine, reference)
 
     def test_a_load_that_fails_is_computed(
         self, engine: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
+from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, assert_half_evicted_is_stored_again, started
 from kv_core.errors import CopyFailed
 from kv_core.service import LoadFailed
 from kv_tiers.attach.engine import Engine as Attached
@@ -65,11 +65,7 @@ class TestOneEngine:
         assert engine.ask_in_turn(PROMPTS)[:4] != reference[:4]
 
     def test_half_evicted_still_equals_and_is_stored_again(self, engine: Engine, reference: list[Answer]) -> None:
-        engine.ask_in_turn(PROMPTS)
-        engine.inside("kv_forget_half")
-        assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.ask_in_turn(PROMPTS) == reference
-        assert engine.hits == WARM_HITS
+        assert_half_evicted_is_stored_again(engine, reference)
 
     def test_each_load_failing_in_turn_is_computed_instead(
         self, engine: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch

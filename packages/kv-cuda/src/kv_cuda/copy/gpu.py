@@ -139,7 +139,7 @@ class GpuCopier:
         """Register a pool. Its memory is pinned piece by piece as it is used.
 
         Raises:
-            InputError: the view is read-only or empty, or does not begin at a word.
+            InputError: the view is read-only or empty, or does not begin at a word; for a GPU, at a page.
         """
         self._know(pool, host_pool(pool, view, self._device, self._largest_chunk_bytes))
 

@@ -57,8 +57,8 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: in
     if device.type != "cuda":
         return Pool(data)
     if data.data_ptr() % _PAGE_BYTES:
-        # Whole pages are registered. Whoever else has memory in the first one could then copy neither within what is
-        # registered nor outside it.
+        # Whole pages are registered, with what else lies in the first one; the driver then refuses to copy memory that
+        # is registered only in part.
         raise InputError(f"pool {name!r} does not begin at a page of {_PAGE_BYTES} bytes: use mapped memory for a GPU")
     # No chunk may lie across two slices: the driver copies within one registration only.
     slot_bytes = -(-chunk_bytes // _PAGE_BYTES) * _PAGE_BYTES

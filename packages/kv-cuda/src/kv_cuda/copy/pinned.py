@@ -32,7 +32,7 @@ _log = limited_logger(__name__)
 SLICE_BYTES: Final = 64 << 20
 """Locking its pages takes 1 to 2 ms, creating them too 16 to 38 (an H100's host)."""
 _PAUSE_S: Final = 0.0005
-"""Between two slices that nobody waits for: a lock is not fair, and who needs a slice gets it then."""
+"""After each slice that is registered ahead: a lock is not fair, and a thread that waits for it gets it then."""
 _OUT_OF_MEMORY: Final = 2
 _ALREADY_REGISTERED: Final = 712
 
@@ -209,7 +209,7 @@ def share_mapping(
     context.
 
     memory: keeps these bytes mapped. If they were unmapped first, the driver would hold on to their old pages and give
-        those to whoever is mapped there next.
+        those to the next mapping at this address.
     slice_bytes, node: those of the first copier apply; all of a pool's copiers give the same.
     """
     with _shared_lock:

@@ -96,8 +96,12 @@ def validate_and_split(
     slots = layout.blocks * layout.block_tokens
     work: dict[HostExtent, tuple[list[WholeBlocks], list[PartOfBlock]]] = {}
     for copy in plan.copies:
-        _check(copy, slots, chunk_format, pools)
-        whole, parts = work.get(copy.extent) or work.setdefault(copy.extent, ([], []))
+        _check(copy, slots, chunk_format.chunk_tokens)
+        found = work.get(copy.extent)
+        if found is None:
+            check_extent(copy.extent, chunk_format, pools)
+            found = work[copy.extent] = ([], [])
+        whole, parts = found
         for piece in _pieces(copy, layout.block_tokens):
             if isinstance(piece, WholeBlocks):
                 whole.append(piece)
@@ -130,15 +134,11 @@ def _refuse_repeats(copies: Sequence[Copy], *, to_engine: bool) -> None:
             raise InputError(f"the plan writes {what} {second} twice")
 
 
-def _check(copy: Copy, slots: int, chunk_format: ChunkFormat, pools: Mapping[str, int]) -> None:
-    extent = copy.extent
+def _check(copy: Copy, slots: int, chunk_tokens: int) -> None:
     if copy.tokens < 1 or copy.first_slot < 0 or copy.first_slot + copy.tokens > slots:
         raise InputError(f"slots {copy.first_slot} to {copy.first_slot + copy.tokens} of a cache with {slots} slots")
-    if copy.first_token < 0 or copy.first_token + copy.tokens > chunk_format.chunk_tokens:
-        raise InputError(
-            f"tokens {copy.first_token} to {copy.first_token + copy.tokens} of a chunk of {chunk_format.chunk_tokens}"
-        )
-    check_extent(extent, chunk_format, pools)
+    if copy.first_token < 0 or copy.first_token + copy.tokens > chunk_tokens:
+        raise InputError(f"tokens {copy.first_token} to {copy.first_token + copy.tokens} of a chunk of {chunk_tokens}")
 
 
 def check_extent(extent: HostExtent, chunk_format: ChunkFormat, pools: Mapping[str, int]) -> None:
