@@ -20,11 +20,14 @@ ALLOWED = {
 
 @pytest.mark.parametrize(("now", "event"), list(itertools.product(Life, Event)), ids=lambda value: value.name)
 def test_a_state_takes_its_events_and_no_others(now: Life, event: Event) -> None:
+    life = [Life.RESIDENT, now, now]
     if event in ALLOWED[now]:
-        assert advance(now, event) is ALLOWED[now][event]
+        advance(life, [1, 2], event)
+        assert life == [Life.RESIDENT, ALLOWED[now][event], ALLOWED[now][event]]
     else:
         with pytest.raises(MisuseError, match=f"{now.name} cannot {event.name}"):
-            advance(now, event)
+            advance(life, [1, 2], event)
+        assert life == [Life.RESIDENT, now, now]
 
 
 def test_a_chunk_is_found_only_after_a_commit_or_an_adoption() -> None:

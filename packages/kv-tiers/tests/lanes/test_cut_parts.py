@@ -23,6 +23,7 @@ from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
+from kv_tiers.tiers.disk_transfer import bytes_in_files
 from kv_tiers.tiers.dram import DramTier
 
 RECORDED = (Path(__file__).parent / "recorded" / "smollm2.bfloat16").read_bytes()
@@ -164,7 +165,7 @@ def test_a_bit_flipped_in_what_is_left_is_found_and_behind_it_does_not_matter(tm
     (entry,) = tier._index.begin_load([key], touch=False)
     assert entry is not None
     extent = tier._index.extent(entry)
-    segments = tier._chunks.segments(entry, extent, extent.stored_bytes)
+    segments = tier._chunks.segments(entry, extent.units, bytes_in_files(extent.stored_bytes))
     tier._index.end_load([entry])
     wanted = 4096 + extent.stored_bytes - 1 if isinstance(at, str) else at
     places = [(file, offset + byte) for file, offset, nbytes in segments for byte in range(nbytes)]

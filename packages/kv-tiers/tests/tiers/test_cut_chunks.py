@@ -267,7 +267,7 @@ def test_units_of_cut_chunks_are_given_once(calls: list[tuple[int, int, str]]) -
                 units_of[entry] = left
             if place is not None:
                 index.commit([place], [None])
-                units_of[place.entry] = tuple(place.extent.units)
+                units_of[place.entry] = tuple(place.units)
                 entry_of[key] = place.entry
         here = {entry_of[key]: key for key, held in zip(KEYS, index.holds(KEYS), strict=True) if held}
         taken = {entry: units for entry, units in units_of.items() if entry in here} | dict(reading)

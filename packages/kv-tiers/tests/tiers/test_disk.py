@@ -66,7 +66,7 @@ class DiskContract(BoundedTierContract, PersistentTierContract):
         (entry,) = self.tier._index.begin_load([key], touch=False)
         assert entry is not None
         left = CHUNK_AT + at
-        for file, offset, nbytes in self.tier._chunks.segments(entry, self.tier._index.extent(entry), 1 << 20):
+        for file, offset, nbytes in self.tier._chunks.segments(entry, self.tier._index.extent(entry).units, 1 << 20):
             if left < nbytes:
                 flip(file.path, offset + left, at % 8)
                 break

@@ -9,7 +9,7 @@ from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_testing.wait import joined
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.tiers.extents import Extent, Place
+from kv_tiers.tiers.extents import Place
 from kv_tiers.tiers.index import ExtentIndex
 from kv_tiers.tiers.space import MAX_UNITS, Geometry, Space, pack, runs
 
@@ -90,10 +90,10 @@ def test_an_index_never_gives_what_a_chunk_has(calls: list[tuple[int, int, bool]
         assert index.commit([places[0]], [None]) == []
         kept[keys[number]] = places[0]
         assert index.holds(keys) == [key in kept for key in keys]
-        units = [(place.entry % media, unit) for place in kept.values() for unit in place.extent.units]
+        units = [(place.entry % media, unit) for place in kept.values() for unit in place.units]
         assert len(set(units)) == len(units) == index.used_units
         for place in kept.values():
-            assert len(place.extent.units) == GEOMETRY.units_for(place.extent.stored_bytes)
+            assert len(place.units) == GEOMETRY.units_for(place.stored_bytes)
 
 
 def test_a_whole_chunk_lies_in_one_piece_while_there_is_a_free_slot_and_in_pieces_when_there_is_not() -> None:
@@ -104,8 +104,8 @@ def test_a_whole_chunk_lies_in_one_piece_while_there_is_a_free_slot_and_in_piece
     index.discard([small[0], small[2]])  # half of either slot is free
     (place,), evicted, _ = index.reserve(large, [600], None)
     assert evicted == []
-    assert place is not None and place.extent == Extent(place.extent.units, 600)
-    assert isinstance(place.extent.units, tuple) and len(list(runs(place.extent.units))) == 2
+    assert place is not None and place.stored_bytes == 600
+    assert isinstance(place.units, tuple) and len(list(runs(place.units))) == 2
 
 
 def test_a_prompt_that_found_no_room_for_more_still_leaves_tail_first() -> None:

@@ -66,7 +66,8 @@ class CoveragePolicy:
         self.policy = policy
         self._bounded = bounded
         self._recent = LruPolicy()
-        self._is_recent: set[int] = set()  # the slots that `_recent` orders
+        self.bounded_slots: set[int] = set()
+        """The slots of chunks of bounded groups: `_recent` orders them."""
         self._last_use: list[int] = []  # by slot, since there are bounded groups; 0: never
         self._now = 0
 
@@ -75,7 +76,7 @@ class CoveragePolicy:
             self.policy.added(keys, slots)
             return
         # A chunk that came before its group was known stays with the policy.
-        self._is_recent.update(slot for key, slot in zip(keys, slots, strict=True) if self._bounded.has(key))
+        self.bounded_slots.update(slot for key, slot in zip(keys, slots, strict=True) if self._bounded.has(key))
         recent, keys, slots = self._parted(keys, slots)
         if slots:
             self.policy.added(keys, slots)
@@ -97,15 +98,15 @@ class CoveragePolicy:
     def removed(self, slot: int) -> None:
         if slot < len(self._last_use):
             self._last_use[slot] = 0
-        if slot in self._is_recent:
-            self._is_recent.remove(slot)
+        if slot in self.bounded_slots:
+            self.bounded_slots.remove(slot)
             self._recent.removed(slot)
         else:
             self.policy.removed(slot)
 
     def victim(self) -> int | None:
         chosen = self.policy.victim()
-        if not self._is_recent:
+        if not self.bounded_slots:
             return chosen
         oldest = self._recent.victim()
         if oldest is None or chosen is None:
@@ -115,12 +116,12 @@ class CoveragePolicy:
     def demote(self, slots: Sequence[int]) -> None:
         """Make these chunks of bounded groups the next victims, because the chunk that they need is gone."""
         for slot in slots:
-            if slot in self._is_recent:
+            if slot in self.bounded_slots:
                 self._recent.demote(slot)
                 self._last_use[slot] = 0
 
     def exclude(self, slot: int) -> None:
-        (self._recent if slot in self._is_recent else self.policy).exclude(slot)
+        (self._recent if slot in self.bounded_slots else self.policy).exclude(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
         recent, _, slots = self._parted((), slots)
@@ -138,20 +139,20 @@ class CoveragePolicy:
         if not self._bounded:
             return [], keys, slots
         self._now = now = self._now + 1
-        is_recent, last_use = self._is_recent, self._last_use
+        bounded_slots, last_use = self.bounded_slots, self._last_use
         if slots and (more := max(slots) + 1 - len(last_use)) > 0:
             last_use += [0] * (more + len(last_use) // 8)
         for slot in slots:
             last_use[slot] = now
         # In a lookup, bounded groups come last.
         first = len(slots)
-        while first and slots[first - 1] in is_recent:
+        while first and slots[first - 1] in bounded_slots:
             first -= 1
         others = slots[:first]
-        if is_recent.isdisjoint(others):
+        if bounded_slots.isdisjoint(others):
             return list(slots[first:]), keys[:first], others
-        apart = [at for at, slot in enumerate(slots) if slot not in is_recent]
-        recent = [slot for slot in slots if slot in is_recent]
+        apart = [at for at, slot in enumerate(slots) if slot not in bounded_slots]
+        recent = [slot for slot in slots if slot in bounded_slots]
         return recent, [keys[at] for at in apart] if keys else (), [slots[at] for at in apart]
 
 

@@ -7,6 +7,7 @@ arrive in it, then the two slots change places. The slot is then given back, or 
 were in progress finish there.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -58,8 +59,18 @@ _NEXT: Final = {
 }
 
 
-def advance(now: Life, event: Event) -> Life:
-    try:
-        return _NEXT[now, event]
-    except KeyError:
-        raise MisuseError(f"a chunk that is {now.name} cannot {event.name}") from None
+_AFTER: Final = {event: {now: then for (now, on), then in _NEXT.items() if on is event} for event in Event}
+
+
+def advance(life: list[Life], slots: Sequence[int], event: Event) -> None:
+    """Change the states of these slots as the event demands.
+
+    Raises:
+        MisuseError: a slot's state does not allow the event. That slot and those after it are unchanged.
+    """
+    after = _AFTER[event]
+    for slot in slots:
+        try:
+            life[slot] = after[life[slot]]
+        except KeyError:
+            raise MisuseError(f"a chunk that is {life[slot].name} cannot {event.name}") from None

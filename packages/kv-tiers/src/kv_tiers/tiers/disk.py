@@ -23,7 +23,7 @@ import mmap
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 from kv_core.clock import Clock
@@ -55,7 +55,7 @@ from kv_tiers.tiers.disk_chunks import DiskChunks, bytes_for
 from kv_tiers.tiers.disk_directory import check_place
 from kv_tiers.tiers.disk_extents import LendsExtents
 from kv_tiers.tiers.disk_files import NO_ROOM, File
-from kv_tiers.tiers.disk_transfer import Carried, behind
+from kv_tiers.tiers.disk_transfer import Move, Segment, behind, bytes_in_files
 from kv_tiers.tiers.extents import Place
 
 _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
@@ -63,6 +63,22 @@ _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
 _MAX_FAILURES: Final = 3
 """How many chunks of one call may fail one by one before the rest are skipped: each may cost the device's time-out."""
 _PROBED_CHUNKS: Final = 8
+
+
+class _Located(NamedTuple):
+    """A chunk that a call reads.
+
+    at: its number in the call.
+    wanted_bytes: how much of the payload, counted from its start.
+    payload: memory for what is read of it.
+    segments: where the header, unless the start of the payload is left out, and these bytes are in the files.
+    """
+
+    at: int
+    read: Read
+    wanted_bytes: int
+    payload: memoryview
+    segments: Sequence[Segment]
 
 
 class DiskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -173,12 +189,12 @@ class DiskTier(LendsExtents):
         entries = self._chunks.begin_load([read.key for read in reads])
         outcomes: list[LoadOutcome] = [Absent()] * len(reads)
         try:
-            carried = [
-                self._carried(at, entry, read)
+            located = [
+                self._located(at, entry, read)
                 for at, (read, entry) in enumerate(zip(reads, entries, strict=True))
                 if entry is not None
             ]
-            for at, outcome in self._read(carried).items():
+            for at, outcome in self._read(located).items():
                 outcomes[at] = outcome
         finally:
             self._index.end_load(entries)
@@ -211,7 +227,7 @@ class DiskTier(LendsExtents):
             written = self._write(taken)
             if len(written) == len(writes):
                 return [Stored()] * len(writes)
-            stored.update(write.key for write, _ in written)
+            stored.update(write.key for write in written)
             held = self._index.holds([write.key for write in left])
             stored.update(write.key for write, is_held in zip(left, held, strict=True) if is_held)
             left = [write for write in left if write.key not in stored]
@@ -267,7 +283,7 @@ class DiskTier(LendsExtents):
 
     # Storing.
 
-    def _write(self, taken: Sequence[tuple[Write, Place]]) -> list[tuple[Write, Place]]:
+    def _write(self, taken: Sequence[tuple[Write, Place]]) -> list[Write]:
         """Make chunks durable and findable. Returns those for which the medium had room.
 
         Raises:
@@ -280,31 +296,27 @@ class DiskTier(LendsExtents):
         with self._chunks.aborting(places):
             self._chunks.make_ready(places)
             self._write_chunks(places, write_of)
-            parent = write_of[places[0].entry].parent if places else None
-            self._chunks.write_records([(place, write_of[place.entry].header) for place in places], parent)
-        self._chunks.make_findable(places, [write_of[place.entry].parent for place in places])
-        self._chunks.has_room_again()
-        return [(write_of[place.entry], place) for place in places]
+            written = [write_of[place.entry] for place in places]
+            records = [(place, write.header) for place, write in zip(places, written, strict=True)]
+            self._chunks.write_records(records, written[0].parent if written else None)
+        self._chunks.make_findable(places, [write.parent for write in written])
+        return written
 
     def _write_chunks(self, places: list[Place], write_of: Mapping[int, Write]) -> None:
         """Write the chunks to their places, durably. Places for which the medium has no room are removed from the list
         and withheld."""
-        carried = [
-            Carried(
-                at,
-                write_of[place.entry],
-                place.extent.stored_bytes,
-                self._chunks.segments(place.entry, place.extent, place.extent.stored_bytes),
-            )
-            for at, place in enumerate(places)
-        ]
         short: set[int] = set()
         why = ""
         files: set[File] = set()
-        with self._chunks.runs(carried) as (pages, runs):
-            for page, one in zip(pages, carried, strict=True):
-                assert isinstance(one.chunk, Write)
-                page[:HEADER_BYTES] = one.chunk.header
+        headers = self._chunks.header_pages.take(len(places))
+        try:
+            moves: list[Move] = []
+            for at, (place, header) in enumerate(zip(places, headers, strict=True)):
+                write, nbytes = write_of[place.entry], bytes_in_files(place.stored_bytes)
+                header[:HEADER_BYTES] = write.header
+                segments = self._chunks.segments(place.entry, place.units, nbytes)
+                moves.append((at, [header, write.pages[: nbytes - PAGE_BYTES]], segments))
+            runs = self._chunks.runs(moves)
             for run in runs:
                 try:
                     run.file.write(run.buffers, run.offset)
@@ -319,23 +331,31 @@ class DiskTier(LendsExtents):
             for run in runs:
                 if not run.file.direct:
                     run.file.drop_cached(run.offset, run.end - run.offset)
+        finally:
+            self._chunks.header_pages.give(headers)
         self._chunks.withhold(places, [places[at] for at in short], why)
 
     # Loading.
 
-    def _carried(self, at: int, entry: int, read: Read) -> Carried:
+    def _located(self, at: int, entry: int, read: Read) -> _Located:
         extent = self._index.extent(entry)
         wanted_bytes = min(read.wanted_bytes, extent.stored_bytes)
-        segments = self._chunks.segments(entry, extent, wanted_bytes)
+        nbytes = bytes_in_files(wanted_bytes)
+        segments = self._chunks.segments(entry, extent.units, nbytes)
         if read.from_bytes:
             segments = behind(segments, PAGE_BYTES + read.from_bytes)
-        return Carried(at, read, wanted_bytes, segments, read.from_bytes)
+        return _Located(at, read, wanted_bytes, read.pages[read.from_bytes : nbytes - PAGE_BYTES], segments)
 
-    def _read(self, carried: Sequence[Carried]) -> dict[int, LoadOutcome]:
+    def _read(self, located: Sequence[_Located]) -> dict[int, LoadOutcome]:
         """The outcomes, by each chunk's number in the call."""
         outcomes: dict[int, LoadOutcome] = {}
         failed: dict[int, LoadOutcome] = {}
-        with self._chunks.runs(carried) as (pages, runs):
+        headers = self._chunks.header_pages.take(len(located))
+        try:
+            runs = self._chunks.runs(
+                (one.at, [one.payload] if one.read.from_bytes else [header, one.payload], one.segments)
+                for one, header in zip(located, headers, strict=True)
+            )
             for run in runs:
                 try:
                     end = run.offset + run.file.read(run.buffers, run.offset)
@@ -351,22 +371,23 @@ class DiskTier(LendsExtents):
                 for at, needed in run.parts:
                     if needed > end:
                         outcomes[at] = Damaged(f"{run.file.path} ends within it")
-            for page, one in zip(pages, carried, strict=True):
-                assert isinstance(one.chunk, Read)
-                if not one.from_bytes:
-                    one.chunk.header[:] = page[:HEADER_BYTES]
-                outcomes.setdefault(one.at, Loaded(one.stored_bytes))
+            for one, header in zip(located, headers, strict=True):
+                if not one.read.from_bytes:
+                    one.read.header[:] = header[:HEADER_BYTES]
+                outcomes.setdefault(one.at, Loaded(one.wanted_bytes))
+        finally:
+            self._chunks.header_pages.give(headers)
         if len(failed) > 1:
-            failed = self._read_one_by_one([one for one in carried if one.at in failed])
+            failed = self._read_one_by_one([one for one in located if one.at in failed])
         return outcomes | failed
 
-    def _read_one_by_one(self, carried: Sequence[Carried]) -> dict[int, LoadOutcome]:
+    def _read_one_by_one(self, located: Sequence[_Located]) -> dict[int, LoadOutcome]:
         """Read chunks one by one, because a single bad one may have made the whole read fail."""
         outcomes: dict[int, LoadOutcome] = {}
-        for one in carried:
+        for one in located:
             failed = [outcome for outcome in outcomes.values() if isinstance(outcome, ReadFailed)]
             if len(failed) >= _MAX_FAILURES and len(failed) == len(outcomes):
-                return dict.fromkeys([one.at for one in carried], failed[0]) | outcomes
+                return dict.fromkeys([one.at for one in located], failed[0]) | outcomes
             outcomes |= self._read([one])
         return outcomes
 
@@ -385,7 +406,7 @@ class DiskTier(LendsExtents):
             for entry in entries:
                 if entry is None:
                     continue
-                file, offset, _ = self._chunks.segments(entry, self._index.extent(entry), 0)[0]
+                file, offset, _ = self._chunks.segments(entry, self._index.extent(entry).units, PAGE_BYTES)[0]
                 try:
                     if not file.direct:
                         file.drop_cached(offset, PAGE_BYTES)

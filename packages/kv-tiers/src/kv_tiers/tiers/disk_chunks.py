@@ -9,7 +9,7 @@ import errno
 import gc
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -27,8 +27,8 @@ from kv_tiers.tiers.disk_directory import DiskDirectory, place_of
 from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes, free_bytes
 from kv_tiers.tiers.disk_record import RECORD_BYTES
 from kv_tiers.tiers.disk_records import ChunkRecords
-from kv_tiers.tiers.disk_transfer import Carried, HeaderPages, Run, Segment, bytes_in_files, new_filler, runs_of
-from kv_tiers.tiers.extents import Extent, Place
+from kv_tiers.tiers.disk_transfer import HeaderPages, Move, Run, Segment, new_filler, runs_of
+from kv_tiers.tiers.extents import Place
 from kv_tiers.tiers.index import ExtentIndex
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry
 
@@ -106,7 +106,7 @@ class DiskChunks:
         self._slots_ahead = min(_MAX_SLOTS_AHEAD, slots // 24) if syncs else 0
         slack_bytes = self._geometry.slot_bytes - PAGE_BYTES - context.slot_bytes
         self._filler = new_filler(min(slack_bytes, self._geometry.unit_bytes - PAGE_BYTES))
-        self._pages = HeaderPages()
+        self.header_pages = HeaderPages()
         self.lock = threading.Lock()
         # Everything below changes only under that lock.
         self._arriving: dict[int, ChunkKey] = {}  # by entry; without chunks that were discarded meanwhile
@@ -157,18 +157,12 @@ class DiskChunks:
     def directory(self, entry: int) -> DiskDirectory:
         return self.directories[entry % len(self.directories)]
 
-    def segments(self, entry: int, extent: Extent, stored_bytes: int) -> list[Segment]:
-        """Where the header's page and the first `stored_bytes` bytes of the payload are."""
-        return self.directory(entry).segments(extent.units, bytes_in_files(stored_bytes))
+    def segments(self, entry: int, units: Sequence[int], nbytes: int) -> list[Segment]:
+        """Where the first `nbytes` bytes of the header's page and the payload are (`bytes_in_files`)."""
+        return self.directories[entry % len(self.directories)].segments(units, nbytes)
 
-    @contextmanager
-    def runs(self, carried: Sequence[Carried]) -> Iterator[tuple[list[memoryview], list[Run]]]:
-        """A header page for each chunk, and the runs that move these chunks with their headers."""
-        pages = [self._pages.take() for _ in carried]
-        try:
-            yield pages, runs_of(carried, pages, self._filler)
-        finally:
-            self._pages.give(pages)
+    def runs(self, moves: Iterable[Move]) -> list[Run]:
+        return runs_of(moves, self._filler)
 
     # Storing, in this order.
 
@@ -199,9 +193,9 @@ class DiskChunks:
             room = self.index.reserve(keys, stored_bytes, parent, decoded_bytes)
             places = room.places
             taken = [place for place in places if place is not None]
-            self._arriving.update((place.entry, place.key) for place in taken)
+            self._arriving.update([(place.entry, place.key) for place in taken])
             try:
-                self._wipe([*room.evicted, *(place.entry for place in taken)], room.cut)
+                self._wipe(room.evicted + [place.entry for place in taken], room.cut)
             except OSError as error:
                 self.abort(taken)
                 raise self.down(error) from error
@@ -210,23 +204,13 @@ class DiskChunks:
                 self.sync_all_wipes()
         return places
 
-    @contextmanager
-    def aborting(self, places: list[Place]) -> Iterator[None]:
-        """If anything fails in the body, free the places that are in the list at that time.
+    def aborting(self, places: list[Place]) -> "_Aborting":
+        """If anything fails in the body of this context, free the places that are in the list at that time.
 
         Raises:
             TierDown: in place of an `OSError`, or of the `ConfigError` for what is in the way of a new file.
         """
-        try:
-            yield
-        except BaseException as error:
-            with self.lock:
-                self.abort(places)
-            if isinstance(error, OSError):
-                raise self.down(error) from error
-            if isinstance(error, ConfigError):
-                raise TierDown(f"disk tier {self.name}: {error}") from error
-            raise
+        return _Aborting(self, places)
 
     def make_ready(self, places: list[Place]) -> None:
         """Return once it is durable that no record vouches for what these places held, and their space is allocated.
@@ -238,7 +222,8 @@ class DiskChunks:
         try:
             for place in places:
                 try:
-                    self.directory(place.entry).make_room(place.entry // len(self.directories), place.extent.units)
+                    entry, at = divmod(place.entry, len(self.directories))
+                    self.directories[at].make_room(entry, place.units)
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         raise
@@ -249,8 +234,9 @@ class DiskChunks:
 
     def refuse_vanished(self, places: Sequence[Place]) -> None:
         count = len(self.directories)
-        if any(self.directories[at].has_vanished() for at in {place.entry % count for place in places}):
-            raise OSError(errno.ENOENT, "the directory was removed or replaced")
+        for at in {place.entry % count for place in places}:
+            if self.directories[at].has_vanished():
+                raise OSError(errno.ENOENT, "the directory was removed or replaced")
 
     def withhold(self, places: list[Place], short: Sequence[Place], why: str) -> None:
         """Give these up because the medium has no space; they are removed from the list."""
@@ -281,24 +267,21 @@ class DiskChunks:
     def write_records(self, chunks: Sequence[tuple[Place, bytes]], parent: ChunkKey | None) -> None:
         """Write the records of the chunks in these places, durably. parent: of the first of them."""
         with self.lock:
-            self._records.write((place, header) for place, header in chunks if place.entry in self._arriving)
+            self._records.write([chunk for chunk in chunks if chunk[0].entry in self._arriving])
             # What the next store will replace is wiped now, so that one sync makes both durable.
-            ahead = self.index.evict_ahead(self._slots_ahead, parent)
-            self._wipe_if_possible(ahead.evicted, ahead.cut)
-        self._records.sync(place.entry for place, _ in chunks)
+            if self._slots_ahead:
+                ahead = self.index.evict_ahead(self._slots_ahead, parent)
+                self._wipe_if_possible(ahead.evicted, ahead.cut)
+        self._records.sync([place.entry for place, _ in chunks])
 
     def make_findable(self, places: Sequence[Place], parents: Sequence[ChunkKey | None]) -> None:
         with self.lock:
             for place in places:
                 self._arriving.pop(place.entry, None)
-            gone = self.index.commit(places, parents)
-            self._wipe_if_possible([place.entry for place in gone])
-
-    def has_room_again(self) -> None:
-        """Space that was withheld has been allocated again."""
-        with self.lock:
+            if gone := self.index.commit(places, parents):
+                self._wipe_if_possible([place.entry for place in gone])
             if self._full_until_s is None:
-                self.full = ""
+                self.full = ""  # space that was withheld has been allocated again
 
     # Under the lock.
 
@@ -463,3 +446,23 @@ class DiskChunks:
 
     def down(self, error: OSError) -> TierDown:
         return TierDown(f"disk tier {self.name} at {', '.join(self._paths)}: {error.strerror or error}")
+
+
+class _Aborting(AbstractContextManager[None]):
+    """See `DiskChunks.aborting`. A store enters it every time, and a generator's context takes four times as long."""
+
+    def __init__(self, chunks: DiskChunks, places: list[Place]) -> None:
+        self._chunks, self._places = chunks, places
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            return
+        with self._chunks.lock:
+            self._chunks.abort(self._places)
+        if isinstance(error, OSError):
+            raise self._chunks.down(error) from error
+        if isinstance(error, ConfigError):
+            raise TierDown(f"disk tier {self._chunks.name}: {error}") from error

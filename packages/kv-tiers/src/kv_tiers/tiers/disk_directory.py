@@ -153,6 +153,10 @@ class DiskDirectory:
             self.index.write([run], PAGE_BYTES + first * RECORD_BYTES)
             done += count
 
+    def wipe_records(self, entries: Iterable[int]) -> None:
+        for first, count in runs(sorted(entries)):
+            self.index.write([bytes(count * RECORD_BYTES)], PAGE_BYTES + first * RECORD_BYTES)
+
     def make_room(self, entry: int, units: Sequence[int]) -> None:
         """Allocate space on the medium for a record and for these units."""
         record_end = PAGE_BYTES + (entry + 1) * RECORD_BYTES

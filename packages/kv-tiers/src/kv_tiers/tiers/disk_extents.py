@@ -20,7 +20,7 @@ from kv_tiers.tiers.disk_chunks import DiskChunks
 from kv_tiers.tiers.disk_files import File
 from kv_tiers.tiers.disk_record import header_of
 from kv_tiers.tiers.disk_transfer import HeaderPages
-from kv_tiers.tiers.extents import Extent, Place
+from kv_tiers.tiers.extents import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,14 @@ class LendsExtents:
     def reserve_extents(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
         sizes = [self._context.chunk_bytes] * len(keys)
         places = self._chunks.reserve(keys, sizes, parent, lasting=True)  # perhaps none will be committed
-        scattered = [place for place in places if place is not None and not isinstance(place.extent.units, range)]
+        scattered = [place for place in places if place is not None and not isinstance(place.units, range)]
         if scattered:
             with self._chunks.lock:
                 self._chunks.abort(scattered)
         ready = [place for place in places if place is not None and place not in scattered]
         with self._chunks.aborting(ready):
             self._chunks.make_ready(ready)
-            extents = {place.entry: self._extent(place.entry, place.extent, None) for place in ready}
+            extents = {place.entry: self._extent(place.entry, place.units, None) for place in ready}
         given = [place if place is not None and place.entry in extents else None for place in places]
         reservation = FileReservation(
             next(self._ids), tuple(None if place is None else extents[place.entry] for place in given)
@@ -125,7 +125,7 @@ class LendsExtents:
                     )
                 )
                 records.append((place, header))
-                ((file, offset, _),) = self._chunks.segments(place.entry, place.extent, nbytes)
+                ((file, offset, _),) = self._chunks.segments(place.entry, place.units, PAGE_BYTES)
                 self._write_header(file, offset, header)
                 files.add(file)
             self._chunks.sync_files(files)
@@ -133,7 +133,7 @@ class LendsExtents:
         self._chunks.make_findable(places, [one.parent for one in written])
 
     def _write_header(self, file: File, offset: int, header: bytes) -> None:
-        page = self._pages.take()
+        (page,) = self._pages.take(1)
         page[: chunk_header.HEADER_BYTES] = header
         try:
             file.write([page], offset)
@@ -155,8 +155,8 @@ class LendsExtents:
             return None
         if (header.decoded_bytes, header.format_id) != (self._context.chunk_bytes, self._format_id):
             return None
-        return self._extent(entry, extent, header.checksum)
+        return self._extent(entry, extent.units, header.checksum)
 
-    def _extent(self, entry: int, extent: Extent, checksum: bytes | None) -> FileExtent:
-        ((file, offset, _),) = self._chunks.segments(entry, extent, self._context.chunk_bytes)
+    def _extent(self, entry: int, units: Sequence[int], checksum: bytes | None) -> FileExtent:
+        ((file, offset, _),) = self._chunks.segments(entry, units, PAGE_BYTES)
         return FileExtent(str(file.path.absolute()), offset + PAGE_BYTES, self._context.chunk_bytes, checksum)

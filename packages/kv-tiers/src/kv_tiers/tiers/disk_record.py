@@ -20,7 +20,6 @@ from kv_tiers.tiers.extents import CUTS, cut_bytes
 from kv_tiers.tiers.space import MAX_UNITS, Geometry, PackedUnits
 
 RECORD_BYTES: Final = 512
-BLANK_RECORD: Final = bytes(RECORD_BYTES)
 
 _MAGIC_OF: Final = dict(zip(CUTS, (b"kvslot\r\n", b"kvhalf\r\n", b"kvquar\r\n"), strict=True))
 _SHARE_OF: Final = {magic: share for share, magic in _MAGIC_OF.items()}

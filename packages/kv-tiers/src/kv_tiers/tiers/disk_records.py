@@ -18,7 +18,7 @@ from kv_core.keys import ChunkKey
 from kv_tiers.pool.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.tiers.disk_directory import DiskDirectory
 from kv_tiers.tiers.disk_files import File
-from kv_tiers.tiers.disk_record import BLANK_RECORD, Found, pack_record, shortened
+from kv_tiers.tiers.disk_record import Found, pack_record, shortened
 from kv_tiers.tiers.extents import Extent, Place, Stored
 from kv_tiers.tiers.space import PackedUnits, pack
 
@@ -81,19 +81,21 @@ class ChunkRecords:
                 parent_key = ChunkKey(parent)
             yield Stored(keys[entry], parent_key, entry, stored_bytes, units, decoded_bytes, share)
 
-    def write(self, chunks: Iterable[tuple[Place, bytes]]) -> None:
+    def write(self, chunks: Sequence[tuple[Place, bytes]]) -> None:
         """Vouch for the chunks whose headers and payloads are in their places."""
         count = len(self._directories)
-        records: dict[int, list[tuple[int, bytes]]] = {}
-        for (_, entry, (units, _)), header in chunks:
+        records: list[list[tuple[int, bytes]]] = [[] for _ in self._directories]
+        for (_, entry, units, _), header in chunks:
             self._recorded[entry] = pack(units)
-            self._stale.discard(entry)
-            self._shortened.discard(entry)
             local, at = divmod(entry, count)
-            records.setdefault(at, []).append((local, pack_record(local, self._next_number, header, units)))
+            records[at].append((local, pack_record(local, self._next_number, header, units)))
             self._next_number += 1
-        for at, those in records.items():
-            self._directories[at].write_records(those)
+        for forgotten in (self._stale, self._shortened):
+            if forgotten:
+                forgotten.difference_update([place.entry for place, _ in chunks])
+        for directory, those in zip(self._directories, records, strict=True):
+            if those:
+                directory.write_records(those)
 
     def wipe(self, entries: Iterable[int], cut: Mapping[int, tuple[int, Extent]] = MappingProxyType({})) -> None:
         """Wipe the records of these entries, and those whose wipe failed before. No restart of this process finds them.
@@ -110,12 +112,13 @@ class ChunkRecords:
         count, stale = len(self._directories), self._stale
         for at, directory in enumerate(self._directories):
             if local := [entry // count for entry in stale if entry % count == at]:
-                directory.write_records([(entry, BLANK_RECORD) for entry in local])
+                directory.wipe_records(local)
                 self._last_wipe[at] = self._wipes + 1
         # Counted only when done: the thread that makes records durable reads the count first.
         self._wipes += 1
-        for entry in stale:
-            self._note_wiped(entry, self._recorded.pop(entry, ()))
+        units_of = [(entry, self._recorded.pop(entry, ())) for entry in stale]
+        for entry, units in units_of if self._syncs else ():
+            self._note_wiped(entry, units)
         self._stale = set()
 
     def _shorten(self, cut: Mapping[int, tuple[int, Extent]]) -> None:
@@ -136,14 +139,15 @@ class ChunkRecords:
             self._last_wipe[at] = self._wipes + 1
             self._wipes += 1
             for entry in records:
-                self._note_wiped(entry, self._recorded[entry])
+                if self._syncs:
+                    self._note_wiped(entry, self._recorded[entry])
                 self._recorded[entry] = pack(cut[entry][1].units)
             self._stale.difference_update(records)
             self._shortened.update(records)
 
     def _note_wiped(self, entry: int, units: PackedUnits) -> None:
         """Note that the last counted wipe was of this entry's record, which named these units."""
-        for slot in self._slots(entry, units) if self._syncs else ():
+        for slot in self._slots(entry, units):
             self._wiped[slot] = self._wipes
 
     def doubted(self) -> list[File]:
@@ -162,11 +166,11 @@ class ChunkRecords:
             # rewriting: the stores that they belong to have failed.
             for directory_number, directory in enumerate(self._directories):
                 blank = [
-                    (entry, BLANK_RECORD)
+                    entry
                     for entry in range(directory.records_there())
                     if entry * len(self._directories) + directory_number not in self._recorded
                 ]
-                directory.write_records(blank)
+                directory.wipe_records(blank)
         for file in doubted:
             file.trust_again()
         self.wipe(())
@@ -182,7 +186,7 @@ class ChunkRecords:
         for place in places if self._syncs else ():
             at = place.entry % count
             if at not in late:
-                slots = self._slots(place.entry, pack(place.extent.units))
+                slots = self._slots(place.entry, pack(place.units))
                 if max(map(self._wiped.__getitem__, slots)) > self._durable[at]:
                     late.add(at)
         for at in late:

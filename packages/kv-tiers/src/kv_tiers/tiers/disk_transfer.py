@@ -7,20 +7,20 @@ import mmap
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Final
 
 from kv_tiers.pool.host_pool import PAGE_BYTES
-from kv_tiers.tier import Read, Write
 from kv_tiers.tiers.disk_files import File
 
 _MAX_BUFFERS: Final = 1000
 """Buffers in one call; every Linux accepts 1024."""
 
-_WHERE: Final = itemgetter(0, 1)
-
 Segment = tuple[File, int, int]
 """File, offset and size."""
+
+Move = tuple[int, list[memoryview], Sequence[Segment]]
+"""What a call reads or writes of a chunk: the chunk's number in the call, memory for the bytes in their order, and
+where as many bytes are in the files."""
 
 
 class HeaderPages:
@@ -29,33 +29,17 @@ class HeaderPages:
     def __init__(self) -> None:
         self._free: deque[memoryview] = deque()
 
-    def take(self) -> memoryview:
+    def take(self, count: int) -> list[memoryview]:
+        pages: list[memoryview] = []
         try:
-            return self._free.pop()
+            while len(pages) < count:
+                pages.append(self._free.pop())
         except IndexError:
-            return memoryview(mmap.mmap(-1, PAGE_BYTES))
+            pages += [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in range(count - len(pages))]
+        return pages
 
     def give(self, pages: Iterable[memoryview]) -> None:
         self._free.extend(pages)
-
-
-@dataclass(slots=True)
-class Carried:
-    """A chunk that a call reads or writes.
-
-    at: its number in the call.
-    chunk: the request.
-    stored_bytes: how many bytes of the payload are involved.
-    segments: where the bytes to move are in the files.
-    from_bytes: how many of the payload's first bytes are not moved, in whole pages. If any, the header is not moved
-        either.
-    """
-
-    at: int
-    chunk: Read | Write
-    stored_bytes: int
-    segments: Sequence[Segment]
-    from_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -77,32 +61,37 @@ def bytes_in_files(stored_bytes: int) -> int:
     return PAGE_BYTES + -(-stored_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def runs_of(carried: Sequence[Carried], headers: Sequence[memoryview], filler: memoryview) -> list[Run]:
-    """headers: a page for each. filler: pages of arbitrary bytes, to bridge small gaps."""
-    placed: list[tuple[int, int, int, File, int, list[memoryview]]] = []
-    for one, header in zip(carried, headers, strict=True):
-        payload = one.chunk.pages[one.from_bytes : bytes_in_files(one.stored_bytes) - PAGE_BYTES]
-        left = [payload] if one.from_bytes else [header, payload]
-        if len(one.segments) == 1:
-            file, offset, nbytes = one.segments[0]
-            placed.append((file.fd, offset, one.at, file, nbytes, left))
+def runs_of(moves: Iterable[Move], filler: memoryview) -> list[Run]:
+    """filler: pages of arbitrary bytes, to bridge small gaps."""
+    placed: list[tuple[int, int, int, File, int, list[memoryview]]] = []  # no two have the same first three
+    for at, buffers, segments in moves:
+        if len(segments) == 1:
+            file, offset, nbytes = segments[0]
+            placed.append((file.fd, offset, at, file, nbytes, buffers))
             continue
-        for file, offset, nbytes in one.segments:
+        left = buffers
+        for file, offset, nbytes in segments:
             taken, left = _split(left, nbytes)
-            placed.append((file.fd, offset, one.at, file, nbytes, taken))
-    placed.sort(key=_WHERE)
+            placed.append((file.fd, offset, at, file, nbytes, taken))
+    placed.sort()
     runs: list[Run] = []
+    run: Run | None = None
+    end, max_gap = 0, len(filler)
     for _, offset, at, file, nbytes, buffers in placed:
-        last = runs[-1] if runs else None
-        gap = offset - last.end if last is not None and last.file is file else -1
-        if last is None or not 0 <= gap <= len(filler) or len(last.buffers) + len(buffers) >= _MAX_BUFFERS:
-            last = Run(file, offset, offset, [])
-            runs.append(last)
+        gap = offset - end
+        if (
+            run is None
+            or run.file is not file
+            or not 0 <= gap <= max_gap
+            or len(run.buffers) + len(buffers) >= _MAX_BUFFERS
+        ):
+            run = Run(file, offset, offset, [])
+            runs.append(run)
         elif gap:
-            last.buffers.append(filler[:gap])
-        last.buffers += buffers
-        last.end = offset + nbytes
-        last.parts.append((at, last.end))
+            run.buffers.append(filler[:gap])
+        run.buffers += buffers
+        run.end = end = offset + nbytes
+        run.parts.append((at, end))
     return runs
 
 

@@ -28,7 +28,6 @@ from kv_tiers.tier import (
     checked,
     encoded_bytes,
 )
-from kv_tiers.tiers.extents import Extent
 from kv_tiers.tiers.index import ExtentIndex
 from kv_tiers.tiers.space import Geometry, runs
 
@@ -121,7 +120,7 @@ class DramTier:
         outcomes: list[StoreOutcome] = []
         for write, place in zip(writes, places, strict=True):
             if place is not None:
-                self._copy(place.extent, write.payload, write.stored_bytes, is_load=False)
+                self._copy(place.units, write.payload, write.stored_bytes, is_load=False)
                 self._headers[place.entry] = write.header
                 outcomes.append(Stored())
             elif self._index.holds_or_writes(write.key):
@@ -168,16 +167,18 @@ class DramTier:
             return Absent()
         extent = self._index.extent(entry)
         wanted_bytes = min(read.wanted_bytes, extent.stored_bytes)
-        self._copy(extent, read.pages, wanted_bytes, is_load=True, from_bytes=read.from_bytes)
+        self._copy(extent.units, read.pages, wanted_bytes, is_load=True, from_bytes=read.from_bytes)
         if not read.from_bytes:
             read.header[:] = self._headers[entry]
         return Loaded(wanted_bytes)
 
-    def _copy(self, extent: Extent, pages: memoryview, nbytes: int, *, is_load: bool, from_bytes: int = 0) -> None:
+    def _copy(
+        self, units: Sequence[int], pages: memoryview, nbytes: int, *, is_load: bool, from_bytes: int = 0
+    ) -> None:
         """Copy the first `nbytes` bytes of a payload, except those before `from_bytes`. Does not hold the interpreter's
         lock, which an assignment to a memoryview would."""
         at = 0
-        for first, count in runs(extent.units):
+        for first, count in runs(units):
             end = min(at + count * self._unit_bytes, nbytes)
             begin = max(at, from_bytes)
             start = first * self._unit_bytes + begin - at

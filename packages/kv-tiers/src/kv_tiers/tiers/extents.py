@@ -52,8 +52,9 @@ class Room(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An entry and room that are reserved for a chunk."""
+    """An entry and room that are reserved for a chunk. units, stored_bytes: as for `Extent`."""
 
     key: ChunkKey
     entry: int
-    extent: Extent
+    units: Sequence[int]
+    stored_bytes: int

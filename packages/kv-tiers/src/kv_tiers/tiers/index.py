@@ -354,7 +354,7 @@ class ExtentIndex:
         return _Search(entries, entries if self._parts is None else _Protected(entries, self._parts))
 
     def _room(self, key: ChunkKey, stored_bytes: int, search: _Search) -> Place | None:
-        units = self._geometry.units_for(self._overhead_bytes + stored_bytes)
+        units, slot_units = self._geometry.units_for(self._overhead_bytes + stored_bytes), self._geometry.slot_units
         while True:
             if units < search.no_room_for:
                 place = self._free_place(key, units, stored_bytes)
@@ -370,10 +370,10 @@ class ExtentIndex:
             self._empty(victim)
             search.evicted.append(victim)
             first = self._units[victim]
-            if units == self._geometry.slot_units and isinstance(first, int):
+            if units == slot_units and isinstance(first, int):
                 self._decoded_bytes.pop(victim, None)
                 self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
-                return Place(key, victim, Extent(range(first, first + units), stored_bytes))
+                return Place(key, victim, range(first, first + units), stored_bytes)
             self._free(victim)
             search.no_room_for = MAX_UNITS + 1
 
@@ -388,7 +388,7 @@ class ExtentIndex:
             assert taken is not None
             self._turn = medium + 1
             self._units[entry], self._stored_bytes[entry] = pack(taken), stored_bytes
-            return Place(key, entry, Extent(taken, stored_bytes))
+            return Place(key, entry, taken, stored_bytes)
         return None
 
     def _ended(self, search: _Search, places: list[Place | None]) -> Room:
@@ -424,7 +424,7 @@ class ExtentIndex:
 
     def _empty(self, entry: int) -> None:
         key = self._residency.empty(entry)
-        if self._bounded:
+        if self._policy.bounded_slots:
             beside = map(self._residency.find, self._bounded.beside(key))
             self._policy.demote([found for found in beside if found is not None])
 

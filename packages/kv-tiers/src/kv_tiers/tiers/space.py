@@ -48,7 +48,7 @@ class Geometry:
         return self.unit_bytes * self.slot_units
 
     def units_for(self, stored_bytes: int) -> int:
-        return max(1, -(-stored_bytes // self.unit_bytes))
+        return -(-stored_bytes // self.unit_bytes) or 1
 
 
 PackedUnits = int | tuple[int, ...]
