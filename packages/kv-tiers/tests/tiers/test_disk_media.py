@@ -354,6 +354,18 @@ def test_a_directory_that_cannot_be_looked_at_has_not_vanished(
     assert box.start().holds(keys) == [True] * 3
 
 
+def test_a_probe_after_the_end_opens_nothing(tmp_path: Path) -> None:
+    """The lane's thread probes a tier that is down, and may do so while it is closed."""
+    first, second = DiskBox(tmp_path / "tier"), DiskBox(tmp_path / "tier")
+    tier = first.start()
+    store(tier, key_chain(1))
+    first.stop()
+    with pytest.raises(TierDown, match="closed"):
+        tier.probe()
+    assert second.start().holds(key_chain(1)) == [True]
+    second.stop()
+
+
 def test_a_full_disk_that_was_replaced_is_not_said_to_be_full(box: DiskBox, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = box.start()
     with monkeypatch.context() as full:

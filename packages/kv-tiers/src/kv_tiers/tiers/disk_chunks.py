@@ -113,6 +113,7 @@ class DiskChunks:
         self._full_until_s: float | None = None
         self.full = ""
         self._told_full = False
+        self._is_closed = False
         self._unreadable: dict[ChunkKey, float] = {}  # until when each is skipped
         self.directories: list[DiskDirectory] = []
         self._places: list[tuple[int, Path]] = []  # the device and mount point of each
@@ -306,8 +307,10 @@ class DiskChunks:
         """Start over in directories that were replaced, retry wipes that failed, and allow the tier to grow again.
 
         Raises:
-            TierDown: the medium does not work yet.
+            TierDown: the medium does not work yet, or the tier has been closed.
         """
+        if self._is_closed:
+            raise TierDown(f"disk tier {self.name} has been closed")
         try:
             has_vanished = any(directory.has_vanished() for directory in self.directories)
         except OSError as error:
@@ -361,6 +364,7 @@ class DiskChunks:
 
     def close(self) -> None:
         with self.lock:
+            self._is_closed = True  # or a probe that waits for the lock would open the directories again
             self._close_directories()
 
     def _open_directories(self) -> None:
