@@ -6,20 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kv_core.clock import HandClock
+from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
-from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer
+from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at
 from kv_testing.peers import PATIENT, FakePeer
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.threads import threads_left
-from kv_testing.wait import until
+from kv_testing.wait import joined, until
 from kv_tiers.config import HostConfig
 from kv_tiers.drain_state import DrainState
 from kv_tiers.events.bus import EventBus
@@ -31,6 +33,7 @@ from kv_tiers.server.connection import ask_server
 from kv_tiers.server.http.jobs import MAX_RUNNING, Jobs
 from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.orphans import Orphans, open_pidfd
+from kv_tiers.server.server import CacheServer
 from kv_tiers.server.session import LastingLease
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers import peer_following
@@ -139,6 +142,53 @@ def test_a_client_whose_server_is_gone_finds_nothing_and_raises_nothing(served: 
         with threads_left():
             assert cache.lookup(key_chain(1), "r").ended is Ended.REFUSED
             cache.commit(lease)
+
+
+def test_a_client_is_told_that_the_server_has_no_threads_and_is_served_once_it_has(ending: ExitStack) -> None:
+    """A server's thread opens a cache: without it there is none, nor without the threads of the cache's tier."""
+    served = ThreadedServer(tiers=[{"type": "dram", "capacity_bytes": SLOT_BYTES}])
+    ending.callback(served.close)
+    for count in (0, 1):
+        with threads_left(count), pytest.raises(ConfigError, match=r"in this server no more threads .*ulimit -u"):
+            served.join().close()
+    served.join().close()
+
+
+def test_a_client_finds_nothing_at_a_new_server_until_that_has_threads(
+    home: Path, ending: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    def serve() -> Callable[[], None]:
+        """What ends it."""
+        server = CacheServer(ServerConfig(host=HostConfig(capacity_bytes=SLOT_BYTES), socket=str(home / "s")))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+
+        def end() -> None:
+            server.stop()
+            joined(thread, within_s=30)
+
+        ending.callback(end)
+        return end
+
+    end, clock = serve(), HandClock()
+    with closing(join_at(home / "s", clock=clock)) as cache:
+        end()
+        serve()
+
+        def is_refused() -> bool:
+            clock.advance(0.1)
+            assert cache.lookup(key_chain(1), "r").ended is Ended.REFUSED
+            return "still cannot be used" in caplog.text
+
+        with threads_left():
+            until(is_refused)
+        assert "in this server no more threads" in caplog.text
+
+        def is_served() -> bool:
+            clock.advance(0.1)
+            return cache.lookup(key_chain(1), "r").ended is Ended.ABSENT
+
+        until(is_served)
 
 
 def test_a_prompt_is_explained_nevertheless(served: ThreadedServer) -> None:

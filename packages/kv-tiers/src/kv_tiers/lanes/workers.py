@@ -11,7 +11,7 @@ from typing import TypeVar
 from kv_core.log import limited_logger
 
 from kv_tiers.lanes.health import release_frames
-from kv_tiers.threads import join_all
+from kv_tiers.threads import join_all, must_start
 
 _log = limited_logger(__name__)
 
@@ -29,11 +29,11 @@ class Workers:
     def start(self) -> None:
         """
         Raises:
-            RuntimeError: the system has no more threads for us. Some may have been started: `join` them.
+            OutOfThreadsError: the system has no more threads for us. Some may have been started: `join` them.
         """
         for number in range(self._count):
             thread = threading.Thread(target=self._work, name=f"kv-{self._tier}-{number}", daemon=True)
-            thread.start()
+            must_start(thread)
             self._started.append(thread)
 
     def join(self, timeout_s: float) -> bool:

@@ -27,7 +27,7 @@ from kv_tiers.host_port import HostPort
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.server import wire
 from kv_tiers.server.config import ServerConfig
-from kv_tiers.threads import join_all
+from kv_tiers.threads import OutOfThreadsError, join_all, must_start
 from kv_tiers.tier import TierContext
 
 _log = limited_logger(__name__)
@@ -111,6 +111,9 @@ class Caches:
         """Begin to open a cache, unless that has begun already. False: the limit of formats is reached.
 
         in_use: the caches that a client uses, or may come back to.
+
+        Raises:
+            OutOfThreadsError: the system has no more threads for us.
         """
         if wanted in self._opening:
             return True
@@ -118,7 +121,7 @@ class Caches:
         if is_full and not self._close_idle(in_use):
             return False
         thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
-        thread.start()  # first, because the system may have no more threads for us: then nothing is being opened
+        must_start(thread)  # first, because the system may have no more threads for us: then nothing is being opened
         self._opening[wanted] = thread
         return True
 
@@ -199,7 +202,7 @@ class Caches:
         cache = self._caches[longest]
         # Not on this thread: closing first completes pending spills.
         thread = threading.Thread(target=self._close_one, args=(longest, cache), daemon=True)
-        thread.start()  # first, as in `open`: else the cache would be nobody's, and never be closed
+        must_start(thread)  # first, as in `open`: else the cache would be nobody's, and never be closed
         self._closing = [*(other for other in self._closing if other.is_alive()), thread]
         del self._caches[longest], self._left_s[longest]
         self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
@@ -224,6 +227,8 @@ class Caches:
                 tenants=self._config.tenants,
                 events=self._bus.source(cache_name(wanted), wanted[0]),
             )
+        except OutOfThreadsError as error:
+            opened = wire.Failed("refused", f"in this server {error}")
         except ConfigError as error:
             opened = wire.Failed("refused", str(error))
         except Exception as error:  # noqa: BLE001  # whatever it is, a client waits for an answer

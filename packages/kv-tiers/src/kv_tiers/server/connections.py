@@ -24,6 +24,7 @@ from kv_core.log import limited_logger
 from kv_tiers.server import wire
 from kv_tiers.server.orphans import open_pidfd
 from kv_tiers.server.session import Session
+from kv_tiers.threads import OutOfThreadsError
 
 _log = limited_logger(__name__)
 
@@ -167,6 +168,8 @@ class Connections:
             self.refuse(client, str(error), kind="malformed")
         except MisuseError as error:
             self.send(client, wire.Failed("misuse", str(error)))
+        except OutOfThreadsError as error:
+            self.refuse(client, f"in this server {error}")
         except Exception:  # noqa: BLE001  # whatever it is, the other clients must not be affected
             _log.exception("session %d ends: its request hit a bug", client.number)
             self.refuse(client, "a bug in the server; its log has the rest", kind="fault")
