@@ -1,5 +1,6 @@
 """How a test waits for another thread, process or server: always up to a deadline."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -44,3 +45,14 @@ def joined(*threads: threading.Thread, within_s: float = 60.0) -> None:
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
         assert not thread.is_alive(), f"{thread.name} has not ended within {within_s:g} s"
+
+
+def accepted(listener: socket.socket, within_s: float = 10.0) -> socket.socket:
+    """The next connection.
+
+    Raises:
+        TimeoutError: none came.
+    """
+    listener.settimeout(within_s)
+    connection, _ = listener.accept()
+    return connection

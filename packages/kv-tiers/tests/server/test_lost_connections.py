@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -17,19 +18,19 @@ from typing import NoReturn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core.errors import MisuseError
+from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, fill, held, raw_session, read, report_of, store
 from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
-from kv_testing.wait import until
+from kv_testing.wait import accepted, joined, until
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server import connection as connection_module
 from kv_tiers.server import connections as clients_module
 from kv_tiers.server import orphans as orphans_module
-from kv_tiers.server.connection import Connection
+from kv_tiers.server.connection import Connection, ask_server
 
 
 def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedServer) -> None:
@@ -65,6 +66,40 @@ def test_an_answer_that_has_come_counts_however_late_its_reader_runs(
     with contextlib.closing(connection):
         assert isinstance(connection.receive(0.2), wire.Welcome)
         assert isinstance(connection.ask(wire.Status()), wire.Stated)
+
+
+def test_what_is_asked_of_a_server_once_has_one_time_for_the_greeting_and_the_answer(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server greets us when half a second is left of a day, half of the greeting in that, and answers nothing."""
+    day_s, now_s = 86_400.0, [0.0]
+    greeting = wire.frame(wire.Welcome("0", 1))
+    parts = [(day_s - 0.5, greeting[:5]), (day_s + 1, greeting[5:])]
+
+    def answer() -> None:
+        with contextlib.suppress(ConnectionError), listener, accepted(listener) as connection:
+            connection.recv(1 << 16)
+            for at_s, part in parts:
+                now_s[0] = at_s
+                connection.sendall(part)
+            connection.recv(1 << 16)  # the request, if any
+            connection.recv(1 << 16)  # nothing: the client has gone
+
+    listener = socket.create_server(str(home / "s"), family=socket.AF_UNIX)
+    server = threading.Thread(target=answer, daemon=True)
+    server.start()
+    monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    failed: list[TierDown] = []
+
+    def ask() -> None:
+        with pytest.raises(TierDown, match="did not answer within 86400 s") as raised:
+            ask_server(home / "s", wire.Ping(), timeout_s=day_s)
+        failed.append(raised.value)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    joined(asking, server, within_s=10)
+    assert failed
 
 
 def test_a_client_that_may_open_no_more_descriptors_finds_nothing_until_it_may(

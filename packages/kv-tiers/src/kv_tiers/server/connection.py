@@ -80,12 +80,11 @@ class Connection:
         Raises:
             TierDown: there will be none.
         """
-        until = time.monotonic() + timeout_s
+        until_s = time.monotonic() + timeout_s
         try:
-            self._socket.settimeout(timeout_s)
             while (body := self._frames.next()) is None:
-                if timeout_s and time.monotonic() > until:
-                    return None  # only after checking what has arrived: this thread may have been delayed
+                # Without time left too, what has arrived is read: this thread may have been delayed.
+                self._socket.settimeout(max(0.0, until_s - time.monotonic()))
                 data = self._read()
                 if not data:
                     raise TierDown("the server has closed the connection")
@@ -176,18 +175,24 @@ class Opening:
 def ask_server(path: Path, request: wire.Request, *, timeout_s: float = 1.0) -> wire.Answer:
     """One request about a server (`Ping`, `Status`, `Registered`) from a process that has no cache there.
 
+    timeout_s: how long all of it may take.
+
     Raises:
         TierDown: it cannot be reached, or does not answer in time.
         ConfigError: it refuses, or belongs to another user.
     """
+    until_s = time.monotonic() + timeout_s
     connection = Connection(path, timeout_s)
     try:
-        for _ in range(2):
-            connection_answer = connection.receive(timeout_s)
-            if isinstance(connection_answer, wire.Welcome):
-                return connection.ask(request)
-            if isinstance(connection_answer, wire.Failed):
-                raise ConfigError(f"the cache server refuses us: {connection_answer.text}")
-        raise TierDown(f"the server at {path} does not answer")
+        greeting = connection.receive(max(0.0, until_s - time.monotonic()))
+        if isinstance(greeting, wire.Failed):
+            raise ConfigError(f"the cache server refuses us: {greeting.text}")
+        if isinstance(greeting, wire.Welcome):
+            connection.timeout_s = max(0.0, until_s - time.monotonic())
+            connection.send(request)
+            answer = connection.receive(max(0.0, until_s - time.monotonic()))
+            if answer is not None:
+                return answer
+        raise TierDown(f"the server at {path} did not answer within {timeout_s:g} s")
     finally:
         connection.close()
