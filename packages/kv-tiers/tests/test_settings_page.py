@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from kv_core.errors import ConfigError
 from kv_tiers.config import LaneConfig, TenantConfig
 from kv_tiers.options import read_options
 from kv_tiers.settings import Settings, load
@@ -77,3 +78,16 @@ def test_units_are_what_the_names_say() -> None:
         for ending, wanted in UNITS.items():
             if name.endswith(ending) and default != "null":  # null: it has options of its own
                 assert unit == wanted, name
+
+
+@pytest.mark.parametrize("heading", [heading for heading in RECORDS if "disk" not in heading])  # its bound is its own
+def test_no_tier_waits_longer_than_the_page_says_or_for_no_time(heading: str) -> None:
+    record = RECORDS[heading]
+    required = {field.name: REQUIRED[field.name] for field in msgspec.structs.fields(record) if field.required}
+    given = read_options(record, required, "here")
+    names = [field for field in record.__struct_fields__ if isinstance(getattr(given, field), float)]
+    assert all(name.endswith("_s") for name in names)
+    for name in names:
+        for value in (float("nan"), float("inf"), -1.0, 0.0, 1e300, 1_000_001.0):
+            with pytest.raises(ConfigError, match=f"here: .*{name}"):
+                read_options(record, required | {name: value}, "here")

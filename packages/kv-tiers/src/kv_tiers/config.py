@@ -21,6 +21,8 @@ MAX_SECONDS: Final = 1_000_000
 """System calls that wait reject timeouts beyond some 24 days, and JSON has no infinity."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 SomeSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+Timeout = Annotated[float, msgspec.Meta(ge=0.001, le=MAX_SECONDS)]
+"""A limit to a wait for a tier's medium. Much less than a millisecond would be no wait at all to a system call."""
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 

@@ -31,6 +31,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Store
 from numpy.typing import NDArray
 
 from kv_tiers.chunk_header import HEADER_BYTES
+from kv_tiers.config import SomeSeconds, Timeout
 from kv_tiers.host_port import read_host_port
 from kv_tiers.tier import Read, TierContext, TierUsage, Write
 from kv_tiers.tiers.factories import factory_of
@@ -64,8 +65,8 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Memory that this process contributes to the store."""
     transfers: int = 8
     """Chunks in flight at once, over all calls. Each has a buffer of a chunk's size."""
-    connect_timeout_s: float = 2.0
-    dead_node_s: float = 30.0
+    connect_timeout_s: Timeout = 2.0
+    dead_node_s: SomeSeconds = 30.0
     """How long a node that did not answer is excluded."""
 
     def __post_init__(self) -> None:
@@ -73,8 +74,6 @@ class MooncakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError("prefix must be a path of names of letters, digits, _ and -")
         if self.transfers < 1 or self.contribute_bytes < 0:
             raise ValueError("transfers must be positive, and contribute_bytes not negative")
-        if min(self.connect_timeout_s, self.dead_node_s) <= 0:
-            raise ValueError("connect_timeout_s and dead_node_s must be positive")
 
 
 _Buffer = NDArray[np.uint8]

@@ -12,14 +12,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
 
-from kv_tiers.config import PeerSecurity
+from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
 from kv_tiers.directory_state import DirectoryState
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
@@ -51,7 +51,6 @@ _REMEMBERED: Final = 1 << 16
 """Limit of keys whose holders are cached, and of hidden keys."""
 
 T = TypeVar("T")
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -62,13 +61,13 @@ class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_
     Kubernetes has; this server's own is left out. Or:"""
     directory: dict[str, object] | None = None
     """Where hosts publish what they hold, and discover each other: `DirectoryConfig`. Then `hosts` stays empty."""
-    resolve_s: Seconds = 30.0
+    resolve_s: SomeSeconds = 30.0
     """How often names are looked up again."""
-    connect_timeout_s: Seconds = 1.0
+    connect_timeout_s: Timeout = 1.0
     """For a connection, and for the handshake."""
-    answer_timeout_s: Seconds = 0.5
+    answer_timeout_s: Timeout = 0.5
     """For a peer's answer to which chunks it holds."""
-    timeout_s: Seconds = 5.0
+    timeout_s: Timeout = 5.0
     """For a chunk, plus a second for each megabyte of it."""
     follow: bool = False
     """Fetch chunks that engines there hand over (docs/disaggregated.md) as soon as they can be read, before a request

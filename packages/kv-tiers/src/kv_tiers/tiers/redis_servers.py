@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
 
+from kv_tiers.config import Timeout
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import RemovalRefusedError
 from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, Reply, command
@@ -66,15 +67,15 @@ class RedisAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Prefix of every key: letters, digits and . _ -"""
     connections: int = 8
     """Kept open to each server between calls."""
-    connect_timeout_s: float = 1.0
-    timeout_s: float = 5.0
+    connect_timeout_s: Timeout = 1.0
+    timeout_s: Timeout = 5.0
     """For sending one value, and for one reply; up to twice that if it arrives slowly."""
 
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):
             raise ValueError(f"prefix is {self.prefix!r}; write 1 to 64 letters, digits and . _ -")
-        if min(self.connect_timeout_s, self.timeout_s) < 0.001 or self.connections < 1:
-            raise ValueError("time-outs and connections must be positive")
+        if self.connections < 1:
+            raise ValueError("connections must be positive")
         if (self.mode == "sentinel") != bool(self.sentinel_master):
             raise ValueError('mode = "sentinel" and sentinel_master go together')
         if self.password_file and self.password_env:
@@ -91,7 +92,7 @@ class RedisConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_only=
 
     piece_bytes: int = 4 << 20
     """Size of the largest value, so that one reply does not delay others for long."""
-    ttl_s: int = 0
+    ttl_s: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
     """Chunks expire this long after they were stored; 0: never, except when the server needs room."""
     refresh_ttl: bool = False
     """Every load restarts the time to live."""
@@ -100,8 +101,6 @@ class RedisConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_only=
         super().__post_init__()
         if not 4096 <= self.piece_bytes <= 64 << 20:
             raise ValueError(f"piece_bytes is {self.piece_bytes}; write 4KiB to 64MiB")
-        if self.ttl_s < 0:
-            raise ValueError("ttl_s must not be negative")
         if self.refresh_ttl and not self.ttl_s:
             raise ValueError("refresh_ttl needs a ttl_s")
 

@@ -13,13 +13,14 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from kv_core.errors import InputError, MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
+from kv_tiers.config import MAX_SECONDS, SomeSeconds, Timeout
 from kv_tiers.directory_state import DirectoryState
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.threads import start_thread
@@ -50,13 +51,13 @@ class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_o
     """The directory of what each host holds, for many hosts (docs/scale.md)."""
 
     connections: int = 1
-    timeout_s: float = 1.0
+    timeout_s: Timeout = 1.0
     """For sending, and for one reply; up to twice that if it arrives slowly."""
     address: str = ""
     """A host and a port where other hosts reach this server. Empty: `peers.listen`."""
-    interval_s: float = 1.0
+    interval_s: Annotated[float, msgspec.Meta(ge=0.01, le=MAX_SECONDS)] = 1.0
     """How often changes are written and read. A chunk is known elsewhere after at most twice that."""
-    lease_s: float = 15.0
+    lease_s: SomeSeconds = 15.0
     """A host that has written nothing for this long is no longer queried."""
     max_chunks: int = 50_000_000
     """How many chunks of all other hosts together are tracked, at 18 to 28 bytes each. A host whose chunks have no room
@@ -67,8 +68,8 @@ class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_o
         super().__post_init__()
         if self.address:
             read_host_port(self.address, "address")
-        if self.interval_s < 0.01 or self.lease_s < 3 * self.interval_s:
-            raise ValueError("interval_s must be at least 0.01, and lease_s at least three times as long")
+        if self.lease_s < 3 * self.interval_s:
+            raise ValueError("write a lease_s at least three times as long as interval_s")
         if self.max_chunks < 1 or self.max_hosts < 1:
             raise ValueError("max_chunks and max_hosts must be positive")
 
