@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import socket
 import uuid
 from argparse import Namespace
 from pathlib import Path
@@ -298,6 +299,66 @@ def test_kv_config_shows_what_an_engine_would_refuse_and_says_why(
     assert told.err.startswith("kv config: ") and said in told.err
     joined = {**extra, "server": {"socket": "/run/kv/kv.sock"}}
     assert main(["config", "--extra", json.dumps(joined)]) == 0
+
+
+OBSERVED = [
+    ({"record": "/no/where.jsonl"}, "no trace can be recorded in /no"),
+    ({"subscribers": ["mien"]}, "there is no subscriber 'mien'"),
+    ({"subscribers": [{"level": 3}]}, "say which"),
+    ({"otel": True}, "OTEL_TRACES_EXPORTER is 'smoke'"),
+]
+
+
+@pytest.mark.parametrize(("observe", "said"), OBSERVED)
+def test_kv_config_shows_which_observers_an_engine_would_refuse(
+    observe: dict[str, object], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "smoke")
+    assert main(["config", "--extra", json.dumps({"observe": observe})]) == 2
+    assert said in capsys.readouterr().err
+    joined = {"observe": observe, "server": {"socket": "/run/kv/kv.sock"}}
+    assert main(["config", "--extra", json.dumps(joined)]) == 0
+    listens = {**joined, "http": {"listen": "127.0.0.1:0"}}  # these settings are the server's
+    assert main(["config", "--extra", json.dumps(listens)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"http": {"listen": "nowhere"}}, "http: listen is 'nowhere'"),
+        ({"http": {"listen": "0.0.0.0:1"}}, "write a token_file"),
+        ({"http": {"listen": "127.0.0.1:0", "token_file": "HOME/no/token"}}, "token_file: HOME/no/token does not"),
+        ({"http": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "holds no token"),
+        ({"http": {"listen": "127.0.0.1:0", "archive_directory": "/no/where"}}, "archive_directory: /no/where"),
+        ({"peers": {"listen": "10.0.0.1:9500"}}, "is beyond this machine"),
+        ({"peers": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "a token has 16"),
+        ({"peers": {"listen": "127.0.0.1:0", "tls_ca_file": "/no"}}, "go together"),
+        ({"http": {"listen": "127.0.0.1:0"}, "host": {"name": "mine"}}, "a pool that a server shares has no name"),
+        ({"server": {"name": "a/b"}}, "write a plain word"),
+    ],
+)
+def test_kv_config_shows_what_kv_server_would_refuse(
+    extra: dict[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short").write_text("short")
+    (tmp_path / "short").chmod(0o600)
+    assert main(["config", "--extra", json.dumps(extra).replace("HOME", str(tmp_path))]) == 2
+    told = capsys.readouterr()
+    assert "host.capacity_bytes" in told.out
+    assert told.err.startswith("kv config: ") and said.replace("HOME", str(tmp_path)) in told.err
+
+
+def test_kv_config_neither_listens_nor_creates_anything(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # as by the server that runs with these settings
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        extra = {
+            "http": {"listen": listen, "token_file": str(tmp_path / "token"), "archive_directory": str(tmp_path)},
+            "peers": {"listen": listen},
+            "observe": {"record": str(tmp_path / "trace.jsonl"), "otel": True, "log": "json"},
+        }
+        assert main(["config", "--extra", json.dumps(extra)]) == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ from kv_tiers.tiers.peers_wire import (
     unpack_keys,
 )
 from kv_tiers.tiers.peers_wire import Taken as NotNeeded
+from kv_tiers.tiers.tls_files import TlsFiles
 
 _log = limited_logger(__name__)
 
@@ -71,6 +72,17 @@ FindCache = Callable[[str], tuple[LocalCache, PeerReads] | None]
 """The cache of a namespace, on any thread."""
 
 
+def read_peers(config: PeersConfig) -> tuple[HostPort, bytes, TlsFiles | None]:
+    """The address at which to listen, the token (empty: none) and the certificates, if there are any.
+
+    Raises:
+        ConfigError: the settings cannot be honoured.
+    """
+    listen = read_host_port(config.listen, f"{_WHERE}: listen")
+    check_protected(config, [listen], _WHERE)
+    return listen, read_token(config, _WHERE), tls_files(config, _WHERE, is_server=True)
+
+
 class PeerServer:
     """Binds its address at once, and serves from `start` until `close`."""
 
@@ -79,12 +91,9 @@ class PeerServer:
         Raises:
             ConfigError: the settings cannot be honoured, or the address is taken.
         """
-        listen = read_host_port(config.listen, f"{_WHERE}: listen")
-        check_protected(config, [listen], _WHERE)
+        listen, self._token, self._tls = read_peers(config)
         self._config = config
         self._find = find
-        self._token = read_token(config, _WHERE)
-        self._tls = tls_files(config, _WHERE, is_server=True)
         self._listener = listen_at(listen, f"{_WHERE}: listen")
         self.address = HostPort(listen.host, self._listener.getsockname()[1])
         self._lock = threading.Lock()

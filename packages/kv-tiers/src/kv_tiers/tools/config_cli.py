@@ -22,9 +22,11 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="print the settings in force and where each came from",
         description="Read the settings as kv-vllm and kv-sglang do, and print each with its value and origin. "
         "Precedence: --extra, then the file, then KV_… environment variables. Under SGLang, --page-size decides "
-        "chunk_tokens, and algorithm is sha256. The secret, the host pool and the tiers are checked as at the start of "
-        "an engine on this machine, the latter two unless server.socket names a server, which has its own. The exit "
-        "status is 0, or 2 if something is wrong; the text on standard error says what to do.",
+        "chunk_tokens, and algorithm is sha256. The secret, the host pool, the tiers and what observes the cache are "
+        "checked as at the start of an engine on this machine, all but the secret unless server.socket names a server, "
+        "which has its own; what only kv-server uses is checked as at its start, and a file with an address at which "
+        "it listens is taken for its own. The exit status is 0, or 2 if something is wrong; the text on standard error "
+        "says what to do.",
     )
     parser.add_argument(
         "--file", help="YAML, TOML or JSON file to read, as the setting config_file or KV_CONFIG_FILE would name it"
@@ -68,10 +70,17 @@ def _print_and_check(args: argparse.Namespace) -> None:
             value = json.dumps(_shown(entry.value), ensure_ascii=False, default=str)
             print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
     settings.scheme()
-    if not settings.server.socket:  # otherwise the host pool and the tiers are the server's own
-        from kv_tiers.build import check_settings  # too much to import for every command's --help
+    # Too much to import for every command's --help.
+    from kv_tiers.build import check_settings
+    from kv_tiers.server.check import check_server
+    from kv_tiers.watch.build import check_observe
 
+    is_for_server = bool(settings.http.listen or settings.peers.listen)
+    if is_for_server or not settings.server.socket:  # otherwise the engine joins a server that has all of this
         check_settings(settings.host, settings.tiers)
+        check_observe(settings.observe)
+    if is_for_server or not settings.host.name:  # otherwise no server has these settings, but an engine may
+        check_server(settings)
 
 
 def _shown(value: object) -> object:

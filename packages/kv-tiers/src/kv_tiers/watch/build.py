@@ -8,8 +8,8 @@ from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus, Subscriber
 from kv_tiers.watch.history import History
 from kv_tiers.watch.log import LogLines, say_json, say_text
-from kv_tiers.watch.recorder import Recorder
-from kv_tiers.watch.subscribers import make_subscriber
+from kv_tiers.watch.recorder import Recorder, check_record
+from kv_tiers.watch.subscribers import find_subscriber, make_subscriber
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -48,3 +48,26 @@ def build_bus(
     for subscriber in subscribers:
         bus.subscribe(subscriber)
     return bus, history
+
+
+def check_observe(config: ObserveConfig) -> None:
+    """Check what `build_bus` would refuse, without writing or sending anything. What a subscriber of another package
+    thinks of its parameters is known only once it is made.
+
+    Raises:
+        ConfigError: a setting that cannot be honoured; the text says what to change.
+    """
+    if config.record:
+        check_record(config.record, config.record_bytes)
+    if config.otel:
+        from kv_tiers.watch.spans import span_exporters
+
+        for span_exporter in span_exporters():
+            span_exporter.shutdown()
+        from kv_tiers.watch.pushed_metrics import export_interval_s, metric_exporter
+
+        export_interval_s()
+        if (exporter := metric_exporter()) is not None:
+            exporter.shutdown()
+    for spec in config.subscribers:
+        find_subscriber(spec)

@@ -142,6 +142,16 @@ def make_pushed_metrics(
     Raises:
         ConfigError: there is no such exporter, or the interval is invalid.
     """
+    interval_s, exporter = export_interval_s(), metric_exporter()
+    return None if exporter is None else PushedMetrics(bus, caches, exporter, interval_s, others)
+
+
+def export_interval_s() -> float:
+    """OTEL_METRIC_EXPORT_INTERVAL.
+
+    Raises:
+        ConfigError: it is invalid.
+    """
     said = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")
     try:
         interval_s = float(said) / 1e3 if said else INTERVAL_S
@@ -149,6 +159,14 @@ def make_pushed_metrics(
         interval_s = 0.0
     if not 0 < interval_s <= threading.TIMEOUT_MAX:  # longer than that no thread can wait
         raise ConfigError(f"OTEL_METRIC_EXPORT_INTERVAL is {said!r}; write milliseconds, such as 60000")
+    return interval_s
+
+
+def metric_exporter() -> MetricExporter | None:
+    """The one that OTEL_METRICS_EXPORTER names.
+
+    Raises:
+        ConfigError: there is no such exporter.
+    """
     named = os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip()
-    exporter = exporter_of("metrics", named, OTLPMetricExporter, ConsoleMetricExporter)
-    return None if exporter is None else PushedMetrics(bus, caches, exporter, interval_s, others)
+    return exporter_of("metrics", named, OTLPMetricExporter, ConsoleMetricExporter)

@@ -51,12 +51,7 @@ class Recorder(Subscriber):
         self._max_bytes = max_bytes
         self._files: dict[str, _TraceFile] = {}
         self._asked: OrderedDict[tuple[str, Holder], tuple[int, ChunkKey]] = OrderedDict()
-        if max_bytes < 1:
-            raise ConfigError(f"observe: record_bytes is {max_bytes}; a trace needs room, such as 64MiB")
-        if not os.access(self._path.parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"observe: no trace can be recorded in {self._path.parent}; name a directory of your own")
-        if self._path.is_dir():
-            raise ConfigError(f"observe: record {self._path} is a directory; name a file in it, such as requests.jsonl")
+        check_record(path, max_bytes)
 
     def take(self, occurred: Occurred) -> None:
         cache = occurred.source.name
@@ -92,6 +87,20 @@ class Recorder(Subscriber):
             stem = f"{self._path.stem}-{source.name}" if source.name else self._path.stem
             self._files[source.name] = _TraceFile(self._path.with_stem(stem), self._max_bytes)
         return self._files[source.name]
+
+
+def check_record(path: str, max_bytes: int) -> None:
+    """Check the settings of a `Recorder`.
+
+    Raises:
+        ConfigError: no file can be created there.
+    """
+    if max_bytes < 1:
+        raise ConfigError(f"observe: record_bytes is {max_bytes}; a trace needs room, such as 64MiB")
+    if not os.access(Path(path).parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"observe: no trace can be recorded in {Path(path).parent}; name a directory of your own")
+    if Path(path).is_dir():
+        raise ConfigError(f"observe: record {path} is a directory; name a file in it, such as requests.jsonl")
 
 
 class _TraceFile:

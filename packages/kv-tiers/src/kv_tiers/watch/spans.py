@@ -39,7 +39,7 @@ try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
     from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 except ImportError:
     raise ConfigError("spans need the OpenTelemetry SDK: pip install 'kv-tiers[otel]'") from None
@@ -185,11 +185,20 @@ def make_spans(bus: EventBus) -> Spans:
         ConfigError: there is no such exporter.
     """
     provider = TracerProvider(resource=resource())
-    for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
-        exporter = exporter_of("traces", name.strip(), OTLPSpanExporter, ConsoleSpanExporter)
-        if exporter is not None:
-            provider.add_span_processor(BatchSpanProcessor(exporter))
+    for exporter in span_exporters():
+        provider.add_span_processor(BatchSpanProcessor(exporter))
     return Spans(bus, provider)
+
+
+def span_exporters() -> list[SpanExporter]:
+    """Those that OTEL_TRACES_EXPORTER names.
+
+    Raises:
+        ConfigError: there is no such exporter.
+    """
+    names = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")
+    made = [exporter_of("traces", name.strip(), OTLPSpanExporter, ConsoleSpanExporter) for name in names]
+    return [exporter for exporter in made if exporter is not None]
 
 
 def exporter_of(

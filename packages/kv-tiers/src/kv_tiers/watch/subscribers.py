@@ -24,11 +24,21 @@ def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:
     Raises:
         ConfigError: there is no such subscriber, or it does not take these parameters.
     """
+    name, factory, parameters = find_subscriber(spec)
+    made = factory(parameters, bus)
+    if not isinstance(made, Subscriber):
+        raise ConfigError(f"the subscriber {name!r} made a {type(made).__name__}, which is not a subscriber")
+    return made
+
+
+def find_subscriber(spec: str | Mapping[str, Any]) -> tuple[str, SubscriberFactory, dict[str, Any]]:
+    """Its name, what makes it, and the parameters for that.
+
+    Raises:
+        ConfigError: there is no such subscriber.
+    """
     parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = parameters.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError("observe.subscribers: say which, such as subscribers: [mine], or [{name: mine, level: 3}]")
-    made = load_plugin(GROUP, "subscriber", name)(parameters, bus)
-    if not isinstance(made, Subscriber):
-        raise ConfigError(f"the subscriber {name!r} made a {type(made).__name__}, which is not a subscriber")
-    return made
+    return name, load_plugin(GROUP, "subscriber", name), parameters

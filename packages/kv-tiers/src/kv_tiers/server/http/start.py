@@ -1,5 +1,6 @@
 """Starts HTTP, or reports which packages to install."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_core.errors import ConfigError
@@ -18,8 +19,31 @@ def open_http(config: HttpConfig) -> "HttpThread | None":
     """
     if not config.listen:
         return None
+    _check_extra()
+    from kv_tiers.server.http.thread import HttpThread
+
+    return HttpThread(config)
+
+
+def check_http(config: HttpConfig) -> None:
+    """Check what `open_http` would refuse, without binding the address or creating a token.
+
+    Raises:
+        ConfigError: a setting cannot be honoured, or the extra is not installed.
+    """
+    if config.listen:
+        _check_extra()
+        from kv_tiers.server.http.thread import read_archive_directory, read_listen
+        from kv_tiers.server.http.token import check_token
+
+        read_listen(config)
+        read_archive_directory(config)
+        if config.token_file:
+            check_token(Path(config.token_file))
+
+
+def _check_extra() -> None:
     try:
-        from kv_tiers.server.http.thread import HttpThread
+        import kv_tiers.server.http.thread  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"http: {error.name} is not installed; pip install 'kv-tiers[http]'") from error
-    return HttpThread(config)

@@ -47,7 +47,7 @@ class HttpThread:
             make_app,
             token=read_token(Path(config.token_file)) if config.token_file else "",
             hosts=frozenset(names | {name.lower() for name in config.hosts}),
-            archive_directory=_checked_directory(config.archive_directory),
+            archive_directory=read_archive_directory(config),
         )
         self._listener = listen_at(listen, "http: listen")
         self.url = f"http://{HostPort(listen.host, self._listener.getsockname()[1])}/"
@@ -188,14 +188,17 @@ def read_listen(config: HttpConfig) -> HostPort:
     return listen
 
 
+def read_archive_directory(config: HttpConfig) -> str:
+    """
+    Raises:
+        ConfigError: it cannot be written to.
+    """
+    path = config.archive_directory
+    if path and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"http: archive_directory: {path} is not a directory that can be written to; create it")
+    return path
+
+
 def _turn_away(accepted: socket.socket) -> None:
     with suppress(OSError):
         accepted.send(_NO_ROOM)
-
-
-def _checked_directory(archive_directory: str) -> str:
-    if archive_directory and not os.access(archive_directory, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"http: archive_directory: {archive_directory} is not a directory that can be written to; create it"
-        )
-    return archive_directory

@@ -18,8 +18,22 @@ def read_token(path: Path) -> str:
     Raises:
         ConfigError: others could read it, or it is empty.
     """
-    if not os.path.lexists(path):
-        return _make_token(path)
+    return _make_token(path) if not os.path.lexists(path) else _read(path)
+
+
+def check_token(path: Path) -> None:
+    """Check what `read_token` would refuse, without creating anything.
+
+    Raises:
+        ConfigError: as for `read_token`.
+    """
+    if os.path.lexists(path):
+        _read(path)
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        raise _cannot_make(path, f"{path.parent} cannot be written to")
+
+
+def _read(path: Path) -> str:
     secret = read_secret(path, "http: token_file:", empty_hint="remove the file, and a new one is created")
     token = secret.decode("ascii", "replace").strip()
     if len(token) < _MIN_CHARS or not all("!" <= char <= "~" for char in token):
@@ -37,8 +51,12 @@ def _make_token(path: Path) -> str:
         with os.fdopen(descriptor, "w") as file:
             file.write(f"{token}\n")
     except OSError as error:
-        raise ConfigError(
-            f"http: token_file: {path} does not exist and cannot be made: {error.strerror}; write a path in a "
-            "directory that this user can write to"
-        ) from None
+        raise _cannot_make(path, error.strerror or str(error)) from None
     return token
+
+
+def _cannot_make(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"http: token_file: {path} does not exist and cannot be made: {why}; write a path in a directory that this "
+        "user can write to"
+    )
