@@ -422,6 +422,21 @@ def test_a_salt_is_in_no_error(tenants: object) -> None:
         assert "hush" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["tiers", "observe.subscribers"])
+@pytest.mark.parametrize(
+    "listed", [{"url": "redis://:hush@h"}, ["redis://:hush@h", 1], "redis://:hush@h", [[{"token": "hush"}]]]
+)
+def test_a_password_in_a_list_of_the_wrong_kind_is_in_no_error(name: str, listed: object) -> None:
+    variable = f"KV_{name.replace('.', '_').upper()}"
+    for extra, environ in (({name: listed}, {}), ({}, {variable: json.dumps(listed)}), ({}, {variable: f"[{listed}"})):
+        with pytest.raises(ConfigError, match=rf"{name} is not right in e.*: .*") as raised:
+            load(extra, environ)
+        assert "hush" not in str(raised.value)
+    with pytest.raises(ConfigError, match="peers is a list") as raised:
+        load({"peers": [{"token": "hush"}]}, {})
+    assert "hush" not in str(raised.value)
+
+
 @pytest.mark.parametrize("extra", ["{", "[]", "[" * 100_000, "9" * 5_000, '{"chunk_token": 1}'])
 def test_kv_config_says_what_is_wrong_in_one_line(extra: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--extra", extra]) == 2

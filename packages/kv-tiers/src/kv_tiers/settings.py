@@ -296,7 +296,8 @@ def _flatten(tree: Mapping[str, Any], origin: str, known: set[str], prefix: str 
         path = f"{prefix}{key}"
         if path in sections:
             if not isinstance(value, Mapping | None):
-                raise ConfigError(f"{path} is {value!r} in {origin}; it must hold settings, each with its name")
+                shown = repr(value) if isinstance(value, str | int | float) else "a list"
+                raise ConfigError(f"{path} is {shown} in {origin}; it must hold settings, each with its name")
             yield from _flatten(value or {}, origin, known, f"{path}.")
         elif path in known:
             if value is not None:  # YAML has None where everything below is commented out
@@ -334,7 +335,9 @@ def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: boo
         hint = f"; write one of {', '.join(choices)}" if choices else ""
         if path == "tiers":
             hint = "; write a list of them, such as [{type: disk, directory: /kv, capacity_bytes: 100GiB}]"
-        shown = "not right" if path == "tenants" else repr(value)  # a salt may be in it
+        # A list or a mapping may have a salt or a password in it, and so may the text of one.
+        is_plain = get_origin(wanted) is not list and isinstance(value, str | int | float)
+        shown = repr(value) if is_plain else "not right"
         raise ConfigError(f"{path} is {shown} in {origin}: {str(error).lower()}{hint}") from None
 
 
