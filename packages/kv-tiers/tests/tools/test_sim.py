@@ -141,6 +141,22 @@ def test_a_trace_may_come_through_a_pipe() -> None:
         assert (len(trace.prompts), trace.chunks_unique, trace.span_s) == (1000, 2000, 0.999)
 
 
+RECORDED = '{"kv_trace":1,"chunk_tokens":256,"chunk_bytes":4096,"keys_per_chunk":1}\n'
+
+
+@pytest.mark.parametrize("half", ['{"kv_tr', '{"timestamp":15,"hash_ids":[17', '{"ti', "{", '{"timestamp":1{"ti'])
+@pytest.mark.parametrize("ending", ["\n", "", "# 3 requests were left out\n"])
+def test_half_a_line_of_what_was_recorded_costs_no_other_line(tmp_path: Path, half: str, ending: str) -> None:
+    """ending: of earlier releases, the next record began on that line."""
+    before = '{"timestamp":1000,"hash_ids":[1,2],"more":{}}\n'
+    after = '{"timestamp":2000,"hash_ids":[1,2,3]}\n'
+    trace = read_trace(written(tmp_path / "t", f"{RECORDED}{before}{half}{ending}{after}"))
+    assert trace.prompts == keys("1 2\n1 2 3") or (not ending and trace.prompts == keys("1 2"))
+    assert trace.half_lines == 1 and trace.chunk_tokens == 256
+    if not half.startswith('{"ti'):
+        assert read_trace(written(tmp_path / "u", f"{half}\n{RECORDED}{after}")).half_lines == 1
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

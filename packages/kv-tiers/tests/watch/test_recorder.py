@@ -188,6 +188,66 @@ def test_a_medium_that_fills_up_ends_the_trace_with_a_whole_line(
     assert "ends here" in caplog.text
 
 
+def test_half_a_line_that_cannot_be_cut_off_is_all_that_a_reader_loses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk fills up under one process, and another one appended to the same file meanwhile."""
+    path = tmp_path / "trace.jsonl"
+    bus, cache = recorded(path)
+    other_bus, other = recorded(path)
+    request(cache, key_chain(2), "r0")
+    assert bus.flush()
+    request(other, key_chain(1, branch="other"), "r0")
+    assert other_bus.flush()
+    real = os.write
+
+    def half(file: int, data: bytes) -> int:
+        if path.read_bytes().endswith(b"\n"):
+            return real(file, data[: len(data) // 2])
+        monkeypatch.setattr(os, "write", real)
+        request(other, key_chain(2, branch="other"), "r1")
+        assert other_bus.flush()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", half)
+    request(cache, key_chain(2, branch="lost"), "r1")
+    assert bus.flush()
+    assert bus.failures == 0
+    for one in (cache, other):
+        one.close()
+    bus.close()
+    other_bus.close()
+    bus, cache = recorded(path)
+    request(cache, key_chain(3), "r2")
+    cache.close()
+    bus.close()
+    trace = read_trace(str(path))
+    assert list(map(len, trace.prompts)) == [2, 1, 2, 3] and trace.half_lines == 1
+    assert path.read_text().count("# 1 requests were left out\n") == 1
+    assert main(["sim", str(path), "--capacity", "9", "--chunk-tokens", "1"]) == 0
+    assert f"1 incomplete lines of {path} are left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", [1, 8, 30, 100, -5, -1])
+def test_what_a_killed_process_left_of_a_line_costs_no_other(tmp_path: Path, left: int) -> None:
+    """left: how many bytes of its file, or of all but how many."""
+    path = tmp_path / "trace.jsonl"
+    for number in range(2):
+        bus, cache = recorded(path)
+        for branch in "ab":
+            request(cache, key_chain(2 + number, branch=branch), f"r {branch}")
+        cache.close()
+        bus.close()
+        if not number:
+            whole = path.read_bytes()
+            path.write_bytes(whole[:left])
+            kept = whole[:left].count(b'"hash_ids"')
+            kept -= not whole[:left].endswith((b"}", b"\n")) and kept > 0
+    trace = read_trace(str(path))
+    assert list(map(len, trace.prompts)) == [2] * kept + [3, 3]
+    assert trace.half_lines == (left != -1)
+
+
 def test_settings_that_cannot_be_honoured_say_what_to_change(tmp_path: Path) -> None:
     for config, why in (
         (ObserveConfig(record=str(tmp_path / "no" / "such" / "trace")), "name a directory"),

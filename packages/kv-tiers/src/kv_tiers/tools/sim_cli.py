@@ -129,6 +129,8 @@ def _sim(args: argparse.Namespace) -> int:
             make_policy(name, 1)  # refuse unknown policies before the trace is read
     warm_up = _part(args.warm_up, "--warm-up")
     trace = read_trace(args.trace)
+    if trace.half_lines:
+        print(f"kv sim: {trace.half_lines} incomplete lines of {args.trace} are left out", file=sys.stderr)
     chunk_tokens, chunk_bytes = _sizes(trace, args.chunk_tokens, args.token_bytes)
     capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in args.capacity.split(",")]
     below = [_below(text, trace, chunk_bytes) for text in args.below]

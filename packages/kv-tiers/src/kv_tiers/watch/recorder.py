@@ -10,12 +10,16 @@ owner only.
 
 A file has a size limit. When it is reached nothing more is written, and the last line, a comment, states how many
 requests were left out. The beginning of a trace can be replayed; a trace without its beginning cannot.
+
+A process that was killed while it wrote leaves half a line. Nothing is cut off, as the file may be another's too: the
+next line begins on its own, and a reader leaves out the half one.
 """
 
 import json
 import os
 import stat
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -114,7 +118,7 @@ class _TraceFile:
         self._left_out = 0
         self._is_full = False
         self._format: dict[str, object] = {}
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)  # a file that others may read is closed to them below
         found = os.fstat(self._file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
@@ -122,6 +126,7 @@ class _TraceFile:
             raise OSError(f"{path} is not a plain file of this user, so no trace is recorded there")
         os.fchmod(self._file, 0o600)
         self._bytes = found.st_size
+        self._ends_in_half_a_line = bool(found.st_size) and os.pread(self._file, 1, found.st_size - 1) != b"\n"
 
     def say_format(self, chunks: dict[str, object]) -> None:
         """Describe the chunks of the requests from here on."""
@@ -149,7 +154,6 @@ class _TraceFile:
         try:
             self._write(b"".join(lines))
         except OSError as error:
-            os.ftruncate(self._file, self._bytes)  # a trace ends with a whole line
             self._is_full = True
             self._left_out += sum(not line.startswith(_FORMAT_STARTS) for line in lines)
             _log.warning("the trace %s ends here: %s", self._path, error.strerror)
@@ -165,10 +169,32 @@ class _TraceFile:
             os.close(self._file)
 
     def _write(self, data: bytes) -> None:
-        written = 0
-        while written < len(data):
-            written += os.write(self._file, data[written:])
+        """
+        Raises:
+            OSError: not all of it could be written; if possible, none of it was.
+        """
+        if self._ends_in_half_a_line:
+            data = b"\n" + data
+        start, written = os.fstat(self._file).st_size, 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError:
+            self._cut_back(start)
+            raise
         self._bytes += written
+        self._ends_in_half_a_line = False
+
+    def _cut_back(self, start: int) -> None:
+        """Remove what was written of lines that have no room. start: the file's size before."""
+        with suppress(OSError):
+            now = os.fstat(self._file).st_size
+            if now == start:
+                return
+            if now == os.lseek(self._file, 0, os.SEEK_CUR):  # else another process has appended to it since
+                os.ftruncate(self._file, start)
+                return
+        self._ends_in_half_a_line = True
 
 
 def _format_of(source: Source, keys_per_chunk: int) -> dict[str, object]:

@@ -5,6 +5,9 @@ milliseconds. `observe.record` writes the same, after a line that states how man
 
     {"kv_trace": 1, "chunk_tokens": 256, "chunk_bytes": 33554432, "keys_per_chunk": 1}
 
+There a line may be half written: the last one while it is being recorded, and others where the recording process was
+killed or the disk was full. It is left out and counted. Elsewhere a line that cannot be read is an error.
+
 Plain: one request per line, its chunk ids with spaces between, perhaps after `@SECONDS`; `#` begins a comment. In both,
 equal ids mean equal prefixes: an id stands for its chunk and everything before it.
 """
@@ -25,6 +28,7 @@ from kv_core.keys import ChunkKey
 
 TRACE_VERSION: Final = 1
 """Version of the format of `observe.record`. The meaning of a version never changes."""
+_FORMAT: Final = '{"kv_trace"'
 _UTF8: Final = "utf-8-sig"  # without the mark that some editors put first, which would be taken for a chunk
 _LATEST: Final = sys.float_info.max
 """JSON has integers that no float can hold, and Python reads NaN and Infinity there and in plain traces."""
@@ -35,6 +39,7 @@ class Trace:
     """prompts: the chunk keys of each request, first to last.
     span_s: from the first to the last, if known.
     chunk_tokens, chunk_bytes: as stated by the trace; 0 if not.
+    half_lines: how many lines were left out because they are incomplete.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Trace:
     span_s: float | None
     chunk_tokens: int = 0
     chunk_bytes: int = 0
+    half_lines: int = 0
 
 
 def read_trace(path: str) -> Trace:
@@ -57,9 +63,15 @@ def read_trace(path: str) -> Trace:
     prompts: list[list[ChunkKey]] = []
     first_s = last_s = None
     sizes: tuple[int, int] | None = None
-    for number, line in _lines(path):
-        where = f"{path}:{number}"
-        if line.startswith('{"kv_trace"'):
+    half_lines = 0
+    for number, found in _lines(path):
+        where, line = f"{path}:{number}", found
+        if sizes is not None or found.startswith(_FORMAT) or _FORMAT.startswith(found):
+            line = _whole_record(found)
+            half_lines += line != found
+            if not line:
+                continue
+        if line.startswith(_FORMAT):
             sizes = _same_sizes(sizes, _sizes(line, where), where)
             continue
         ids, at_s = _mooncake(line, where) if line.startswith("{") else _plain(line, where)
@@ -82,7 +94,19 @@ def read_trace(path: str) -> Trace:
     if not prompts:
         raise InputError(f"{path}: it has no requests; write one per line, its chunk ids separated by spaces")
     span_s = last_s - first_s if first_s is not None and last_s is not None else None
-    return Trace(Path(path).name, prompts, len(key_of), span_s, *(sizes or (0, 0)))
+    return Trace(Path(path).name, prompts, len(key_of), span_s, *(sizes or (0, 0)), half_lines)
+
+
+def _whole_record(line: str) -> str:
+    """Of a recorded line: the record that it ends in; empty: it ends in none. A record that was written behind half a
+    line, as by earlier releases, is not lost with it."""
+    if not line.startswith("{") or (line.endswith("}") and line.count("{") == 1):
+        return line
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return line[line.rindex("{") :] if line.endswith("}") else ""
+    return line
 
 
 def _sizes(line: str, where: str) -> tuple[int, int]:
