@@ -106,11 +106,44 @@ def test_a_relay_that_hangs_is_told_as_not_ready(served: Served, monkeypatch: py
     monkeypatch.setattr(relay_module, "ANSWER_S", 0.2)
     go_on = threading.Event()
     hanging = served.server.submit(lambda: go_on.wait(30))
-    assert "not answered" in problem(served.get("/readyz"), 503)
+    late = served.get("/readyz")
+    assert "not answered" in problem(late, 503) and late.headers["retry-after"] == "1"
     assert served.get("/healthz").status_code == 200
+    for _ in range(3):
+        problem(served.get("/status"), 503)
+    assert len(served.server._mailbox._submitted) == 1  # a thread that hangs is not asked for more and more reports
     go_on.set()
     assert hanging.result(10)
     until(lambda: served.get("/readyz").status_code == 200)
+
+
+def test_what_was_answered_with_503_is_not_done_later(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.join().close()
+    monkeypatch.setattr(relay_module, "ANSWER_S", 0.2)
+    go_on = threading.Event()
+    hanging = served.server.submit(lambda: go_on.wait(30))
+    late = served.post("/drain")
+    assert "not answered" in problem(late, 503) and late.headers["retry-after"] == "1"
+    go_on.set()
+    assert hanging.result(10)
+    assert served.get("/drain").json() == {"caches": []}
+
+
+def test_what_has_begun_when_its_time_is_over_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ThreadedServer()
+    relay = relay_module.Relay(server.server)
+    monkeypatch.setattr(relay_module, "ANSWER_S", 0.05)
+    go_on = threading.Event()
+
+    async def slow() -> str:
+        asyncio.get_running_loop().call_later(0.5, go_on.set)
+        return await relay.on_server(lambda _: "waited" if go_on.wait(10) else "")
+
+    try:
+        assert asyncio.run(slow()) == "waited"
+    finally:
+        server.close()
+        relay.close()
 
 
 def test_what_is_asked_of_a_server_that_has_ended_is_refused_at_once(served: Served) -> None:

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kv_tiers.drain_state import DrainState
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
+from kv_tiers.server.server import CacheServer
 
 
 class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,16 +28,22 @@ class Drains(msgspec.Struct, frozen=True):
 def operations(relay: Relay) -> list[Operation]:
     async def drain(body: Drain) -> Drains:
         max_bytes = None if body.max_bytes is UNSET else body.max_bytes
-        await relay.on_server(lambda server: server.formats.drain(body.timeout_s, max_bytes))
-        return await state()
+
+        def begin(server: CacheServer) -> Drains:
+            server.formats.drain(body.timeout_s, max_bytes)
+            return _state(server)
+
+        return await relay.on_server(begin)
 
     async def end() -> Drains:
-        await relay.on_server(lambda server: server.formats.end_drain())
-        return await state()
+        def stop(server: CacheServer) -> Drains:
+            server.formats.end_drain()
+            return _state(server)
+
+        return await relay.on_server(stop)
 
     async def state() -> Drains:
-        states = [cache.drain.state() for cache in (await relay.caches()).values()]
-        return Drains([one for one in states if one is not None])
+        return await relay.on_server(_state)
 
     describe = partial(Operation, answer=Drains, failures=(503,))
     return [
@@ -44,3 +51,8 @@ def operations(relay: Relay) -> list[Operation]:
         describe("POST", "/drain", "Store nothing new, and offer what is here to peers", drain, body=Drain, status=202),
         describe("POST", "/drain/end", "Stop offering, and store as before", end),
     ]
+
+
+def _state(server: CacheServer) -> Drains:
+    states = [cache.drain.state() for cache in server.caches.values()]
+    return Drains([one for one in states if one is not None])

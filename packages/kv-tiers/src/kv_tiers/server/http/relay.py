@@ -21,7 +21,9 @@ from kv_tiers.server.report import Report
 from kv_tiers.server.server import CacheServer
 
 ANSWER_S: Final = 2.0
-"""Seconds that the serving thread may take to answer; it takes far less than a millisecond."""
+"""Seconds that the serving thread may take to answer; it takes far less than a millisecond. Engines wait no longer than
+`server.answer_s`, 1 s unless set, so a server that is later than this is not ready, as probes and load balancers
+should know."""
 _FRESH_S: Final = 0.1
 """Seconds for which one report serves all requests."""
 _THREADS: Final = 4
@@ -54,18 +56,30 @@ class Relay:
             Problem: the server is stopping, or does not answer.
         """
         now_s = time.monotonic()
-        if self._report is None or now_s - self._asked_s > _FRESH_S:
+        # One that is still to come is as fresh as any: a thread that hangs is not given more to do.
+        if self._report is None or (self._report.done() and now_s - self._asked_s > _FRESH_S):
             self._asked_s = now_s
             self._report = self._server.submit(self._server.report)
-        return await _answer(self._report)
+        try:
+            return await _in_time(self._report, ANSWER_S)
+        except TimeoutError:
+            raise _late() from None
 
     async def on_server(self, work: Callable[[CacheServer], T]) -> T:
         """The result of `work` on the server, on the serving thread: it must be quick.
 
         Raises:
-            Problem: as for `report`.
+            Problem: as for `report`; then it was not done, and will not be.
         """
-        return await _answer(self._server.submit(lambda: work(self._server)))
+        future = self._server.submit(lambda: work(self._server))
+        try:
+            return await _in_time(future, ANSWER_S)
+        except TimeoutError:
+            if future.cancel():
+                raise _late() from None
+            return await _in_time(future, None)  # it has begun, just now
+        finally:
+            future.cancel()  # if nobody waits for it any more
 
     async def caches(self) -> dict[Format, LocalCache]:
         """
@@ -96,11 +110,19 @@ class Relay:
         self.jobs.end(_JOBS_S)
 
 
-async def _answer(future: "Future[T]") -> T:
+async def _in_time(future: "Future[T]", limit_s: float | None) -> T:
+    """
+    Raises:
+        TimeoutError: it is not done yet.
+        Problem: the server is stopping.
+    """
     try:
         # A client that disconnects must not cancel the answer for others that are waiting for it.
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), ANSWER_S)
-    except TimeoutError:
-        raise Problem(503, f"the serving thread has not answered within {ANSWER_S:g} s; look at its log") from None
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), limit_s)
     except TierDown as why:
         raise Problem(503, f"{why}; ask its successor") from None
+
+
+def _late() -> Problem:
+    text = f"the serving thread has not answered within {ANSWER_S:g} s; look at its log"
+    return Problem(503, text, {"retry-after": "1"})

@@ -29,7 +29,7 @@ def operations(relay: Relay) -> list[Operation]:
             raise Problem(503, "the server is stopping; ask its successor")
         report = await relay.report()
         if report.opening:
-            raise Problem(503, f"{report.opening} caches are being opened; ask again soon")
+            raise Problem(503, f"{report.opening} caches are being opened; ask again soon", {"retry-after": "1"})
         return Ready(True)
 
     about = "The server, its sessions, and each cache's counts and tiers"
