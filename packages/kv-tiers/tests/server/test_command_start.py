@@ -266,6 +266,18 @@ def test_a_terminal_that_lacks_a_character_is_no_traceback() -> None:
     assert "socket: /run/\\u2026/kv.sock" in done.stdout
 
 
+def test_help_names_a_socket_with_a_per_cent_sign(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kv_tiers.server.cli import main
+
+    (home / "100%").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "100%"))
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    assert f"{home}/100%/kv-tiers-{os.geteuid()}" in "".join(capsys.readouterr().out.split())
+
+
 def test_settings_from_an_input_that_is_closed_are_one_line() -> None:
     done = subprocess.run(
         ["sh", "-c", 'exec "$0" -m kv_tiers.server --config - <&-', sys.executable],

@@ -163,7 +163,8 @@ def _parser() -> argparse.ArgumentParser:
         help="the settings, which other options override; - reads JSON or YAML from standard input",
     )
     parser.add_argument("--capacity", metavar="BYTES", help="host.capacity_bytes, such as 4GiB")
-    parser.add_argument("--name", help=f"server.name; by default it listens at {default_socket()}")
+    place = str(default_socket()).replace("%", "%%")  # argparse fills in what follows a single one
+    parser.add_argument("--name", help=f"server.name; by default it listens at {place}")
     parser.add_argument("--socket", metavar="PATH", help="server.socket: where to listen")
     parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where to serve the page and the metrics")
     parser.add_argument("--listen", metavar="HOST:PORT", help="peers.listen: where other hosts' servers read from it")
