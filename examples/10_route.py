@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import tempfile
+import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +30,8 @@ from kv_tiers.server import RemoteCache, launch
 
 CHUNK_TOKENS = 256
 """What a server is asked for first. It says if the chunks of its engines have another number of tokens."""
+AWAY_S = 10.0
+"""For how long an engine that did not answer is asked after the others."""
 
 
 def post(url: str, body: Any, token: str = "") -> Any:
@@ -48,15 +51,34 @@ class Router:
         self.servers, self.engines = servers, engines
         self._chunk_tokens = {server: [CHUNK_TOKENS] for server in servers}  # of the engines there
         self._turns = itertools.cycle(engines)
+        self._away_until: dict[str, float] = {}  # of engines that did not answer
 
     def tokens_of(self, body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return prompt
         wanted = {name: body[name] for name in ("model", "prompt", "messages") if name in body}
-        tokens = post(f"{next(iter(self.engines.values()))}/tokenize", wanted)["tokens"]
-        assert isinstance(tokens, list)
-        return tokens
+        for engine in self.in_order():
+            try:
+                tokens = post(f"{self.engines[engine]}/tokenize", wanted)["tokens"]
+            except HTTPError as refused:  # the engine that gets the request tells the client what is wrong with it
+                refused.close()
+                return []
+            except OSError as error:
+                self.is_away(engine, error)
+            else:
+                assert isinstance(tokens, list)
+                return tokens
+        return []
+
+    def in_order(self, first: str = "") -> list[str]:
+        """The engine `first` and then the others, those that did not answer lately at the end."""
+        now = time.monotonic()
+        return sorted(self.engines, key=lambda name: (name != first, self._away_until.get(name, now) > now))
+
+    def is_away(self, engine: str, error: OSError) -> None:
+        print(f"{engine} does not answer: {error}", flush=True)
+        self._away_until[engine] = time.monotonic() + AWAY_S
 
     def choose(self, tokens: list[int], salt: str | None = None) -> str:
         """The name of the engine. One that nobody has measured yet gets its turn, or it would never be measured."""
@@ -66,10 +88,12 @@ class Router:
                 expected |= self._expected(server, tokens, salt)
             except OSError as error:  # a server that is away: its engines take their turn
                 print(f"{server} does not answer: {error}")
+        now = time.monotonic()
+        here = [name for name in self.engines if self._away_until.get(name, now) <= now] or list(self.engines)
         for engine in itertools.islice(self._turns, len(self.engines)):
-            if engine not in expected:
+            if engine in here and engine not in expected:
                 return engine
-        return min(self.engines, key=expected.__getitem__)
+        return min(here, key=expected.__getitem__)
 
     def _expected(self, server: str, tokens: list[int], salt: str | None) -> dict[str, float]:
         """Seconds until the first token of each of its engines that has been measured."""
@@ -90,19 +114,28 @@ class Router:
         self._chunk_tokens[server] = sizes
         return expected
 
-    def serve(self, host: str, port: int) -> None:
+    def listen(self, host: str, port: int) -> ThreadingHTTPServer:
+        """A server that is listening; `serve_forever` is the caller's to call."""
         router = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers["content-length"]))
                 body = json.loads(data)
-                engine = router.choose(router.tokens_of(body), body.get("cache_salt"))
-                forwarded = Request(router.engines[engine] + self.path, data, {"content-type": "application/json"})
-                try:
-                    answer = urlopen(forwarded, timeout=600)
-                except HTTPError as refused:  # the engine's own answer, an error
-                    answer = refused
+                chosen = router.choose(router.tokens_of(body), body.get("cache_salt"))
+                for engine in router.in_order(chosen):
+                    forwarded = Request(router.engines[engine] + self.path, data, {"content-type": "application/json"})
+                    try:
+                        answer = urlopen(forwarded, timeout=600)
+                        break
+                    except HTTPError as refused:  # the engine's own answer, an error
+                        answer = refused
+                        break
+                    except OSError as error:
+                        router.is_away(engine, error)
+                else:
+                    self.send_error(502, "no engine answers")
+                    return
                 with answer:
                     self.send_response(answer.status)
                     self.send_header("content-type", answer.headers["content-type"])
@@ -111,7 +144,7 @@ class Router:
                     while part := answer.read1():  # as it comes: the answer may be a stream
                         self.wfile.write(part)
 
-        ThreadingHTTPServer((host, port), Handler).serve_forever()
+        return ThreadingHTTPServer((host, port), Handler)
 
 
 def demonstrate() -> None:
@@ -167,7 +200,7 @@ def main() -> None:
     tokens = {url.rstrip("/"): token_in(path) for url, _, path in (one.rpartition("=") for one in args.server)}
     host, _, port = args.listen.rpartition(":")
     engines = {name: url.rstrip("/") for name, _, url in (one.partition("=") for one in args.engine)}
-    Router(tokens, engines).serve(host, int(port))
+    Router(tokens, engines).listen(host, int(port)).serve_forever()
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 import json
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -50,15 +53,16 @@ def test_there_is_something_to_run() -> None:
 
 
 class Engine(ThreadingHTTPServer):
-    """Answers as kv-vllm does, and keeps what it was asked."""
+    """Answers as kv-vllm does, and keeps what it was asked. answer: another answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: dict[str, Any] | None = None) -> None:
         asked: list[dict[str, Any]] = []
+        answer = answer or {"kv_transfer_params": {"do_remote_prefill": True, "remote_num_tokens": 3}}
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-                data = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, "remote_num_tokens": 3}}).encode()
+                data = json.dumps(answer).encode()
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(data)))
@@ -89,3 +93,34 @@ def test_a_request_keeps_what_it_asks_of_the_cache_through_the_proxy() -> None:
     assert to_decode["kv_transfer_params"]["do_remote_prefill"] is True
     assert first["kv_transfer_params"]["kv_tiers"] == to_decode["kv_transfer_params"]["kv_tiers"] == options
     assert (to_decode["max_tokens"], to_decode["min_tokens"]) == (8, 2)
+
+
+def test_the_router_goes_on_without_an_engine_that_is_down() -> None:
+    """It had each text made into tokens by the first engine, and sent each prompt to the one that nobody had measured:
+    no client got an answer while such an engine was down."""
+    router = runpy.run_path(str(ROOT / "examples" / "10_route.py"))["Router"]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with Engine({"tokens": [1, 2, 3]}) as engine:
+        routing = router({}, {"down": nobody, "up": engine.url})
+        answers = []
+        for _ in range(3):
+            with routing.listen("127.0.0.1", 0) as proxy:
+                threading.Thread(target=proxy.serve_forever, daemon=True).start()
+                asked = Request(
+                    f"http://127.0.0.1:{proxy.server_port}/v1/completions",
+                    b'{"prompt": "a text"}',
+                    {"content-type": "application/json"},
+                )
+                with urlopen(asked, timeout=60) as answer:
+                    answers.append((answer.status, answer.headers["x-engine"]))
+                proxy.shutdown()
+        engine.shutdown()
+    assert answers == [(200, "up")] * 3
+    with router({}, {"down": nobody}).listen("127.0.0.1", 0) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        with pytest.raises(HTTPError) as refused:
+            urlopen(Request(f"http://127.0.0.1:{proxy.server_port}/v1/completions", b'{"prompt": [1]}'), timeout=60)
+        proxy.shutdown()
+    refused.value.close()
+    assert refused.value.code == 502
