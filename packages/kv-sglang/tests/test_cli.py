@@ -175,3 +175,27 @@ def test_peers_that_are_in_a_directory_are_printed(capsys: pytest.CaptureFixture
     file = config_file(tmp_path, f"tiers:\n  - {{type: peers, directory: {listed}}}\n")
     flags = printed(capsys, "--config-file", file)
     assert json.loads(flags["--hicache-storage-backend-extra-config"])["config_file"] == file
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("tiers: [{type: peers, directory: {url: 'redis://h:1', address: 'h:2', password_file: a}}]", "password_file"),
+        ("tenants: [{name: one, salt_file: a}]", "tenants[0]: salt_file"),
+        ("server: {socket: a}", "server.socket"),
+        ("observe: {record: a}", "observe.record"),
+        ("judge: {verdict: a}", "judge.verdict"),
+    ],
+)
+def test_a_relative_path_anywhere_in_the_file_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str
+) -> None:
+    """Only the paths of tiers were checked, and of them not those in a table. Each was missing where SGLang started.
+
+    A tenant's salt is read with the settings, so there is one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").touch(mode=0o600)
+    (tmp_path / "a").write_text("salt")
+    assert main(["flags", "--config-file", config_file(tmp_path, text)]) == 2
+    expected = f"{name} a is relative, and SGLang may start elsewhere: write {os.getcwd()}/a"
+    assert expected in capsys.readouterr().err

@@ -145,31 +145,40 @@ def _check(settings: Settings) -> None:
         ConfigError: the settings would be refused.
     """
     settings.scheme()
+    _refuse_relative("server.socket", settings.server.socket)
+    _refuse_relative("judge.verdict", settings.judge.verdict)
     if settings.server.socket:
-        return  # host, tiers and tenants are the server's own
+        return  # host, tiers, tenants and what observes them are the server's own
+    _refuse_relative("observe.record", settings.observe.record)
+    for number, options in enumerate(settings.tenants):
+        for option, path in _paths(options):
+            _refuse_relative(f"tenants[{number}]: {option}", path)
     for number, tier in enumerate(settings.tiers):
         for option, path in _paths(tier):
-            if not os.path.isabs(path):
-                raise ConfigError(
-                    f"tiers[{number}] ({tier['type']}): {option} {path} is relative, and SGLang may start elsewhere: "
-                    f"write {os.path.abspath(path)}"
-                )
+            _refuse_relative(f"tiers[{number}] ({tier['type']}): {option}", path)
     check_settings(settings.host, settings.tiers)
 
 
-def _paths(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The options of a tier that name files or directories, with one path each time. What is no text is for the tier to
-    check: the `directory` of peers is a table."""
-    for option, value in tier.items():
-        if option == _DIRECTORY or option.endswith("_file"):
+def _refuse_relative(name: str, path: str) -> None:
+    if path and not os.path.isabs(path):
+        raise ConfigError(f"{name} {path} is relative, and SGLang may start elsewhere: write {os.path.abspath(path)}")
+
+
+def _paths(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The options of a tier that name files or directories, with one path each time, also those of a table among them:
+    the `directory` of peers is one. What is no text is for the tier to check."""
+    for option, value in options.items():
+        if isinstance(value, dict):
+            yield from ((f"{option}.{inner}", path) for inner, path in _paths(value))
+        elif option == _DIRECTORY or option.endswith("_file"):
             paths = value if isinstance(value, list) else [value]
             yield from ((option, path) for path in paths if isinstance(path, str) and path)
 
 
 def _absolute(tier: dict[str, Any]) -> dict[str, Any]:
-    """The same tier with absolute paths, wherever SGLang is started."""
+    """The same tier with absolute paths, wherever SGLang is started. `--tier` has no way to write a table's files."""
     made = dict(tier)
-    for option, _ in _paths(tier):
+    for option in {option for option, _ in _paths(tier)} & tier.keys():
         value = tier[option]
         made[option] = [os.path.abspath(each) for each in value] if isinstance(value, list) else os.path.abspath(value)
     return made
