@@ -30,9 +30,9 @@ from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
 from kv_tiers.codecs.calibration import Calibration
 from kv_tiers.codecs.division import Division, GroupLayers, divide
 from kv_tiers.events.bus import EventBus
+from kv_tiers.server.facts import CHUNK_TOKENS, READS_TOGETHER, REPEATS_LOOKUPS
 from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.server.supervised import SupervisedServer
-from kv_tiers.server.wire import REPEATS_LOOKUPS
 from kv_tiers.settings import Settings
 
 from kv_sglang import TESTED
@@ -152,10 +152,13 @@ def attach(
     *,
     engine_name: str = "",
     figures: Figures = NO_FIGURES,
+    reads_together: bool = False,
 ) -> Attached:
     """Open the store of each pool's pages.
 
     engine_name: common to the engine's ranks, and unique to them.
+    reads_together: whether pages stay held for the engine's other ranks when this one has read them, until one of the
+        ranks says that they are taken.
 
     Raises:
         ConfigError: the settings are not possible on this machine, or with this engine.
@@ -203,9 +206,10 @@ def attach(
                     is_first=first,
                     facts={
                         "pool": ", ".join(names),
-                        "chunk_tokens": str(settings.chunk_tokens),
+                        CHUNK_TOKENS: str(settings.chunk_tokens),
                         **(keeps.facts() if KV in names else {}),
                         **({REPEATS_LOOKUPS: "true"} if rank.number else {}),
+                        **({READS_TOGETHER: "true"} if reads_together else {}),
                     },
                 )
                 made.server = made.server or server

@@ -265,7 +265,8 @@ class LocalCache:
             # Last, because it keeps slots free, for which it may evict these chunks too.
             self._spills.committed(write.keys, write.slots, write.chain, lower=write.lower)
 
-    def release(self, lease: ReadLease | WriteLease) -> bool:
+    def release(self, lease: ReadLease | WriteLease, *, ends_holds: bool = True) -> bool:
+        """ends_holds: whether what was read need not be held any more."""
         now_s = self._clock.now_s()
         with self._lock:
             self._expire(now_s)
@@ -280,7 +281,8 @@ class LocalCache:
             bytes_at = self._index.bytes_at(read.slots, read.since)
             is_void = self._index.any_forgotten(bytes_at)
             self._publish_end(read, now_s, "forgotten" if is_void else "released")
-            self.holds.read(self._index.still_of(read.slots, bytes_at))
+            if ends_holds:
+                self.holds.read(self._index.still_of(read.slots, bytes_at))
             self._give_back(read)
             return not is_void
 

@@ -26,7 +26,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort
-from kv_tiers.server import wire
+from kv_tiers.server import facts, wire
 from kv_tiers.server.accepting import Acceptor
 from kv_tiers.server.address import Address
 from kv_tiers.server.caches import Caches, Format, Opened
@@ -255,9 +255,10 @@ class CacheServer:
             clock=self._clock,
             is_watched=client.pidfd >= 0,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
-            on_lookup=(lambda *_: None) if wire.REPEATS_LOOKUPS in request.facts else note,
+            on_lookup=(lambda *_: None) if facts.REPEATS_LOOKUPS in request.facts else note,
+            ends_holds=facts.READS_TOGETHER not in request.facts,
         )
-        chunk_tokens = request.facts.get("chunk_tokens", "")
+        chunk_tokens = request.facts.get(facts.CHUNK_TOKENS, "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
             cache.events.chunk_tokens = int(chunk_tokens)
         self._resume(session, request)

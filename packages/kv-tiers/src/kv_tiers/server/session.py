@@ -78,10 +78,12 @@ class Session:
         is_watched: bool,
         is_open_elsewhere: Callable[[int], bool],
         on_lookup: OnLookup,
+        ends_holds: bool,
     ) -> None:
         """is_watched: the kernel will report when the client's process ends.
         is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
-        on_lookup: called after each lookup."""
+        on_lookup: called after each lookup.
+        ends_holds: whether a chunk that it has read need not be held any more."""
         self.cache = cache
         self.lasting: dict[int, LastingLease] = {}
         self._prefix = f"{number}/"
@@ -91,6 +93,7 @@ class Session:
         self._is_watched = is_watched
         self._is_open_elsewhere = is_open_elsewhere
         self._on_lookup = on_lookup
+        self._ends_holds = ends_holds
         self._timed: OrderedDict[Holder | int, _Timed] = OrderedDict()  # a promise by its holder, a read by its number
         self._holders: OrderedDict[Holder, None] = OrderedDict()
         self._keys_held = 0
@@ -244,7 +247,7 @@ class Session:
             self._check_not_anothers(lease)
             return False
         self._forget_timed(lease)
-        return self.cache.release(ReadLease(LeaseId(lease), (), ()))
+        return self.cache.release(ReadLease(LeaseId(lease), (), ()), ends_holds=self._ends_holds)
 
     def _end(self, holder: Holder) -> None:
         self._holders.pop(holder, None)

@@ -60,10 +60,6 @@ def _shape(chunk_tokens: int, coverages: tuple[str, ...], shards: int) -> ChunkS
 # Requests: about the session.
 
 
-REPEATS_LOOKUPS: Final = "repeats_lookups"
-"""The name of a fact: another process of the engine looks the same prompts up, as other ranks of SGLang do."""
-
-
 class Hello(Message, tag="hello"):
     """The first message. package: the client's version, for the log."""
 
@@ -76,7 +72,7 @@ class Register(Message, tag="register"):
     engine: the engine of this process. What follows may be requested by its other processes (`Registered`).
     group_bytes, fingerprint: the format of the chunks, with each group's size.
     shards: number of shards of each chunk.
-    facts: opaque to the server, but for `chunk_tokens` and `REPEATS_LOOKUPS`.
+    facts: opaque to the server, but for those in `kv_tiers.server.facts`.
     resume: the token of this client's previous session, if any.
     lasting: the leases of that session that do not end with its connection and that the client still has: those to
         write, and lasting ones to read. The server releases all its others.

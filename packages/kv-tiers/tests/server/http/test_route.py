@@ -10,7 +10,7 @@ from kv_core.keys import ChunkKey, KeySpace
 from kv_core.testing import key_chain
 from kv_testing.http import Served, keys_of, problem, store, store_keys
 from kv_tiers.server import RemoteCache
-from kv_tiers.server.wire import REPEATS_LOOKUPS
+from kv_tiers.server.facts import REPEATS_LOOKUPS
 
 TOKEN_S = 1e-3
 CHUNK_TOKENS = 256
