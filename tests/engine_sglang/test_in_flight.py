@@ -9,6 +9,7 @@ from kv_sglang.linker import KVLinker
 from kv_sglang.names import Names
 from kv_sglang.transfer import manager
 from kv_sglang.transfer.manager import KVManager, KVReceiver
+from kv_sglang.transfer.messages import Said
 from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 
 FORWARD = "the stream of forward passes"
@@ -55,7 +56,7 @@ def test_what_is_handed_over_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> No
     ours._watch = SimpleNamespace(filled=lambda: None)
     monkeypatch.setattr(ours, "name_coming", lambda _room, named: coming.append(named))
     receiver = KVReceiver.__new__(KVReceiver)
-    receiver.kv_mgr, receiver.bootstrap_room = ours, 1
+    receiver.kv_mgr, receiver.bootstrap_room, receiver._attempt = ours, 1, b"attempt1"
     receiver.name_pages(Names(HASHES, 0))
     receiver.send_metadata([5, 6], 0)
     (request,) = coming
@@ -65,6 +66,6 @@ def test_what_is_handed_over_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> No
         assert request.ready.waited_for
         return ""
 
-    said = manager._Said(2, HASHES[1], "", [])
+    said = Said(1, b"attempt1", 0, 2, HASHES[1], "", [])
     assert ours._fetch(SimpleNamespace(get=get), request, said) == ""
     assert request.loaded == 2

@@ -13,7 +13,7 @@ import torch
 from kv_core.errors import ConfigError
 from kv_sglang.names import Names, names_of
 from kv_sglang.transfer import plugin
-from kv_sglang.transfer.manager import _refuse_what_is_not_served
+from kv_sglang.transfer.refused import refuse_what_is_not_served
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
@@ -89,7 +89,7 @@ def test_a_model_whose_pages_depend_on_more_than_their_names_is_not_handed_over(
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused = pytest.raises(ConfigError, match=f"a model with {said}") if said else nullcontext()
     with refused, get_parallel().override(pp_size=1, attn_cp_size=1, attn_dcp_size=1, attn_dp_size=1):
-        _refuse_what_is_not_served(
+        refuse_what_is_not_served(
             SimpleNamespace(state_types=[], num_draft_entries=0), ServerArgs(model_path=str(tmp_path), device="cpu")
         )
 

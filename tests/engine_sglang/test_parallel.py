@@ -11,7 +11,7 @@ from kv_core.errors import ConfigError
 from kv_sglang.attach import Rank
 from kv_sglang.linker import linker
 from kv_sglang.storage import rank_of
-from kv_sglang.transfer.manager import _refuse_what_is_not_served
+from kv_sglang.transfer.refused import refuse_what_is_not_served
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
@@ -66,7 +66,7 @@ def test_a_hand_over_with_parallelism_that_it_does_not_serve_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
     args = SimpleNamespace(state_types=[], num_draft_entries=0)
     with get_parallel().override(**NONE | resolved), pytest.raises(ConfigError, match=f"with {said}: choose"):
-        _refuse_what_is_not_served(args, ServerArgs(model_path=str(tmp_path), device="cpu"))
+        refuse_what_is_not_served(args, ServerArgs(model_path=str(tmp_path), device="cpu"))
 
 
 def test_the_linker_refuses_pages_that_ranks_share_row_by_row() -> None:

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 from kv_sglang.names import Names
-from kv_sglang.transfer import manager
+from kv_sglang.transfer import manager, messages
 from kv_sglang.transfer.manager import KVManager
+from kv_sglang.transfer.messages import Gone, Here, Peer, Said
 from kv_sglang.transfer.rooms import Coming
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 ROOM = 1
 HASHES = ("ab" * 32, "cd" * 32)
 OTHERS = ("12" * 32, "34" * 32)
+FIRST, SECOND = b"attempt1", b"attempt2"
+"""Of two requests with the same number."""
 
 
 class Reached:
@@ -44,11 +47,21 @@ def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequenc
     return ours, told
 
 
+def decode_rank(attempt: bytes, port: int = 1, prefix_tokens: int = 0) -> Peer:
+    return Peer("127.0.0.1", port, prefix_tokens, False, attempt)
+
+
 def open_room(ours: KVManager, hashes: tuple[str, ...]) -> None:
     """A request for a prompt with these pages, for which the decode engine has blocks."""
     ours.name_leaving(ROOM, Names(hashes, 0))
     ours.request_status[ROOM] = KVPoll.WaitingForInput
-    ours.transfer_infos[ROOM] = {"decode": manager._Peer("127.0.0.1", 1, 0, False)}
+    peer = decode_rank(FIRST)
+    ours.transfer_infos[ROOM] = {peer.address: peer}
+
+
+def said(metadata: Sequence[bytes], attempt: bytes = FIRST) -> Said:
+    """Both pages are in the cache."""
+    return Said(ROOM, attempt, 0, 2, HASHES[1], "theirs", metadata)
 
 
 def sent(ours: KVManager, **named: Any) -> Callable[[Any], None]:
@@ -67,8 +80,9 @@ def test_a_device_that_fails_before_pages_can_be_read_fails_the_request(monkeypa
     job = sent(ours, wait_event=Reached(RuntimeError("the device failed")))
     job(SimpleNamespace())
     assert ours.request_status[ROOM] == KVPoll.Failed and "the device failed" in ours.failure_records[ROOM]
-    ((tag, room, status, _rank, reason),) = told
+    ((tag, room, status, _rank, reason, attempt),) = told
     assert (tag, int(room), int(status)) == (b"KV_STATUS", ROOM, KVPoll.Failed) and b"the device failed" in reason
+    assert attempt == FIRST
 
 
 @pytest.mark.parametrize("outcome", ["", "the request has ended"])
@@ -129,9 +143,9 @@ def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() ->
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
     ours._watch = SimpleNamespace(filled=lambda: None)
     ours.kv_args = SimpleNamespace(aux_data_ptrs=[ctypes.addressof(metadata)], aux_item_lens=[1])
-    coming = Coming(Names(HASHES, 0), 1, [4], aux_index=0, loaded=1, ready=Reached())
+    coming = Coming(Names(HASHES, 0), 1, [4], aux_index=0, loaded=1, ready=Reached(), attempt=FIRST)
     ours.name_coming(ROOM, coming)
-    assert ours._fetch(exchange, coming, manager._Said(2, HASHES[1], "theirs", [b"7"])) == ""
+    assert ours._fetch(exchange, coming, said([b"7"])) == ""
     assert calls == [["get", HASHES[1]], ["need not", HASHES[0], "theirs"]]
     assert metadata.raw == b"7"
 
@@ -142,7 +156,7 @@ def test_a_load_that_ends_after_its_request_leaves_nothing_behind() -> None:
     ours._rooms, ours._coming, ours._leaving, ours._batch_pages = threading.Lock(), {}, {}, 8
     ours._watch = SimpleNamespace(filled=lambda: None)
     ours.request_status, ours.failure_lock, ours.failure_records = {ROOM: KVPoll.Transferring}, threading.Lock(), {}
-    coming = Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached())
+    coming = Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
     ours.name_coming(ROOM, coming)
 
     def get(*_arguments: Any, **_named: Any) -> str:
@@ -150,7 +164,7 @@ def test_a_load_that_ends_after_its_request_leaves_nothing_behind() -> None:
         del ours.request_status[ROOM]
         return "the request has ended"
 
-    ours._load(SimpleNamespace(get=get), room=ROOM, rank=0, said=manager._Said(2, HASHES[1], "theirs", []))
+    ours._load(SimpleNamespace(get=get), said=said([]))
     assert ours.failure_records == {}
 
 
@@ -164,7 +178,9 @@ def test_a_load_that_is_done_after_its_request_is_not_the_success_of_another_wit
     ours.prefill_response_tracker, ours.required_prefill_response_num_table = {ROOM: set()}, {ROOM: 1}
 
     def request() -> None:
-        ours.name_coming(ROOM, Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached()))
+        ours.name_coming(
+            ROOM, Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
+        )
 
     def fetch(*_arguments: Any) -> str:
         ours.close_room(ROOM)
@@ -173,5 +189,92 @@ def test_a_load_that_is_done_after_its_request_is_not_the_success_of_another_wit
 
     monkeypatch.setattr(ours, "_fetch", fetch)
     request()
-    ours._load(SimpleNamespace(), room=ROOM, rank=0, said=manager._Said(2, HASHES[1], "theirs", [b"7"]))
+    ours._load(SimpleNamespace(), said=said([b"7"]))
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput}
+
+
+def decoding(*, attempt: bytes) -> tuple[KVManager, Coming]:
+    """The manager of a rank that decodes, which waits for a request, as far as it hears of others."""
+    ours = KVManager.__new__(KVManager)
+    ours._rooms, ours._coming, ours._leaving, ours._batch_pages = threading.Lock(), {}, {}, 8
+    ours._watch = SimpleNamespace(filled=lambda: None)
+    ours.request_status, ours.failure_lock, ours.failure_records = {ROOM: KVPoll.WaitingForInput}, threading.Lock(), {}
+    ours.enable_deferred_decode_kv_release = ours.enable_staging = False
+    ours.kv_args = SimpleNamespace(aux_data_ptrs=[], aux_item_lens=[])
+    coming = Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=attempt)
+    ours.name_coming(ROOM, coming)
+    return ours, coming
+
+
+def test_what_is_said_late_of_an_earlier_request_changes_nothing_of_one_that_has_its_number() -> None:
+    """Its failure, or its pages with their own first token, would have been the later request's."""
+    ours, coming = decoding(attempt=SECOND)
+    ours._lanes = SimpleNamespace(add=lambda _room, job: job(SimpleNamespace()))
+    status = [messages.STATUS, b"%d" % ROOM, b"%d" % KVPoll.Failed, b"0", b"its prefill engine had no room"]
+    ours._hear_prefill([*status, FIRST])
+    ours._hear_prefill(said([b"7"], FIRST).frames())
+    assert ours.request_status == {ROOM: KVPoll.WaitingForInput} and ours.failure_records == {}
+    assert coming.loaded == 0
+    ours._hear_prefill([*status, SECOND])
+    assert ours.request_status == {ROOM: KVPoll.Failed} and "no room" in ours.failure_records[ROOM]
+
+
+@pytest.mark.parametrize("given_up", [decode_rank(FIRST), decode_rank(FIRST, port=2)], ids=["same", "another"])
+def test_a_decode_engine_that_gives_up_late_does_not_end_another_request_with_the_number(
+    monkeypatch: pytest.MonkeyPatch, given_up: Peer
+) -> None:
+    """A router may repeat a request with its number, also with another decode engine."""
+    ours, _ = prefilling(monkeypatch)
+    open_room(ours, HASHES)
+    rank = decode_rank(SECOND)
+    ours.transfer_infos[ROOM] = {rank.address: rank}
+    ours._hear_decode(Gone(ROOM, given_up.address, given_up.attempt).frames())
+    assert ours.request_status == {ROOM: KVPoll.WaitingForInput} and ours.failure_records == {}
+    ours._hear_decode(Gone(ROOM, rank.address, SECOND).frames())
+    assert ours.request_status == {ROOM: KVPoll.Failed} and ROOM in ours.failure_records
+
+
+def test_a_decode_engine_that_gives_up_before_it_has_blocks_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = prefilling(monkeypatch)
+    ours.request_status[ROOM] = KVPoll.Bootstrapping
+    ours._hear_decode(Gone(ROOM, "127.0.0.1:1", FIRST).frames())
+    assert ours.request_status == {ROOM: KVPoll.Failed}
+
+
+def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages_or_that_it_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was not listened to, and waited until its time was up."""
+    ours, told = prefilling(monkeypatch)
+    ours.request_status[ROOM], ours.req_to_decode_prefix_len = KVPoll.Bootstrapping, {}
+    ours._hear_decode(Here(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for this one any more
+    ours.name_leaving(ROOM, Names(HASHES, 0))
+    job = sent(ours)
+    ours._hear_decode(Here(ROOM, 1, decode_rank(SECOND)).frames())
+    job(SimpleNamespace(put=lambda *_arguments: ""))
+    assert [message[2] for message in told] == [SECOND, SECOND] and ours.request_status == {ROOM: KVPoll.Success}
+    told.clear()
+    ours._hear_decode(Here(ROOM, 1, decode_rank(b"attempt3")).frames())
+    ((tag, _room, status, _rank, reason, attempt),) = told
+    assert (tag, int(status), attempt) == (messages.STATUS, KVPoll.Failed, b"attempt3") and b"earlier request" in reason
+
+
+@pytest.mark.parametrize("says_taken", [True, False])
+def test_pages_that_all_ranks_read_are_let_go_by_one_of_them_once_sglang_has_them_all(
+    monkeypatch: pytest.MonkeyPatch, says_taken: bool
+) -> None:
+    """SGLang clears a request that has succeeded once every rank has said so."""
+    ours, coming = decoding(attempt=FIRST)
+    ours._says_taken, coming.given_by = says_taken, "theirs"
+    let_go: list[tuple[Sequence[str], str]] = []
+    exchange = SimpleNamespace(need_not=lambda hashes, *, given_by: let_go.append((hashes, given_by)))
+    ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
+    monkeypatch.setattr(manager.CommonKVReceiver, "clear", lambda _receiver: None)
+    receiver = manager.KVReceiver.__new__(manager.KVReceiver)
+    receiver.kv_mgr, receiver.bootstrap_room, receiver._attempt = ours, ROOM, FIRST
+    ours.request_status[ROOM] = KVPoll.Success
+    receiver.clear()
+    assert let_go == ([(HASHES, "theirs")] if says_taken else [])
+    assert not coming.is_open
+    receiver.clear()  # again
+    assert len(let_go) == says_taken

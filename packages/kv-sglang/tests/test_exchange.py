@@ -214,7 +214,7 @@ def test_nothing_is_written_once_a_request_is_closed(make_side: Callable[..., Si
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(2), 0, slots(0, 1), always) == ""
     before = rows_of(decode.pool, of(0, 1)).clone()
-    coming = Coming(names(2), 0, slots(0, 1), aux_index=0, loaded=0, ready=Now())
+    coming = Coming(names(2), 0, slots(0, 1), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
     coming.close()
     said = decode.exchange.get(coming.names, 0, coming.slots, lambda: coming.is_open, coming.lock)
     assert said == "the request has ended"
@@ -225,7 +225,7 @@ def test_a_request_is_closed_only_when_nothing_is_being_written(make_side: Calla
     """So SGLang can give the blocks to another request as soon as this one is closed."""
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
-    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now())
+    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
     copying, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -250,7 +250,7 @@ def test_a_request_is_closed_while_a_new_pool_s_memory_is_made_ready(make_side: 
     """SGLang's scheduler closes it, and after a restart of the server this may take seconds on a GPU."""
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
-    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now())
+    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
     attaching, go_on = threading.Event(), threading.Event()
     copier = decode.exchange._binding._copier
     attach = copier.attach

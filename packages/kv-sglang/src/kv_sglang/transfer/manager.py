@@ -10,79 +10,41 @@ import ctypes
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.config import HandoverConfig
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import (
-    ABORT_TAG,
-    AbortNotification,
-    CommonKVManager,
-    CommonKVReceiver,
-    CommonKVSender,
-)
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_device_module
 from sglang.srt.utils.network import NetworkAddress
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes
 from kv_sglang.linker.device import DevicePool, describe_device
 from kv_sglang.linker.lanes import Point
-from kv_sglang.names import Names, why_names_do_not_suffice
+from kv_sglang.names import Names
 from kv_sglang.page_settings import read_settings
 from kv_sglang.served import served_model
+from kv_sglang.transfer import messages
 from kv_sglang.transfer.exchange import Exchange
+from kv_sglang.transfer.messages import Gone, Here, Peer, Said
+from kv_sglang.transfer.refused import refuse_what_is_not_served
 from kv_sglang.transfer.rooms import Coming, Lanes, Leaving
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
 
-_STATUS: Final = b"KV_STATUS"
-_HERE: Final = b"KV_HERE"
-_PAGES: Final = b"KV_PAGES"
 _BATCH_BYTES: Final = 16 << 20
 """Bytes stored before the other side is notified, and bytes copied while a room cannot be closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """A rank of a decode engine that waits for a request. The names are those that SGLang's classes look for.
-
-    prefix_tokens: those that it has already.
-    """
-
-    endpoint: str
-    dst_port: int
-    prefix_tokens: int
-    is_dummy: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What a prefill engine says of a prompt.
-
-    pages: how many of its pages are in the cache.
-    last: the name of the last of them.
-    weights: the revision of the weights with which they were computed.
-    metadata: SGLang's, with the last page.
-    """
-
-    pages: int
-    last: str
-    weights: str
-    metadata: Sequence[bytes]
 
 
 class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes are untyped here
     """The manager of one rank."""
 
-    kv_status_msg_tag = _STATUS
+    kv_status_msg_tag = messages.STATUS
     kv_status_msg_carries_reason = True
     reports_transfer_latency = True
 
@@ -93,7 +55,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         Raises:
             ConfigError: pages of this model, or with this parallelism, cannot be handed over.
         """
-        _refuse_what_is_not_served(args, server_args)
+        refuse_what_is_not_served(args, server_args)
         check_hashes()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self._leaving: dict[int, Leaving] = {}
@@ -120,8 +82,16 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         described = describe_device(pool, int(self.kv_args.page_size), settings.format)
         watch_updates()
         rank = Rank.here(int(self.attn_tp_rank), int(self.attn_tp_size), replicated=described.replicated)
+        is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        reads_together = described.replicated and rank.ranks > 1 and not is_prefill
+        self._says_taken = reads_together and rank.number == 0
         attached = attach(
-            settings, served_model(rank), rank, {KV: described.pages}, engine_name=engine_name(rank.ranks)
+            settings,
+            served_model(rank),
+            rank,
+            {KV: described.pages},
+            engine_name=engine_name(rank.ranks),
+            reads_together=reads_together,
         )
         assert attached.watch is not None
         attached.watch.see_emptied(allocator)
@@ -129,7 +99,6 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         self._forward_stream = forward_stream
         self._batch_pages = max(1, _BATCH_BYTES // described.pages.format.nbytes)
         self._lanes = Lanes(partial(self._exchange, described, settings.handover))
-        is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         threading.Thread(
             target=self._listen, args=(self._hear_decode if is_prefill else self._hear_prefill,), daemon=True
         ).start()
@@ -156,24 +125,42 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._leaving[room] = Leaving(room, names)
 
     def _hear_decode(self, message: Sequence[bytes]) -> None:
-        if message[0] == ABORT_TAG:
-            notification = AbortNotification.from_zmq(list(message))
-            if notification is not None and self.request_status.get(notification.room) not in (None, KVPoll.Success):
-                self.record_failure(notification.room, "the decode engine has given up the request")
-                self.update_status(notification.room, KVPoll.Failed)
+        if (gone := Gone.read(message)) is not None:
+            self._decode_has_gone(gone)
+        elif message[0] == messages.HERE:
+            self._decode_is_here(Here.read(message))
+
+    def _decode_has_gone(self, gone: Gone) -> None:
+        status = self.request_status.get(gone.room)
+        if status in (None, KVPoll.Success):
             return
-        if message[0] != _HERE:
+        peer = self.transfer_infos.get(gone.room, {}).get(gone.address)
+        # A request whose decode engine has not been heard of may be given up by any.
+        is_of_it = status == KVPoll.Bootstrapping if peer is None else gone.attempt in (None, peer.attempt)
+        if not is_of_it:
+            return  # late, about another request with the same number
+        self.record_failure(gone.room, "the decode engine has given up the request")
+        self.update_status(gone.room, KVPoll.Failed)
+
+    def _decode_is_here(self, here: Here) -> None:
+        room, peer = here.room, here.peer
+        status = self.request_status.get(room)
+        if status in (None, KVPoll.Bootstrapping):
+            peers = self.transfer_infos.setdefault(room, {})
+            peers[peer.address] = peer
+            if len(peers) >= here.required:
+                self.req_to_decode_prefix_len[room] = max(each.prefix_tokens for each in peers.values())
+                self.update_status(room, KVPoll.WaitingForInput)
             return
-        _, room_text, endpoint, port, prefix, required, dummy = message
-        room = int(room_text)
-        if self.request_status.get(room) not in (None, KVPoll.Bootstrapping):
-            return  # late, from a request that had the same number
-        peers = self.transfer_infos.setdefault(room, {})
-        address = endpoint.decode("ascii"), int(port)
-        peers[f"{address}"] = _Peer(*address, int(prefix), dummy == b"1")
-        if len(peers) >= int(required):
-            self.req_to_decode_prefix_len[room] = max(peer.prefix_tokens for peer in peers.values())
-            self.update_status(room, KVPoll.WaitingForInput)
+        known = self.transfer_infos.get(room, {}).get(peer.address)
+        if known is not None and known.attempt == peer.attempt:
+            return
+        is_served = status in (KVPoll.WaitingForInput, KVPoll.Transferring)
+        if is_served and known is not None and known.prefix_tokens == peer.prefix_tokens:
+            known.attempt = peer.attempt  # it asks again, for the same pages
+        elif not peer.is_dummy:
+            # Otherwise it would wait until its time is up.
+            self._say_failed(peer, room, "kv-sglang could not hand over: an earlier request still has the same number")
 
     def add_transfer_request(
         self,
@@ -194,7 +181,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         if leaving is None:
             return  # it was given up
         job = partial(
-            self._send,
+            self._hand_over,
             leaving=leaving,  # not by its number, which may be another request's by the time that these are stored
             start=int(index_slice.start),
             slots=[int(block) * page_size for block in kv_indices],
@@ -204,7 +191,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         assert self._lanes is not None
         self._lanes.add(bootstrap_room, job)
 
-    def _send(
+    def _hand_over(
         self, exchange: Exchange, leaving: Leaving, *, start: int, slots: list[int], aux_index: int | None, event: Any
     ) -> None:
         peers = list(self.transfer_infos.get(leaving.room, {}).values())
@@ -220,7 +207,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         if why or aux_index is not None:
             self._conclude(leaving, peers, why)
 
-    def _conclude(self, leaving: Leaving, peers: Sequence[_Peer], why: str) -> None:
+    def _conclude(self, leaving: Leaving, peers: Sequence[Peer], why: str) -> None:
         """Tell SGLang how it ended. why: it failed; empty: all pages are stored."""
         room, reason = leaving.room, f"kv-sglang could not hand over: {why}"
         with leaving.lock:
@@ -235,14 +222,15 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             with self.failure_lock:
                 reason = self.failure_records.get(room, reason)  # if it had failed before, the first
         # Without the lock, which SGLang's scheduler may want: a peer that is gone may be waited for.
-        targets = [(peer.endpoint, peer.dst_port) for peer in peers if not peer.is_dummy]
-        self.send_kv_status_message(targets=targets, bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason)
+        for peer in peers:
+            if not peer.is_dummy:
+                self._say_failed(peer, room, reason)
 
     def _store(
         self,
         exchange: Exchange,
         leaving: Leaving,
-        peers: Sequence[_Peer],
+        peers: Sequence[Peer],
         *,
         start: int,
         slots: list[int],
@@ -269,14 +257,23 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._tell(targets, leaving, done, metadata)
         return ""
 
-    def _tell(self, peers: Sequence[_Peer], leaving: Leaving, pages: int, metadata: Sequence[bytes]) -> None:
+    def _tell(self, peers: Sequence[Peer], leaving: Leaving, pages: int, metadata: Sequence[bytes]) -> None:
         """Notify the peers that pages up to this number are in the cache."""
-        room, last = leaving.room, leaving.names.hashes[pages - 1].encode("ascii")
-        weights = self._attached.stores[KV].revision.encode()
-        parts = [_PAGES, b"%d" % room, b"%d" % self._prefill_unique_rank(), b"%d" % pages, last, weights, *metadata]
+        room, rank, last = leaving.room, self._prefill_unique_rank(), leaving.names.hashes[pages - 1]
+        weights = self._attached.stores[KV].revision
         for peer in peers:
-            address = NetworkAddress(peer.endpoint, peer.dst_port)
-            self._send_multipart_locked(address.to_tcp(), parts, is_ipv6=address.is_ipv6)
+            self._send(peer, Said(room, peer.attempt, rank, pages, last, weights, metadata).frames())
+
+    def _say_failed(self, peer: Peer, room: int, reason: str) -> None:
+        status = self._encode_kv_status_message(bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason)
+        try:
+            self._send(peer, [*status, peer.attempt])
+        except Exception as error:  # noqa: BLE001  # its own time will be up
+            _log.warning("%s does not hear that a hand-over has failed: %s", peer.address, error)
+
+    def _send(self, peer: Peer, message: list[bytes]) -> None:
+        address = NetworkAddress(peer.endpoint, peer.dst_port)
+        self._send_multipart_locked(address.to_tcp(), message, is_ipv6=address.is_ipv6)
 
     def _metadata(self, index: int) -> list[bytes]:
         """The data that SGLang hands over besides the KV: the first token and its details."""
@@ -317,34 +314,38 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         is_dummy: bool,
         **_unused: Any,
     ) -> list[bytes]:
-        return [
-            _HERE,
-            b"%d" % bootstrap_room,
-            self.local_ip.encode("ascii"),
-            b"%d" % self.rank_port,
-            b"%d" % (decode_prefix_len or 0),
-            b"%d" % required_dst_info_num,
-            b"1" if is_dummy else b"0",
-        ]
+        with self._rooms:
+            attempt = self._coming[bootstrap_room].attempt
+        here = Peer(self.local_ip, int(self.rank_port), decode_prefix_len or 0, is_dummy, attempt)
+        return Here(bootstrap_room, required_dst_info_num, here).frames()
 
     def _hear_prefill(self, message: Sequence[bytes]) -> None:
-        if message[0] == _PAGES:
-            _, room, rank, pages, last, weights, *metadata = message
-            said = _Said(int(pages), last.decode("ascii"), weights.decode(), metadata)
+        if message[0] == messages.PAGES:
+            said = Said.read(message)
             assert self._lanes is not None
-            self._lanes.add(int(room), partial(self._load, room=int(room), rank=int(rank), said=said))
+            self._lanes.add(said.room, partial(self._load, said=said))
         elif not self.handle_abort_ack_message(list(message)) and (
             ended := self.parse_kv_status_message(list(message))
         ):
-            room_number, status, prefill_rank, reason = ended
-            if status == KVPoll.Failed:  # success is known here first
-                self.apply_prefill_status(
-                    bootstrap_room=room_number, status=status, prefill_rank=prefill_rank, failure_reason=reason
-                )
+            room, status, rank, reason = ended
+            coming = self._coming_of(room, messages.attempt_of_status(message))
+            if status != KVPoll.Failed or coming is None:  # success is known here first
+                return
+            with coming.lock:
+                if coming.is_open:
+                    self.apply_prefill_status(
+                        bootstrap_room=room, status=status, prefill_rank=rank, failure_reason=reason
+                    )
 
-    def _load(self, exchange: Exchange, *, room: int, rank: int, said: _Said) -> None:
+    def _coming_of(self, room: int, attempt: bytes) -> Coming | None:
+        """The request that a message is about; None: it has ended, though its number may be another's."""
         with self._rooms:
             coming = self._coming.get(room)
+        return coming if coming is not None and coming.attempt == attempt else None
+
+    def _load(self, exchange: Exchange, *, said: Said) -> None:
+        room = said.room
+        coming = self._coming_of(room, said.attempt)
         if coming is None or self.request_status.get(room) in (None, KVPoll.Failed):
             return  # it was given up
         try:
@@ -359,9 +360,9 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                 self.record_failure(room, f"kv-sglang could not take over: {why}")
                 self.update_status(room, KVPoll.Failed)
             elif said.metadata:
-                self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=rank)
+                self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=said.rank)
 
-    def _fetch(self, exchange: Exchange, coming: Coming, said: _Said) -> str:
+    def _fetch(self, exchange: Exchange, coming: Coming, said: Said) -> str:
         """Load the pages that are in the cache. Empty, or why not all are loaded."""
         hashes = coming.names.hashes
         if not 0 < said.pages <= len(hashes) or hashes[said.pages - 1] != said.last:
@@ -381,6 +382,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         if said.metadata:
             # Not before, as each of the prefill engine's stores holds all of the prompt's pages so far.
             exchange.need_not(hashes[: coming.first], given_by=said.weights)
+            coming.given_by = said.weights
             return self._take_metadata(coming, said.metadata)
         return ""
 
@@ -396,6 +398,14 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             for address, part in zip(args.aux_data_ptrs, metadata, strict=True):
                 ctypes.memmove(address + coming.aux_index * len(part), part, len(part))
         return ""
+
+    def say_taken(self, room: int, attempt: bytes) -> None:
+        """All ranks have this request's pages, which are the same for all. Call this before the room is closed."""
+        coming = self._coming_of(room, attempt)
+        if coming is not None and self._says_taken and self.request_status.get(room) == KVPoll.Success:
+            assert self._lanes is not None
+            hashes, given_by = coming.names.hashes, coming.given_by
+            self._lanes.add(room, lambda exchange: exchange.need_not(hashes, given_by=given_by))
 
     # Both.
 
@@ -438,8 +448,16 @@ class KVSender(_ClosesRoom, CommonKVSender):  # type: ignore[misc]
 class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
     """A request of the decode engine."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._attempt = messages.new_attempt()
+        super().__init__(*arguments, **named)
+
     def name_pages(self, names: Names) -> None:
         self._names = names
+
+    def clear(self) -> None:
+        self.kv_mgr.say_taken(self.bootstrap_room, self._attempt)  # SGLang clears it once all ranks have succeeded
+        super().clear()
 
     def init(self, prefill_dp_rank: int) -> None:
         super().init(prefill_dp_rank)
@@ -461,27 +479,18 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
         slots = [int(block) * page_size for block in kv_indices]
         assert aux_index is not None
         ready = self.kv_mgr.after_forward()
-        coming = Coming(self._names, first, slots, aux_index, loaded=first, ready=ready)
+        coming = Coming(self._names, first, slots, aux_index, loaded=first, ready=ready, attempt=self._attempt)
         self.kv_mgr.name_coming(self.bootstrap_room, coming)
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
 
-
-def _refuse_what_is_not_served(args: Any, server_args: Any) -> None:
-    """
-    Raises:
-        ConfigError: pages of this model, or with this parallelism, are not handed over.
-    """
-    unnamed = why_names_do_not_suffice(ModelConfig.from_server_args(server_args))
-    parallel = get_parallel()  # the arguments are as they were given, and several spellings mean the same
-    refused = {
-        f"a model with {unnamed}": bool(unnamed),
-        "a model with " + ", ".join(str(kind.value) for kind in args.state_types): bool(args.state_types),
-        "a draft model's KV": bool(args.num_draft_entries),
-        "pipeline parallelism": parallel.pp_size > 1,
-        "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
-        "data-parallel attention": parallel.attn_dp_size > 1,
-    }
-    if found := [what for what, is_so in refused.items() if is_so]:
-        raise ConfigError(
-            f"kv-sglang does not hand over with {' and '.join(found)}: choose another --disaggregation-transfer-backend"
-        )
+    def _send_abort_notification(self, **_unused: Any) -> None:
+        """Instead of SGLang's message, which does not tell this request from another with the same number."""
+        address = f"{self.kv_mgr.local_ip}:{self.kv_mgr.rank_port}"
+        message = Gone(self.bootstrap_room, address, self._attempt).frames()
+        for info in self.bootstrap_infos:
+            try:
+                socket, lock = self._connect_to_bootstrap_server(info)
+                with lock:
+                    socket.send_multipart(message)
+            except Exception as error:  # noqa: BLE001  # SGLang ends the request here in any case
+                _log.debug("the prefill engine does not hear that a request has ended: %s", error)

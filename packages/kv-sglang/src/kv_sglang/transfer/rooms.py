@@ -45,6 +45,7 @@ class Leaving:
 class Coming:
     """A request of the decode engine.
 
+    attempt: its own, while another request may have the same number (`messages`).
     first: the first page that it lacks.
     slots: the first slot of that page and of each one after it.
     aux_index: the place of its first token among SGLang's metadata.
@@ -52,6 +53,7 @@ class Coming:
     ready: when nothing that was enqueued before writes to its blocks any more.
     lock: held while its blocks are written to.
     is_open: whether SGLang still has its blocks.
+    given_by: the revision of the prefill engine's weights, once all pages are loaded.
     """
 
     names: Names
@@ -60,7 +62,9 @@ class Coming:
     aux_index: int
     loaded: int
     ready: Point
+    attempt: bytes
     is_open: bool = True
+    given_by: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
