@@ -28,6 +28,7 @@ from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang
 from kv_sglang.linker.chains import Chains
 from kv_sglang.linker.device import describe_device
 from kv_sglang.linker.lanes import Loads, Stores
+from kv_sglang.linker.matches import follow_matches, matched_by
 from kv_sglang.metrics import engine_figures
 from kv_sglang.page_settings import read_settings
 from kv_sglang.prefill import follow_steps
@@ -89,6 +90,7 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         assert self._attached.prefill is not None
         follow_requests(self._attached.requests)
         follow_steps(self._attached.prefill)
+        follow_matches()
         store = self._attached.stores[KV]
         self._ranks = rank.ranks
         self._loads = Loads(store, described.copier(), self.turn_off)
@@ -108,7 +110,10 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
     @guarded(lambda *_args, **_named: cast(list[int], []))
     def lookup(self, rid: str, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> list[int]:
         hashes = _pages(transfers).keys or []
-        self._chains.tell(hashes)
+        before = matched_by(self)
+        self._chains.tell([before.last_page, *hashes] if before.last_page else hashes)
+        if hashes and before.tokens and self._attached.prefill is not None:
+            self._attached.prefill.will_look_up(hashes[0], before.tokens)
         return list(range(1, self._loads.ready(rid, hashes) + 1))
 
     def load(self, rid: str, transfers: Sequence[PoolTransfer], *_added: Any, **_named: Any) -> bool:
