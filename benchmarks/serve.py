@@ -56,6 +56,7 @@ BEGINNING = 2000  # characters of a prompt; those of other documents, conversati
 NEW_TOKENS = 8
 READY_S = 240
 POOL_BYTES, SMALL_POOL_BYTES = 1 << 30, 192 << 20  # a token takes 45 KiB
+HICACHE_GB = "1"  # SGLang's own host memory, the same above every storage: by default it would be as large as our pool
 SPLIT = (("returning", 6), ("new", 5))  # columns and their widths
 RESTARTED = ("alone", "own file", "disk")
 WAYS = {
@@ -241,7 +242,7 @@ def sglang_words(way: str, model: str, home: Path) -> list[str]:
     if way == "alone" or way.startswith("own"):
         words += ["--page-size", str(PAGE_TOKENS)]
     if way.startswith("own"):
-        words += ["--enable-hierarchical-cache", "--hicache-size", "1"]
+        words += ["--enable-hierarchical-cache", "--hicache-size", HICACHE_GB]
     if way == "own file":
         words += ["--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"]
     elif way not in ("alone", "own host"):
@@ -256,6 +257,8 @@ def sglang_words(way: str, model: str, home: Path) -> list[str]:
             str(file),
             "--page-size",
             str(PAGE_TOKENS),
+            "--hicache-size",
+            HICACHE_GB,
         ]
         words += shlex.split(subprocess.run(flags, check=True, capture_output=True, text=True).stdout)
         words += ["--hicache-storage-prefetch-policy", "wait_complete"]
