@@ -1,9 +1,9 @@
 """The event bus: one bounded queue and one thread between a cache and its subscribers. The cache waits for neither.
 
 Publishing appends to a deque: no lock, no system call, no exception. Without subscribers it is not called at all,
-because the publisher checks `Source.on` before it creates an event. The thread polls several times a second, so events
-are delivered shortly after they happened. The queue holds at most `max_queued` of them; the rest is dropped and
-counted, to bound memory.
+because the publisher checks `Source.on` before it creates an event. The thread delivers several times a second, so
+events arrive shortly after they happened. While there are none it sleeps, and the first that is published wakes it,
+which does take a lock. The queue holds at most `max_queued` events; the rest is dropped and counted, to bound memory.
 
 Every subscriber gets every event, in the order of publishing, on that one thread. A subscriber that raises does not
 affect the others: its first failure is logged, all are counted, and it gets the next event as usual.
@@ -49,7 +49,7 @@ class Source:
         """A subscriber logs what an operator should know, so that the cache does not."""
         self._is_subscribed = False
         self._changes: ChangeLog | None = None
-        self._queue, self._max_queued = bus._queue, bus._max_queued
+        self._bus, self._queue, self._max_queued = bus, bus._queue, bus._max_queued
         self._append, self._now_s, self._dropped = bus._queue.append, bus.now_s, bus._drop
 
     def publish(self, event: Event) -> None:
@@ -60,6 +60,8 @@ class Source:
                 return
         if len(self._queue) < self._max_queued:
             self._append((self, self._now_s(), event))
+            if self._bus._sleeps:
+                self._bus._wake.set()
         else:
             self._dropped()
 
@@ -133,6 +135,8 @@ class EventBus:
         """How often a subscriber raised."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
+        self._hurry = threading.Event()  # somebody waits
+        self._sleeps = False
         self._closed = False
 
     def source(self, name: str = "", group_bytes: Sequence[int] = (1,), chunk_tokens: int = 0) -> Source:
@@ -165,6 +169,7 @@ class EventBus:
             return True
         marker = _Marker()
         self._queue.append(marker)
+        self._hurry.set()
         self._wake.set()
         return marker.wait(timeout_s)
 
@@ -177,6 +182,7 @@ class EventBus:
             for source in self._sources:
                 self._switch(source)
             thread = self._thread
+        self._hurry.set()
         self._wake.set()
         if thread is not None:
             thread.join(timeout_s)
@@ -202,12 +208,11 @@ class EventBus:
     def _deliver(self) -> None:
         queue = self._queue
         while True:
-            self._wake.wait(self._interval_s)
-            self._wake.clear()
+            self._sleep()
+            self._hurry.wait(self._interval_s)  # for what comes soon after the first
+            self._hurry.clear()
             is_last = self._closed
             subscribers = self._subscribers
-            if not queue and not is_last:
-                continue
             for _ in range(len(queue)):
                 item = queue.popleft()
                 if isinstance(item, _Marker):
@@ -223,6 +228,15 @@ class EventBus:
             self._flush_all(subscribers)
             if is_last and not queue:
                 return
+
+    def _sleep(self) -> None:
+        """Return once there is something in the queue, or the bus is closed."""
+        self._wake.clear()
+        self._sleeps = True
+        # In this order: what is published from now on sets `_wake`, and what came before is in the queue.
+        if not self._queue and not self._closed:
+            self._wake.wait()
+        self._sleeps = False
 
     def _flush_all(self, subscribers: tuple[Subscriber, ...]) -> None:
         for subscriber in subscribers:
