@@ -21,9 +21,10 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 from numpy.typing import NDArray
 
+from kv_cuda.copy.attached import AttachesPools
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
-from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_buffer, host_pool
+from kv_cuda.copy.memory import Pool, buffers_for_copies, host_buffer
 from kv_cuda.copy.nvtx import nvtx_ranges
 from kv_cuda.copy.ops import driver
 from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
@@ -90,7 +91,7 @@ class _LayersOfGpu:
     gather: Callable[[Sequence[int]], Event]
 
 
-class GpuCopier:
+class GpuCopier(AttachesPools):
     """A `kv_core.connect.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(
@@ -111,10 +112,9 @@ class GpuCopier:
         """
         shape = copy_shape(layout, len(tensors), chunk_format)
         check_dtype(layout)
+        super().__init__(tensors[0].device, max(largest_chunk_bytes, chunk_format.nbytes))
         self._layout, self._format = layout, chunk_format
-        self._largest_chunk_bytes = max(largest_chunk_bytes, chunk_format.nbytes)
         self._tensors = list(tensors)
-        self._device = tensors[0].device
         self._range = nvtx_ranges(self._device)
         self._copy_paths = CopyPaths() if copy_paths is None else copy_paths
         self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
@@ -126,7 +126,6 @@ class GpuCopier:
         self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
         self._all: list[Span] = [(0, self._kernel.plane_count, 1)]
-        self._pools: dict[str, Pool] = {}
         directions: tuple[Direction, ...] = ("load", "store")
         self._pipelines = {
             one: _CopyPipeline(self._device, self._kernel, chunk_format.chunk_tokens) for one in directions
@@ -135,45 +134,8 @@ class GpuCopier:
         with self._pipelines["load"].kernels.running():
             self._kernel.compile()
 
-    def attach(self, pool: str, view: memoryview) -> None:
-        """Register a pool. Its memory is pinned piece by piece as it is used.
-
-        Raises:
-            InputError: the view is read-only or empty, or does not begin at a word; for a GPU, at a page.
-        """
-        self._know(pool, host_pool(pool, view, self._device, self._largest_chunk_bytes))
-
-    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
-        """Register a pool that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
-
-        Raises:
-            InputError: it is not such memory, or does not begin at a word.
-        """
-        self._know(pool, device_pool(pool, memory, self._device))
-
-    def _know(self, name: str, pool: Pool) -> None:
-        if pool.bytes.data_ptr() % self._kernel.aligned:
-            raise InputError(f"pool {name!r} does not begin at a multiple of {self._kernel.aligned} bytes")
-        self._pools[name] = pool
-
-    def detach(self, pool: str) -> None:
-        """Release a pool, so that it can be closed. Waits for the copies that use it."""
-        if pool in self._pools:
-            for pipeline in self._pipelines.values():
-                pipeline.end().wait()
-            self._pools.pop(pool).release()
-
-    @property
-    def is_queued(self) -> bool:
-        return self._device.type == "cuda"
-
-    @property
-    def stores_behind(self) -> bool:
-        return self.is_queued
-
     def prepare(self, extents: Sequence[HostExtent]) -> None:
-        for extent in extents:
-            self._pools[extent.pool].chunk(extent)
+        super().prepare(extents)
         if all(copy_path != "staged" for _, copy_path in self._copy_paths.load):
             return
         try:
@@ -181,6 +143,15 @@ class GpuCopier:
                 self._pipelines["load"].prepare()
         except CopyFailed as error:
             raise ConfigError(str(error)) from None
+
+    def _attach(self, name: str, pool: Pool) -> None:
+        if pool.bytes.data_ptr() % self._kernel.aligned:
+            raise InputError(f"pool {name!r} does not begin at a multiple of {self._kernel.aligned} bytes")
+        super()._attach(name, pool)
+
+    def _wait(self) -> None:
+        for pipeline in self._pipelines.values():
+            pipeline.end().wait()
 
     def load(self, plan: TransferPlan) -> Event:
         (event,) = self._move(self._checked(plan, "load"), [self._all])

@@ -21,7 +21,8 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, is_quantised_kind
 from kv_core.transfer import Copy, TransferPlan
 
-from kv_cuda.copy.memory import Pool, buffers_for_copies, device_pool, host_buffer, host_pool
+from kv_cuda.copy.attached import AttachesPools
+from kv_cuda.copy.memory import buffers_for_copies, host_buffer
 from kv_cuda.copy.plan import validate_and_split
 from kv_cuda.copy.streams import DoneEvent, Event, make_queue
 from kv_cuda.layout import PagedLayout
@@ -38,7 +39,7 @@ class StagingCopier(DeviceCopier, Protocol):
         """Register `memory`, uint8 in one axis."""
 
 
-class QuantisingCopier:
+class QuantisingCopier(AttachesPools):
     """A `kv_core.connect.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(
@@ -59,47 +60,15 @@ class QuantisingCopier:
         kind, tokens = chunk_format.kind, chunk_format.chunk_tokens
         if not is_quantised_kind(kind) or chunk_format != layout.quantised_format(kind, tokens):
             raise InputError(f"the format is not one of layout {layout.name} with one byte per element: {chunk_format}")
-        self._layout, self._format, self._device = layout, chunk_format, device
-        self._largest_chunk_bytes = max(largest_chunk_bytes, chunk_format.nbytes)
-        self._pools: dict[str, Pool] = {}
+        super().__init__(device, max(largest_chunk_bytes, chunk_format.nbytes))
+        self._layout, self._format = layout, chunk_format
         canonical = layout.canonical_format(tokens)
         self._pipelines = {one: _CopyPipeline(one, canonical, chunk_format, exact, device) for one in ("load", "store")}
         self._checks: list[_ScaleCheck] = []
 
-    def attach(self, pool: str, view: memoryview) -> None:
-        """Register a pool. Its memory is pinned piece by piece as it is used.
-
-        Raises:
-            InputError: the view is read-only or empty.
-        """
-        self._pools[pool] = host_pool(pool, view, self._device, self._largest_chunk_bytes)
-
-    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
-        """Register a pool that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
-
-        Raises:
-            InputError: it is not such memory.
-        """
-        self._pools[pool] = device_pool(pool, memory, self._device)
-
-    def detach(self, pool: str) -> None:
-        """Release a pool, so that it can be closed. Waits for the copies that use it."""
-        if pool in self._pools:
-            for pipeline in self._pipelines.values():
-                pipeline.end().wait()
-            self._pools.pop(pool).release()
-
-    @property
-    def is_queued(self) -> bool:
-        return self._device.type == "cuda"
-
-    @property
-    def stores_behind(self) -> bool:
-        return self.is_queued
-
-    def prepare(self, extents: Sequence[HostExtent]) -> None:
-        for extent in extents:
-            self._pools[extent.pool].chunk(extent)
+    def _wait(self) -> None:
+        for pipeline in self._pipelines.values():
+            pipeline.end().wait()
 
     @buffers_for_copies()
     def load(self, plan: TransferPlan) -> Event:
