@@ -35,13 +35,11 @@ from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
-from kv_tiers.index.journal import Journal
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tier import (
     ANY_CHUNKS,
-    RankedChunk,
     Read,
     Tier,
     TierContext,
@@ -57,6 +55,7 @@ from kv_tiers.tiers.disk_extents import LendsExtents
 from kv_tiers.tiers.disk_files import NO_ROOM, File
 from kv_tiers.tiers.disk_transfer import Move, Segment, behind, bytes_in_files
 from kv_tiers.tiers.extents import Place
+from kv_tiers.tiers.indexed import IndexedTier
 
 _READ_FAULTS: Final = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG)
 """Errors of devices and file systems that cannot read certain bytes, while others may still be readable."""
@@ -144,7 +143,7 @@ def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
     return DiskTier(config, context, make_policy(config.policy, slots_for(config, context)))
 
 
-class DiskTier(LendsExtents):
+class DiskTier(LendsExtents, IndexedTier):
     """Safe to call from any thread."""
 
     name = "disk"
@@ -174,8 +173,8 @@ class DiskTier(LendsExtents):
             drops_parts=config.when_full == "drop_parts",
             clock=self._clock,
         )
-        super().__init__(chunks)
-        self._index = chunks.index
+        LendsExtents.__init__(self, chunks)
+        IndexedTier.__init__(self, chunks.index)
         self._reads_failed = False
         self._drops_parts = config.when_full == "drop_parts"
 
@@ -246,21 +245,6 @@ class DiskTier(LendsExtents):
         if not whole:
             raise TierDown(f"disk tier {self.name}: discarded chunks may reappear after a restart")
         self._chunks.sync_all_wipes()
-
-    def clear(self) -> None:
-        self.discard(self._index.all_keys())
-
-    def clear_tenant(self, tenant: bytes) -> None:
-        self.discard([key for key in self._index.all_keys() if key.tenant == tenant])
-
-    def track(self, journal: Journal) -> None:
-        self._index.track(journal)
-
-    def all_keys(self) -> list[ChunkKey]:
-        return self._index.all_keys()
-
-    def most_worth_first(self) -> list[RankedChunk]:
-        return self._index.most_worth_first()
 
     def probe(self) -> None:
         """Also repairs what it can: starts over in directories that were replaced, and retries wipes that failed.

@@ -13,12 +13,10 @@ from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreO
 from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
-from kv_tiers.index.journal import Journal
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool, check_capacity
 from kv_tiers.tier import (
     ANY_CHUNKS,
-    RankedChunk,
     Read,
     Tier,
     TierContext,
@@ -29,6 +27,7 @@ from kv_tiers.tier import (
     encoded_bytes,
 )
 from kv_tiers.tiers.index import ExtentIndex
+from kv_tiers.tiers.indexed import IndexedTier
 from kv_tiers.tiers.space import Geometry, runs
 
 _SLOT_UNITS: Final = 16
@@ -73,7 +72,7 @@ def _slots_for(config: DramConfig, context: TierContext) -> int:
     return slots
 
 
-class DramTier:
+class DramTier(IndexedTier):
     """A second pool; bytes are copied between it and the host pool."""
 
     holds_is_local = True
@@ -95,7 +94,7 @@ class DramTier:
         self._pool = pool
         self._unit_bytes = -(-pool.chunk_bytes // (_SLOT_UNITS * _LINE_BYTES)) * _LINE_BYTES
         geometry = Geometry(self._unit_bytes, _SLOT_UNITS)
-        self._index = ExtentIndex([pool.slots], geometry, policy, bounded=bounded, drops_parts=drops_parts)
+        super().__init__(ExtentIndex([pool.slots], geometry, policy, bounded=bounded, drops_parts=drops_parts))
         self._headers: dict[int, bytes] = {}  # by entry
         self._closing = threading.Lock()
 
@@ -133,21 +132,6 @@ class DramTier:
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         self._index.discard(keys)
-
-    def clear(self) -> None:
-        self._index.discard(self._index.all_keys())
-
-    def clear_tenant(self, tenant: bytes) -> None:
-        self.discard([key for key in self._index.all_keys() if key.tenant == tenant])
-
-    def track(self, journal: Journal) -> None:
-        self._index.track(journal)
-
-    def all_keys(self) -> list[ChunkKey]:
-        return self._index.all_keys()
-
-    def most_worth_first(self) -> list[RankedChunk]:
-        return self._index.most_worth_first()
 
     def probe(self) -> None:
         return
