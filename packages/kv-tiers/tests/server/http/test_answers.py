@@ -8,6 +8,7 @@ from contextlib import closing
 import httpx
 import msgspec
 import pytest
+import uvicorn
 from kv_core.errors import TierDown
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import ThreadedServer
@@ -100,6 +101,25 @@ def test_a_cache_that_makes_room_for_another_during_a_request_is_no_bug() -> Non
     finally:
         server.close()
         relay.close()
+
+
+def test_http_is_served_before_clients_of_the_socket_can_take_the_last_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It imports modules and opens an event loop, and ended for good where no descriptor was left for these."""
+    startup = uvicorn.Server.startup
+
+    async def slow(server: uvicorn.Server, sockets: object = None) -> None:
+        await asyncio.sleep(0.5)
+        await startup(server, [])
+
+    monkeypatch.setattr(uvicorn.Server, "startup", slow)
+    served = Served()
+    try:
+        assert served.http._server is not None and served.http._server.started
+        assert served.get("/readyz").status_code == 200
+    finally:
+        served.close()
 
 
 def test_a_relay_that_hangs_is_told_as_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

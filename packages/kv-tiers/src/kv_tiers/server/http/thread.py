@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ _log = limited_logger(__name__)
 
 _HEAD_BYTES: Final = 16 << 10
 _END_S: Final = 2
+_START_S: Final = 20.0
+"""How long `start` waits, on a busy machine: it takes a tenth of a second. A server has 30 s until it must be ready."""
 _NO_ROOM: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 )
@@ -54,11 +57,15 @@ class HttpThread:
         self._server: uvicorn.Server | None = None
         self._accepting: _HttpListener | None = None
         self._thread = threading.Thread(target=self._serve, name="kv-http", daemon=True)
+        self._has_started = threading.Event()
         self._relay: Relay | None = None
 
     def start(self, server: CacheServer) -> None:
+        """Returns when HTTP is served. Only then may clients of the server's socket be: they might take the last
+        descriptors, without which there would be no event loop, and nothing would answer at this address for good."""
         self._relay = Relay(server)
-        self._server = uvicorn.Server(
+        self._server = _Server(
+            self._has_started.set,
             uvicorn.Config(
                 self._make_app(self._relay, names=Names(server.tenant_names)),
                 loop="asyncio",
@@ -74,9 +81,11 @@ class HttpThread:
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=_END_S,
                 h11_max_incomplete_event_size=_HEAD_BYTES,
-            )
+            ),
         )
         self._thread.start()
+        if not self._has_started.wait(_START_S):
+            _log.warning("HTTP is not served yet, after %g s", _START_S)
 
     def stop(self) -> None:
         """Finish requests in progress, for a short time, and close."""
@@ -94,6 +103,8 @@ class HttpThread:
             asyncio.run(self._run())
         except Exception:  # noqa: BLE001  # the server continues
             _log.exception("HTTP has ended because of a bug; engines are served as before")
+        finally:
+            self._has_started.set()  # or it never will
 
     async def _run(self) -> None:
         assert self._server is not None
@@ -103,6 +114,16 @@ class HttpThread:
             await self._server.serve(sockets=[])
         finally:
             accepting.close_now()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, on_started: Callable[[], object], config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
 
 
 class _HttpListener:
