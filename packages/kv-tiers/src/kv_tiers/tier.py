@@ -265,6 +265,15 @@ class NamesChunks(Protocol):
 
 
 @runtime_checkable
+class ShowsProgress(Protocol):
+    """Optional capability of a `Tier` that ends calls itself in which nothing arrives any more: showing that bytes do,
+    so that a call that takes long on a slow line is not taken for one that hangs."""
+
+    on_progress: Callable[[], object]
+    """Set by the tier's lane, before any call. To be called when bytes of a load have arrived, on any thread."""
+
+
+@runtime_checkable
 class TracksKeys(Protocol):
     """Optional capability of a `Tier` whose `holds` is local: reporting its contents, to announce them elsewhere."""
 

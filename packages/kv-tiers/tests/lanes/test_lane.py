@@ -1,7 +1,7 @@
 """A lane never blocks who submits, keeps its order, checks what comes back, and rests a tier that fails."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import pytest
@@ -386,6 +386,33 @@ def test_a_call_that_hangs_is_bypassed_and_holds_nobody_up() -> None:
     assert bench.lane.close()
     assert "close" in bench.tier.calls
     assert bench.outcomes() == [Loaded, Loaded]
+
+
+class ShowingTier(FaultyTier):
+    on_progress: Callable[[], object] = staticmethod(lambda: None)
+
+
+def test_a_call_in_which_bytes_arrive_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "FaultyTier", ShowingTier)
+    bench = Bench(threads=2)
+    assert isinstance(bench.tier, ShowingTier)
+    keys = key_chain(2)
+    bench.store(keys)
+    assert bench.lane.drain(5)
+    bench.tier.fault = "hang"
+    bench.load(keys[:1])
+    until(lambda: "load" in bench.tier.calls)
+    for _ in range(3):
+        bench.clock.advance(9.0)
+        bench.tier.on_progress()
+        assert bench.lane.health()[0] is Health.UP and not bench.lane.hangs()
+    bench.clock.advance(10.1)
+    assert bench.lane.health()[0] is Health.STUCK and bench.lane.hangs()
+    bench.tier.on_progress()
+    assert bench.lane.health()[0] is Health.UP and bench.load(keys[1:])
+    bench.tier.let_go()
+    until(lambda: bench.outcomes() == [Loaded, Loaded])
+    assert bench.lane.close()
 
 
 @pytest.mark.parametrize(("threads", "health"), [(2, Health.UP), (1, Health.STUCK)])

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -12,13 +13,13 @@ from pathlib import Path
 import pytest
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import KEY_BYTES, ChunkKey, tenant_tag
-from kv_core.outcome import Absent, Damaged, Loaded, Refused
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, kill_server, store
 from kv_testing.peers import PATIENT, FakePeer, address_of, is_whole, listening, own_nobody, reads_of, served_by
 from kv_testing.servers import Proxy
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import until
+from kv_testing.wait import joined, until
 from kv_tiers import chunk_header
 from kv_tiers.build import build_lane, build_local_cache, check_settings
 from kv_tiers.cache.local import LocalCache
@@ -26,7 +27,7 @@ from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.server import launch
 from kv_tiers.testing.tier_contract import ReadOnlyTierContract, aligned_pages, content
-from kv_tiers.tier import Read, Tier, TierContext
+from kv_tiers.tier import Read, ShowsProgress, Tier, TierContext
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import HEADER, NOT_HERE, SIZE, VERSION, Fetch, Holds, PeerStream, Request, unpack_keys
 
@@ -328,6 +329,30 @@ def test_a_peer_that_dies_in_the_middle_of_a_chunk_costs_what_had_not_come(endin
     reads = reads_of(CONTEXT, key_chain(3))
     assert tier.load(reads) == [Loaded(CHUNK_BYTES), Absent(), Absent()]
     assert is_whole(CONTEXT, reads[0])
+
+
+def test_a_large_chunk_may_take_its_time_but_not_without_a_piece_of_it(ending: ExitStack) -> None:
+    """Of the peers' tier itself; its lane does not take a call for one that hangs while pieces arrive."""
+    nbytes, piece = 64 << 20, bytes(1 << 20)
+    is_over = threading.Event()
+
+    def stop(stream: PeerStream, _: Request) -> None:
+        stream.send([SIZE.pack(nbytes), *[piece] * 3, piece[1:]], time.monotonic() + 10)
+        is_over.wait(100)  # a minute is the time of the whole chunk
+
+    fake = FakePeer(stop)
+    ending.callback(fake.close)
+    ending.callback(is_over.set)
+    tier = tier_of(ending, fake.address, timeout_s=1.0)
+    assert isinstance(tier, ShowsProgress)
+    arrived: list[int] = []
+    tier.on_progress = lambda: arrived.append(1)
+    reads = reads_of(TierContext(nbytes, nbytes, "f"), key_chain(1))
+    outcomes: list[LoadOutcome] = []
+    loading = threading.Thread(target=lambda: outcomes.extend(tier.load(reads)), daemon=True)
+    loading.start()
+    joined(loading, within_s=30)
+    assert outcomes == [Absent()] and len(arrived) == 3
 
 
 def test_a_killed_peer_is_a_miss_and_is_found_again_when_it_is_back(ending: ExitStack, home: Path) -> None:

@@ -100,7 +100,7 @@ class Lane:
             backoff_s=backoff_s, max_backoff_s=max_backoff_s, stuck_s=stuck_s, clock=self._clock
         )
         self._changed = threading.Condition()
-        self._running = Running(threads)
+        self._running = Running(threads, tier, self._clock)
         self._counts = LaneCounts()
         self._speed = LoadSpeed()
         jobs, speed, counts, changed = self._jobs, self._speed, self._counts, self._changed

@@ -1,18 +1,28 @@
 """The calls to a tier that are in progress, and which of them show by their duration whether it answers.
 
 Removing the chunks of a tenant takes as long as there are chunks: minutes for a million files. As long as a thread is
-left for other calls, those show whether the tier answers.
+left for other calls, those show whether the tier answers. So do bytes that arrive, of a tier that shows them: a large
+chunk over a slow line takes longer than a call may without.
 """
 
+from math import inf
+
+from kv_core.clock import Clock
+
 from kv_tiers.lanes.jobs import Job, Probe, Removal
+from kv_tiers.tier import ShowsProgress, Tier
 
 
 class Running:
     """The calls of one lane, under its lock. Times are by its clock."""
 
-    def __init__(self, threads: int) -> None:
-        """threads: of the lane."""
+    def __init__(self, threads: int, tier: Tier, clock: Clock) -> None:
+        """threads, tier, clock: of the lane."""
         self._threads = threads
+        self._clock = clock
+        self._progressed_s = -inf
+        if isinstance(tier, ShowsProgress):
+            tier.on_progress = self._progressed
         self._others: dict[int, float] = {}  # job → when it began
         self._removals: dict[int, float] = {}
 
@@ -26,6 +36,11 @@ class Running:
         del (self._removals if isinstance(job, Removal) else self._others)[id(job)]
 
     def since_s(self) -> list[float]:
-        """When each call began that should have returned soon."""
+        """When each call began that should have returned soon, or later, when bytes last arrived."""
         is_full = len(self._removals) >= self._threads
-        return [*self._others.values(), *(self._removals.values() if is_full else ())]
+        began = [*self._others.values(), *(self._removals.values() if is_full else ())]
+        return [max(began_s, self._progressed_s) for began_s in began]
+
+    def _progressed(self) -> None:
+        """On a thread of the tier, without the lock."""
+        self._progressed_s = self._clock.now_s()

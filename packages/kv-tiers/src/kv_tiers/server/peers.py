@@ -251,7 +251,7 @@ class PeerServer:
                     stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
                     continue
                 nbytes = stored.payload.nbytes
-                stream.send_chunk(stored.payload, stored.header, deadline_for(nbytes, timeout_s))
+                stream.send_chunk(stored.payload, stored.header, timeout_s)
             with self._lock:
                 self._counts.sent += 1
                 self._counts.sent_bytes += nbytes

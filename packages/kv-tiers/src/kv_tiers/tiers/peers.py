@@ -10,7 +10,7 @@ might be older than our clear.
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Literal, TypeVar
 
@@ -141,6 +141,7 @@ class PeersTier:
             self._hosts, context.namespace, answer_s=config.answer_timeout_s, on_answer=self._handed_over
         )
         self._on_handed_over: OnHandedOver | None = None
+        self.on_progress: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
         self._holders: OrderedDict[ChunkKey, tuple[Peer, ...]] = OrderedDict()
         self._hidden: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -343,7 +344,7 @@ class PeersTier:
                 outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
                 # It is unknown where the next chunk begins.
                 raise ConnectionError("a peer that reports a wrong size")
-            checksum = stream.receive_chunk(read.pages[:nbytes], deadline_for(nbytes, self._chunk_s))
+            checksum = stream.receive_chunk(read.pages[:nbytes], self._chunk_s, self.on_progress)
             stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
             outcomes[number] = Loaded(nbytes, checksum)
 

@@ -247,7 +247,8 @@ def frame(message: Request | Answer) -> bytes:
 
 
 def deadline_for(payload_bytes: int, timeout_s: float) -> float:
-    """Until when to wait for a payload. A slow line is no fault; one on which hardly anything arrives is."""
+    """Until when to wait for a payload, or for a piece of one, so that a host that is gone in its middle is noticed. A
+    slow line is no fault; one on which hardly anything arrives is."""
     return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
 
 
@@ -320,25 +321,32 @@ class PeerStream(TimedSocket):
         body = self._body(first, max_bytes, deadline)
         return _decode(_REQUESTS, body), deadline
 
-    def send_chunk(self, payload: memoryview, header: Callable[[bytes], bytes | bytearray], deadline: float) -> None:
-        """header: makes the header to send after the payload, from its checksum (`kv_core.checksum`)."""
+    def send_chunk(self, payload: memoryview, header: Callable[[bytes], bytes | bytearray], timeout_s: float) -> None:
+        """header: makes the header to send after the payload, from its checksum (`kv_core.checksum`).
+        timeout_s: as for `deadline_for`, of the payload and of each piece of it."""
+        deadline = deadline_for(payload.nbytes, timeout_s)
         running = xxhash.xxh3_128()
         unsent: list[bytes | bytearray | memoryview] = [SIZE.pack(payload.nbytes)]
         for at in range(0, payload.nbytes, _PIECE_BYTES):
             if at:
-                self.send(unsent, deadline)
+                self.send(unsent, min(deadline, deadline_for(_PIECE_BYTES, timeout_s)))
                 unsent.clear()
             piece = payload[at : at + _PIECE_BYTES]
             running.update(piece)
             unsent.append(piece)
-        self.send([*unsent, header(running.digest())], deadline)
+        self.send([*unsent, header(running.digest())], min(deadline, deadline_for(_PIECE_BYTES, timeout_s)))
 
-    def receive_chunk(self, into: memoryview, deadline: float) -> bytes:
-        """Receive until `into` is full. Returns its checksum."""
+    def receive_chunk(self, into: memoryview, timeout_s: float, on_progress: Callable[[], object]) -> bytes:
+        """Receive until `into` is full. Returns its checksum.
+
+        timeout_s: as for `send_chunk`. on_progress: called whenever a piece has arrived.
+        """
+        deadline = deadline_for(into.nbytes, timeout_s)
         running = xxhash.xxh3_128()
         for at in range(0, into.nbytes, _PIECE_BYTES):
             piece = into[at : at + _PIECE_BYTES]
-            self.fill(piece, deadline)
+            self.fill(piece, min(deadline, deadline_for(piece.nbytes, timeout_s)))
+            on_progress()
             running.update(piece)
         return running.digest()
 
