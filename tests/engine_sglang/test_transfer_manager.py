@@ -259,22 +259,33 @@ def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages
     assert (tag, int(status), attempt) == (messages.STATUS, KVPoll.Failed, b"attempt3") and b"earlier request" in reason
 
 
-@pytest.mark.parametrize("says_taken", [True, False])
-def test_pages_that_all_ranks_read_are_let_go_by_one_of_them_once_sglang_has_them_all(
-    monkeypatch: pytest.MonkeyPatch, says_taken: bool
+@pytest.mark.parametrize(
+    ("ends", "reads_together", "says_taken", "is_let_go"),
+    [
+        ("clear", False, False, False),  # reading the pages has ended their holds
+        ("abort", False, False, True),
+        ("clear", True, True, True),
+        ("clear", True, False, False),
+        ("abort", True, True, True),
+        ("abort", True, False, False),
+    ],
+)
+def test_pages_that_nobody_will_read_are_let_go(
+    monkeypatch: pytest.MonkeyPatch, ends: str, reads_together: bool, says_taken: bool, is_let_go: bool
 ) -> None:
-    """SGLang clears a request that has succeeded once every rank has said so."""
+    """Those of a request that was given up stayed held until their time was over, and at most half of a pool is held.
+    Where all ranks read the same pages, one says so: SGLang clears a request that has succeeded once every rank has."""
     ours, coming = decoding(attempt=FIRST)
-    ours._says_taken, coming.given_by = says_taken, "theirs"
+    ours._reads_together, ours._says_taken, coming.given_by = reads_together, says_taken, "theirs"
     let_go: list[tuple[Sequence[str], str]] = []
     exchange = SimpleNamespace(need_not=lambda hashes, *, given_by: let_go.append((hashes, given_by)))
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
-    monkeypatch.setattr(manager.CommonKVReceiver, "clear", lambda _receiver: None)
+    monkeypatch.setattr(manager.CommonKVReceiver, ends, lambda _receiver: None)
     receiver = manager.KVReceiver.__new__(manager.KVReceiver)
-    receiver.kv_mgr, receiver.bootstrap_room, receiver._attempt = ours, ROOM, FIRST
-    ours.request_status[ROOM] = KVPoll.Success
-    receiver.clear()
-    assert let_go == ([(HASHES, "theirs")] if says_taken else [])
+    receiver.kv_mgr, receiver.bootstrap_room = ours, ROOM
+    if ends == "clear":
+        ours.request_status[ROOM] = KVPoll.Success
+    for _ in range(2):  # SGLang clears a failed request again
+        getattr(receiver, ends)()
+    assert let_go == [(HASHES, "theirs")] * is_let_go
     assert not coming.is_open
-    receiver.clear()  # again
-    assert len(let_go) == says_taken

@@ -47,6 +47,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     kv_status_msg_tag = messages.STATUS
     kv_status_msg_carries_reason = True
     reports_transfer_latency = True
+    _lanes: Lanes | None = None
+    _reads_together = _says_taken = False
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
@@ -61,7 +63,6 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         self._leaving: dict[int, Leaving] = {}
         self._coming: dict[int, Coming] = {}
         self._rooms = threading.Lock()
-        self._lanes: Lanes | None = None
         self._batch_pages = 1
 
     # Before it serves.
@@ -83,15 +84,15 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         watch_updates()
         rank = Rank.here(int(self.attn_tp_rank), int(self.attn_tp_size), replicated=described.replicated)
         is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
-        reads_together = described.replicated and rank.ranks > 1 and not is_prefill
-        self._says_taken = reads_together and rank.number == 0
+        self._reads_together = described.replicated and rank.ranks > 1 and not is_prefill
+        self._says_taken = self._reads_together and rank.number == 0
         attached = attach(
             settings,
             served_model(rank),
             rank,
             {KV: described.pages},
             engine_name=engine_name(rank.ranks),
-            reads_together=reads_together,
+            reads_together=self._reads_together,
         )
         assert attached.watch is not None
         attached.watch.see_emptied(allocator)
@@ -370,6 +371,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                 "the prefill engine names the prompt's pages differently: it has a different prompt, page size or "
                 "adapter"
             )
+        coming.given_by = said.weights
         coming.ready.synchronize()
         self._watch.filled()
         while (first := coming.loaded) < said.pages:
@@ -382,7 +384,6 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         if said.metadata:
             # Not before, as each of the prefill engine's stores holds all of the prompt's pages so far.
             exchange.need_not(hashes[: coming.first], given_by=said.weights)
-            coming.given_by = said.weights
             return self._take_metadata(coming, said.metadata)
         return ""
 
@@ -399,23 +400,25 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                 ctypes.memmove(address + coming.aux_index * len(part), part, len(part))
         return ""
 
-    def say_taken(self, room: int, attempt: bytes) -> None:
-        """All ranks have this request's pages, which are the same for all. Call this before the room is closed."""
-        coming = self._coming_of(room, attempt)
-        if coming is not None and self._says_taken and self.request_status.get(room) == KVPoll.Success:
-            assert self._lanes is not None
-            hashes, given_by = coming.names.hashes, coming.given_by
-            self._lanes.add(room, lambda exchange: exchange.need_not(hashes, given_by=given_by))
-
     # Both.
 
     def close_room(self, room: int) -> None:
         """Call this before SGLang frees the request's blocks."""
         with self._rooms:
-            open_here = self._leaving.pop(room, None), self._coming.pop(room, None)
-        for each in open_here:
-            if each is not None:
-                each.close()
+            leaving, coming = self._leaving.pop(room, None), self._coming.pop(room, None)
+        if leaving is not None:
+            leaving.close()
+        if coming is not None:
+            coming.close()
+            self._let_go(room, coming, is_loaded=self.request_status.get(room) == KVPoll.Success)
+
+    def _let_go(self, room: int, coming: Coming, *, is_loaded: bool) -> None:
+        """Its pages need not be held any more. Reading them has said so, except where other ranks read them too: SGLang
+        clears a request that has succeeded once all ranks have."""
+        is_ours_to_say = self._says_taken if self._reads_together else not is_loaded
+        if is_ours_to_say and self._lanes is not None:
+            hashes, given_by = coming.names.hashes, coming.given_by
+            self._lanes.add(room, lambda exchange: exchange.need_not(hashes, given_by=given_by))
 
 
 class _ClosesRoom:
@@ -454,10 +457,6 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
 
     def name_pages(self, names: Names) -> None:
         self._names = names
-
-    def clear(self) -> None:
-        self.kv_mgr.say_taken(self.bootstrap_room, self._attempt)  # SGLang clears it once all ranks have succeeded
-        super().clear()
 
     def init(self, prefill_dp_rank: int) -> None:
         super().init(prefill_dp_rank)
