@@ -38,9 +38,10 @@ def post(url: str, body: dict[str, Any]) -> HTTPResponse:
 
 
 class Proxy:
-    """prefill, decode: the URLs of the engines of each kind, which take turns."""
+    """prefill, decode: the URLs of the engines of each kind, which take turns. One that is down loses its turn."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        self._engines = len(prefill), len(decode)
         self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
 
     def hand_over(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -53,13 +54,30 @@ class Proxy:
             first["max_completion_tokens"] = 1
         for name in ("stream_options", "min_tokens"):  # vLLM refuses them beside one token that is not streamed
             first.pop(name, None)
-        try:
-            with post(next(self._prefill) + path, first) as answer:
-                params = json.load(answer).get("kv_transfer_params")
-        except (OSError, HTTPException, ValueError) as error:
-            print(f"the prompt is not computed beforehand: {error}", flush=True)
-            return body
-        return body | {"kv_transfer_params": params | own} if params else body
+        for engine in itertools.islice(self._prefill, self._engines[0]):
+            try:
+                with post(engine + path, first) as answer:
+                    params = json.load(answer).get("kv_transfer_params")
+                return body | {"kv_transfer_params": params | own} if params else body
+            except HTTPError as refused:
+                print(f"{engine} does not compute the prompt beforehand: {refused}", flush=True)
+                refused.close()
+                if refused.code < 500:
+                    break  # the others would refuse it, too
+            except (OSError, HTTPException, ValueError) as error:
+                print(f"{engine} does not compute the prompt beforehand: {error}", flush=True)
+        return body
+
+    def decode(self, path: str, body: dict[str, Any]) -> HTTPResponse | HTTPError | None:
+        """A decode engine's answer, which may be an error; None: none answers."""
+        for engine in itertools.islice(self._decode, self._engines[1]):
+            try:
+                return post(engine + path, body)
+            except HTTPError as refused:
+                return refused
+            except (OSError, HTTPException) as error:
+                print(f"{engine} does not answer: {error}", flush=True)
+        return None
 
     def serve(self, host: str, port: int) -> ThreadingHTTPServer:
         """A server that is listening; `serve_forever` is the caller's to call."""
@@ -68,11 +86,10 @@ class Proxy:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                body = proxy.hand_over(self.path, body)
-                try:
-                    answer = post(next(proxy._decode) + self.path, body)
-                except HTTPError as refused:  # the engine's own answer, an error
-                    answer = refused
+                answer = proxy.decode(self.path, proxy.hand_over(self.path, body))
+                if answer is None:
+                    self.send_error(502, "no engine answers")
+                    return
                 with answer:
                     self.send_response(answer.status)
                     self.send_header("content-type", answer.headers["content-type"])

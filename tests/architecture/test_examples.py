@@ -95,12 +95,34 @@ def test_a_request_keeps_what_it_asks_of_the_cache_through_the_proxy() -> None:
     assert (to_decode["max_tokens"], to_decode["min_tokens"]) == (8, 2)
 
 
+def test_the_proxy_goes_on_without_engines_that_are_down() -> None:
+    """Every other prompt was computed where it was decoded, and every other client got no answer."""
+    proxy = runpy.run_path(str(ROOT / "examples" / "11_disaggregated_prefill.py"))["Proxy"]
+    nobody = address_of_nobody()
+    with Engine() as prefill, Engine() as decode:
+        between = proxy([nobody, prefill.url], [nobody, decode.url])
+        for _ in range(4):
+            body = between.hand_over("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8})
+            assert body["kv_transfer_params"]["do_remote_prefill"] is True
+            with between.decode("/v1/completions", body) as answer:
+                assert answer.status == 200
+        prefill.shutdown()
+        decode.shutdown()
+    assert (len(prefill.asked), len(decode.asked)) == (4, 4)
+    assert proxy([nobody], [nobody]).decode("/v1/completions", {}) is None
+
+
+def address_of_nobody() -> str:
+    """A URL at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
 def test_the_router_goes_on_without_an_engine_that_is_down() -> None:
     """It had each text made into tokens by the first engine, and sent each prompt to the one that nobody had measured:
     no client got an answer while such an engine was down."""
     router = runpy.run_path(str(ROOT / "examples" / "10_route.py"))["Router"]
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    nobody = address_of_nobody()
     with Engine({"tokens": [1, 2, 3]}) as engine:
         routing = router({}, {"down": nobody, "up": engine.url})
         answers = []
