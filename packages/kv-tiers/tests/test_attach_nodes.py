@@ -52,7 +52,7 @@ class World:
         self.shape = self.connect.chunk
         self.on = [True] * share.nodes
         self.caches = [self.cache() for _ in range(share.nodes)]
-        self.nodes = NodesCache(self.caches[0], share, groups=len(groups), clock=self.clock, lease_s=lease_s)
+        self.nodes = NodesCache(self.caches[0], share, groups=len(groups), clock=self.clock)
         self.agents = {node: self.agent(node) for node in range(1, share.nodes)}
 
     def cache(self) -> LocalCache:
@@ -199,6 +199,23 @@ def test_a_short_lease_that_is_renewed_holds_on_every_node() -> None:
     for node in range(2):
         world.store(node, keys)
     world.settled(keys)
+    for _ in range(20):
+        world.clock.advance(2.5)
+        assert world.nodes.renew("a")
+        world.step()
+        assert world.leases() == [1, 1]
+
+
+def test_a_promise_is_renewed_as_often_as_each_nodes_own_server_needs() -> None:
+    """The nodes may have joined servers with other settings than the engine's, and than each other's."""
+    world = World(TWO)
+    world.lease_s = 15.0
+    world.caches[1] = world.cache()
+    keys = prompt(4, world.shape)
+    for node in range(2):
+        world.store(node, keys)
+    world.settled(keys)
+    assert (world.caches[0].lease_s, world.nodes.lease_s) == (300.0, 15.0)
     for _ in range(20):
         world.clock.advance(2.5)
         assert world.nodes.renew("a")

@@ -43,12 +43,14 @@ class DictService:
     tiers_read, tiers_written: the tiers that `lookup` and `begin_store` were called with, in order.
     tiers: their names.
     taken_keys: what `taken` was called with, in order.
+    lease_s: its leases do not expire, whatever this says.
     """
 
     fail_loads: int = 0
     expire_leases: int = 0
     refuse_stores: int = 0
     pending: int = 0
+    lease_s: float = 300.0
     held: dict[ChunkKey, int] = field(default_factory=dict)
     promised: dict[Holder, int] = field(default_factory=dict)
     open_leases: dict[LeaseId, ReadLease | WriteLease] = field(default_factory=dict)

@@ -116,6 +116,10 @@ class CacheService(Protocol):
     def tiers(self) -> tuple[str, ...]:
         """The names of its tiers, hottest first. The first is the pool."""
 
+    @property
+    def lease_s(self) -> float:
+        """How long a promise lasts that is not renewed, and a lease to read unless it is `lasting`."""
+
     def lookup(
         self,
         keys: Sequence[ChunkKey],

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 from hypothesis import settings
@@ -12,7 +13,7 @@ from kv_core.keys import NO_TENANT, ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheService
 from kv_core.testing import key_chain, keys_of
-from kv_testing.cache_servers import ThreadedServer, fill, raw_session, read, store
+from kv_testing.cache_servers import ThreadedServer, fill, join_at, raw_session, read, store
 from kv_testing.connect import DictCopier
 from kv_testing.model import ServiceMachine
 from kv_testing.service_contract import CHUNK_BYTES, GROUP_BYTES, ServiceContract
@@ -21,7 +22,7 @@ from kv_testing.wait import until
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import BlocksAllocated
-from kv_tiers.server import wire
+from kv_tiers.server import ServerProcess, launch, wire
 from kv_tiers.server.connection import Connection, ask_server
 
 
@@ -131,6 +132,21 @@ def test_a_holders_name_may_have_any_length(served: ThreadedServer) -> None:
     assert not cache.renew(long) and not cache.release(writing)
     assert cache.renew("short") and cache.renew(f"{long}, another")
     cache.close()
+
+
+def test_a_client_knows_how_long_leases_last_at_its_server(home: Path) -> None:
+    def serve(lease_s: float) -> ServerProcess:
+        return launch({"host": {"capacity_bytes": "1MiB", "lease_s": lease_s}}, socket=home / "s")
+
+    server = serve(7.0)
+    cache = join_at(home / "s")
+    assert cache.lease_s == 7.0
+    server.stop()
+    server = serve(70.0)
+    until(lambda: cache.lookup([], "r").ended is Ended.ALL_HELD)
+    assert cache.lease_s == 70.0
+    cache.close()
+    server.stop()
 
 
 def test_where_nobody_watches_blocks_are_not_told() -> None:

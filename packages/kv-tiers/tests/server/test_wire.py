@@ -73,7 +73,7 @@ REPORT = Report(
 ANSWERS: list[wire.Answer] = [
     wire.Failed("misuse", "why"),
     wire.Welcome("0.1.0", 1),
-    wire.Pool("pool", (4096, 512), 8, b"t" * 16, [1], True, ("host", "disk")),
+    wire.Pool("pool", (4096, 512), 8, b"t" * 16, [1], True, ("host", "disk"), 300.0),
     wire.Done(),
     wire.Truth(True),
     wire.Planned(1, "INCOMPLETE", ("host",), 3, 1, None),

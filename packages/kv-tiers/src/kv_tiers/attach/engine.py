@@ -315,9 +315,7 @@ class Engine(OffSwitch):
         settings, wanted = self._settings, self._settings.handover
         if self.share.nodes > 1:
             groups = len(self._shape.groups)
-            self.nodes = NodesCache(
-                self.cache, self.share, groups=groups, clock=MonotonicClock(), lease_s=settings.host.lease_s
-            )
+            self.nodes = NodesCache(self.cache, self.share, groups=groups, clock=MonotonicClock())
         self.scheduler = SchedulerHalf(
             self.nodes or self.cache,
             self._shape,

@@ -5,6 +5,7 @@ A node whose cache is off or whose server cannot be reached holds nothing, and a
 """
 
 from collections.abc import Callable, Iterable
+from math import inf
 
 from kv_core.connect.shape import ConnectShape
 from kv_core.coverage import ChunkShape
@@ -57,7 +58,7 @@ class NodeAgent:
         self._pending.clear()
         self._heard.clear()
         return tuple(
-            Answer(self._node, question.number, question.holder, LookupPlan(question.holder, 0, Ended.REFUSED, ()))
+            Answer(self._node, question.number, question.holder, LookupPlan(question.holder, 0, Ended.REFUSED, ()), inf)
             for question in questions
             if self._node in question.nodes
         )
@@ -92,4 +93,4 @@ class NodeAgent:
             self._pending[holder] = question
             return []
         self._pending.pop(holder, None)
-        return [Answer(self._node, question.number, holder, plan)]
+        return [Answer(self._node, question.number, holder, plan, cache.lease_s)]

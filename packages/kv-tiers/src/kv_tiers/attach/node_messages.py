@@ -101,12 +101,13 @@ class ToNodes:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To the question of this number. The plan is final."""
+    """To the question of this number. The plan is final. lease_s: how long its promise lasts at this node's server."""
 
     node: int
     number: int
     holder: Holder
     plan: LookupPlan
+    lease_s: float
 
 
 @dataclass(frozen=True, slots=True)

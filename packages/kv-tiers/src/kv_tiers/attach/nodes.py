@@ -83,11 +83,8 @@ class NodesCache:
     own node's cache.
     """
 
-    def __init__(
-        self, own: CacheService, share: RankShare, *, groups: int, clock: Clock, lease_s: float = 300.0
-    ) -> None:
-        """own: this node's. share: of this node's first rank. groups: the number of groups of a chunk.
-        lease_s: how long a promise lasts that is not renewed, at every node."""
+    def __init__(self, own: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
+        """own: this node's. share: of this node's first rank. groups: the number of groups of a chunk."""
         self._own = own
         # `CacheService`, for this node.
         self.load, self.begin_store, self.commit, self.release = own.load, own.begin_store, own.commit, own.release
@@ -97,7 +94,7 @@ class NodesCache:
         self._keys_per_chunk = groups * share.shards
         self._columns = [group * share.shards + shard for group in range(groups) for shard in shards]
         self._clock = clock
-        self._renew_s = min(RENEW_S, lease_s / 3)
+        self._leases_s: dict[int, float] = {}  # by other node, how long its server's last, from its last answer
         self._queries: dict[Holder, _Query] = {}
         self._to_send: list[ToNode] = []
         self._number = 0
@@ -122,7 +119,8 @@ class NodesCache:
             if query is None:
                 continue
             match message:
-                case Answer(node, number, _, plan):
+                case Answer(node, number, _, plan, lease_s):
+                    self._leases_s[node] = lease_s
                     if query.open.get(node) == number:
                         del query.open[node]
                         query.found[node] = plan
@@ -134,6 +132,10 @@ class NodesCache:
     @property
     def tiers(self) -> tuple[str, ...]:
         return self._own.tiers
+
+    @property
+    def lease_s(self) -> float:
+        return min([self._own.lease_s, *self._leases_s.values()])
 
     def lookup(
         self,
@@ -178,7 +180,8 @@ class NodesCache:
         if query is None or query.is_lost or not self._own.renew(holder):
             return False
         now_s = self._clock.now_s()
-        if query.was_sent and now_s - query.renewed_s >= self._renew_s:
+        renew_s = min(RENEW_S, min(self._leases_s.values(), default=RENEW_S) / 3)
+        if query.was_sent and now_s - query.renewed_s >= renew_s:
             query.renewed_s = now_s
             self._to_send.append(Renew(holder))
         return True

@@ -99,6 +99,7 @@ class LocalCache:
         self._index = Residency(pool.slots, shares)
         self._host = HostTier(pool, self._index, shares, self._totals, self.events)
         self._lock = self._host.lock
+        self.lease_s = lease_s
         self._leases = Leases(lease_s)
         self.holds = Holds(self._host, self._index, shares)
         self.handed_over = HandOverFeed(self._clock)

@@ -104,6 +104,8 @@ class RemoteCache:
         self._is_watched = False
         self.tiers: tuple[str, ...] = ()
         """Those of the server that was connected to last."""
+        self.lease_s = 0.0
+        """The same server's, whatever the engine's own settings say."""
         self._closed = False
         self._must_return = False  # what was leased on this connection, or before it, may outlive it
         self._returning: Returning | None = None
@@ -392,7 +394,7 @@ class RemoteCache:
         self._surplus = resumed - ours
         self._registered, self._token = opening.register, answer.token
         self._is_watched = answer.is_watched
-        self.tiers = answer.tiers
+        self.tiers, self.lease_s = answer.tiers, answer.lease_s
         self._must_return = bool(ours)
 
     def _catch_up(self) -> None:

@@ -277,6 +277,7 @@ class CacheServer:
             lasting=list(session.lasting),
             is_watched=cache.events.on,
             tiers=cache.tiers,
+            lease_s=self._lease_s,
         )
         self._connections.send(client, answer, pool.descriptor)
 

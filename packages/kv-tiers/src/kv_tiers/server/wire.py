@@ -26,7 +26,7 @@ from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 9
+VERSION: Final = 10
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -277,6 +277,7 @@ class Pool(Message, tag="pool"):
     lasting: the leases that were resumed.
     is_watched: a subscriber wants to know about allocated blocks.
     tiers: the names of the cache's tiers, the pool first.
+    lease_s: how long its leases last.
     """
 
     name: str
@@ -286,6 +287,7 @@ class Pool(Message, tag="pool"):
     lasting: list[int]
     is_watched: bool
     tiers: tuple[str, ...]
+    lease_s: float
 
 
 class Done(Message, tag="done"):
