@@ -38,7 +38,8 @@ def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequenc
     ours, told = KVManager.__new__(KVManager), list[Sequence[bytes]]()
     ours._rooms, ours._leaving, ours._coming, ours._batch_pages = threading.Lock(), {}, {}, 8
     ours._attached = SimpleNamespace(stores={manager.KV: SimpleNamespace(revision="ours")})
-    ours.request_status, ours.transfer_infos = {}, {}
+    ours.request_status, ours.transfer_infos, ours.req_to_decode_prefix_len = {}, {}, {}
+    ours._deferred_ack_targets, ours._deferred_ack_poisoned_rooms, ours._staging_outstanding = {}, set(), {}
     ours.failure_lock, ours.failure_records = threading.Lock(), {}
     ours.attn_tp_rank = ours.pp_rank = ours.attn_cp_rank = 0
     ours.pp_size = ours.attn_cp_size = 1
@@ -241,12 +242,26 @@ def test_a_decode_engine_that_gives_up_before_it_has_blocks_ends_the_request(mon
     assert ours.request_status == {ROOM: KVPoll.Failed}
 
 
+@pytest.mark.parametrize("required", [1, 2])
+def test_a_request_that_is_given_up_before_it_comes_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, required: int
+) -> None:
+    """Where the prefill engine refuses a request, only the decode engine has it. Its number failed every request that
+    repeated it, and what was known of it stayed for ever."""
+    ours, _ = prefilling(monkeypatch)
+    rank = decode_rank(FIRST)
+    ours._hear_decode(Here(ROOM, required, rank).frames())
+    assert ROOM in ours.transfer_infos
+    ours._hear_decode(Gone(ROOM, rank.address, FIRST).frames())
+    assert ours.request_status == ours.transfer_infos == ours.req_to_decode_prefix_len == ours.failure_records == {}
+
+
 def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages_or_that_it_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was not listened to, and waited until its time was up."""
     ours, told = prefilling(monkeypatch)
-    ours.request_status[ROOM], ours.req_to_decode_prefix_len = KVPoll.Bootstrapping, {}
+    ours.request_status[ROOM] = KVPoll.Bootstrapping
     ours._hear_decode(Here(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for this one any more
     ours.name_leaving(ROOM, Names(HASHES, 0))
     job = sent(ours)

@@ -132,16 +132,20 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._decode_is_here(Here.read(message))
 
     def _decode_has_gone(self, gone: Gone) -> None:
-        status = self.request_status.get(gone.room)
-        if status in (None, KVPoll.Success):
-            return
-        peer = self.transfer_infos.get(gone.room, {}).get(gone.address)
+        room, status = gone.room, self.request_status.get(gone.room)
+        peer = self.transfer_infos.get(room, {}).get(gone.address)
         # A request whose decode engine has not been heard of may be given up by any.
         is_of_it = status == KVPoll.Bootstrapping if peer is None else gone.attempt in (None, peer.attempt)
-        if not is_of_it:
-            return  # late, about another request with the same number
-        self.record_failure(gone.room, "the decode engine has given up the request")
-        self.update_status(gone.room, KVPoll.Failed)
+        if not is_of_it or status in (KVPoll.Success, KVPoll.Failed):
+            return  # late, also about another request with the same number
+        with self._rooms:
+            has_come = room in self._leaving or status == KVPoll.Bootstrapping
+        if has_come:
+            self.record_failure(room, "the decode engine has given up the request")
+            self.update_status(room, KVPoll.Failed)
+        else:  # perhaps it never will, or is repeated with its number
+            for known in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
+                known.pop(room, None)
 
     def _decode_is_here(self, here: Here) -> None:
         room, peer = here.room, here.peer
