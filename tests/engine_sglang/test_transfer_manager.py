@@ -261,8 +261,9 @@ def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages
 ) -> None:
     """It was not listened to, and waited until its time was up."""
     ours, told = prefilling(monkeypatch)
-    ours.request_status[ROOM] = KVPoll.Bootstrapping
-    ours._hear_decode(Here(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for this one any more
+    ours._hear_decode(Here(ROOM, 1, decode_rank(b"attempt0", prefix_tokens=4)).frames())
+    ours._hear_decode(Here(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for these any more
+    assert ours.req_to_decode_prefix_len == {ROOM: 0}
     ours.name_leaving(ROOM, Names(HASHES, 0))
     job = sent(ours)
     ours._hear_decode(Here(ROOM, 1, decode_rank(SECOND)).frames())

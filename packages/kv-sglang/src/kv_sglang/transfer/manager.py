@@ -138,9 +138,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         is_of_it = status == KVPoll.Bootstrapping if peer is None else gone.attempt in (None, peer.attempt)
         if not is_of_it or status in (KVPoll.Success, KVPoll.Failed):
             return  # late, also about another request with the same number
-        with self._rooms:
-            has_come = room in self._leaving or status == KVPoll.Bootstrapping
-        if has_come:
+        if room in self._leaving or status == KVPoll.Bootstrapping:
             self.record_failure(room, "the decode engine has given up the request")
             self.update_status(room, KVPoll.Failed)
         else:  # perhaps it never will, or is repeated with its number
@@ -150,7 +148,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def _decode_is_here(self, here: Here) -> None:
         room, peer = here.room, here.peer
         status = self.request_status.get(room)
-        if status in (None, KVPoll.Bootstrapping):
+        is_awaited = status == KVPoll.WaitingForInput and room not in self._leaving  # and was asked for before
+        if status in (None, KVPoll.Bootstrapping) or is_awaited:
             peers = self.transfer_infos.setdefault(room, {})
             peers[peer.address] = peer
             if len(peers) >= here.required:
