@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
-from engines import NEW_TOKENS, PAGE, PROMPTS, Answer
+from engines import NEW_TOKENS, PAGE, PROMPTS, Answer, started
 from kv_testing.servers import free_port
 from kv_testing.wait import until
 from kv_tiers.server import wire
@@ -35,6 +35,7 @@ FLAGS = [
     *("--mem-fraction-static=0.5", f"--page-size={PAGE}", "--chunked-prefill-size=64", "--log-level=warning"),
     "--disaggregation-transfer-backend=kv",
 ]
+ON_A_CORE_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 _ROOMS = itertools.count(1)
 
 pytestmark = pytest.mark.slow
@@ -42,10 +43,11 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Pair:
-    """An engine that computes prompts, one that decodes, and the server that both have joined."""
+    """An engine that computes prompts, one that decodes, and the server that both have joined. ranks: of each."""
 
     model: str
     socket: Path
+    ranks: int = 1
     prefill_port: int = field(default_factory=free_port)
     decode_port: int = field(default_factory=free_port)
     bootstrap_port: int = field(default_factory=free_port)
@@ -62,9 +64,10 @@ class Pair:
     def _start(self, mode: str, port: int, *more: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, "--port", str(port)]
         of_a_dead_one = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2", "KV_SERVER_SOCKET": str(self.socket)}
+        of_ranks = ON_A_CORE_EACH if self.ranks > 1 else {}
         return subprocess.Popen(
-            [*command, f"--disaggregation-mode={mode}", *FLAGS, *more],
-            env=os.environ | of_a_dead_one,
+            [*command, f"--disaggregation-mode={mode}", *FLAGS, f"--tp-size={self.ranks}", *more],
+            env=os.environ | of_a_dead_one | of_ranks,
             start_new_session=True,
         )
 
@@ -178,5 +181,24 @@ def test_what_one_engine_computes_another_decodes(tiny_llama: str, reference: li
                 requests.post(f"http://127.0.0.1:{pair.prefill_port}/flush_cache", timeout=30).raise_for_status()
                 assert pair.ask(LONG) == computed
                 pair.assert_nothing_is_leased()
+    finally:
+        server.stop()
+
+
+@pytest.mark.long
+def test_latents_that_two_ranks_read_are_held_until_both_have_them(tiny_deepseek: str, tmp_path: Path) -> None:
+    with started(tiny_deepseek, tp_size=2, environ=ON_A_CORE_EACH) as plain:
+        expected = plain.ask_in_turn(PROMPTS)
+    pair = Pair(tiny_deepseek, tmp_path / "private" / "s", ranks=2)
+    server = pair.serve()
+    try:
+        with ended(pair.decode()), ended(pair.prefill()):
+            until(lambda: answers(pair.decode_port) and answers(pair.prefill_port), 300)
+            assert [pair.ask(prompt) for prompt in PROMPTS] == expected
+            # The pages are the same for both ranks, so each is stored once.
+            pages = {tuple(prompt[: at + PAGE]) for prompt in PROMPTS for at in range(0, len(prompt), PAGE)}
+            assert pair.cache().counts.chunks_resident == len(pages)
+            until(lambda: pair.cache().handed_over == 0, 10)  # one rank says so, after the answer has begun
+            pair.assert_nothing_is_leased()
     finally:
         server.stop()
