@@ -49,7 +49,7 @@ class ByteCoder:
         frame: bytes = self._mine.compressor.compress(symbols)
         return frame
 
-    def decode(self, frame: memoryview, symbols: int) -> Bytes:
+    def decode(self, frame: memoryview | Bytes, symbols: int) -> Bytes:
         """Decode exactly this many symbols. The frame's claims are verified first, because decoding allocates the
         memory that it names.
 

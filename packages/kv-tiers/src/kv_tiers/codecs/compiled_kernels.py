@@ -10,7 +10,7 @@ size, and the C functions compare all sizes before they touch anything.
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from kv_core.errors import MisuseError
@@ -18,7 +18,7 @@ from kv_core.log import limited_logger
 from numpy.typing import NDArray
 
 from kv_tiers.codec import CodecError
-from kv_tiers.codecs.kernels import Bytes, Rows, Words
+from kv_tiers.codecs.kernels import Bytes, Rows, Words, check_exponents
 from kv_tiers.codecs.numpy_rows import DAMAGED, group_numbers
 from kv_tiers.codecs.row_codes import RowCodes
 from kv_tiers.codecs.transform import Transform
@@ -28,11 +28,11 @@ _log = limited_logger(__name__)
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """In the order in which `hatch_build.py` compiles them and takes their checksum."""
-_VERSION: Final = 7
+_VERSION: Final = 8
 """Of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
 """`KV_MISFIT` in the sources, and so on."""
-_FULL: Final = -3
+_DAMAGED, _FULL = -2, -3
 _AT: Final = ctypes.c_char * 0
 _NONE: Final[Bytes] = np.empty(0, np.uint8)
 _ARGUMENTS: Final = {
@@ -105,7 +105,8 @@ class CompiledKernels:
     ) -> tuple[int, int, int]:
         counts = np.empty(3, np.int64)
         known = _NONE if nibbles is None else nibbles
-        self.call("restore", int(to_middle), symbols, known, exponents, packed, words, missing, counts)
+        if self.call("restore", int(to_middle), symbols, known, exponents, packed, words, missing, counts) == _DAMAGED:
+            check_exponents(exponents)
         return int(counts[0]), int(counts[1]), int(counts[2])
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
@@ -157,19 +158,18 @@ class CompiledKernels:
             MisuseError: the arrays' sizes do not fit each other.
         """
         flat: list[int | bytes] = []
+        addressof, from_buffer = ctypes.addressof, _AT.from_buffer
         for one in arguments:
             if isinstance(one, np.ndarray):
-                flags = one.flags
-                assert flags.c_contiguous
                 # numpy's own way takes 1 µs, and a section has many arrays: that would be a tenth of its time.
-                base: object = one.base
-                if flags.writeable:
-                    flat.append(ctypes.addressof(_AT.from_buffer(one.data)))
-                elif isinstance(base, bytes) and len(base) == one.nbytes:
-                    flat.append(base)
+                nbytes, base = one.nbytes, cast(object, one.base)
+                if one.flags.writeable:
+                    flat += addressof(from_buffer(one.data)), nbytes  # refuses what is not contiguous
+                elif isinstance(base, bytes) and len(base) == nbytes:
+                    flat += base, nbytes
                 else:
-                    flat.append(one.ctypes.data)
-                flat.append(one.nbytes)
+                    assert one.flags.c_contiguous
+                    flat += one.ctypes.data, nbytes
             elif isinstance(one, int):
                 flat.append(one)
             else:

@@ -121,25 +121,50 @@ VBMI static int64_t select_vbmi(u8 mark, const u16 *words, const u8 *marks, size
     return done == room ? 0 : KV_MISFIT;
 }
 
+/* Of the next 64 marks, or of as many as are left: those that are this one, and their bytes in the places of the marks. */
+typedef struct {
+    __m512i low, high;
+    __mmask64 here;
+    size_t found;
+} Placed;
+
+VBMI static inline Placed placed(__mmask64 here, const u8 *lower, const u8 *upper, size_t left) {
+    size_t found = (size_t)__builtin_popcountll(here);
+    __mmask64 read = first_of(found < left ? found : left);
+    __m512i low = _mm512_maskz_loadu_epi8(read, lower), high = _mm512_maskz_loadu_epi8(read, upper);
+    return (Placed){_mm512_maskz_expand_epi8(here, low), _mm512_maskz_expand_epi8(here, high), here, found};
+}
+
 VBMI static int64_t place_vbmi(u8 mark, const u8 *lower, const u8 *upper, size_t count, const u8 *marks, size_t n,
                                u16 *restrict words) {
-    size_t done = 0;
-    for (size_t at = 0; at < n; at += 64) {
-        __mmask64 here = marked(mark, marks + at, n - at);
-        size_t found = (size_t)__builtin_popcountll(here);
-        if (count - done < found)
+    u8 places[2][64]; /* where a word's two bytes are */
+    for (int i = 0; i < 128; i++)
+        places[i / 64][i % 64] = (u8)(i / 2 + 64 * (i % 2));
+    const __m512i first = _mm512_loadu_si512(places[0]), second = _mm512_loadu_si512(places[1]);
+    const __m512i wanted = _mm512_set1_epi8((char)mark);
+    size_t done = 0, at = 0;
+    /* Words that stay are stored again: a store by a mask takes several times as long. */
+    for (; n - at >= 64; at += 64) {
+        Placed own = placed(_mm512_cmpeq_epi8_mask(_mm512_loadu_si512(marks + at), wanted), lower + done, upper + done,
+                            count - done);
+        __m512i here = _mm512_permutex2var_epi8(own.low, first, own.high), *to = (__m512i *)(words + at);
+        _mm512_storeu_si512(to, _mm512_mask_mov_epi16(_mm512_loadu_si512(to), (__mmask32)own.here, here));
+        here = _mm512_permutex2var_epi8(own.low, second, own.high);
+        _mm512_storeu_si512(to + 1, _mm512_mask_mov_epi16(_mm512_loadu_si512(to + 1), (__mmask32)(own.here >> 32), here));
+        if (count - done < own.found)
             return KV_MISFIT;
-        __m512i low = _mm512_maskz_expand_epi8(here, _mm512_maskz_loadu_epi8(first_of(found), lower + done));
-        __m512i high = _mm512_maskz_expand_epi8(here, _mm512_maskz_loadu_epi8(first_of(found), upper + done));
-        for (size_t i = 0; i < 2; i++, here >>= 32) {
-            __m512i own = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(low));
-            own = _mm512_or_si512(own, _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm512_castsi512_si256(high)), 8));
-            if (at + 32 * i < n)
-                _mm512_mask_storeu_epi16(words + at + 32 * i, (__mmask32)here, own);
-            low = _mm512_shuffle_i64x2(low, low, 0xee);
-            high = _mm512_shuffle_i64x2(high, high, 0xee);
-        }
-        done += found;
+        done += own.found;
+    }
+    if (at < n) {
+        Placed own = placed(marked(mark, marks + at, n - at), lower + done, upper + done, count - done);
+        __m512i here = _mm512_permutex2var_epi8(own.low, first, own.high);
+        _mm512_mask_storeu_epi16(words + at, (__mmask32)own.here, here);
+        here = _mm512_permutex2var_epi8(own.low, second, own.high);
+        if (n - at > 32)
+            _mm512_mask_storeu_epi16(words + at + 32, (__mmask32)(own.here >> 32), here);
+        if (count - done < own.found)
+            return KV_MISFIT;
+        done += own.found;
     }
     return done == count ? 0 : KV_MISFIT;
 }

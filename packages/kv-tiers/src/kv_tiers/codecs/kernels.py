@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_tiers.codec import CodecError
+
 if TYPE_CHECKING:
     from kv_tiers.codecs.row_codes import RowCodes
     from kv_tiers.codecs.transform import Transform
@@ -39,6 +41,16 @@ ALL_MISSING: Final = 8
 def packed_room(numbers: int) -> int:
     """Bytes that the missing bits of this many numbers may take while they are packed."""
     return numbers // 8 * 7 + 8
+
+
+def check_exponents(exponents: Bytes) -> None:
+    """
+    Raises:
+        CodecError: one of them is not from `LEAST_EXPONENT` to `MOST_EXPONENT`.
+    """
+    wrong = exponents[(exponents < LEAST_EXPONENT) | (exponents > MOST_EXPONENT)]
+    if wrong.size:
+        raise CodecError(f"steps of exponents out of range, such as {wrong[0]}")
 
 
 class Kernels(Protocol):
@@ -84,10 +96,12 @@ class Kernels(Protocol):
         """Restore the numbers, and how many bits each misses in symbols and nibbles. Returns how many are `ESCAPED`,
         how many are `ALL_MISSING`, and how many bits the others miss together.
 
-        exponents: from `LEAST_EXPONENT` to `MOST_EXPONENT`.
         nibbles: None if they are not known: each number is then assumed to be in the middle of its step.
         packed: the missing bits, and perhaps more behind them; bits that it lacks are 0.
         to_middle: halfway to the next nibble, where there are no missing bits.
+
+        Raises:
+            CodecError: as `check_exponents`.
         """
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:

@@ -20,6 +20,7 @@ from kv_tiers.codecs.kernels import (
     SCALED_NUMBERS,
     Bytes,
     Words,
+    check_exponents,
 )
 from kv_tiers.codecs.numpy_rows import decode_rows, encode_rows
 from kv_tiers.codecs.numpy_transform import project, project_back
@@ -73,6 +74,7 @@ class NumpyKernels:
         to_middle: bool,
     ) -> tuple[int, int, int]:
         _check(words, symbols, exponents, missing)
+        check_exponents(exponents)
         wide = np.full(words.size, 8, np.uint8)  # the middle of a step
         if nibbles is not None:
             half = words.size // 2

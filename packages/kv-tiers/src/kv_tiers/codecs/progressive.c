@@ -294,6 +294,14 @@ BMI2 static void restore_bmi2(Restoring *all) {
 }
 #endif
 
+/* Whether an encoder chooses such steps. */
+static int are_steps(const u8 *exponents, size_t n) {
+    u8 are = 1;
+    for (size_t i = 0; i < n; i++)
+        are &= (exponents[i] >= LEAST_EXPONENT) & (exponents[i] <= MOST_EXPONENT);
+    return are;
+}
+
 /* nibbles: of size 0 where they are not known: each is then taken to be 8. to_middle: half a nibble is added. packed: the
  * missing bits, or more than these; those that it lacks are 0. counts: how many numbers are escaped, how many miss all
  * their bits, and how many bits the others miss together. */
@@ -307,6 +315,8 @@ EXPORT int64_t kv_restore(int64_t to_middle, const u8 *symbols, size_t symbols_b
         return KV_MISFIT;
     Restoring all = {symbols, nibbles_bytes ? nibbles : NULL, exponents, packed, n, packed_bytes, to_middle != 0,
                      (u16 *)words, missing, 0, 0, 0};
+    if (!are_steps(exponents, exponents_bytes))
+        return KV_DAMAGED;
     if (!kv_restore_vbmi(&all)) {
 #ifdef BMI2
         if (has_bmi2())
