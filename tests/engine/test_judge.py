@@ -16,7 +16,8 @@ from kv_cuda.judge.measure import Model, Windows, judge
 from kv_cuda.judge.rivals import rivals
 from kv_cuda.judge.roundtrip import RoundTrip
 from kv_cuda.judge.verdict import read_verdict
-from kv_testing.spelling import some_text
+from kv_testing.spelling import some_text, with_words
+from kv_testing.tiny_deepseek import write_tiny_deepseek
 
 TEXT = some_text(1300)
 
@@ -83,6 +84,17 @@ def test_a_model_whose_rotation_is_not_known_is_not_calibrated(
         calibrate(model, tokens)
     with pytest.raises(ConfigError, match="at least 1024 tokens of text"):
         calibrate(model, tokens[:500])
+
+
+def test_a_model_whose_values_are_smaller_than_its_keys_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in torch's words for tensors that cannot be stacked."""
+    model, text = with_words(write_tiny_deepseek(tmp_path / "deepseek")), tmp_path / "text"
+    text.write_text(TEXT)
+    assert main(["judge", model, "--windows", "1", "--context", "257", "--text", str(text)]) == 2
+    said = capsys.readouterr().err
+    assert "in layer 0 a token's keys are 1 × 512 numbers and its values 1 × 64" in said
 
 
 @pytest.mark.slow

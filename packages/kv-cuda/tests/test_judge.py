@@ -283,6 +283,24 @@ def test_a_device_that_is_not_there_is_said_before_the_model_is_loaded(
     assert f"--device {device}: " in said and "write cpu, cuda, or cuda:1" in said
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--step", "7"), "a step of 7 standard deviations; choose one of 0.01 to 4"),
+        (("--step", "nan"), "a step of nan standard deviations"),
+        (("--ranks", "0"), "--ranks is 0; write 1"),
+    ],
+)
+def test_a_calibration_that_cannot_be_is_said_before_the_model_is_loaded(
+    options: tuple[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("some words")
+    judge = ["judge", str(tmp_path / "no-model"), "--calibrate", str(text), "--calibration", str(tmp_path / "made")]
+    assert main([*judge, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["missing/verdict.json", "text/verdict.json", "."])
 def test_a_file_that_cannot_be_written_is_said_before_the_model_is_loaded(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -79,6 +79,14 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
     return learning
 
 
+def check_step(step: float) -> None:
+    """
+    Raises:
+        ConfigError: it is out of range, or kv-tiers is not installed.
+    """
+    plugin("kv_tiers.calibrations", CODEC).check_step(step)
+
+
 def through_calibrated(path: str) -> ThroughCodec:
     """The round trip with this calibration, named after it.
 

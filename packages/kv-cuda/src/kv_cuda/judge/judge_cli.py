@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         InputError: a number is out of range.
         ConfigError: there is no such model or text, or it cannot be judged.
     """
-    from kv_cuda.judge.calibrate import calibrate, through_calibrated
+    from kv_cuda.judge.calibrate import calibrate, check_step, through_calibrated
     from kv_cuda.judge.measure import Model, Windows, judge
     from kv_cuda.judge.rivals import rivals
     from kv_cuda.judge.roundtrip import FirstParts, RoundTrip, Trip
@@ -112,6 +112,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("give --text, or --calibrate, or both")
     if args.calibrate and len(args.calibration) != 1:
         raise InputError("--calibrate writes one file: give --calibration FILE once")
+    if args.ranks < 1:
+        raise InputError(f"--ranks is {args.ranks}; write 1, or how many ranks an engine has")
+    if args.calibrate:
+        check_step(args.step)
     for path in [args.out, *(args.calibration if args.calibrate else ())]:
         _check_writable(path)
     _check_device(args.device)

@@ -79,20 +79,31 @@ class Model:
         """The KV of these tokens, in the dtype of the engine's cache.
 
         Raises:
-            ConfigError: the model's cache is not just keys and values of every token.
+            ConfigError: the model's cache is not just keys and values of every token, with heads of one size.
         """
         cache = self._cache([])
         self._forward(tokens, cache)
         attention = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
         if len(attention) != len(cache.layers) or any(layer.keys.shape[2] != len(tokens) for layer in attention):
             raise ConfigError(f"model {self.name} stores something other than all keys and values: it cannot be judged")
-        return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in attention]
+        return self._stored(attention)
 
     def attended(self, tokens: Sequence[int]) -> Layers:
         """Like `computed`, but only for the layers with attention; those with states are left out."""
         cache = self._fresh()
         self._forward(tokens, cache)
-        attention = [cache.layers[number] for number in self._attention()]
+        return self._stored([cache.layers[number] for number in self._attention()])
+
+    def _stored(self, attention: Sequence[Any]) -> Layers:
+        for number, layer in enumerate(attention):
+            keys, values = layer.keys.shape, layer.values.shape
+            if keys != values:
+                # As with multi-head latent attention, where they are what keys and values are made from.
+                raise ConfigError(
+                    f"model {self.name}: in layer {number} a token's keys are {keys[1]} × {keys[3]} numbers and its "
+                    f"values {values[1]} × {values[3]}. Lossy formats are judged only where both are alike: store this "
+                    "model's KV as it is, which needs no verdict and no calibration"
+                )
         return [(layer.keys.to(self.kv_dtype), layer.values.to(self.kv_dtype)) for layer in attention]
 
     def predicted(self, layers: Layers, tokens: Sequence[int]) -> torch.Tensor:

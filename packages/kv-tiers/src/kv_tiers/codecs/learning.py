@@ -102,6 +102,15 @@ class Learning:
                     self._products[block] += flat.T @ flat
         self._tokens += tokens - SINKS
 
+    @staticmethod
+    def check_step(step: float) -> None:
+        """
+        Raises:
+            ConfigError: it is out of range for `learnt`.
+        """
+        if not 0.01 <= step <= 4:
+            raise ConfigError(f"a step of {step:g} standard deviations; choose one of 0.01 to 4, such as 0.4")
+
     def learnt(self, step: float) -> Calibration:
         """step: of a symbol, in standard deviations of all of a layer's keys, or values.
 
@@ -111,8 +120,7 @@ class Learning:
         shape = self._shape
         if self._tokens < 2 * shape.block_channels:
             raise ConfigError(f"calibration needs at least {2 * shape.block_channels + SINKS} tokens of text")
-        if not 0.01 <= step <= 4:
-            raise ConfigError(f"a step of {step:g} standard deviations; choose one of 0.01 to 4, such as 0.4")
+        self.check_step(step)
         means = self._sums / self._tokens
         covariances = self._products / self._tokens - means[:, :, None] * means[:, None, :]
         variances, bases = np.linalg.eigh(covariances)
