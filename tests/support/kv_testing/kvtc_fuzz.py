@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kv_testing.codec_fuzz import SPECIAL, spoilt
 
-_SHAPES = ((1, 1, 2), (2, 3, 4), (1, 2, 10), (2, 1, 32), (1, 3, 64), (1, 1, 256), (1, 2, 192), (1, 1, 320))
+_SHAPES = ((1, 1, 2), (2, 3, 4), (1, 2, 10), (2, 1, 32), (1, 3, 64), (1, 1, 256), (1, 2, 192), (1, 1, 320), (1, 4, 64))
 """Layers, heads and their size: blocks of 2 to 256 channels, not all of them of whole heads."""
 
 

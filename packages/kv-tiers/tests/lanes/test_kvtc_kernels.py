@@ -14,10 +14,11 @@ from kv_tiers.codec import CodecError
 from kv_tiers.codecs.calibration import MATRIX_BITS, Shape, read_calibration
 from kv_tiers.codecs.compiled_kernels import CompiledKernels, installed_kernels
 from kv_tiers.codecs.kernels import kernels_here
+from kv_tiers.codecs.kvtc import KvtcCodec
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
-from kv_tiers.codecs.rotation import turns
+from kv_tiers.codecs.rotation import Turner, turns
 from kv_tiers.codecs.row_codes import COSTED_CLASSES, ESCAPED, LONGEST_BITS, class_of, code_lengths, row_codes
-from kv_tiers.codecs.transform import FINEST, LARGEST, transform_of
+from kv_tiers.codecs.transform import FINEST, LARGEST, TILE, transform_of
 
 NUMPY = NumpyKernels()
 needs_compiled = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler: none were compiled")
@@ -38,6 +39,31 @@ def test_chunks_and_damaged_payloads_become_the_same(seed: int) -> None:
     found = installed_kernels()
     assert found is not None
     assert kvtc_outcomes(found, seed, 3) == kvtc_outcomes(NUMPY, seed, 3)
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [pytest.param(3, 64, id="one block"), (4, 64), (2, 128), (2, 256), pytest.param(1, 320, id="half a head a block")],
+)
+def test_whole_tiles_of_bfloat16_become_the_same(heads: int, head_dim: int, compiled: CompiledKernels) -> None:
+    """Two and a part of a third, of several layers: what is read ahead, or worked on together, ends where they do."""
+    chance, tokens = np.random.default_rng(heads * head_dim), 2 * TILE + 9
+    shape = Shape("drawn", "bfloat16", 2, heads, head_dim, 4096, 0.4, (0, 1))
+    calibration = drawn_calibration(chance, shape)
+    numbers = chance.normal(0, 1, (4, tokens, heads * head_dim)).astype(np.float32)
+    numbers[:, TILE + 5, ::7] *= 300  # rounded more coarsely, and with steps that take 16 bits
+    chunk = (numbers.view("<u4") >> 16).astype("<u2").tobytes()
+    results = []
+    for kernels in (NUMPY, compiled):
+        codec = KvtcCodec(calibration, kernels)
+        for encode in (codec.encode, codec.encode_first):
+            room, back = memoryview(bytearray(2 * len(chunk))), bytearray(len(chunk))
+            size = encode(memoryview(chunk), room)
+            assert size is not None
+            codec.decode(room[:size], memoryview(back))
+            results.append((bytes(room[:size]), bytes(back)))
+    assert results[:2] == results[2:]
 
 
 @needs_compiled
@@ -153,6 +179,17 @@ def test_positions_turn_as_the_c_library_has_it_though_by_products_alone(first: 
     again = turns(frequencies, 0, 200 + min(first, 300))
     if first <= 300:
         assert np.abs(again[0][first:] - cos).max() < 1e-6
+
+
+@pytest.mark.parametrize("first", [0, 256, 4096, 131_071, (1 << 32) - 1])
+def test_turns_for_kernels_are_the_same_numbers(first: int) -> None:
+    frequencies = np.concatenate((500_000.0 ** (-np.arange(0, 1, 1 / 32)), [0.0, 3.0, 6.5]))
+    turner = Turner(frequencies)
+    for tokens in (64, 256, 192):
+        made = np.empty((2, frequencies.size, tokens), np.float32)
+        turner.fill(first, made)
+        for one, other in zip(made, turns(frequencies, first, tokens), strict=True):
+            assert one.tobytes() == other[:, 0].T.tobytes()
 
 
 @needs_compiled

@@ -1,7 +1,7 @@
 """The kernels in C, from a library that this package's build compiles if there is a compiler.
 
-The sources are `kernels.c`, `progressive.c`, `rows.c`, `transform.c` and `products.c`, and `int8.c` and `copies.c` for
-`kv_cuda`, which finds them by the entry point `kv_cuda.kernels`.
+The sources are those in C in this folder, of which `int8.c` and `copies.c` are for `kv_cuda`, which finds them by the
+entry point `kv_cuda.kernels`.
 
 They are called through ctypes, which releases the interpreter's lock during a call. Every array is passed with its
 size, and the C functions compare all sizes before they touch anything.

@@ -26,7 +26,7 @@ from kv_tiers.codecs.division import Division, division_in
 from kv_tiers.codecs.kernels import Kernels, Rows, Words, best_kernels
 from kv_tiers.codecs.learning import SINKS
 from kv_tiers.codecs.numpy_transform import wide
-from kv_tiers.codecs.rotation import Numbers, turn_back, turns
+from kv_tiers.codecs.rotation import Numbers, Turner, turn_back, turns
 from kv_tiers.codecs.row_codes import row_codes
 from kv_tiers.codecs.transform import TILE, transform_of
 from kv_tiers.options import read_options
@@ -116,6 +116,7 @@ class KvtcCodec:
         self._transform = transform_of(calibration)
         self._codes = row_codes()
         self._finder = _Finder(calibration)
+        self._turners = [Turner(one) for one in calibration.frequencies]
         self._mine = threading.local()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
@@ -197,8 +198,10 @@ class KvtcCodec:
 
     def _turns(self, first: int, tokens: int) -> Numbers:
         """[tables, 2, head_dim / 2, tokens, to a whole tile]"""
-        tables = [turns(one, first, -(-tokens // TILE) * TILE) for one in self.calibration.frequencies]
-        return np.array([[part[:, 0].T for part in table] for table in tables], np.float32, order="C")
+        made = np.empty((len(self._turners), 2, self._shape.head_dim // 2, -(-tokens // TILE) * TILE), np.float32)
+        for turner, table in zip(self._turners, made, strict=True):
+            turner.fill(first, table)
+        return made
 
     def _rows(self, tokens: int) -> Rows:
         """This thread's steps, reused because fresh pages cost more than the work done in them."""

@@ -92,9 +92,10 @@ VNNI static inline __m512i excess_of(const i8 *row, size_t fours) {
     return _mm512_set1_epi32(-_mm512_reduce_add_epi32(sum));
 }
 
-VNNI static void bytes_vnni(const i8 *matrix, size_t block, const u8 *numbers, int32_t *restrict sums) {
+VNNI static void bytes_vnni(const i8 *matrix, size_t block, const u8 *numbers, int32_t *restrict sums, const Ahead *ahead) {
     size_t fours = (block + 3) / 4;
     for (size_t next = 0; next < block; next += ROWS) {
+        read_ahead(ahead, next / ROWS, (block + ROWS - 1) / ROWS);
         size_t row = rows_from(next, block);
         __m512i sum[ROWS][4];
         for (int j = 0; j < ROWS; j++)
@@ -131,11 +132,11 @@ int kv_multiplies_bytes(size_t block) {
 #endif
 }
 
-void kv_multiply_bytes(const i8 *matrix, size_t block, const u8 *numbers, int32_t *restrict sums) {
+void kv_multiply_bytes(const i8 *matrix, size_t block, const u8 *numbers, int32_t *restrict sums, const Ahead *ahead) {
 #ifdef VNNI
-    bytes_vnni(matrix, block, numbers, sums);
+    bytes_vnni(matrix, block, numbers, sums, ahead);
 #else
-    (void)matrix, (void)block, (void)numbers, (void)sums;
+    (void)matrix, (void)block, (void)numbers, (void)sums, (void)ahead;
 #endif
 }
 

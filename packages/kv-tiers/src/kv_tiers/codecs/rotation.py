@@ -14,6 +14,8 @@ Frequencies = NDArray[np.float64]
 """[head_dim / 2], radians per token."""
 _Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Cosines and sines."""
+MOST_POSITION_BITS: Final = 32
+"""A payload says the first position in so many."""
 _HALVED: Final = 6
 """How often an angle is halved: its series is then exact to float64."""
 
@@ -34,6 +36,44 @@ def turns(frequencies: Frequencies, first: int, tokens: int) -> tuple[Numbers, N
         doubled = _product(doubled, doubled)
     cos, sin = _product((cos[:tokens], sin[:tokens]), start)
     return cos.astype(np.float32)[:, None], sin.astype(np.float32)[:, None]
+
+
+class Turner:
+    """`turns` of the same frequencies from many positions on, as an array for the kernels.
+
+    Keeps what does not depend on the first position. Safe to call from several threads at once.
+    """
+
+    def __init__(self, frequencies: Frequencies) -> None:
+        self._powers = [_unit(frequencies)]  # of 2 ** bit positions
+        for _ in range(MOST_POSITION_BITS - 1):
+            self._powers.append(_product(self._powers[-1], self._powers[-1]))
+        self._places: tuple[int, _Points] | None = None
+
+    def fill(self, first: int, out: NDArray[np.float32]) -> None:
+        """out: [2, head_dim / 2, tokens], cosines and sines of as many positions from `first` on."""
+        start = np.ones_like(self._powers[0][0]), np.zeros_like(self._powers[0][0])
+        for bit in range(first.bit_length()):
+            if first >> bit & 1:
+                start = _product(start, self._powers[bit])
+        cos, sin = self._places_of(out.shape[-1])
+        out[0], out[1] = _product((cos, sin), (start[0][:, None], start[1][:, None]))
+
+    def _places_of(self, tokens: int) -> _Points:
+        """[head_dim / 2, tokens]: from position 0 on."""
+        known = self._places
+        if known is None or known[0] != tokens:
+            cos, sin = (np.ones_like(self._powers[0][0])[:, None], np.zeros_like(self._powers[0][0])[:, None])
+            for power in self._powers:
+                if cos.shape[1] >= tokens:
+                    break
+                more = _product((cos, sin), (power[0][:, None], power[1][:, None]))
+                cos, sin = (np.concatenate(pair, 1) for pair in zip((cos, sin), more, strict=True))
+            known = self._places = (
+                tokens,
+                (np.ascontiguousarray(cos[:, :tokens]), np.ascontiguousarray(sin[:, :tokens])),
+            )
+        return known[1]
 
 
 def _product(one: _Points, other: _Points) -> _Points:

@@ -5,16 +5,8 @@
  * of whole numbers, which have no order: so the results are the same on every processor. 64 tokens are worked on at a
  * time, [channels][64], for them to stay in the cache and for the loops to be vectorised over tokens.
  */
-#include "products.h"
+#include "transform.h"
 
-enum {
-    KEYS_AND_VALUES = 2,
-    MATRIX_BITS = 14,     /* of the forward matrix, below one */
-    FINEST = 4,           /* numbers are rounded to 1 / 2**4 of a step, */
-    COARSEST = -2,        /* or to 2**2 steps, if they are so far from their means */
-    LARGEST = 7 << 10,    /* so rounded; products' sums are thereby below 2**31, of MOST_CHANNELS too */
-    LARGEST_STEPS = 32767
-};
 enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
 
 typedef struct {
@@ -86,49 +78,12 @@ INLINE void turn_eight(const u16 *from, size_t stride, u16 *to, size_t to_stride
         memcpy(to + (size_t)i * to_stride, &rows[i], 16);
 }
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
-#include <immintrin.h>
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
-
-/* 8 × 8 words, four times side by side. */
-AVX512 static inline void turn_eights(__m512i rows[8]) {
-    __m512i zipped[8];
-    for (int round = 0; round < 3; round++) {
-        for (int i = 0; i < 4; i++) {
-            zipped[2 * i] = _mm512_unpacklo_epi16(rows[i], rows[i + 4]);
-            zipped[2 * i + 1] = _mm512_unpackhi_epi16(rows[i], rows[i + 4]);
-        }
-        for (int i = 0; i < 8; i++)
-            rows[i] = zipped[i];
-    }
-}
-
-/* Of whole 32 rows and eight columns, which are lines of the cache when they are stored. */
-AVX512 static void transpose_lines(const u16 *from, size_t from_stride, size_t rows, size_t columns, u16 *restrict to,
-                                   size_t to_stride) {
-    for (size_t row = 0; row < rows; row += 32)
-        for (size_t column = 0; column < columns; column += 8) {
-            __m512i own[8];
-            for (size_t i = 0; i < 8; i++) {
-                const u16 *at = from + (row + i) * from_stride + column;
-                own[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i_u *)at));
-                own[i] = _mm512_inserti32x4(own[i], _mm_loadu_si128((const __m128i_u *)(at + 8 * from_stride)), 1);
-                own[i] = _mm512_inserti32x4(own[i], _mm_loadu_si128((const __m128i_u *)(at + 16 * from_stride)), 2);
-                own[i] = _mm512_inserti32x4(own[i], _mm_loadu_si128((const __m128i_u *)(at + 24 * from_stride)), 3);
-            }
-            turn_eights(own);
-            for (size_t i = 0; i < 8; i++)
-                _mm512_storeu_si512(to + (column + i) * to_stride + row, own[i]);
-        }
-}
-#endif
-
 /* A rows × columns matrix, transposed. */
 INLINE void transpose16(const u16 *from, size_t from_stride, size_t rows, size_t columns, u16 *restrict to,
                         size_t to_stride) {
-#ifdef AVX512
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
     if (rows % 32 == 0 && columns % 8 == 0 && HAS_AVX512("bw")) {
-        transpose_lines(from, from_stride, rows, columns, to, to_stride);
+        kv_transpose_lines(from, from_stride, rows, columns, to, to_stride);
         return;
     }
 #endif
@@ -149,18 +104,6 @@ INLINE void transpose32(const u32 *from, size_t from_stride, size_t rows, size_t
 }
 
 /* ---- words and floats ---- */
-
-INLINE float float_of(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
-
-INLINE uint32_t bits_of_float(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    return bits;
-}
 
 INLINE float wide_half(uint32_t half) {
     /* 2**112 brings the exponent to float32's; infinities and what is no number keep theirs. */
@@ -227,6 +170,12 @@ INLINE const f32 *cosines_of(const Shape *shape, const u8 *turns, const u8 *tabl
     return (const f32 *)turns + (size_t)((const int32_t *)tables)[plane] * (size_t)shape->head_dim * *stride + first;
 }
 
+/* What `kv_tile_*` do at a time, so that it stays in the cache: a block, if it has whole heads, else a whole plane. */
+INLINE Part part_of(const Shape *shape, const Sizes *sizes, const f32 *cosines, size_t stride) {
+    size_t head = (size_t)shape->head_dim, block = (size_t)shape->block;
+    return (Part){sizes->channels, head / 2, block, 0, block % head ? sizes->channels : block, cosines, stride};
+}
+
 /* ---- the way there ---- */
 
 /* A tile of a plane, in steps from its means. words: of the first token. moved: room for as many. tokens: how many are
@@ -281,6 +230,27 @@ INLINE void to_pairs(const f32 *restrict numbers, size_t block, float unit, int1
         }
 }
 
+/* 0: a number is too far from its mean. words: of the tile's first token. means, steps: of the plane. forward, places: of the
+ * part's first block. rows: of the first row's first of these tokens. */
+INLINE int project_part(const Part *part, const u16 *words, const f32 *means, const f32 *steps, const i16 *forward,
+                        const int32_t *places, i16 *rows, size_t row_stride, size_t blocks, f32 *numbers, int16_t *pairs,
+                        const Ahead *ahead) {
+    const Ahead nothing = {0};
+    f32 far[MOST_BLOCKS];
+    kv_tile_to_steps(part, words, means, steps, numbers, far);
+    for (size_t at = 0; at < blocks; at++) {
+        size_t block = part->block;
+        Unit own = unit_of(far[at]);
+        if (!own.unit)
+            return 0;
+        kv_tile_to_pairs(numbers + at * block * TILE, block, own.unit, pairs);
+        if (!kv_tile_to_rows(forward + at * block * block, block, pairs, own.bits, places + at * block, rows, row_stride,
+                             at + 1 < blocks ? &nothing : ahead))
+            return 0;
+    }
+    return 1;
+}
+
 /* 0; or 1: a number is too far from its mean. words: [planes][tokens][channels]. turns: cosines and sines, [tables][2]
  * [head_dim / 2][tokens, to a whole tile]. steps: reciprocals of their widths, [blocks]. forward: [blocks][block][block], int16. places: of
  * each component of each block its row. rows: [rows][tokens], int16. scratch: 8 bytes for each channel and 64 tokens. */
@@ -299,6 +269,7 @@ EXPORT VERSIONS int64_t kv_project(const int64_t *described, size_t shape_bytes,
     if (steps_bytes != 4 * sizes.blocks || forward_bytes != 2 * sizes.blocks * block * block)
         return KV_MISFIT;
     f32 *numbers = (f32 *)scratch;
+    int has_tiles = shape->dtype == BFLOAT16 && kv_has_tiles((size_t)shape->head_dim, block, n);
     ALIGNED int16_t pairs[MOST_CHANNELS * TILE];
     ALIGNED int32_t sums[MOST_CHANNELS * TILE];
     for (size_t plane = 0; plane < KEYS_AND_VALUES * (size_t)shape->layers; plane++) {
@@ -307,23 +278,36 @@ EXPORT VERSIONS int64_t kv_project(const int64_t *described, size_t shape_bytes,
             size_t verbatim = exact > first ? (exact - first < tokens ? exact - first : tokens) : 0;
             size_t stride;
             const f32 *cosines = cosines_of(shape, turns, tables, plane, first, &stride);
+            if (has_tiles && tokens == TILE && !verbatim) {
+                Part part = part_of(shape, &sizes, cosines, stride);
+                for (; part.first < n; part.first += part.channels) {
+                    size_t which = (plane * n + part.first) / block, some = part.channels / block;
+                    /* The next part of this tile, or the next tile, if there is any. */
+                    const u8 *next = words + 2 * ((plane * sizes.tokens + first) * n + part.first + part.channels);
+                    next += part.first + part.channels < n ? 0 : 2 * (TILE - 1) * n;
+                    size_t left = (size_t)(words + words_bytes - next) / (2 * n);
+                    Ahead ahead = {next, NULL, 2 * n, next < words + words_bytes ? (left < TILE ? left : TILE) : 0, 2 * part.channels};
+                    if (!project_part(&part, (const u16 *)words + (plane * sizes.tokens + first) * n, (const f32 *)means + plane * n,
+                                      (const f32 *)steps + plane * (n / block), (const i16 *)forward + which * block * block,
+                                      (const int32_t *)places + which * block, (i16 *)rows + first, sizes.tokens, some,
+                                      numbers, pairs, &ahead))
+                        return 1;
+                }
+                continue;
+            }
             to_steps(shape, &sizes, words + (plane * sizes.tokens + first) * n * sizes.item, tokens, verbatim, cosines, stride,
                      (const f32 *)means + plane * n, (const f32 *)steps + plane * (n / block), scratch + 4 * TILE * n,
                      numbers);
             for (size_t at = 0; at < n / block; at++) {
                 size_t which = plane * (n / block) + at;
                 f32 *some = numbers + at * block * TILE;
-                float far = farthest(some, block * TILE);
-                int bits = FINEST;
-                while (bits > COARSEST && far * (bits < 0 ? 1.0f / (float)(1 << -bits) : (float)(1 << bits)) > LARGEST)
-                    bits--;
-                float unit = bits < 0 ? 1.0f / (float)(1 << -bits) : (float)(1 << bits);
-                if (!(far * unit <= LARGEST))
+                Unit own = unit_of(farthest(some, block * TILE));
+                if (!own.unit)
                     return 1;
-                to_pairs(some, block, unit, pairs);
+                to_pairs(some, block, own.unit, pairs);
                 kv_multiply((const i16 *)forward + which * block * block, block, pairs, sums);
                 const int32_t *own_places = (const int32_t *)places + which * block;
-                int shift = MATRIX_BITS + bits, beyond = 0;
+                int shift = MATRIX_BITS + own.bits, beyond = 0;
                 for (size_t i = 0; i < block; i++) {
                     i16 *restrict row = (i16 *)rows + (size_t)own_places[i] * sizes.tokens + first;
                     for (size_t t = 0; t < tokens; t++) {
@@ -419,18 +403,26 @@ EXPORT VERSIONS int64_t kv_project_back(const int64_t *described, size_t shape_b
     ALIGNED u8 fours_of[MOST_CHANNELS * TILE] = {0}; /* as those beyond a tile's tokens are read too */
     ALIGNED int16_t pairs[MOST_CHANNELS * TILE] = {0};
     int try_bytes = kv_multiplies_bytes(block);
+    int has_tiles = shape->dtype == BFLOAT16 && kv_has_tiles((size_t)shape->head_dim, block, n);
     for (size_t plane = 0; plane < KEYS_AND_VALUES * (size_t)shape->layers; plane++)
         for (size_t first = 0; first < sizes.tokens; first += TILE) {
             size_t tokens = sizes.tokens - first < TILE ? sizes.tokens - first : TILE;
+            int is_tile = has_tiles && tokens == TILE;
             for (size_t at = 0; at < n / block; at++) {
                 size_t which = plane * (n / block) + at;
                 const i16 *own_rows = (const i16 *)rows + first;
                 const int32_t *own_places = (const int32_t *)places + which * block;
                 int32_t *own_sums = (int32_t *)scratch + at * block * TILE;
-                int are_bytes = try_bytes && (tokens == TILE ? to_fours(own_rows, sizes.tokens, own_places, block, TILE, fours_of)
+                int are_bytes = try_bytes && (is_tile ? kv_tile_to_fours(own_rows, sizes.tokens, own_places, block, fours_of)
+                                              : tokens == TILE ? to_fours(own_rows, sizes.tokens, own_places, block, TILE, fours_of)
                                                              : to_fours(own_rows, sizes.tokens, own_places, block, tokens, fours_of));
                 if (are_bytes) {
-                    kv_multiply_bytes((const i8 *)small + which * block * fours * 4, block, fours_of, own_sums);
+                    /* The next block of this tile, or the first of the plane's next tile, or of the next plane. */
+                    int is_last = at + 1 == n / block, ends = is_last && first + TILE >= sizes.tokens;
+                    Ahead ahead = {(const u8 *)(is_last ? ends ? (const i16 *)rows : own_rows + TILE : own_rows),
+                                   is_last && !ends ? own_places - at * block : own_places + block, 2 * sizes.tokens,
+                                   ends && which + 1 == sizes.blocks ? 0 : block, 2 * TILE};
+                    kv_multiply_bytes((const i8 *)small + which * block * fours * 4, block, fours_of, own_sums, &ahead);
                 } else {
                     to_pairs_of(own_rows, sizes.tokens, own_places, block, tokens, pairs);
                     kv_multiply((const i16 *)backward + which * block * block, block, pairs, own_sums);
@@ -438,6 +430,13 @@ EXPORT VERSIONS int64_t kv_project_back(const int64_t *described, size_t shape_b
             }
             size_t stride;
             const f32 *cosines = cosines_of(shape, turns, tables, plane, first, &stride);
+            if (is_tile) {
+                Part part = part_of(shape, &sizes, cosines, stride);
+                part.channels = n;
+                kv_tile_from_sums(&part, (const int32_t *)scratch, (const f32 *)scales + plane * n, (const f32 *)means + plane * n,
+                                  (u16 *)words + (plane * sizes.tokens + first) * n);
+                continue;
+            }
             from_sums(shape, &sizes, (const int32_t *)scratch, (const f32 *)scales + plane * n,
                       (const f32 *)means + plane * n, cosines, stride, scratch + 4 * TILE * n,
                       words + (plane * sizes.tokens + first) * n * sizes.item, tokens);
