@@ -6,6 +6,7 @@ A script that makes such children is started again for each, with `--serve` and 
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -73,7 +74,7 @@ class Child:
             if line.startswith(word):
                 return line[len(word) :]
         command: Any = self._process.args
-        raise SystemExit("an engine ended; run its command by hand to see why: " + " ".join(map(str, command)))
+        raise SystemExit("an engine ended; run its command by hand to see why: " + shlex.join(command))
 
 
 def progress(text: str) -> None:

@@ -134,8 +134,17 @@ def main() -> int:
     made.add_argument("--bandwidth", action="append", choices=BANDWIDTHS, help="of these links alone")
     made.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of each prompt (default: 1600)")
     options = made.parse_args()
+    from kv_core.errors import ConfigError
     from kv_testing.throttled import offer
+    from kv_tiers.codecs.calibration import read_calibration
 
+    if options.calibration is None and set(options.way or ()) & set(CALIBRATED):
+        made.error("kvtc needs --calibration")
+    if options.calibration is not None:
+        try:
+            read_calibration(options.calibration)
+        except ConfigError as error:
+            made.error(f"--calibration: {error}")
     ways = WAYS | (CALIBRATED if options.calibration else {})
     ways = {name: way for name, way in ways.items() if name in {"raw", *(options.way or ways)}}
     asked = prompts(options.model, 2 * LEARNING + options.prompts, options.tokens)
