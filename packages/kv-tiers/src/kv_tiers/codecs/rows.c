@@ -140,7 +140,7 @@ INLINE void put_code(Putting *now, uint32_t word, uint32_t number) {
 
 /* A stream of the codes from one number on to another, at most LONGEST bits each and 8 bytes besides. escaped: room for as many,
  * and then where those end that are. How many bytes it takes. */
-static size_t put_codes(const uint16_t *restrict indices, uint32_t from, uint32_t to, const u32 *restrict coded,
+VERSIONS static size_t put_codes(const uint16_t *restrict indices, uint32_t from, uint32_t to, const u32 *restrict coded,
                         uint32_t **escaped, u8 *restrict out) {
     Putting now = {0, 0, *escaped};
     size_t at = 0;
