@@ -304,6 +304,24 @@ class TestSharedFs(PersistentTierContract):
         assert another.holds(keys) == [False] * 10 + [True] * 2
         assert self.loaded(others) == [True] * 8
 
+    def test_what_a_killed_host_had_not_cleared_away_is_swept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has been renamed, so that nothing is found, and nobody would ever free its space."""
+        monkeypatch.setattr(shared_fs, "_REST_S", -1.0)
+        monkeypatch.setattr(shared_fs, "_SWEPT_AT_ONCE", 4)
+        tier = self.with_options()
+        self.store(key_chain(6))
+        with monkeypatch.context() as killed:
+            killed.setattr(shutil, "rmtree", lambda *_, **__: None)
+            tier.clear()
+            self.store(other := key_chain(6, branch="other"))
+            tier.clear_tenant(other[0].tenant)
+        assert len(self.files()) >= 6
+        more = key_chain(12, branch="more")
+        for write in self.writes(more):
+            assert tier.store([write]) == [Stored()]
+        assert len(self.files()) == 12 and self.loaded(more) == [True] * 12
+        assert len(list(self.root.iterdir())) == 1  # nor are there directories left
+
     def test_a_link_leads_no_sweep_to_files_elsewhere(self, tmp_path: Path) -> None:
         tier = self.with_options(ttl_s=1000)
         elsewhere, first, second = an_old_file(tmp_path / "home" / "mail"), *self.writes(key_chain(2))

@@ -119,6 +119,7 @@ class SharedFsTier:
         self._key = _read_key(config, self.name) if config.key_file else b""
         key_name = f"-{hashlib.sha256(b'the name of the key' + self._key).hexdigest()[:16]}" if self._key else ""
         self._directory = f"{self._root}/{context.namespace}{key_name}"
+        self._left = f".{os.path.basename(self._directory)}."  # how names begin of what is being removed
         self._chunk_bytes = context.chunk_bytes
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
         self._full = ""
@@ -389,9 +390,13 @@ class SharedFsTier:
             for directory, files in itertools.groupby(some, operator.itemgetter(0)):
                 with suppress(OSError), opened_below(self._root, directory) as opened:
                     for _, name in files:
-                        self._remove_if_old(name, opened, now_s)
+                        if directory.startswith("."):
+                            with suppress(OSError):
+                                os.unlink(name, dir_fd=opened)
+                        else:
+                            self._remove_if_old(name, opened, now_s)
             if len(some) < _SWEPT_AT_ONCE and time.monotonic() - self._swept_from_s > _REST_S:
-                self._sweep, self._swept_from_s = self._files(), time.monotonic()
+                self._sweep, self._swept_from_s = self._files_to_sweep(), time.monotonic()
         finally:
             self._sweeping.release()
 
@@ -405,19 +410,37 @@ class SharedFsTier:
         """The files of our chunks and whatever else is there: the directory below the root, and the name."""
         return files_below(self._root, os.path.basename(self._directory), _LEVELS)
 
+    def _files_to_sweep(self) -> Iterator[tuple[str, str]]:
+        """Our chunks' files, and those that a clear has renamed: whoever was to remove them may have been killed."""
+        yield from self._files()
+        names: list[str] = []
+        with suppress(TierDown):  # the next call will notice
+            names = self._taken_away()
+        for name in names:
+            is_empty = True
+            for found in files_below(self._root, name, _LEVELS):
+                is_empty = False
+                yield found
+            if is_empty:  # but for directories
+                shutil.rmtree(f"{self._root}/{name}", ignore_errors=True)
+
+    def _taken_away(self) -> list[str]:
+        try:
+            return [name for name in os.listdir(self._root) if name.startswith(self._left)]
+        except OSError as error:
+            raise self._down(error) from error
+
     def _take_away(self, directories: Sequence[str]) -> None:
         """Rename these at once, then remove them, and whatever other hosts have renamed but not removed."""
-        left = f".{os.path.basename(self._directory)}."
         for directory in directories:
             try:
-                os.rename(directory, f"{self._root}/{left}{secrets.token_hex(8)}")
+                os.rename(directory, f"{self._root}/{self._left}{secrets.token_hex(8)}")
             except OSError as error:
                 if error.errno not in _GONE and (error.errno not in _READ_ONLY or os.path.lexists(directory)):
                     raise self._down(error, removing=True) from error
         self._check_root()
-        for name in os.listdir(self._root):
-            if name.startswith(left):
-                shutil.rmtree(f"{self._root}/{name}", ignore_errors=True)
+        for name in self._taken_away():
+            shutil.rmtree(f"{self._root}/{name}", ignore_errors=True)
 
     def _remove(self, path: str) -> None:
         try:
