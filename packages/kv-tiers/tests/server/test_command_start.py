@@ -266,6 +266,29 @@ def test_a_terminal_that_lacks_a_character_is_no_traceback() -> None:
     assert "socket: /run/\\u2026/kv.sock" in done.stdout
 
 
+WITH_THREADS = """
+import sys, threading
+from kv_testing.threads import threads_left
+from kv_tiers.server.cli import main
+with threads_left(int(sys.argv.pop(1))):
+    sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_a_server_that_may_start_too_few_threads_says_so_in_one_line(home: Path, threads: int) -> None:
+    """Of those for events, HTTP and peers."""
+    path = home / "s" / "kv.sock"
+    options = [*SERVER, "--socket", str(path), "--http", "127.0.0.1:0", "--listen", "127.0.0.1:0"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_THREADS, str(threads), *options],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert "kv-server: no more threads can be started" in done.stderr and "ulimit -u" in done.stderr
+    assert not path.exists()
+
+
 def test_help_names_a_socket_with_a_per_cent_sign(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ from kv_core.log import limited_logger
 from kv_tiers.events.changes import ChangeLog, Changes
 from kv_tiers.events.events import Event
 from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.threads import must_start
 
 _log = limited_logger(__name__)
 
@@ -147,14 +148,19 @@ class EventBus:
         return source
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """From now on deliver every event to it. After `close` it receives none."""
+        """From now on deliver every event to it. After `close` it receives none.
+
+        Raises:
+            OutOfThreadsError: the system has no thread to deliver events on.
+        """
         with self._lock:
             if self._closed:
                 return
-            self._subscribers += (subscriber,)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._deliver, name="kv-events", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._deliver, name="kv-events", daemon=True)
+                must_start(thread)
+                self._thread = thread
+            self._subscribers += (subscriber,)
             for source in self._sources:
                 self._switch(source)
 

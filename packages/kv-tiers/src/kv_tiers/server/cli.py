@@ -21,6 +21,7 @@ from kv_tiers.server.connection import PACKAGE
 from kv_tiers.server.http.start import open_http
 from kv_tiers.server.server import CacheServer
 from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
+from kv_tiers.threads import OutOfThreadsError
 
 _log = limited_logger(__name__)
 
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         http = open_http(config.http)
         server = CacheServer(config)
-    except ConfigError as error:
+    except (ConfigError, OutOfThreadsError) as error:
         print(f"kv-server: {error}", file=sys.stderr)
         return 2
     for number in _ENDING:
@@ -96,8 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_with(args.owner, server)
     if args.parent is not None:
         _die_with(args.parent)
-    if http is not None:
-        http.start(server)
+    try:
+        if http is not None:
+            http.start(server)
+    except OutOfThreadsError as error:
+        print(f"kv-server: {error}", file=sys.stderr)
+        server.stop()
+        server.serve()  # which closes it
+        return 2
     ready = ["READY", str(server.socket_path), str(os.getpid())]
     if http is not None:
         ready.append(http.url)
@@ -111,13 +118,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # the reader has gone; if it was our owner, a lifeline ends us
         _log.warning("no process reads the line that says that this server is ready: %s", error.strerror)
         sys.stdout = None  # or it would be flushed again when we end
-    server.serve()
+    status = 0
+    try:
+        server.serve()
+    except OutOfThreadsError as error:
+        print(f"kv-server: {error}", file=sys.stderr)
+        status = 2
     if http is not None:
         http.stop()
     if args.own_directory:
         with suppress(OSError):
             server.socket_path.parent.rmdir()
-    return 0
+    return status
 
 
 def _allow_descriptors(config: ServerConfig) -> None:

@@ -27,7 +27,7 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.server.accepting import REST_S, listen_at
 from kv_tiers.server.report import PeersServed
-from kv_tiers.threads import join_all, start_thread
+from kv_tiers.threads import join_all, must_start, start_thread
 from kv_tiers.tier import MAX_OFFERED, Fate, Taken
 from kv_tiers.tiers.directory.names import pack
 from kv_tiers.tiers.peers_security import check_protected, read_token, tls_files
@@ -103,7 +103,7 @@ class PeerServer:
         self._accepting = threading.Thread(target=self._accept, name="kv-peers", daemon=True)
 
     def start(self) -> None:
-        self._accepting.start()
+        must_start(self._accepting)
 
     def counts(self) -> PeersServed:
         """A snapshot, on any thread."""

@@ -131,10 +131,14 @@ class CacheServer:
         self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
 
     def serve(self) -> None:
-        """Serve until `stop`; then accept no more connections, complete pending spills, and close."""
-        if self._peers is not None:
-            self._peers.start()
+        """Serve until `stop`; then accept no more connections, complete pending spills, and close.
+
+        Raises:
+            OutOfThreadsError: the system has no thread for peers; it is closed.
+        """
         try:
+            if self._peers is not None and not self.is_stopping:
+                self._peers.start()
             while not self.is_stopping:
                 for key, _ in self._selector.select(self._patience_s()):
                     key.data()

@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import Metric as Family
 
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
+from kv_tiers.threads import must_start
 from kv_tiers.watch.metrics import Metrics
 from kv_tiers.watch.spans import exporter_of, resource
 
@@ -72,7 +73,7 @@ class PushedMetrics(Metrics):
         self._resource = resource()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._send_on, name="kv-metrics", daemon=True)
-        self._thread.start()
+        must_start(self._thread)
 
     def close(self) -> None:
         """Send once more. What caches count themselves is missing if they are closed already."""

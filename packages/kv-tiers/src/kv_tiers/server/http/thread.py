@@ -23,6 +23,7 @@ from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
 from kv_tiers.server.http.token import read_token
 from kv_tiers.server.server import CacheServer
+from kv_tiers.threads import must_start
 
 _log = limited_logger(__name__)
 
@@ -83,7 +84,7 @@ class HttpThread:
                 h11_max_incomplete_event_size=_HEAD_BYTES,
             ),
         )
-        self._thread.start()
+        must_start(self._thread)
         if not self._has_started.wait(_START_S):
             _log.warning("HTTP is not served yet, after %g s", _START_S)
 
