@@ -296,6 +296,8 @@ def test_computing_is_estimated_with_all_that_comes_before_what_is_looked_up(fix
 
     request, node = CacheRequestHandle("tail", 0), match.last_host_node
     with mock.patch.object(service, "lookup", observed):
+        known = cache.get_last_hash_value(node), cache.get_prefix_hash_values(node)
+        assert cache.query_storage_hit_length(node, list(tail), *known) == len(tail)  # as an engine that decodes asks
         cache.prefetch_from_storage(
             request,
             node,
@@ -305,7 +307,7 @@ def test_computing_is_estimated_with_all_that_comes_before_what_is_looked_up(fix
             matched_prefix_tokens=array("q", head),
         )
         fixtures._run_prefetch_to_completion(cache, request)
-    assert [costs.before_tokens for costs in stated] == [len(head)]
+    assert [costs.before_tokens for costs in stated] == [len(head)] * 2
     assert match_prefix(cache, sequence).host_hit_length == len(sequence)
 
 

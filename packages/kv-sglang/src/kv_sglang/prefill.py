@@ -2,7 +2,8 @@
 
 How fast it computes is measured where its scheduler processes the results of a step (`Scheduler.process_batch_result`).
 A lookup begins after the pages that SGLang has itself, to which all computed tokens attend. How many these are is seen
-where its tree sends a lookup to its threads (`UnifiedRadixCache.prefetch_from_storage`).
+where its tree sends a lookup to its threads (`UnifiedRadixCache.prefetch_from_storage`), or looks up at once for an
+engine that decodes (`query_storage_hit_length`).
 """
 
 import inspect
@@ -104,7 +105,8 @@ def follow_steps(speed: PrefillSpeed) -> None:
 
     _FOLLOWED.add(speed)
     observe("process_batch_result", _around, otherwise=_UNKNOWN)
-    observe("prefetch_from_storage", _around_lookup, otherwise=_FROM_THE_START, of=UnifiedRadixCache)
+    for method in ("prefetch_from_storage", "query_storage_hit_length"):
+        observe(method, _around_lookup, otherwise=_FROM_THE_START, of=UnifiedRadixCache)
 
 
 def _around(call: Any) -> Any:
@@ -126,15 +128,27 @@ def _around_lookup(call: Any) -> Any:
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         for speed in list(_FOLLOWED):
+            if speed.costs() is None:
+                continue  # an engine that decodes looks up in its loop, and rarely knows
             try:
                 given = signature.bind(self, *args, **kwargs).arguments
-                if (before := given.get("matched_prefix_tokens")) and (page := _first_page(self, given)):
-                    speed.will_look_up(page, len(before))
+                if (before := _tokens_before(self, given)) and (page := _first_page(self, given)):
+                    speed.will_look_up(page, before)
             except Exception:  # noqa: BLE001  # any error would end the engine
                 _log.exception("a lookup of SGLang cannot be read: %s", _FROM_THE_START)
         return call(self, *args, **kwargs)
 
     return called
+
+
+def _tokens_before(tree: Any, given: Mapping[str, Any]) -> int:
+    """How many tokens of the prompt SGLang has itself; 0: none, or it does not say."""
+    if "matched_prefix_tokens" in given:
+        return len(given["matched_prefix_tokens"] or ())
+    if not given.get("last_hash") or given.get("prefix_keys") is None:
+        return 0
+    last = tree.tree_core.get_hash_values(given["last_host_node_id"])  # which are not among those of the keys before it
+    return (len(given["prefix_keys"]) + len(last)) * int(tree.page_size)
 
 
 def _first_page(tree: Any, given: Mapping[str, Any]) -> str:
