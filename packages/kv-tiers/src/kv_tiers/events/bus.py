@@ -2,8 +2,9 @@
 
 Publishing appends to a deque: no lock, no system call, no exception. Without subscribers it is not called at all,
 because the publisher checks `Source.on` before it creates an event. The thread delivers several times a second, so
-events arrive shortly after they happened. While there are none it sleeps, and the first that is published wakes it,
-which does take a lock. The queue holds at most `max_queued` events; the rest is dropped and counted, to bound memory.
+events arrive shortly after they happened. While there are none it sleeps, and the first that is published wakes it:
+a system call that waits for nobody. The queue holds at most `max_queued` events; the rest is dropped and counted, to
+bound memory.
 
 Every subscriber gets every event, in the order of publishing, on that one thread. A subscriber that raises does not
 affect the others: its first failure is logged, all are counted, and it gets the next event as usual.
@@ -14,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 from weakref import WeakSet
 
@@ -62,7 +64,7 @@ class Source:
         if len(self._queue) < self._max_queued:
             self._append((self, self._now_s(), event))
             if self._bus._sleeps:
-                self._bus._wake.set()
+                self._bus._rouse()
         else:
             self._dropped()
 
@@ -135,7 +137,8 @@ class EventBus:
         self.failures = 0
         """How often a subscriber raised."""
         self._thread: threading.Thread | None = None
-        self._wake = threading.Event()
+        self._asleep = threading.Lock()  # taken, but to wake the thread; a `threading.Event` has a lock to wait for
+        self._asleep.acquire()
         self._hurry = threading.Event()  # somebody waits
         self._sleeps = False
         self._closed = False
@@ -176,7 +179,7 @@ class EventBus:
         marker = _Marker()
         self._queue.append(marker)
         self._hurry.set()
-        self._wake.set()
+        self._rouse()
         return marker.wait(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -189,7 +192,7 @@ class EventBus:
                 self._switch(source)
             thread = self._thread
         self._hurry.set()
-        self._wake.set()
+        self._rouse()
         if thread is not None:
             thread.join(timeout_s)
             if thread.is_alive():
@@ -237,12 +240,16 @@ class EventBus:
 
     def _sleep(self) -> None:
         """Return once there is something in the queue, or the bus is closed."""
-        self._wake.clear()
+        self._asleep.acquire(blocking=False)  # it may have been woken since
         self._sleeps = True
-        # In this order: what is published from now on sets `_wake`, and what came before is in the queue.
+        # In this order: what is published from now on wakes it, and what came before is in the queue.
         if not self._queue and not self._closed:
-            self._wake.wait()
+            self._asleep.acquire()
         self._sleeps = False
+
+    def _rouse(self) -> None:
+        with suppress(RuntimeError):  # another one has woken it
+            self._asleep.release()
 
     def _flush_all(self, subscribers: tuple[Subscriber, ...]) -> None:
         for subscriber in subscribers:
