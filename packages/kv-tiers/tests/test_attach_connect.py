@@ -8,13 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 from kv_core.errors import ConfigError
+from kv_core.tools.cli import main
+from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import until
 from kv_tiers.attach import connect
 from kv_tiers.attach.connect import Format, Replica, open_remote
+from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
+from kv_tiers.config import ServerSettings
 from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
+from kv_tiers.server.server import CacheServer
 from kv_tiers.server.supervised import SupervisedServer
 from kv_tiers.settings import Settings
+from kv_tiers.tools.doctor import servers
 
 POOL = {"host": {"capacity_bytes": 1 << 20}}
 
@@ -84,3 +90,25 @@ def test_a_replica_waits_longer_for_the_one_that_leads_than_ranks_do_for_their_f
         finally:
             leading.close()
             server.stop()
+
+
+def test_a_server_that_answers_with_a_bug_is_one_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is another process, whose answer is no promise of ours."""
+    monkeypatch.setattr(CacheServer, "registrations", lambda _: 1 // 0)
+    served = ThreadedServer()
+    try:
+        settings = Settings(server=ServerSettings(socket=str(served.path)))
+        assert connect.workers_of(settings, "engine") == []
+        own = StoredFormat("vllm", "model", "canonical", "f")
+        warn_of_other_formats(settings, own, notes=served.path.with_name("notes"))
+        (found,) = servers(served.path.parent)
+        assert found.state == "note" and "a bug in the server" in found.found
+        tokens = served.path.with_name("tokens")
+        tokens.write_text("1 2 3")
+        for command in (["top", "--once"], ["explain", str(tokens), "--chunk-tokens", "1"]):
+            assert main([*command, "--socket", str(served.path)]) == 2
+            assert "a bug in the server" in capsys.readouterr().err
+    finally:
+        served.close()

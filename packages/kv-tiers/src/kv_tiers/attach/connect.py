@@ -23,7 +23,7 @@ from kv_tiers.events.bus import EventBus
 from kv_tiers.server import wire
 from kv_tiers.server.address import PRIVATE_PREFIX
 from kv_tiers.server.config import default_socket
-from kv_tiers.server.connection import ask_server
+from kv_tiers.server.connection import ask_server_for
 from kv_tiers.server.link import NoServerError
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.process import launch
@@ -190,10 +190,9 @@ def workers_of(settings: Settings, engine_id: str, replica: Replica | None = Non
         ConfigError: the server is another user's, or refuses us.
     """
     try:
-        answer = ask_server(socket_of(settings, engine_id, replica), wire.Registered(engine_id))
+        answer = ask_server_for(socket_of(settings, engine_id, replica), wire.Registered(engine_id), wire.Registrations)
     except TierDown as why:
         _log.debug("engine %s has no server: %s", engine_id, why)
         return []
-    assert isinstance(answer, wire.Registrations)
     workers = [session for session in answer.sessions if "rank" in session.facts]
     return sorted(workers, key=lambda session: int(session.facts["rank"]))

@@ -20,7 +20,7 @@ from kv_core.log import limited_logger
 from kv_tiers.attach.identity import ServedModel, described
 from kv_tiers.attach.private_json import cache_file, read_private, write_private
 from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
+from kv_tiers.server.connection import ask_server_for
 from kv_tiers.settings import Settings
 
 _log = limited_logger(__name__)
@@ -94,8 +94,7 @@ def _warn(own: StoredFormat, other: StoredFormat, where: str) -> None:
 def _at_server(settings: Settings) -> dict[StoredFormat, str]:
     if not settings.server.socket:
         return {}
-    stated = ask_server(Path(settings.server.socket), wire.Status())
-    assert isinstance(stated, wire.Stated)
+    stated = ask_server_for(Path(settings.server.socket), wire.Status(), wire.Stated)
     found = {}
     for session in stated.report.sessions:
         facts = session.facts

@@ -10,7 +10,7 @@ import struct
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from kv_core.errors import ConfigError, InputError, TierDown
 
@@ -19,6 +19,8 @@ from kv_tiers.server import wire
 _READ_BYTES: Final = 1 << 16
 _PEER: Final = struct.Struct("3i")
 PACKAGE: Final = version("kv-tiers")
+
+A = TypeVar("A", bound=wire.Answer)
 
 
 class NobodyListens(TierDown):
@@ -196,3 +198,16 @@ def ask_server(path: Path, request: wire.Request, *, timeout_s: float = 1.0) -> 
         raise TierDown(f"the server at {path} did not answer within {timeout_s:g} s")
     finally:
         connection.close()
+
+
+def ask_server_for(path: Path, request: wire.Request, wanted: type[A], *, timeout_s: float = 1.0) -> A:
+    """The answer of this kind to `ask_server`.
+
+    Raises:
+        TierDown, ConfigError: as for `ask_server`. TierDown also for any other answer, such as that it hit a bug.
+    """
+    answer = ask_server(path, request, timeout_s=timeout_s)
+    if not isinstance(answer, wanted):
+        said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise TierDown(f"the server at {path} answers: {said}")
+    return answer

@@ -15,7 +15,7 @@ from kv_tiers.attach.engine import EngineFacts
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.server import wire
 from kv_tiers.server.config import default_socket
-from kv_tiers.server.connection import ask_server
+from kv_tiers.server.connection import ask_server_for
 
 _EXTRAS = {
     "s3": "obstore",
@@ -45,13 +45,12 @@ def servers(directory: Path) -> Iterator[Finding]:
     for socket in sorted(directory.glob("*.sock")):
         what = f"server {socket.stem}"
         try:
-            answer = ask_server(socket, wire.Registered(""))
+            answer = ask_server_for(socket, wire.Registered(""), wire.Registrations)
         except (TierDown, ConfigError) as error:
             yield Finding(
                 "note", what, f"{socket} does not answer: {error}", "if its process has ended, remove the file"
             )
             continue
-        assert isinstance(answer, wire.Registrations)
         engines: dict[str, dict[str, str]] = {}
         for session in answer.sessions:  # of an engine's processes, one or several describe its chunks
             engines[session.engine] = engines.get(session.engine, {}) | session.facts

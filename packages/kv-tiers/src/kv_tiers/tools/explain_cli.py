@@ -130,10 +130,12 @@ def _other_chunk_tokens(socket: Path, given: int | None) -> list[int]:
     """The numbers of tokens that chunks of the connected engines have, if none of them is what the user gave.
 
     Raises:
-        InputError: no server answers.
+        InputError: no server answers, or not with that.
     """
     answer = _query(socket, wire.Registered(""))
-    assert isinstance(answer, wire.Registrations)
+    if not isinstance(answer, wire.Registrations):
+        why = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise InputError(f"the server at {socket} does not say which engines are connected: {why}")
     said = {session.facts.get("chunk_tokens", "") for session in answer.sessions}
     sizes = {int(size) for size in said if size.isascii() and size.isdigit() and len(size) < 10}
     return [] if given in sizes else sorted(sizes)

@@ -68,13 +68,10 @@ def _ask(path: Path) -> "Report":
         TierDown: the server does not answer.
         ConfigError: it refuses us.
     """
-    from kv_tiers.server.connection import ask_server
+    from kv_tiers.server.connection import ask_server_for
     from kv_tiers.server.wire import Stated, Status
 
-    answer = ask_server(path, Status())
-    if not isinstance(answer, Stated):
-        raise TierDown(f"the server at {path} answers with {type(answer).__name__}")
-    return answer.report
+    return ask_server_for(path, Status(), Stated).report
 
 
 def _print_json(path: Path, every_s: float, *, once: bool) -> int:
