@@ -6,7 +6,8 @@ milliseconds. `observe.record` writes the same, after a line that states how man
     {"kv_trace": 1, "chunk_tokens": 256, "chunk_bytes": 33554432, "keys_per_chunk": 1}
 
 There a line may be half written: the last one while it is being recorded, and others where the recording process was
-killed or the disk was full. It is left out and counted. Elsewhere a line that cannot be read is an error.
+killed or the disk was full. It is left out and counted, unless it states sizes and requests follow that may be of
+others: that, and elsewhere any line that cannot be read, is an error.
 
 Plain: one request per line, its chunk ids with spaces between, perhaps after `@SECONDS`; `#` begins a comment. In both,
 equal ids mean equal prefixes: an id stands for its chunk and everything before it.
@@ -64,16 +65,22 @@ def read_trace(path: str) -> Trace:
     first_s = last_s = None
     sizes: tuple[int, int] | None = None
     half_lines = 0
+    half_format: tuple[str, str] | None = None  # and where it is
     for number, found in _lines(path):
         where, line = f"{path}:{number}", found
         if sizes is not None or found.startswith(_FORMAT) or _FORMAT.startswith(found):
             line = _whole_record(found)
-            half_lines += line != found
+            if line != found:
+                half_lines += 1
+                if found.startswith(_FORMAT[:3]):
+                    half_format = found, where
             if not line:
                 continue
         if line.startswith(_FORMAT):
-            sizes = _same_sizes(sizes, _sizes(line, where), where)
+            sizes, half_format = _same_sizes(sizes, _sizes(line, where), where), None
             continue
+        if half_format is not None:
+            _sizes(*half_format)  # which is an error: what follows may be of another format
         ids, at_s = _mooncake(line, where) if line.startswith("{") else _plain(line, where)
         if not ids:
             raise InputError(f"{where}: a request without chunks; delete the line")
