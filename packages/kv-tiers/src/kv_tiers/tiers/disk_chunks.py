@@ -218,13 +218,16 @@ class DiskChunks:
         Places for which the medium has no space are removed from the list and withheld."""
         self.refuse_vanished(places)
         self._records.sync_wipes(places)
+        directories = self.directories
         short: list[Place] = []
         why = ""
         try:
             for place in places:
+                entry, at = divmod(place.entry, len(directories))
+                if entry < directories[at].entries_ready:
+                    continue
                 try:
-                    entry, at = divmod(place.entry, len(self.directories))
-                    self.directories[at].make_room(entry, place.units)
+                    directories[at].make_room(entry, place.units)
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         raise

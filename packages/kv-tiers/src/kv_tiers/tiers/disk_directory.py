@@ -74,6 +74,8 @@ class DiskDirectory:
         self._backed: dict[int, int] = {}  # bytes allocated on the medium, by slab
         self._index_bytes = 0
         self._slabs_complete = False  # every slot is allocated on the medium
+        self.entries_ready = 0
+        """Entries below this need no `make_room`, whatever their units are."""
         self._open_files: list[File] = []
         self._namespace = bytes.fromhex(namespace)
         self._fd = -1
@@ -318,6 +320,7 @@ class DiskDirectory:
         # The last process may have died before this was durable, or may not have synced at all; we rely on all of it.
         self.index.sync()
         self._index_bytes = self.index.nbytes
+        self._count_ready()
 
     def _look_around(self) -> None:
         """Log what else takes space here, because nothing else would report it."""
@@ -355,6 +358,7 @@ class DiskDirectory:
         end = max(least, min(self._index_bytes + step, most))
         if self._index_bytes < least:
             self._index_bytes = _allocate(self.index, self._index_bytes, least, end, RECORD_BYTES)
+            self._count_ready()
 
     def _grow(self, number: int, least: int) -> None:
         """Allocate all of the slab's space, or as much as there is, but at least `least` bytes."""
@@ -381,6 +385,10 @@ class DiskDirectory:
     def _note_backed(self, number: int, nbytes: int) -> None:
         self._backed[number] = nbytes
         self._slabs_complete = sum(self._backed.values()) >= self.slots * self._geometry.slot_bytes
+        self._count_ready()
+
+    def _count_ready(self) -> None:
+        self.entries_ready = max(0, self.records_there()) if self._slabs_complete else 0
 
 
 def _allocate(file: File, have: int, least: int, most: int, step: int) -> int:

@@ -202,10 +202,11 @@ class ExtentIndex:
             _, here = self._residency.resident(keys)
             search = self._search([*self._entries_above(parent), *here])
             missing = set(self._residency.not_held(keys))
+            units_of = {size: self._geometry.units_for(self._overhead_bytes + size) for size in set(stored_bytes)}
             for at, (key, nbytes) in enumerate(zip(keys, stored_bytes, strict=True)):
                 place = None
                 if key in missing:
-                    place = self._room(key, nbytes, search)
+                    place = self._room(key, units_of[nbytes], nbytes, search)
                     missing.discard(key) if place is not None else missing.clear()
                 places.append(place)
                 if place is not None and self._parts is not None and decoded_bytes and decoded_bytes[at]:
@@ -353,8 +354,7 @@ class ExtentIndex:
         entries = dict.fromkeys(prompt).keys()
         return _Search(entries, entries if self._parts is None else _Protected(entries, self._parts))
 
-    def _room(self, key: ChunkKey, stored_bytes: int, search: _Search) -> Place | None:
-        units, slot_units = self._geometry.units_for(self._overhead_bytes + stored_bytes), self._geometry.slot_units
+    def _room(self, key: ChunkKey, units: int, stored_bytes: int, search: _Search) -> Place | None:
         while True:
             if units < search.no_room_for:
                 place = self._free_place(key, units, stored_bytes)
@@ -370,7 +370,7 @@ class ExtentIndex:
             self._empty(victim)
             search.evicted.append(victim)
             first = self._units[victim]
-            if units == slot_units and isinstance(first, int):
+            if units == self._geometry.slot_units and isinstance(first, int):
                 self._decoded_bytes.pop(victim, None)
                 self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
                 return Place(key, victim, range(first, first + units), stored_bytes)
