@@ -151,6 +151,7 @@ def test_each_finds_in_a_directory_what_the_other_computed(
     with started(tiny_llama, page=PAGE, cache=cache) as sglang:
         assert sglang.ask_in_turn(of(PROMPTS, FIRST)) == of(reference, FIRST)
         assert sglang.hits == [0, 512]
+        sglang.detach()
     assert_vllm_finds_it(tiny_llama, cache, of_vllm)
     with started(tiny_llama, page=PAGE, cache=cache) as sglang:
         assert_sglang_finds_it(sglang, reference)

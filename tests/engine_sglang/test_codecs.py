@@ -34,6 +34,7 @@ def test_what_a_lossless_codec_made_smaller_comes_back_after_a_restart(
         with started(tiny_llama, cache=over(tmp_path / "kv", codec)) as engine:
             assert engine.ask_in_turn(PROMPTS) == reference
             assert engine.hits == hits
+            engine.detach()  # so that the last prompt is on disk, too
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,7 @@ def test_what_a_calibrated_codec_made_smaller_comes_back_nearly_as_it_was(
         with started(model, cache=cache, **apart) as engine:
             answers.append(engine.ask_in_turn(PROMPTS))
             assert engine.hits == hits
+            engine.detach()
     computed, found = answers
     near = same(found, computed)
     assert near > 0.8 if step < 1 else near < 0.5  # a tiny model's answers change at a touch

@@ -114,6 +114,7 @@ def test_a_model_with_latents(tiny_deepseek: str, tmp_path: Path) -> None:
     with started(tiny_deepseek, cache=cache) as first:
         assert first.ask_in_turn(PROMPTS) == expected
         assert first.hits == COLD_HITS
+        first.detach()
     with started(tiny_deepseek, cache=cache, hicache_mem_layout="layer_first") as second:
         assert second.ask_in_turn(PROMPTS) == expected
         assert second.hits == WARM_HITS
