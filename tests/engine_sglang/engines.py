@@ -111,8 +111,8 @@ class Engine:
             assert success, message
 
     def detach(self) -> None:
-        """SGLang lets go of its storage, and goes on without, once it has nothing under way. What waits is stored first;
-        `Engine.shutdown` kills the processes with it (docs/contracts/sglang.md)."""
+        """SGLang lets go of its storage, and goes on without, once it has nothing under way. What waits is stored
+        first; `Engine.shutdown` kills the processes with it (docs/contracts/sglang.md)."""
         until(lambda: self._run(self.inner.tokenizer_manager.detach_hicache_storage()).success, within_s=30)
 
     def attach(self, cache: dict[str, Any], page: int = PAGE) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kv_sglang.names import Names
 from kv_sglang.transfer import manager, messages
 from kv_sglang.transfer.manager import KVManager
-from kv_sglang.transfer.messages import Gone, Here, Peer, Said
+from kv_sglang.transfer.messages import Aborted, PagesStored, Peer, Ready
 from kv_sglang.transfer.rooms import Coming
 from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -60,9 +60,9 @@ def open_room(ours: KVManager, hashes: tuple[str, ...]) -> None:
     ours.transfer_infos[ROOM] = {peer.address: peer}
 
 
-def said(metadata: Sequence[bytes], attempt: bytes = FIRST) -> Said:
+def stored(metadata: Sequence[bytes], attempt: bytes = FIRST) -> PagesStored:
     """Both pages are in the cache."""
-    return Said(ROOM, attempt, 0, 2, HASHES[1], "theirs", metadata)
+    return PagesStored(ROOM, attempt, 0, 2, HASHES[1], "theirs", metadata)
 
 
 def sent(ours: KVManager, **named: Any) -> Callable[[Any], None]:
@@ -146,7 +146,7 @@ def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() ->
     ours.kv_args = SimpleNamespace(aux_data_ptrs=[ctypes.addressof(metadata)], aux_item_lens=[1])
     coming = Coming(Names(HASHES, 0), 1, [4], aux_index=0, loaded=1, ready=Reached(), attempt=FIRST)
     ours.name_coming(ROOM, coming)
-    assert ours._fetch(exchange, coming, said([b"7"])) == ""
+    assert ours._fetch(exchange, coming, stored([b"7"])) == ""
     assert calls == [["get", HASHES[1]], ["need not", HASHES[0], "theirs"]]
     assert metadata.raw == b"7"
 
@@ -165,7 +165,7 @@ def test_a_load_that_ends_after_its_request_leaves_nothing_behind() -> None:
         del ours.request_status[ROOM]
         return "the request has ended"
 
-    ours._load(SimpleNamespace(get=get), said=said([]))
+    ours._load(SimpleNamespace(get=get), stored=stored([]))
     assert ours.failure_records == {}
 
 
@@ -190,7 +190,7 @@ def test_a_load_that_is_done_after_its_request_is_not_the_success_of_another_wit
 
     monkeypatch.setattr(ours, "_fetch", fetch)
     request()
-    ours._load(SimpleNamespace(), said=said([b"7"]))
+    ours._load(SimpleNamespace(), stored=stored([b"7"]))
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput}
 
 
@@ -213,7 +213,7 @@ def test_what_is_said_late_of_an_earlier_request_changes_nothing_of_one_that_has
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(SimpleNamespace()))
     status = [messages.STATUS, b"%d" % ROOM, b"%d" % KVPoll.Failed, b"0", b"its prefill engine had no room"]
     ours._hear_prefill([*status, FIRST])
-    ours._hear_prefill(said([b"7"], FIRST).frames())
+    ours._hear_prefill(stored([b"7"], FIRST).frames())
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput} and ours.failure_records == {}
     assert coming.loaded == 0
     ours._hear_prefill([*status, SECOND])
@@ -229,16 +229,16 @@ def test_a_decode_engine_that_gives_up_late_does_not_end_another_request_with_th
     open_room(ours, HASHES)
     rank = decode_rank(SECOND)
     ours.transfer_infos[ROOM] = {rank.address: rank}
-    ours._hear_decode(Gone(ROOM, given_up.address, given_up.attempt).frames())
+    ours._hear_decode(Aborted(ROOM, given_up.address, given_up.attempt).frames())
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput} and ours.failure_records == {}
-    ours._hear_decode(Gone(ROOM, rank.address, SECOND).frames())
+    ours._hear_decode(Aborted(ROOM, rank.address, SECOND).frames())
     assert ours.request_status == {ROOM: KVPoll.Failed} and ROOM in ours.failure_records
 
 
 def test_a_decode_engine_that_gives_up_before_it_has_blocks_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = prefilling(monkeypatch)
     ours.request_status[ROOM] = KVPoll.Bootstrapping
-    ours._hear_decode(Gone(ROOM, "127.0.0.1:1", FIRST).frames())
+    ours._hear_decode(Aborted(ROOM, "127.0.0.1:1", FIRST).frames())
     assert ours.request_status == {ROOM: KVPoll.Failed}
 
 
@@ -250,9 +250,9 @@ def test_a_request_that_is_given_up_before_it_comes_leaves_nothing_behind(
     repeated it, and what was known of it stayed for ever."""
     ours, _ = prefilling(monkeypatch)
     rank = decode_rank(FIRST)
-    ours._hear_decode(Here(ROOM, required, rank).frames())
+    ours._hear_decode(Ready(ROOM, required, rank).frames())
     assert ROOM in ours.transfer_infos
-    ours._hear_decode(Gone(ROOM, rank.address, FIRST).frames())
+    ours._hear_decode(Aborted(ROOM, rank.address, FIRST).frames())
     assert ours.request_status == ours.transfer_infos == ours.req_to_decode_prefix_len == ours.failure_records == {}
 
 
@@ -261,16 +261,16 @@ def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages
 ) -> None:
     """It was not listened to, and waited until its time was up."""
     ours, told = prefilling(monkeypatch)
-    ours._hear_decode(Here(ROOM, 1, decode_rank(b"attempt0", prefix_tokens=4)).frames())
-    ours._hear_decode(Here(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for these any more
+    ours._hear_decode(Ready(ROOM, 1, decode_rank(b"attempt0", prefix_tokens=4)).frames())
+    ours._hear_decode(Ready(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for these any more
     assert ours.req_to_decode_prefix_len == {ROOM: 0}
     ours.name_leaving(ROOM, Names(HASHES, 0))
     job = sent(ours)
-    ours._hear_decode(Here(ROOM, 1, decode_rank(SECOND)).frames())
+    ours._hear_decode(Ready(ROOM, 1, decode_rank(SECOND)).frames())
     job(SimpleNamespace(put=lambda *_arguments: ""))
     assert [message[2] for message in told] == [SECOND, SECOND] and ours.request_status == {ROOM: KVPoll.Success}
     told.clear()
-    ours._hear_decode(Here(ROOM, 1, decode_rank(b"attempt3")).frames())
+    ours._hear_decode(Ready(ROOM, 1, decode_rank(b"attempt3")).frames())
     ((tag, _room, status, _rank, reason, attempt),) = told
     assert (tag, int(status), attempt) == (messages.STATUS, KVPoll.Failed, b"attempt3") and b"earlier request" in reason
 

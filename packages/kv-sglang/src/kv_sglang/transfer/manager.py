@@ -30,7 +30,7 @@ from kv_sglang.page_settings import read_settings
 from kv_sglang.served import served_model
 from kv_sglang.transfer import messages
 from kv_sglang.transfer.exchange import Exchange
-from kv_sglang.transfer.messages import Gone, Here, Peer, Said
+from kv_sglang.transfer.messages import Aborted, PagesStored, Peer, Ready
 from kv_sglang.transfer.refused import refuse_what_is_not_served
 from kv_sglang.transfer.rooms import Coming, Lanes, Leaving
 from kv_sglang.weights import engine_name, watch_updates
@@ -126,16 +126,16 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._leaving[room] = Leaving(room, names)
 
     def _hear_decode(self, message: Sequence[bytes]) -> None:
-        if (gone := Gone.read(message)) is not None:
-            self._decode_has_gone(gone)
-        elif message[0] == messages.HERE:
-            self._decode_is_here(Here.read(message))
+        if (aborted := Aborted.read(message)) is not None:
+            self._decode_aborted(aborted)
+        elif message[0] == messages.READY:
+            self._decode_ready(Ready.read(message))
 
-    def _decode_has_gone(self, gone: Gone) -> None:
-        room, status = gone.room, self.request_status.get(gone.room)
-        peer = self.transfer_infos.get(room, {}).get(gone.address)
+    def _decode_aborted(self, aborted: Aborted) -> None:
+        room, status = aborted.room, self.request_status.get(aborted.room)
+        peer = self.transfer_infos.get(room, {}).get(aborted.address)
         # A request whose decode engine has not been heard of may be given up by any.
-        is_of_it = status == KVPoll.Bootstrapping if peer is None else gone.attempt in (None, peer.attempt)
+        is_of_it = status == KVPoll.Bootstrapping if peer is None else aborted.attempt in (None, peer.attempt)
         if not is_of_it or status in (KVPoll.Success, KVPoll.Failed):
             return  # late, also about another request with the same number
         if room in self._leaving or status == KVPoll.Bootstrapping:
@@ -145,14 +145,14 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             for known in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
                 known.pop(room, None)
 
-    def _decode_is_here(self, here: Here) -> None:
-        room, peer = here.room, here.peer
+    def _decode_ready(self, ready: Ready) -> None:
+        room, peer = ready.room, ready.peer
         status = self.request_status.get(room)
         is_awaited = status == KVPoll.WaitingForInput and room not in self._leaving  # and was asked for before
         if status in (None, KVPoll.Bootstrapping) or is_awaited:
             peers = self.transfer_infos.setdefault(room, {})
             peers[peer.address] = peer
-            if len(peers) >= here.required:
+            if len(peers) >= ready.required:
                 self.req_to_decode_prefix_len[room] = max(each.prefix_tokens for each in peers.values())
                 self.update_status(room, KVPoll.WaitingForInput)
             return
@@ -266,7 +266,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         room, rank, last = leaving.room, self._prefill_unique_rank(), leaving.names.hashes[pages - 1]
         weights = self._attached.stores[KV].revision
         for peer in peers:
-            self._send(peer, Said(room, peer.attempt, rank, pages, last, weights, metadata).frames())
+            self._send(peer, PagesStored(room, peer.attempt, rank, pages, last, weights, metadata).frames())
 
     def _say_failed(self, peer: Peer, room: int, reason: str) -> None:
         status = self._encode_kv_status_message(bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason)
@@ -320,14 +320,14 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     ) -> list[bytes]:
         with self._rooms:
             attempt = self._coming[bootstrap_room].attempt
-        here = Peer(self.local_ip, int(self.rank_port), decode_prefix_len or 0, is_dummy, attempt)
-        return Here(bootstrap_room, required_dst_info_num, here).frames()
+        peer = Peer(self.local_ip, int(self.rank_port), decode_prefix_len or 0, is_dummy, attempt)
+        return Ready(bootstrap_room, required_dst_info_num, peer).frames()
 
     def _hear_prefill(self, message: Sequence[bytes]) -> None:
         if message[0] == messages.PAGES:
-            said = Said.read(message)
+            stored = PagesStored.read(message)
             assert self._lanes is not None
-            self._lanes.add(said.room, partial(self._load, said=said))
+            self._lanes.add(stored.room, partial(self._load, stored=stored))
         elif not self.handle_abort_ack_message(list(message)) and (
             ended := self.parse_kv_status_message(list(message))
         ):
@@ -347,13 +347,13 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             coming = self._coming.get(room)
         return coming if coming is not None and coming.attempt == attempt else None
 
-    def _load(self, exchange: Exchange, *, said: Said) -> None:
-        room = said.room
-        coming = self._coming_of(room, said.attempt)
+    def _load(self, exchange: Exchange, *, stored: PagesStored) -> None:
+        room = stored.room
+        coming = self._coming_of(room, stored.attempt)
         if coming is None or self.request_status.get(room) in (None, KVPoll.Failed):
             return  # it was given up
         try:
-            why = self._fetch(exchange, coming, said)
+            why = self._fetch(exchange, coming, stored)
         except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be loaded")
             why = f"{type(error).__name__}: {error}"
@@ -363,31 +363,31 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             if why:
                 self.record_failure(room, f"kv-sglang could not take over: {why}")
                 self.update_status(room, KVPoll.Failed)
-            elif said.metadata:
-                self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=said.rank)
+            elif stored.metadata:
+                self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=stored.rank)
 
-    def _fetch(self, exchange: Exchange, coming: Coming, said: Said) -> str:
+    def _fetch(self, exchange: Exchange, coming: Coming, stored: PagesStored) -> str:
         """Load the pages that are in the cache. Empty, or why not all are loaded."""
         hashes = coming.names.hashes
-        if not 0 < said.pages <= len(hashes) or hashes[said.pages - 1] != said.last:
+        if not 0 < stored.pages <= len(hashes) or hashes[stored.pages - 1] != stored.last:
             return (
                 "the prefill engine names the prompt's pages differently: it has a different prompt, page size or "
                 "adapter"
             )
-        coming.given_by = said.weights
+        coming.given_by = stored.weights
         coming.ready.synchronize()
         self._watch.filled()
-        while (first := coming.loaded) < said.pages:
-            count = min(said.pages - first, self._batch_pages)
+        while (first := coming.loaded) < stored.pages:
+            count = min(stored.pages - first, self._batch_pages)
             slots = coming.slots[first - coming.first :][:count]
             names, lock = coming.names, coming.lock
-            if why := exchange.get(names, first, slots, lambda: coming.is_open, lock, given_by=said.weights):
+            if why := exchange.get(names, first, slots, lambda: coming.is_open, lock, given_by=stored.weights):
                 return why
             coming.loaded = first + count
-        if said.metadata:
+        if stored.metadata:
             # Not before, as each of the prefill engine's stores holds all of the prompt's pages so far.
-            exchange.need_not(hashes[: coming.first], given_by=said.weights)
-            return self._take_metadata(coming, said.metadata)
+            exchange.need_not(hashes[: coming.first], given_by=stored.weights)
+            return self._take_metadata(coming, stored.metadata)
         return ""
 
     def _take_metadata(self, coming: Coming, metadata: Sequence[bytes]) -> str:
@@ -488,7 +488,7 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
     def _send_abort_notification(self, **_unused: Any) -> None:
         """Instead of SGLang's message, which does not tell this request from another with the same number."""
         address = f"{self.kv_mgr.local_ip}:{self.kv_mgr.rank_port}"
-        message = Gone(self.bootstrap_room, address, self._attempt).frames()
+        message = Aborted(self.bootstrap_room, address, self._attempt).frames()
         for info in self.bootstrap_infos:
             try:
                 socket, lock = self._connect_to_bootstrap_server(info)

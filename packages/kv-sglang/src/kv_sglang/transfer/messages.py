@@ -13,9 +13,9 @@ from typing import Final
 from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification
 
 STATUS: Final = b"KV_STATUS"
-HERE: Final = b"KV_HERE"
+READY: Final = b"KV_READY"
 PAGES: Final = b"KV_PAGES"
-GONE: Final = b"KV_GONE"
+ABORTED: Final = b"KV_ABORTED"
 _STATUS_FRAMES: Final = 5
 """SGLang's own: tag, room, status, rank, reason. The attempt follows them."""
 
@@ -45,7 +45,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class Ready:
     """A decode engine has blocks for a prompt. required: how many of its ranks say so."""
 
     room: int
@@ -56,7 +56,7 @@ class Here:
         peer = self.peer
         numbers = peer.dst_port, peer.prefix_tokens, self.required, peer.is_dummy
         return [
-            HERE,
+            READY,
             b"%d" % self.room,
             peer.attempt,
             peer.endpoint.encode("ascii"),
@@ -64,14 +64,14 @@ class Here:
         ]
 
     @classmethod
-    def read(cls, message: Sequence[bytes]) -> "Here":
+    def read(cls, message: Sequence[bytes]) -> "Ready":
         _, room, attempt, endpoint, port, prefix, required, dummy = message
         peer = Peer(endpoint.decode("ascii"), int(port), int(prefix), dummy == b"1", attempt)
         return cls(int(room), int(required), peer)
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class Aborted:
     """A rank of a decode engine has given up a request. address: its own. attempt: None: not known."""
 
     room: int
@@ -79,23 +79,23 @@ class Gone:
     attempt: bytes | None
 
     @classmethod
-    def read(cls, message: Sequence[bytes]) -> "Gone | None":
+    def read(cls, message: Sequence[bytes]) -> "Aborted | None":
         """None: it is another message."""
         if message[0] == ABORT_TAG:  # SGLang's own, where it does not ask the receiver for it
-            said = AbortNotification.from_zmq(list(message))
-            return None if said is None else cls(said.room, f"{said.decode_ip}:{said.decode_port}", None)
-        if message[0] != GONE:
+            theirs = AbortNotification.from_zmq(list(message))
+            return None if theirs is None else cls(theirs.room, f"{theirs.decode_ip}:{theirs.decode_port}", None)
+        if message[0] != ABORTED:
             return None
         _, room, attempt, address = message
         return cls(int(room), address.decode("ascii"), attempt)
 
     def frames(self) -> list[bytes]:
         assert self.attempt is not None
-        return [GONE, b"%d" % self.room, self.attempt, self.address.encode("ascii")]
+        return [ABORTED, b"%d" % self.room, self.attempt, self.address.encode("ascii")]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PagesStored:
     """What a rank of a prefill engine says of a prompt.
 
     pages: how many of its pages are in the cache.
@@ -118,7 +118,7 @@ class Said:
         return [PAGES, b"%d" % self.room, self.attempt, *numbers, *names, *self.metadata]
 
     @classmethod
-    def read(cls, message: Sequence[bytes]) -> "Said":
+    def read(cls, message: Sequence[bytes]) -> "PagesStored":
         _, room, attempt, rank, pages, last, weights, *metadata = message
         return cls(int(room), attempt, int(rank), int(pages), last.decode("ascii"), weights.decode(), metadata)
 

@@ -53,7 +53,7 @@ class Coming:
     ready: when nothing that was enqueued before writes to its blocks any more.
     lock: held while its blocks are written to.
     is_open: whether SGLang still has its blocks.
-    given_by: the revision of the prefill engine's weights, once it has said so.
+    given_by: the revision of the prefill engine's weights, once it is known.
     """
 
     names: Names
