@@ -9,7 +9,7 @@ from kv_sglang.linker import KVLinker
 from kv_sglang.names import Names
 from kv_sglang.transfer import manager
 from kv_sglang.transfer.manager import KVManager, KVReceiver
-from kv_sglang.transfer.messages import Said
+from kv_sglang.transfer.messages import PagesStored
 from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 
 FORWARD = "the stream of forward passes"
@@ -66,6 +66,6 @@ def test_what_is_handed_over_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> No
         assert request.ready.waited_for
         return ""
 
-    said = Said(1, b"attempt1", 0, 2, HASHES[1], "", [])
-    assert ours._fetch(SimpleNamespace(get=get), request, said) == ""
+    stored = PagesStored(1, b"attempt1", 0, 2, HASHES[1], "", [])
+    assert ours._fetch(SimpleNamespace(get=get), request, stored) == ""
     assert request.loaded == 2
