@@ -8,6 +8,7 @@ size, and the C functions compare all sizes before they touch anything.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
@@ -28,12 +29,13 @@ _log = limited_logger(__name__)
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """In the order in which `hatch_build.py` compiles them and takes their checksum."""
-_VERSION: Final = 8
+_VERSION: Final = 9
 """Of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
 """`KV_MISFIT` in the sources, and so on."""
 _DAMAGED, _FULL = -2, -3
-_AT: Final = ctypes.c_char * 0
+_addressof = ctypes.addressof
+_at: Final[Callable[[Any], ctypes.Array[ctypes.c_char]]] = (ctypes.c_char * 0).from_buffer
 _NONE: Final[Bytes] = np.empty(0, np.uint8)
 _ARGUMENTS: Final = {
     "split": (1, 3),
@@ -158,18 +160,16 @@ class CompiledKernels:
             MisuseError: the arrays' sizes do not fit each other.
         """
         flat: list[int | bytes] = []
-        addressof, from_buffer = ctypes.addressof, _AT.from_buffer
         for one in arguments:
             if isinstance(one, np.ndarray):
                 # numpy's own way takes 1 µs, and a section has many arrays: that would be a tenth of its time.
-                nbytes, base = one.nbytes, cast(object, one.base)
                 if one.flags.writeable:
-                    flat += addressof(from_buffer(one.data)), nbytes  # refuses what is not contiguous
-                elif isinstance(base, bytes) and len(base) == nbytes:
-                    flat += base, nbytes
+                    flat += _addressof(_at(one)), one.nbytes  # refuses what is not contiguous
+                elif isinstance(base := cast(object, one.base), bytes) and len(base) == one.nbytes:
+                    flat += base, one.nbytes
                 else:
                     assert one.flags.c_contiguous
-                    flat += one.ctypes.data, nbytes
+                    flat += one.ctypes.data, one.nbytes
             elif isinstance(one, int):
                 flat.append(one)
             else:

@@ -26,7 +26,7 @@ from kv_tiers.codecs.division import Division, division_in
 from kv_tiers.codecs.kernels import Kernels, Rows, Words, best_kernels
 from kv_tiers.codecs.learning import SINKS
 from kv_tiers.codecs.numpy_transform import wide
-from kv_tiers.codecs.rotation import Numbers, Turner, turn_back, turns
+from kv_tiers.codecs.rotation import Numbers, Turner, turns
 from kv_tiers.codecs.row_codes import row_codes
 from kv_tiers.codecs.transform import TILE, transform_of
 from kv_tiers.options import read_options
@@ -36,7 +36,7 @@ from kv_tiers.tier import TierContext
 VERSION: Final = 2
 _HEAD: Final = struct.Struct(f"<BBxxIQ{ID_BYTES}s")
 HEAD_BYTES: Final = _HEAD.size + SEAL_BYTES
-_NO_NUMBERS: Final[Numbers] = np.empty((0, 0, 0), np.float32)
+_NO_NUMBERS: Final[Numbers] = np.empty((0, 0), np.float32)
 MOST_TOKENS: Final = 1 << 17
 """Of a chunk."""
 _FINDING_LAYERS: Final = 4
@@ -228,7 +228,7 @@ class _Finder:
         self._layers = np.argsort(-clear, kind="stable")[:_FINDING_LAYERS]
         self._means = {int(layer): _points(means[layer]) / widths[layer] ** 2 for layer in self._layers}
         self._turns: dict[int, tuple[int, tuple[Numbers, Numbers]]] = {}
-        self._phases: tuple[int, NDArray[np.complex64]] = (0, np.empty((0, 0, 0), np.complex64))
+        self._phases: tuple[int, Numbers] = 0, np.empty((0, 0), np.float32)
 
     def position(self, stored: NDArray[Any], exact: int) -> int:
         """stored: [planes, tokens, heads, head_dim]. exact: first tokens that are unlike the others."""
@@ -240,28 +240,50 @@ class _Finder:
         for layer, mean in self._means.items():
             table = self._shape.tables[layer]
             numbers = wide(stored[layer, exact::every], self._shape.dtype)
-            numbers = turn_back(numbers, *(one[exact::every] for one in self._turns_of(table, tokens)))
-            seen[table] += (np.conj(mean) * _points(numbers.mean(0))).sum(0)
-        scores = (self._phases_of(tokens) @ seen.reshape(-1)).real
+            cos, sin = self._turns_of(table, tokens)
+            seen[table] += (np.conj(mean) * _turned_back_sum(numbers, cos[exact::every], sin[exact::every])).sum(0)
+        parts = np.concatenate((seen.real.reshape(-1), seen.imag.reshape(-1)), dtype=np.float32)
+        # Not `@`: the threads of BLAS, one for each processor, would go on for a while looking for more to do.
+        scores = np.einsum("pj,j->p", self._phases_of(tokens), parts)
         return int(np.argmax(np.nan_to_num(scores, nan=-np.inf))) * tokens
 
     def _turns_of(self, table: int, tokens: int) -> tuple[Numbers, Numbers]:
-        """For the places in a chunk."""
+        """For the places in a chunk, each [tokens, head_dim / 2]."""
         known, found = self._turns.get(table, (0, (_NO_NUMBERS, _NO_NUMBERS)))
         if known != tokens:
-            found = turns(self._calibration.frequencies[table], 0, tokens)
+            cos, sin = turns(self._calibration.frequencies[table], 0, tokens)
+            found = cos[:, 0], sin[:, 0]
             self._turns[table] = tokens, found
         return found
 
-    def _phases_of(self, tokens: int) -> NDArray[np.complex64]:
-        """[positions, tables × head_dim / 2]: the turns back from all positions at which such chunks begin."""
+    def _phases_of(self, tokens: int) -> Numbers:
+        """[positions, 2 × tables × head_dim / 2]: of the turns back from all positions at which such chunks begin the
+        cosines, then the sines.
+        """
         known, phases = self._phases
         if known != tokens:
             count = max(1, -(-self._shape.max_tokens // tokens))
             angles = np.arange(count)[:, None] * tokens * self._calibration.frequencies.reshape(1, -1)
-            phases = np.exp(-1j * angles).astype(np.complex64)
+            phases = np.concatenate((np.cos(angles), np.sin(angles)), 1, dtype=np.float32)
             self._phases = tokens, phases
         return phases
+
+
+def _turned_back_sum(numbers: Numbers, cos: Numbers, sin: Numbers) -> NDArray[np.complex64]:
+    """[heads, head_dim / 2]: the sum of tokens turned back to position 0, each pair of elements that are turned
+    together as a point.
+
+    numbers: [tokens, heads, head_dim], at the positions of `cos` and `sin`, [tokens, head_dim / 2].
+    """
+    half = numbers.shape[-1] // 2
+    low, high = numbers[..., :half], numbers[..., half:]
+
+    def summed(of: Numbers, by: Numbers) -> NDArray[Any]:
+        product: NDArray[Any] = np.einsum("thj,tj->hj", of, by)
+        return product
+
+    turned: NDArray[np.complex64] = summed(low, cos) + summed(high, sin) + 1j * (summed(high, cos) - summed(low, sin))
+    return turned
 
 
 def _points(heads: NDArray[Any]) -> NDArray[np.complex128]:

@@ -73,7 +73,8 @@ def _encoded_group(symbols: NDArray[np.uint16], codes: RowCodes, room: int) -> b
         low = (nibbles[::2] | nibbles[1::2] << LOW_BITS).tobytes()
         symbols >>= LOW_BITS
     padded = np.append(symbols, np.zeros(-symbols.size % together, np.uint16)).reshape(-1, together)
-    packed = codes.packing[code][(np.minimum(padded, base) * (base + 1) ** np.arange(together)).sum(1)]
+    packed = np.where((padded < base).all(1), (padded * base ** np.arange(together)).sum(1), ESCAPED)
+    packed[codes.words[code][packed] == 0] = ESCAPED
     of_lane = -(-len(packed) // LANES)
     lanes = [_stream(packed[at * of_lane : (at + 1) * of_lane], codes.words[code]) for at in range(LANES)]
     escaped = padded[packed == ESCAPED]
@@ -97,7 +98,7 @@ def _sampled(count: int) -> NDArray[np.int64]:
     return places[places < count]
 
 
-def _stream(packed: Bytes, words: NDArray[np.uint32]) -> bytes:
+def _stream(packed: NDArray[np.int64], words: NDArray[np.uint32]) -> bytes:
     its = words[packed].astype(np.int64)
     ends = (its >> 16).cumsum()
     starts = ends - (its >> 16)

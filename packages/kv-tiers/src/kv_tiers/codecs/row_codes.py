@@ -27,7 +27,6 @@ _SINGLE: Final = 32
 COSTED_CLASSES: Final = _SINGLE + 4 * 11
 """Symbols of a class cost about the same: each symbol below 32 is one, then each quarter of a power of two."""
 MOST_TOGETHER: Final = 8
-_PACKING: Final = 1 << 10
 SAMPLED: Final = 16
 """One symbol of every this many decides which code a group has."""
 _COST_UNIT: Final = 64
@@ -57,10 +56,8 @@ class RowCodes:
 
     costs: of a symbol, in 64ths of a bit, uint32 [codes, `COSTED_CLASSES`].
     words: for each byte its code, from bit 0 up, and from bit 16 on its length, uint32 [codes, 256].
-    packing: for symbols side by side, each no more than the base, with the first one least significant, their byte, or
-        `ESCAPED` if they have no code, uint8 [codes, 1024].
-    coded: the same in one step, from bit 0 on the code's length, bit 7 if it is that of `ESCAPED`, and from bit 8 on
-        the code, uint32 [codes, 1024].
+    coded: the same, with the code of `ESCAPED` for bytes that have none: from bit 0 on its length, bit 7 if the byte is
+        escaped, and from bit 8 on the code, uint32 [codes, 256].
     lookup: for each of the next 12 bits its code's length, and from bit 8 on the byte, uint16 [codes, 4096].
     pairs: the same for the bytes whose codes are complete in these bits, one or two: from bit 0 on the sum of their
         codes' lengths, from bit 8 on how many they are, from bit 16 on the bytes, uint32 [codes, 4096].
@@ -70,7 +67,6 @@ class RowCodes:
     kinds: NDArray[np.uint8]
     costs: NDArray[np.uint32]
     words: NDArray[np.uint32]
-    packing: NDArray[np.uint8]
     coded: NDArray[np.uint32]
     lookup: NDArray[np.uint16]
     pairs: NDArray[np.uint32]
@@ -85,8 +81,7 @@ def row_codes() -> RowCodes:
         np.array([(kind.base, kind.together, kind.low_bits) for kind in kinds], np.uint8),
         np.empty((len(kinds), COSTED_CLASSES), np.uint32),
         np.zeros((len(kinds), 256), np.uint32),
-        np.full((len(kinds), _PACKING), ESCAPED, np.uint8),
-        np.empty((len(kinds), _PACKING), np.uint32),
+        np.empty((len(kinds), 256), np.uint32),
         np.zeros((len(kinds), 1 << LONGEST_BITS), np.uint16),
         np.zeros((len(kinds), 1 << LONGEST_BITS), np.uint32),
         np.stack([_unpacking(kind) for kind in kinds]),
@@ -98,8 +93,7 @@ def row_codes() -> RowCodes:
         made.costs[number] = _costs(weights, kind, lengths)
         _assign(lengths, made.words[number], made.lookup[number])
         made.pairs[number] = _pairs(made.lookup[number])
-        made.packing[number] = _packing(kind, made.words[number])
-        made.coded[number] = _coded(made.packing[number], made.words[number])
+        made.coded[number] = _coded(made.words[number])
         scale = scale * _GROWTH[0] // _GROWTH[1]
     for field in fields(made):
         getattr(made, field.name).flags.writeable = False
@@ -210,16 +204,10 @@ def class_of(symbols: NDArray[np.uint16]) -> NDArray[np.int64]:
     return np.where(wide < _SINGLE, wide, _SINGLE + 4 * (powers - 5) + (wide >> np.maximum(powers - 2, 0) & 3))
 
 
-def _packing(kind: Kind, words: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    symbols = np.arange(_PACKING)[:, None] // (kind.base + 1) ** np.arange(kind.together) % (kind.base + 1)
-    made = (symbols * kind.base ** np.arange(kind.together)).sum(1)
-    has_code = (symbols < kind.base).all(1) & (words[np.minimum(made, ESCAPED)] > 0)
-    return np.where(has_code, made, ESCAPED).astype(np.uint8)
-
-
-def _coded(packing: NDArray[np.uint8], words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    its = words[packing]
-    made: NDArray[np.uint32] = its >> 16 | (packing == ESCAPED).astype(np.uint32) << 7 | (its & 0xFFFF) << 8
+def _coded(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    is_escaped = (words == 0) | (np.arange(words.size) == ESCAPED)
+    its = np.where(is_escaped, words[ESCAPED], words)
+    made: NDArray[np.uint32] = its >> 16 | is_escaped.astype(np.uint32) << 7 | (its & 0xFFFF) << 8
     return made
 
 

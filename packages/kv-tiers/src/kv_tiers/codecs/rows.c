@@ -4,7 +4,7 @@
  * A payload may be anything: what it says leads no access beyond a buffer, and what cannot be is KV_DAMAGED. Codes are
  * this program's own: only their arrays' sizes are checked.
  */
-#include "kernels.h"
+#include "rows.h"
 
 enum {
     LANES = 8,              /* streams of a group, which are decoded side by side */
@@ -17,8 +17,6 @@ enum {
     SINGLE = 32,            /* symbols that are a class each */
     SAMPLED = 16,           /* one of so many decides on the code */
     MOST_TOGETHER = 8,
-    PACKING = 1 << 10,      /* ways in which symbols can lie side by side, at the most */
-    IS_ESCAPED = 128,       /* beside a code's length */
     ALL_ZERO = 255          /* instead of a code */
 };
 
@@ -47,39 +45,36 @@ static size_t get32(const u8 *at) { return get16(at) | get16(at + 2) << 16; }
 INLINE uint16_t zigzag(int16_t whole) { return (uint16_t)((uint16_t)((uint16_t)whole << 1) ^ (uint16_t)(whole >> 15)); }
 INLINE int16_t straight(uint16_t symbol) { return (int16_t)((symbol >> 1) ^ (uint16_t)(0 - (symbol & 1))); }
 
-INLINE void index_some(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together,
-                       uint16_t *restrict indices) {
-    size_t whole = n / together;
-    for (size_t i = 0; i < whole; i++) {
-        unsigned index = 0;
-        for (unsigned j = together; j--;) {
-            uint16_t symbol = symbols[i * together + j];
-            index = index * (base + 1) + (symbol < base ? symbol : base);
-        }
-        indices[i] = (uint16_t)index;
+/* The byte of up to `together` symbols, the first one least significant; ESCAPED_BYTE where one of them is not below the base. */
+INLINE u8 byte_of(const uint16_t *symbols, size_t n, unsigned base, unsigned together) {
+    unsigned byte = 0, most = 0;
+    for (unsigned j = together; j--;) {
+        unsigned symbol = j < n ? symbols[j] : 0;
+        byte = byte * base + symbol;
+        most = most < symbol ? symbol : most;
     }
-    if (n % together) {
-        unsigned index = 0;
-        for (unsigned j = (unsigned)(n % together); j--;) {
-            uint16_t symbol = symbols[whole * together + j];
-            index = index * (base + 1) + (symbol < base ? symbol : base);
-        }
-        indices[whole] = (uint16_t)index;
-    }
+    return (u8)(most < base ? byte : ESCAPED_BYTE);
 }
 
-/* Where the symbols that lie side by side have their code, in a table for each; those beyond the base all the same. Whether there
- * is such a kind. */
-VERSIONS static int to_indices(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together,
-                               uint16_t *restrict indices) {
+INLINE void pack_some(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together, u8 *restrict bytes) {
+    size_t whole = n / together;
+    for (size_t i = 0; i < whole; i++)
+        bytes[i] = byte_of(symbols + i * together, together, base, together);
+    if (n % together)
+        bytes[whole] = byte_of(symbols + whole * together, n % together, base, together);
+}
+
+/* Whether there is such a kind. */
+VERSIONS static int to_bytes(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together,
+                             u8 *restrict bytes) {
     if (base == 255 && together == 1)
-        index_some(symbols, n, 255, 1, indices);
+        pack_some(symbols, n, 255, 1, bytes);
     else if (base == 15 && together == 2)
-        index_some(symbols, n, 15, 2, indices);
+        pack_some(symbols, n, 15, 2, bytes);
     else if (base == 5 && together == 3)
-        index_some(symbols, n, 5, 3, indices);
+        pack_some(symbols, n, 5, 3, bytes);
     else if (base == 3 && together == 5)
-        index_some(symbols, n, 3, 5, indices);
+        pack_some(symbols, n, 3, 5, bytes);
     else
         return 0;
     return 1;
@@ -125,39 +120,24 @@ VERSIONS static size_t cheapest(const uint16_t *restrict symbols, size_t n, cons
     return best;
 }
 
-typedef struct {
-    uint64_t waiting; /* bits that are not yet put, */
-    unsigned filled;  /* so many of them */
-    uint32_t *escaped; /* where the next one that is escaped is noted */
-} Putting;
-
-INLINE void put_code(Putting *now, uint32_t word, uint32_t number) {
-    now->waiting |= (uint64_t)(word >> 8) << now->filled;
-    now->filled += word & 63;
-    if (word & IS_ESCAPED)
-        *now->escaped++ = number;
-}
-
-/* A stream of the codes from one number on to another, at most LONGEST bits each and 8 bytes besides. escaped: room for as many,
- * and then where those end that are. How many bytes it takes. */
-VERSIONS static size_t put_codes(const uint16_t *restrict indices, uint32_t from, uint32_t to, const u32 *restrict coded,
-                        uint32_t **escaped, u8 *restrict out) {
-    Putting now = {0, 0, *escaped};
-    size_t at = 0;
-    uint32_t i = from;
-    for (; i + 4 <= to; i += 4) {
+/* A stream of the codes of a lane's bytes, at most LONGEST bits each and 8 bytes besides. first: the number of its first byte.
+ * escaped: room for as many numbers as there are bytes, and then where those end that are. How many bytes it takes. */
+VERSIONS static size_t put_codes(const u8 *restrict bytes, uint32_t first, uint32_t n, const CodeTable *table,
+                                 uint32_t **escaped, u8 *restrict out) {
+    Putting now = {0, 0, *escaped, out};
+    uint32_t i = 0;
+    if (table->is_split)
+        i = kv_put_split(&now, bytes, first, n, table);
+    for (; n - i >= 4; i += 4) {
         for (uint32_t j = 0; j < 4; j++)
-            put_code(&now, coded[indices[i + j]], i + j);
-        memcpy(out + at, &now.waiting, 8);
-        at += now.filled / 8;
-        now.waiting >>= now.filled & ~7u;
-        now.filled &= 7;
+            put_code(&now, table->coded[bytes[i + j]], first + i + j);
+        put_whole_bytes(&now);
     }
-    for (; i < to; i++)
-        put_code(&now, coded[indices[i]], i);
-    memcpy(out + at, &now.waiting, 8);
+    for (; i < n; i++)
+        put_code(&now, table->coded[bytes[i]], first + i);
+    memcpy(now.out, &now.waiting, 8);
     *escaped = now.escaped;
-    return at + (now.filled + 7) / 8;
+    return (size_t)(now.out - out) + (now.filled + 7) / 8;
 }
 
 /* How many bytes of `out` the rows take, or KV_FULL. rows: [rows, tokens], int16. scratch: 8 bytes for each number of a group. */
@@ -166,10 +146,11 @@ EXPORT int64_t kv_encode_rows(int64_t tokens, const u8 *rows, size_t rows_bytes,
                               u8 *restrict scratch, size_t scratch_bytes, u8 *restrict out, size_t out_bytes) {
     size_t group = group_of(tokens, rows_bytes), codes = kinds_bytes / 3, at = 0;
     if (!group || !codes || codes >= ALL_ZERO || kinds_bytes % 3 || costs_bytes != codes * COSTED * 4 ||
-        coded_bytes != codes * PACKING * 4 || scratch_bytes != 8 * group || (uintptr_t)scratch % 4)
+        coded_bytes != codes * 256 * 4 || scratch_bytes != 8 * group || (uintptr_t)scratch % 4)
         return KV_MISFIT;
     uint32_t *first_escaped = (uint32_t *)scratch;
-    uint16_t *symbols = (uint16_t *)(first_escaped + group), *indices = symbols + group;
+    uint16_t *symbols = (uint16_t *)(first_escaped + group);
+    u8 *bytes = (u8 *)(symbols + group);
     for (size_t start = 0; start < rows_bytes / 2; start += group) {
         size_t n = rows_bytes / 2 - start < group ? rows_bytes / 2 - start : group;
         uint32_t any = to_symbols((const i16 *)rows + start, n, symbols);
@@ -194,16 +175,17 @@ EXPORT int64_t kv_encode_rows(int64_t tokens, const u8 *rows, size_t rows_bytes,
             for (size_t i = 0; i < n; i++)
                 symbols[i] >>= 4;
         }
-        if (!together || !to_indices(symbols, n, base, together, indices))
+        if (!together || !to_bytes(symbols, n, base, together, bytes))
             return KV_MISFIT;
         size_t count = (n + together - 1) / together, of_lane = (count + LANES - 1) / LANES;
         uint32_t *escaped = first_escaped;
+        CodeTable table;
+        kv_make_table(&table, (const u32 *)coded + 256 * code);
         for (size_t lane = 0, first = 0; lane < LANES; lane++) {
             size_t some = count - first < of_lane ? count - first : of_lane;
             if (out_bytes - at < some * LONGEST / 8 + 16)
                 return KV_FULL;
-            size_t used = put_codes(indices, (uint32_t)first, (uint32_t)(first + some), (const u32 *)coded + PACKING * code,
-                                    &escaped, out + at);
+            size_t used = put_codes(bytes + first, (uint32_t)first, (uint32_t)some, &table, &escaped, out + at);
             put16(head + 2 + 2 * lane, used);
             at += used;
             first += some;
