@@ -92,9 +92,11 @@ def test_a_model_whose_values_are_smaller_than_its_keys_is_named(
     """It ended in torch's words for tensors that cannot be stacked."""
     model, text = with_words(write_tiny_deepseek(tmp_path / "deepseek")), tmp_path / "text"
     text.write_text(TEXT)
-    assert main(["judge", model, "--windows", "1", "--context", "257", "--text", str(text)]) == 2
-    said = capsys.readouterr().err
-    assert "in layer 0 a token's keys are 1 × 512 numbers and its values 1 × 64" in said
+    calibrating = ["--calibrate", str(text), "--calibration", str(tmp_path / "calibration")]
+    for arguments in (["--windows", "1", "--context", "257", "--text", str(text)], calibrating):
+        assert main(["judge", model, *arguments]) == 2
+        said = capsys.readouterr().err
+        assert "in layer 0 a token's keys are 1 × 512 numbers and its values 1 × 64" in said
 
 
 @pytest.mark.slow

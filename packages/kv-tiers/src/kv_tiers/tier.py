@@ -266,11 +266,12 @@ class NamesChunks(Protocol):
 
 @runtime_checkable
 class ShowsProgress(Protocol):
-    """Optional capability of a `Tier` that ends calls itself in which nothing arrives any more: showing that bytes do,
-    so that a call that takes long on a slow line is not taken for one that hangs."""
+    """Optional capability of a `Tier` that ends calls itself in which no bytes move any more: showing that they do, so
+    that a call that takes long on a slow line is not taken for one that hangs."""
 
     on_progress: Callable[[], object]
-    """Set by the tier's lane, before any call. To be called when bytes of a load have arrived, on any thread."""
+    """Set by the tier's lane, before any call. To be called when bytes of a load have arrived, or those of a store have
+    been taken, on any thread."""
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from kv_testing.wait import joined, until
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
-from kv_tiers.tier import RemovalRefusedError, Tier, TierContext, Write
+from kv_tiers.tier import RemovalRefusedError, ShowsProgress, Tier, TierContext, Write
 from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
 
 NUMBERS = itertools.count()
@@ -68,6 +68,16 @@ class TestObjects(PersistentTierContract):
         )
         source = {"Bucket": bucket, "Key": path}
         client.copy_object(Bucket=bucket, Key=path, CopySource=source, StorageClass="GLACIER")
+
+    def test_bytes_that_move_are_shown(self) -> None:
+        """Its lane does not take a call for one that hangs while they do."""
+        assert isinstance(self.tier, ShowsProgress)
+        keys, moved = key_chain(3), list[int]()
+        self.tier.on_progress = lambda: moved.append(1)
+        self.store(keys)
+        assert len(moved) == 3
+        assert [type(outcome) for outcome in self.load(keys)] == [Loaded] * 3
+        assert len(moved) >= 6
 
     def test_an_object_that_may_not_be_read_is_missing_until_it_is_stored_again(
         self, caplog: pytest.LogCaptureFixture

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
+from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
 from kv_testing.certificates import Authority
 from kv_testing.redis_servers import (
@@ -25,7 +26,7 @@ from kv_testing.redis_servers import (
 from kv_testing.wait import until
 from kv_tiers import chunk_header
 from kv_tiers.testing.tier_contract import TierContract
-from kv_tiers.tier import Tier, TierContext
+from kv_tiers.tier import ShowsProgress, Tier, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
 from kv_tiers.tiers.resp import Connection, command
 
@@ -46,6 +47,17 @@ class OnAServer(TierContract):
 
     def make(self, context: TierContext, chunks: int) -> Tier:
         return make_redis_tier(self.options() | {"prefix": f"test{next(self.numbers)}"}, context)
+
+    def test_every_piece_that_moves_is_shown(self) -> None:
+        """Its lane does not take a call for one that hangs while they do."""
+        assert isinstance(self.tier, RedisTier) and isinstance(self.tier, ShowsProgress)
+        keys, moved = key_chain(3), list[int]()
+        self.tier.on_progress = lambda: moved.append(1)
+        self.store(keys)
+        pieces = len(keys) * -(-self.context.chunk_bytes // self.tier._piece_bytes)
+        assert len(moved) == pieces
+        assert [type(outcome) for outcome in self.load(keys)] == [Loaded] * 3
+        assert len(moved) == 2 * pieces
 
     def spoil(self, key: ChunkKey, at: int) -> None:
         assert isinstance(self.tier, RedisTier)

@@ -55,6 +55,7 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
     """
     if len(text) < CONTEXT_TOKENS:
         raise ConfigError(f"--calibrate needs at least {CONTEXT_TOKENS} tokens of text")
+    model.attended(text[:_SHOWN_TOKENS])  # before its rotation: of a model with other keys it says what they are
     rotation = _shown(model, text[:_SHOWN_TOKENS], _frequencies(model))
     learning: Any = None
     for at in range(0, min(len(text) - CONTEXT_TOKENS + 1, MOST_CONTEXTS * CONTEXT_TOKENS), CONTEXT_TOKENS):

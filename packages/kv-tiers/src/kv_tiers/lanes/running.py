@@ -1,8 +1,8 @@
 """The calls to a tier that are in progress, and which of them show by their duration whether it answers.
 
 Removing the chunks of a tenant takes as long as there are chunks: minutes for a million files. As long as a thread is
-left for other calls, those show whether the tier answers. So do bytes that arrive, of a tier that shows them: a large
-chunk over a slow line takes longer than a call may without.
+left for other calls, those show whether the tier answers. So do bytes that move, of a tier that shows them: some chunks
+over a slow line take longer than a call may without.
 """
 
 from math import inf
@@ -36,7 +36,7 @@ class Running:
         del (self._removals if isinstance(job, Removal) else self._others)[id(job)]
 
     def since_s(self) -> list[float]:
-        """When each call began that should have returned soon, or later, when bytes last arrived."""
+        """When each call began that should have returned soon, or later, when bytes last moved."""
         is_full = len(self._removals) >= self._threads
         began = [*self._others.values(), *(self._removals.values() if is_full else ())]
         return [max(began_s, self._progressed_s) for began_s in began]

@@ -131,6 +131,7 @@ class ObjectsTier:
         self._prefix = f"{config.prefix}/{context.namespace}"
         self._chunk_bytes = context.chunk_bytes
         self._full = ""
+        self.on_progress: Callable[[], object] = lambda: None
         self._unreadable: dict[ChunkKey, None] = {}
         self._threads = ThreadPoolExecutor(config.requests, thread_name_prefix="kv-s3")
 
@@ -243,6 +244,7 @@ class ObjectsTier:
             raise _WrongLengthError(f"an object of {size} bytes")
         object_bytes = min(size, wanted_bytes)
         for piece in found.stream(min_chunk_size=_STREAM_BYTES):
+            self.on_progress()
             part = memoryview(piece)
             if at + len(part) > object_bytes:
                 raise _WrongLengthError(f"an object of more than {object_bytes} bytes")
@@ -273,6 +275,7 @@ class ObjectsTier:
             if isinstance(error, _ForbiddenError) or any(sign in str(error) for sign in _FULL):
                 return Refused(str(error))
             raise
+        self.on_progress()
         self._unreadable.pop(write.key, None)
         return Stored()
 

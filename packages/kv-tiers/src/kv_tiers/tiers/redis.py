@@ -77,6 +77,7 @@ class RedisTier:
         self.name = context.name or self.name
         self._servers = Servers(config, self.name)
         self._full = ""
+        self.on_progress: Callable[[], object] = lambda: None
         self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -301,6 +302,7 @@ class RedisTier:
                     connection.read_ok()
                 arriving += 1
                 found.append(connection.read_value(self._buffers(read, piece)))
+                self.on_progress()
             outcomes.append(self._outcome(read, found))
         if self._refresh:  # GETRANGE restarts no time, and without the pieces that were not read the chunk is lost
             names = [
@@ -404,7 +406,9 @@ class RedisTier:
     def _answer(self, connection: Connection, asking: bool) -> ErrorReply | None:
         if asking:
             connection.read_ok()
-        return connection.read_ok()
+        refusal = connection.read_ok()
+        self.on_progress()
+        return refusal
 
 
 make_redis_tier = factory_of(RedisTier, RedisConfig, "redis")
