@@ -18,7 +18,9 @@ Workloads over pages of this repository, one request at a time; prompts come bac
     disk        ours, a pool of less than the prompts with a disk below
 
 Each client is the engine's: vLLM's `bench serve`, SGLang's `bench_serving`. One engine is alive at a time, with as many
-threads as any other, and every configuration is started once a round, so that the machine's drift meets all alike.
+threads as any other, and every configuration is started once a round, every other round in the reverse order, so that
+the machine's drift meets all alike.
+
 Figures are medians over the rounds, with the smallest and the largest where they are seconds. `first token` is the mean
 of all prompts; `returning` is that of those whose beginning was asked before, `new` that of the others.
 
@@ -365,7 +367,8 @@ def table(results: dict[tuple[str, str, str], list[dict[str, float]]], as_json: 
         alone = statistics.median(start["first token, mean"] for start in results[engine, work, "alone"])
         ratio = of["first token, mean"] / alone
         if as_json:
-            print(json.dumps({"engine": engine, "workload": work, "way": way, "of alone": ratio, "starts": first} | of))
+            row = {"engine": engine, "workload": work, "way": way, "of alone": ratio, **of}
+            print(json.dumps(row | {"starts": first, "returning of starts": [one.get("returning") for one in starts]}))
             continue
         print(
             f"{f'{engine} {work}: {way}':28}{of['first token, mean']:>11.0f} ms {ratio:>9.2f} "
@@ -434,7 +437,7 @@ def main() -> int:
         starts = 1 if chosen.quick else chosen.starts
         for start in range(starts):
             for engine in chosen.engine:
-                for way in WAYS[engine]:
+                for way in WAYS[engine][:: -1 if start % 2 else 1]:
                     if way != "alone" and chosen.way and way not in chosen.way:
                         continue
                     progress(f"start {start + 1} of {starts}: {engine}, {way}        ")
