@@ -127,9 +127,9 @@ def check_hashes() -> None:
     from sglang.srt.mem_cache.utils import get_hash_str
 
     tokens = [1, 2, 3, 2**31, 5, 6, 7, 8]
-    theirs = get_hash_str(tokens, None, page_size=4)
-    ours = [digest.hex() for digest in digests_of(ChainScheme("sha256", 4), tokens)]
-    if theirs != ours:
+    sglang_hashes = get_hash_str(tokens, None, page_size=4)
+    our_hashes = [digest.hex() for digest in digests_of(ChainScheme("sha256", 4), tokens)]
+    if sglang_hashes != our_hashes:
         raise ConfigError(
             f"this SGLang names its pages differently from {TESTED}, with which kv-sglang is tested: use that "
             "version, or leave out --hicache-storage-backend"
@@ -186,7 +186,7 @@ def attach(
     page_bytes = sum(max(chunks.group_bytes) for chunks in formats.values())
     # Replicas are updated one by one, so the weights of one may differ from the others'.
     watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
-    made = Attached(watch=watch, figures=figures)
+    attached = Attached(watch=watch, figures=figures)
     keeps = StoredFormat.of(model, pools[KV].format.kind, prints[KV])
     if rank.number == rank.stage == rank.replica == 0:
         warn_of_other_formats(settings, keeps)
@@ -195,11 +195,11 @@ def attach(
             names = [name for name, its in formats.items() if its == chunks]
             if alone:
                 part = _part_of(settings, names[0], len(names) * max(chunks.group_bytes) / page_bytes)
-                made.caches[chunks], bus = open_in_process(part, chunks)
-                made.buses.append(bus)
+                attached.caches[chunks], bus = open_in_process(part, chunks)
+                attached.buses.append(bus)
             else:
-                first = rank.number == rank.stage == len(made.caches) == 0
-                made.caches[chunks], server = open_remote(
+                first = rank.number == rank.stage == len(attached.caches) == 0
+                attached.caches[chunks], server = open_remote(
                     settings,
                     chunks,
                     engine_id=engine,
@@ -212,10 +212,10 @@ def attach(
                         **({READS_TOGETHER: "true"} if reads_together else {}),
                     },
                 )
-                made.server = made.server or server
-        cache = made.caches[formats[KV]]
-        requests = made.requests = RequestPages(settings.use, settings.chunk_tokens, lambda: cache.tiers)
-        prefill = made.prefill = PrefillSpeed(tokens_per_second=settings.cost.prefill_tokens_per_second)
+                attached.server = attached.server or server
+        cache = attached.caches[formats[KV]]
+        requests = attached.requests = RequestPages(settings.use, settings.chunk_tokens, lambda: cache.tiers)
+        prefill = attached.prefill = PrefillSpeed(tokens_per_second=settings.cost.prefill_tokens_per_second)
         for name, pages in pools.items():
             # Where all ranks have the same KV, there is one share. States of linear attention are never the same.
             whole = rank.replicated and name != "mamba"
@@ -227,8 +227,8 @@ def attach(
                 chain=settings.scheme().name,
                 tags=() if name == KV else (("pool", name),),
             )
-            made.stores[name] = PageStore(
-                made.caches[formats[name]],
+            attached.stores[name] = PageStore(
+                attached.caches[formats[name]],
                 space,
                 pages,
                 shard=0 if whole else rank.number,
@@ -242,9 +242,9 @@ def attach(
                 figures=figures if name == KV and rank.number == rank.stage == 0 else BytesOnly(figures),
             )
     except BaseException:
-        made.close()
+        attached.close()
         raise
-    return made
+    return attached
 
 
 def _divisions(calibration: Calibration, rank: Rank, pools: Mapping[str, PoolPages]) -> dict[str, Division | None]:
@@ -271,8 +271,8 @@ def _divisions(calibration: Calibration, rank: Rank, pools: Mapping[str, PoolPag
             f"codec kvtc: the engine has pools {KV} and {', '.join(others)}, and SGLang does not say which of the "
             "model's layers each has: use another codec"
         )
-    own = pools[KV].format
-    layers = GroupLayers(f"pool {KV}", own, tuple(range(own.layers)))
+    kv_format = pools[KV].format
+    layers = GroupLayers(f"pool {KV}", kv_format, tuple(range(kv_format.layers)))
     as_they_are = Division((None,), shards=rank.ranks)
     return dict.fromkeys(pools, as_they_are) | {KV: divide(calibration, [layers], shards=rank.ranks)}
 

@@ -177,11 +177,13 @@ def _paths(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _absolute(tier: dict[str, Any]) -> dict[str, Any]:
     """The same tier with absolute paths, wherever SGLang is started. `--tier` has no way to write a table's files."""
-    made = dict(tier)
+    settings = dict(tier)
     for option in {option for option, _ in _paths(tier)} & tier.keys():
         value = tier[option]
-        made[option] = [os.path.abspath(each) for each in value] if isinstance(value, list) else os.path.abspath(value)
-    return made
+        settings[option] = (
+            [os.path.abspath(each) for each in value] if isinstance(value, list) else os.path.abspath(value)
+        )
+    return settings
 
 
 def read_tier(text: str) -> dict[str, Any]:

@@ -19,8 +19,8 @@ def read_settings(extra: Mapping[str, Any], page_size: int, environ: Mapping[str
     Raises:
         ConfigError: a setting is wrong, or not possible for SGLang's pages.
     """
-    own = {name: value for name, value in extra.items() if name not in SGLANG_TAKES}
-    settings, in_force = load(own, environ)
+    cache_settings = {name: value for name, value in extra.items() if name not in SGLANG_TAKES}
+    settings, in_force = load(cache_settings, environ)
     origins = {entry.path: entry for entry in in_force}
     _refuse_other(origins["chunk_tokens"], page_size, "a page of SGLang is a chunk: leave it out, or start with")
     _refuse_other(origins["algorithm"], "sha256", "SGLang names its pages itself, by sha256: leave it out;")

@@ -315,8 +315,8 @@ class PageStore:
             self._figures.add("stores_failed", int(failed))
             if not failed:
                 return [True] * len(keys)
-            kept = self._lookup(keys, holder, 0.0, NO_CONTROLS).chunks
-            return [number < kept for number in range(len(keys))]
+            held = self._lookup(keys, holder, 0.0, NO_CONTROLS).chunks
+            return [number < held for number in range(len(keys))]
         finally:
             self.cache.end(holder)
 

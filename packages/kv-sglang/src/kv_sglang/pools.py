@@ -51,9 +51,9 @@ def describe(pool: Any, name: str, wanted: FormatSetting = "auto") -> PoolPages:
     kind = type(pool).__name__
     plain = getattr(pool, "storage_format_tag", None) is None and getattr(pool, "dcp_size", 1) == 1
     if kind in _CANONICAL and plain and isinstance(pool.kv_buffer, torch.Tensor):
-        made = _canonical(pool, wanted, mla=kind.startswith("MLA"))
-        if made is not None:
-            return made
+        layout = _canonical(pool, wanted, mla=kind.startswith("MLA"))
+        if layout is not None:
+            return layout
     if name == "kv" and wanted != "auto":
         raise ConfigError(
             f"format is {wanted}, and this model's pages ({kind}, layout {getattr(pool, 'layout', '?')}) are ones that "
@@ -139,8 +139,10 @@ def _check_addresses(pool: Any, layout: PagedLayout, layers: list[torch.Tensor])
     size = layout.itemsize
     # One address per part if a page is one run, else one per layer and part.
     starts = layers if len(addresses) > len(layout.parts) else layers[:1]
-    ours = [layer.data_ptr() + (part.offset + page * part.block) * size for layer in starts for part in layout.parts]
-    if list(addresses) != ours:
+    expected = [
+        layer.data_ptr() + (part.offset + page * part.block) * size for layer in starts for part in layout.parts
+    ]
+    if list(addresses) != expected:
         raise ConfigError(
             f"SGLang's host pool in layout {pool.layout} does not store its pages where kv-sglang, tested with SGLang "
             f"{TESTED}, reads them; use that version, or leave out --hicache-storage-backend"

@@ -113,11 +113,11 @@ class RequestPages:
         with self._lock:
             last = self._pages.get(before[-1]) if before else None
             for page in pages:
-                here = self._pages.get(page)
-                if here is None and last is not None:
-                    here = self._pages[page] = _Page(last.after, last.after)
-                last = here
-                found.append(NO_CONTROLS if here is None else here.controls)
+                known = self._pages.get(page)
+                if known is None and last is not None:
+                    known = self._pages[page] = _Page(last.after, last.after)
+                last = known
+                found.append(NO_CONTROLS if known is None else known.controls)
             self._trim()
         return found
 

@@ -278,10 +278,10 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         return answers
 
     def _one_page(self) -> tuple[torch.Tensor, Any]:
-        made = self._pages[KV].one_page
-        if made is None:
+        make_page = self._pages[KV].one_page
+        if make_page is None:
             raise ConfigError('this model\'s pages need zero copy: write "interface_v1": 1 in the extra config')
-        return made()
+        return make_page()
 
 
 class _Stats:

@@ -465,8 +465,8 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
         super().init(prefill_dp_rank)
         info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
         if info is not None and info.attn_tp_size != self.kv_mgr.attn_tp_size:
-            own = self.kv_mgr.attn_tp_size
-            self.fail(f"the numbers of ranks differ: {info.attn_tp_size} compute prompts, and {own} decode")
+            local_ranks = self.kv_mgr.attn_tp_size
+            self.fail(f"the numbers of ranks differ: {info.attn_tp_size} compute prompts, and {local_ranks} decode")
 
     def send_metadata(
         self,

@@ -82,8 +82,8 @@ class Aborted:
     def read(cls, message: Sequence[bytes]) -> "Aborted | None":
         """None: it is another message."""
         if message[0] == ABORT_TAG:  # SGLang's own, where it does not ask the receiver for it
-            theirs = AbortNotification.from_zmq(list(message))
-            return None if theirs is None else cls(theirs.room, f"{theirs.decode_ip}:{theirs.decode_port}", None)
+            abort = AbortNotification.from_zmq(list(message))
+            return None if abort is None else cls(abort.room, f"{abort.decode_ip}:{abort.decode_port}", None)
         if message[0] != ABORTED:
             return None
         _, room, attempt, address = message

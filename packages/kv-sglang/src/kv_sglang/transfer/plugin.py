@@ -27,8 +27,8 @@ def register() -> None:
     HookRegistry.register(f"{_UTILS}.TransferBackend", backends, HookType.REPLACE)
     HookRegistry.register(f"{_UTILS}.get_kv_class", _class_of, HookType.AROUND)
     for module, queue in (("prefill", "PrefillBootstrapQueue"), ("decode", "DecodePreallocQueue")):
-        made = f"sglang.srt.disaggregation.{module}.{queue}._init_kv_manager"
-        HookRegistry.register(made, _attach_pool, HookType.AFTER)
+        initializer = f"sglang.srt.disaggregation.{module}.{queue}._init_kv_manager"
+        HookRegistry.register(initializer, _attach_pool, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", _name_sent, HookType.AFTER
     )

@@ -120,24 +120,24 @@ VERSIONS static size_t cheapest(const uint16_t *restrict symbols, size_t n, cons
     return best;
 }
 
-/* A stream of the codes of a lane's bytes, at most LONGEST bits each and 8 bytes besides. first: the number of its first byte.
- * escaped: room for as many numbers as there are bytes, and then where those end that are. How many bytes it takes. */
-VERSIONS static size_t put_codes(const u8 *restrict bytes, uint32_t first, uint32_t n, const CodeTable *table,
+/* Writes the codes of a lane's bytes, at most LONGEST bits each, and up to 8 bytes beyond them. first: the number of the first
+ * byte. escaped: room for as many numbers as there are bytes; set to the end of those written. Returns the lane's size in bytes. */
+VERSIONS static size_t write_codes(const u8 *restrict bytes, uint32_t first, uint32_t n, const CodeTable *table,
                                  uint32_t **escaped, u8 *restrict out) {
-    Putting now = {0, 0, *escaped, out};
+    BitWriter writer = {0, 0, *escaped, out};
     uint32_t i = 0;
     if (table->is_split)
-        i = kv_put_split(&now, bytes, first, n, table);
+        i = kv_write_split(&writer, bytes, first, n, table);
     for (; n - i >= 4; i += 4) {
         for (uint32_t j = 0; j < 4; j++)
-            put_code(&now, table->coded[bytes[i + j]], first + i + j);
-        put_whole_bytes(&now);
+            write_code(&writer, table->coded[bytes[i + j]], first + i + j);
+        flush_bytes(&writer);
     }
     for (; i < n; i++)
-        put_code(&now, table->coded[bytes[i]], first + i);
-    memcpy(now.out, &now.waiting, 8);
-    *escaped = now.escaped;
-    return (size_t)(now.out - out) + (now.filled + 7) / 8;
+        write_code(&writer, table->coded[bytes[i]], first + i);
+    memcpy(writer.out, &writer.bits, 8);
+    *escaped = writer.escaped;
+    return (size_t)(writer.out - out) + (writer.bit_count + 7) / 8;
 }
 
 /* How many bytes of `out` the rows take, or KV_FULL. rows: [rows, tokens], int16. scratch: 8 bytes for each number of a group. */
@@ -185,7 +185,7 @@ EXPORT int64_t kv_encode_rows(int64_t tokens, const u8 *rows, size_t rows_bytes,
             size_t some = count - first < of_lane ? count - first : of_lane;
             if (out_bytes - at < some * LONGEST / 8 + 16)
                 return KV_FULL;
-            size_t used = put_codes(bytes + first, (uint32_t)first, (uint32_t)some, &table, &escaped, out + at);
+            size_t used = write_codes(bytes + first, (uint32_t)first, (uint32_t)some, &table, &escaped, out + at);
             put16(head + 2 + 2 * lane, used);
             at += used;
             first += some;

@@ -9,8 +9,8 @@ enum {
     IS_ESCAPED = 128  /* beside it */
 };
 
-/* Of each byte its code: row_codes.py has it as `coded`. lengths, low, high: the same, a byte each, with each code's lower eight
- * bits apart from the others, if `is_split`. */
+/* The code of each byte. coded: as in row_codes.py. lengths, low, high: the same if `is_split`, in separate tables of bytes: each
+ * code's length with its mark, its lower eight bits, and its upper ones. */
 typedef struct {
     const u32 *coded;
     int is_split;
@@ -18,30 +18,31 @@ typedef struct {
 } CodeTable;
 
 typedef struct {
-    uint64_t waiting;  /* bits that are not yet written, */
-    unsigned filled;   /* so many of them */
-    uint32_t *escaped; /* where the next byte that is escaped is noted */
+    uint64_t bits;      /* not yet written, */
+    unsigned bit_count; /* and how many they are */
+    uint32_t *escaped;  /* where the number of the next escaped byte goes */
     u8 *out;
-} Putting;
+} BitWriter;
 
-INLINE void put_code(Putting *now, uint32_t code, uint32_t number) {
-    now->waiting |= (uint64_t)(code >> 8) << now->filled;
-    now->filled += code & CODE_LENGTH;
+INLINE void write_code(BitWriter *writer, uint32_t code, uint32_t number) {
+    writer->bits |= (uint64_t)(code >> 8) << writer->bit_count;
+    writer->bit_count += code & CODE_LENGTH;
     if (code & IS_ESCAPED)
-        *now->escaped++ = number;
+        *writer->escaped++ = number;
 }
 
-/* Less than 8 bits are waiting afterwards. */
-INLINE void put_whole_bytes(Putting *now) {
-    memcpy(now->out, &now->waiting, 8);
-    now->out += now->filled / 8;
-    now->waiting >>= now->filled & ~7u;
-    now->filled &= 7;
+/* Writes whole bytes: fewer than 8 bits remain. */
+INLINE void flush_bytes(BitWriter *writer) {
+    memcpy(writer->out, &writer->bits, 8);
+    writer->out += writer->bit_count / 8;
+    writer->bits >>= writer->bit_count & ~7u;
+    writer->bit_count &= 7;
 }
 
 /* Splits it if this processor has AVX-512's instructions for bytes. */
 void kv_make_table(CodeTable *table, const u32 *coded);
-/* The codes of some of the first of n bytes, by tables that are kept in registers, in half the time. Returns how many. */
-uint32_t kv_put_split(Putting *now, const u8 *bytes, uint32_t first, uint32_t n, const CodeTable *table);
+/* Writes the codes of the first of n bytes, as many as are a multiple of 64, with the split tables. first: the number of the
+ * first byte. Returns how many bytes were coded. */
+uint32_t kv_write_split(BitWriter *writer, const u8 *bytes, uint32_t first, uint32_t n, const CodeTable *table);
 
 #endif

@@ -72,8 +72,8 @@ class Connection:
             self._socket.sendall(wire.frame(request))
         except OSError as error:
             # The server may have sent the reason before it closed the connection.
-            said = self.receive(0)
-            why = said.text if isinstance(said, wire.Failed) else error
+            answer = self.receive(0)
+            why = answer.text if isinstance(answer, wire.Failed) else error
             raise TierDown(f"the server takes no requests: {why}") from None
 
     def receive(self, timeout_s: float) -> wire.Answer | None:
@@ -208,6 +208,6 @@ def ask_server_for(path: Path, request: wire.Request, wanted: type[A], *, timeou
     """
     answer = ask_server(path, request, timeout_s=timeout_s)
     if not isinstance(answer, wanted):
-        said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
-        raise TierDown(f"the server at {path} answers: {said}")
+        reason = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise TierDown(f"the server at {path} answers: {reason}")
     return answer

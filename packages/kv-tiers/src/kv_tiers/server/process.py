@@ -126,33 +126,33 @@ def launch(
         raise
     finally:
         os.close(watched)
-    made = ServerProcess(process, socket, lifeline, home, _STOP_S + _drain_s(config))
+    server = ServerProcess(process, socket, lifeline, home, _STOP_S + _drain_s(config))
     try:
         assert process.stdin is not None and process.stdout is not None
         with process.stdin:
             process.stdin.write(msgspec.json.encode(dict(config)).decode())
         until_s = time.monotonic() + ready_s
-        said = _line(process.stdout, until_s)
-        if detached and said is not None and said.strip().isdigit():  # of the process that goes on
-            made.pid = int(said)
-            said = _line(process.stdout, until_s)
-        if said is None:
+        output = _line(process.stdout, until_s)
+        if detached and output is not None and output.strip().isdigit():  # of the process that goes on
+            server.pid = int(output)
+            output = _line(process.stdout, until_s)
+        if output is None:
             raise ConfigError(f"the cache server was not ready within {ready_s} s")
-        if not said.startswith("READY"):
-            raise ConfigError(f"the cache server did not start: {said.strip() or 'its error output says why'}")
-        pid, *addresses = said.removeprefix(f"READY {socket} ").split()
-        made.pid = int(pid)
+        if not output.startswith("READY"):
+            raise ConfigError(f"the cache server did not start: {output.strip() or 'its error output says why'}")
+        pid, *addresses = output.removeprefix(f"READY {socket} ").split()
+        server.pid = int(pid)
         for address in addresses:
             if address.startswith("peers="):
-                made.peers = address.removeprefix("peers=")
+                server.peers = address.removeprefix("peers=")
             else:
-                made.url = address
+                server.url = address
     except BaseException as error:
-        made.stop()
+        server.stop()
         if isinstance(error, BrokenPipeError):
             raise ConfigError("the cache server ended while it started; its error output says why") from None
         raise
-    return made
+    return server
 
 
 def _line(output: IO[str], until_s: float) -> str | None:

@@ -273,12 +273,12 @@ class RemoteCache:
         """As for `LocalCache`. After a restart of the server, and while it is away, everything known before is void."""
         with self._lock:
             generation, known = divmod(upto, _GENERATION)
-            said = self._ask(wire.ChangesSince(known if generation == self.generation else 0), wire.Changed)
-            if said is None:
+            answer = self._ask(wire.ChangesSince(known if generation == self.generation else 0), wire.Changed)
+            if answer is None:
                 return Changes(0, False, ())
-            is_whole = said.is_whole and (generation == self.generation or not upto)
-            changes = tuple(Change(change.entered, change.keys.unpack()) for change in said.changes)
-            return Changes(self.generation * _GENERATION + said.upto, is_whole, changes)
+            is_whole = answer.is_whole and (generation == self.generation or not upto)
+            changes = tuple(Change(change.entered, change.keys.unpack()) for change in answer.changes)
+            return Changes(self.generation * _GENERATION + answer.upto, is_whole, changes)
 
     def counts(self) -> CacheCounts:
         """While the server is away: its last answer, or all zeros."""
@@ -389,13 +389,13 @@ class RemoteCache:
                 self.pool.close()
             self.pool = pool
             self.generation += 1
-        ours = {lease % _GENERATION for lease in self._lasting if lease not in self._void}
+        local_leases = {lease % _GENERATION for lease in self._lasting if lease not in self._void}
         self._void.update(lease for lease in self._lasting if lease % _GENERATION not in resumed)
-        self._surplus = resumed - ours
+        self._surplus = resumed - local_leases
         self._registered, self._token = opening.register, answer.token
         self._is_watched = answer.is_watched
         self.tiers, self.lease_s = answer.tiers, answer.lease_s
-        self._must_return = bool(ours)
+        self._must_return = bool(local_leases)
 
     def _catch_up(self) -> None:
         """Tell the server which leases were given up and which keys forgotten after it became unreachable."""

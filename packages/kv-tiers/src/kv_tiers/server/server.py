@@ -193,8 +193,8 @@ class CacheServer:
                 send(wire.Stated(self.report()))
             case wire.Explain():
                 client.waiting = request
-                said = (self.caches, self.registrations(), self._history, self.bus.now_s())
-                explain_elsewhere(partial(explain_prompt, request, *said), partial(self._explained, client))
+                state = (self.caches, self.registrations(), self._history, self.bus.now_s())
+                explain_elsewhere(partial(explain_prompt, request, *state), partial(self._explained, client))
             case wire.Registered(engine):
                 send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
             case wire.Register():

@@ -62,16 +62,16 @@ def servers(directory: Path) -> Iterator[Finding]:
 
 def _engine(what: str, engine: str, facts: Mapping[str, str]) -> Finding:
     """facts: as an engine of any package and release registers them."""
-    said = f"engine {engine or 'without a name'}" + (
+    summary = f"engine {engine or 'without a name'}" + (
         f", chunks of {facts['chunk_tokens']} tokens" if "chunk_tokens" in facts else ""
     )
     if "groups" not in facts:  # SGLang's are all alike
-        return Finding("ok", what, said)
+        return Finding("ok", what, summary)
     try:
-        return Finding("ok", what, f"{said}: {EngineFacts.from_text(facts).described}")
+        return Finding("ok", what, f"{summary}: {EngineFacts.from_text(facts).described}")
     except (KeyError, ValueError) as error:
         advice = "install the engine's release here to see how its chunks are made up"
-        return Finding("note", what, f"{said}, described in another way: {error!r}", advice)
+        return Finding("note", what, f"{summary}, described in another way: {error!r}", advice)
 
 
 def _memory() -> Iterator[Finding]:
@@ -171,9 +171,9 @@ def _kernels() -> Finding:
 def _libraries() -> Iterator[Finding]:
     yield Finding("ok", "kv-tiers", f"{version_of('kv-tiers')} on Python {sys.version.split()[0]}")
     yield _kernels()
-    there = {extra: version_of(distribution) for extra, distribution in _EXTRAS.items()}
-    here = ", ".join(f"{_EXTRAS[extra]} {version}" for extra, version in there.items() if version)
-    missing = [extra for extra, version in there.items() if not version]
-    said = f"; not installed: {', '.join(missing)}" if missing else ""
+    versions = {extra: version_of(distribution) for extra, distribution in _EXTRAS.items()}
+    installed = ", ".join(f"{_EXTRAS[extra]} {version}" for extra, version in versions.items() if version)
+    missing = [extra for extra, version in versions.items() if not version]
+    absent = f"; not installed: {', '.join(missing)}" if missing else ""
     advice = f"only if you want them: pip install 'kv-tiers[{','.join(missing)}]'" if missing else ""
-    yield Finding("ok", "optional libraries", (here or "none") + said, advice)
+    yield Finding("ok", "optional libraries", (installed or "none") + absent, advice)

@@ -114,8 +114,8 @@ def _ask(path: Path, request: "Request") -> "Report":
 
     answer = ask_server(path, request, timeout_s=_ANSWER_S)
     if not isinstance(answer, wire.Stated):
-        said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
-        raise InputError(f"the server at {path} cannot be drained: {said}")
+        reason = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise InputError(f"the server at {path} cannot be drained: {reason}")
     return answer.report
 
 

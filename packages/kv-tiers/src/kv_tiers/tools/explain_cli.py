@@ -116,13 +116,13 @@ def _explain(args: argparse.Namespace) -> int:
         )
     salts = dict.fromkeys([args.salt, None, *args.also_salt])
     answers = {salt: _ask(socket, args, scheme, tokens, salt, at_once=at_once) for salt in salts}
-    own = _own(answers[args.salt], is_named=args.model is not None or args.space is not None)
+    explanation = _own(answers[args.salt], is_named=args.model is not None or args.space is not None)
     explained = min(chunks, at_once)
-    is_all_held = own is not None and own.held == chunks
+    is_all_held = explanation is not None and explanation.held == chunks
     if args.json:
-        print(json.dumps(_described(answers, own, chunks, scheme.chunk_tokens)))
+        print(json.dumps(_described(answers, explanation, chunks, scheme.chunk_tokens)))
     else:
-        _print(answers, own, chunks, explained, scheme.chunk_tokens)
+        _print(answers, explanation, chunks, explained, scheme.chunk_tokens)
     return 0 if is_all_held else 1
 
 
@@ -136,8 +136,8 @@ def _other_chunk_tokens(socket: Path, given: int | None) -> list[int]:
     if not isinstance(answer, wire.Registrations):
         why = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
         raise InputError(f"the server at {socket} does not say which engines are connected: {why}")
-    said = {session.facts.get("chunk_tokens", "") for session in answer.sessions}
-    sizes = {int(size) for size in said if size.isascii() and size.isdigit() and len(size) < 10}
+    stated = {session.facts.get("chunk_tokens", "") for session in answer.sessions}
+    sizes = {int(size) for size in stated if size.isascii() and size.isdigit() and len(size) < 10}
     return [] if given in sizes else sorted(sizes)
 
 
@@ -180,8 +180,8 @@ def _ask(
     request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), key_prefixes)
     answer = _query(socket, request)
     if not isinstance(answer, wire.Explanations):
-        said = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
-        raise InputError(f"the server at {socket} does not explain: {said}")
+        reason = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise InputError(f"the server at {socket} does not explain: {reason}")
     return answer
 
 
@@ -265,17 +265,17 @@ def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
 def _chosen(choice: Choice) -> str:
     """What a request would get now, with both estimates."""
     load, compute = _estimated(choice.load_s), _estimated(choice.compute_s)
-    said = []
+    sentences = []
     if choice.chunks:
-        said.append(f"{choice.chunks} chunks loaded, estimated at {load}: computing them takes {compute}")
+        sentences.append(f"{choice.chunks} chunks loaded, estimated at {load}: computing them takes {compute}")
     elif choice.load_s != 0.0:
-        said.append(f"computed, estimated at {compute}: loading takes {load}")
+        sentences.append(f"computed, estimated at {compute}: loading takes {load}")
     if (skipped := choice.skipped) is not None:
         load, compute = _estimated(skipped.load_s), _estimated(skipped.compute_s)
-        said.append(
+        sentences.append(
             f"{skipped.chunks} chunks in {skipped.tier} computed, estimated at {compute}: loading them takes {load}"
         )
-    return f"if it were requested now: {'; '.join(said)}"
+    return f"if it were requested now: {'; '.join(sentences)}"
 
 
 def _estimated(seconds: float | None) -> str:

@@ -143,8 +143,8 @@ class _Tier:
         """Store the chunks of the prompt that are not here, as `LocalCache` does. Returns what that evicted, in
         order."""
         residency = self.residency
-        own = self._extend(prompt)
-        protected, skipped = frozenset(own), set[int]()
+        prompt_keys = self._extend(prompt)
+        protected, skipped = frozenset(prompt_keys), set[int]()
         keys: list[ChunkKey] = []
         slots: list[int] = []
         lost: list[ChunkKey] = []
@@ -161,7 +161,7 @@ class _Tier:
             keys.append(key)
             slots.append(slot)
         if skipped:
-            residency.reinsert([slot for slot in own if slot in skipped])
+            residency.reinsert([slot for slot in prompt_keys if slot in skipped])
         if keys:
             residency.commit(keys, slots)
             self._extend(prompt)

@@ -76,17 +76,17 @@ def _ask(path: Path) -> "Report":
 
 def _print_json(path: Path, every_s: float, *, once: bool) -> int:
     """Poll the server. While it is away, one line on standard error for each new reason."""
-    said = ""
+    reported = ""
     while True:
         try:
             print(msgspec.json.encode(_ask(path)).decode(), flush=True)
-            said = ""
+            reported = ""
         except TierDown as why:
             if once:
                 raise
-            if said != str(why):
-                said = str(why)
-                print(f"kv top: away: {said}", file=sys.stderr, flush=True)
+            if reported != str(why):
+                reported = str(why)
+                print(f"kv top: away: {reported}", file=sys.stderr, flush=True)
         if once:
             return 0
         time.sleep(every_s)

@@ -86,15 +86,15 @@ class Memory:
 
     def diverged_after(self, parent: ChunkKey, key: ChunkKey) -> bool:
         """Whether another chunk than `key` followed `parent` in a prompt that was stored."""
-        number, own = _number(parent), _number(key)
+        number, child = _number(parent), _number(key)
         follower = self._young_next.get(number, self._old_next.get(number))
-        if follower is not None and follower != own:
+        if follower is not None and follower != child:
             return True
         fate = self.fate(parent)
         if fate is None or fate.run is None:
             return False
         after = fate.run.index(number) + 1 if number in fate.run else len(fate.run)
-        return after < len(fate.run) and fate.run[after] != own
+        return after < len(fate.run) and fate.run[after] != child
 
     def known_key_spaces(self) -> list[KnownKeySpace]:
         return [KnownKeySpace(space, tenant, known) for (space, tenant), known in list(self._key_prefixes.items())]

@@ -153,13 +153,13 @@ def export_interval_s() -> float:
     Raises:
         ConfigError: it is invalid.
     """
-    said = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")
+    text = os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", "")
     try:
-        interval_s = float(said) / 1e3 if said else INTERVAL_S
+        interval_s = float(text) / 1e3 if text else INTERVAL_S
     except ValueError:
         interval_s = 0.0
     if not 0 < interval_s <= threading.TIMEOUT_MAX:  # longer than that no thread can wait
-        raise ConfigError(f"OTEL_METRIC_EXPORT_INTERVAL is {said!r}; write milliseconds, such as 60000")
+        raise ConfigError(f"OTEL_METRIC_EXPORT_INTERVAL is {text!r}; write milliseconds, such as 60000")
     return interval_s
 
 

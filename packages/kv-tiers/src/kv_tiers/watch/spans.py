@@ -152,8 +152,8 @@ class Spans(Subscriber):
     def _start(self, cache: str, holder: Holder, name: str, at_ns: int, attributes: Mapping[str, _Value]) -> Span:
         request = self._requests.get((cache, holder))
         context = None if request is None else set_span_in_context(request)
-        own = {"kv.cache": cache, "kv.holder": holder} if holder else {"kv.cache": cache}
-        return self._tracer.start_span(name, context, attributes={**own, **attributes}, start_time=at_ns)
+        identity = {"kv.cache": cache, "kv.holder": holder} if holder else {"kv.cache": cache}
+        return self._tracer.start_span(name, context, attributes={**identity, **attributes}, start_time=at_ns)
 
     def _end(self, spans: OrderedDict[_Place, Span], place: _Place, at_ns: int, fault: str = "") -> None:
         if (span := spans.pop(place, None)) is not None:
@@ -197,8 +197,8 @@ def span_exporters() -> list[SpanExporter]:
         ConfigError: there is no such exporter.
     """
     names = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")
-    made = [exporter_of("traces", name.strip(), OTLPSpanExporter, ConsoleSpanExporter) for name in names]
-    return [exporter for exporter in made if exporter is not None]
+    exporters = [exporter_of("traces", name.strip(), OTLPSpanExporter, ConsoleSpanExporter) for name in names]
+    return [exporter for exporter in exporters if exporter is not None]
 
 
 def exporter_of(

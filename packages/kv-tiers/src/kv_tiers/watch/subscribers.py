@@ -25,10 +25,10 @@ def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:
         ConfigError: there is no such subscriber, or it does not take these parameters.
     """
     name, factory, parameters = find_subscriber(spec)
-    made = factory(parameters, bus)
-    if not isinstance(made, Subscriber):
-        raise ConfigError(f"the subscriber {name!r} made a {type(made).__name__}, which is not a subscriber")
-    return made
+    subscriber = factory(parameters, bus)
+    if not isinstance(subscriber, Subscriber):
+        raise ConfigError(f"the subscriber {name!r} made a {type(subscriber).__name__}, which is not a subscriber")
+    return subscriber
 
 
 def find_subscriber(spec: str | Mapping[str, Any]) -> tuple[str, SubscriberFactory, dict[str, Any]]:

@@ -117,10 +117,10 @@ def _whole_record(line: str) -> str:
 
 
 def _sizes(line: str, where: str) -> tuple[int, int]:
-    said = _json_object(line, where)
-    if said.get("kv_trace") != TRACE_VERSION:
-        raise InputError(f"{where}: a trace of version {said.get('kv_trace')}; this release reads {TRACE_VERSION}")
-    tokens, nbytes = said.get("chunk_tokens"), said.get("chunk_bytes")
+    fields = _json_object(line, where)
+    if fields.get("kv_trace") != TRACE_VERSION:
+        raise InputError(f"{where}: a trace of version {fields.get('kv_trace')}; this release reads {TRACE_VERSION}")
+    tokens, nbytes = fields.get("chunk_tokens"), fields.get("chunk_bytes")
     if type(tokens) is not int or type(nbytes) is not int or tokens < 0 or nbytes < 1:
         raise InputError(f"{where}: chunk_tokens and chunk_bytes must be whole numbers; repair the line")
     return tokens, nbytes
