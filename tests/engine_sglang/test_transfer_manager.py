@@ -12,7 +12,7 @@ from kv_sglang.names import Names
 from kv_sglang.transfer import manager, messages
 from kv_sglang.transfer.manager import KVManager
 from kv_sglang.transfer.messages import Aborted, PagesStored, Peer, Ready
-from kv_sglang.transfer.rooms import Coming
+from kv_sglang.transfer.rooms import Incoming
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 ROOM = 1
@@ -36,7 +36,7 @@ class Reached:
 def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequence[bytes]]]:
     """The manager of a rank that computes prompts, as far as it stores pages, and what it tells the decode engine."""
     ours, told = KVManager.__new__(KVManager), list[Sequence[bytes]]()
-    ours._rooms, ours._leaving, ours._coming, ours._batch_pages = threading.Lock(), {}, {}, 8
+    ours._rooms, ours._outgoing, ours._incoming, ours._batch_pages = threading.Lock(), {}, {}, 8
     ours._attached = SimpleNamespace(stores={manager.KV: SimpleNamespace(revision="ours")})
     ours.request_status, ours.transfer_infos, ours.req_to_decode_prefix_len = {}, {}, {}
     ours._deferred_ack_targets, ours._deferred_ack_poisoned_rooms, ours._staging_outstanding = {}, set(), {}
@@ -54,7 +54,7 @@ def decode_rank(attempt: bytes, port: int = 1, prefix_tokens: int = 0) -> Peer:
 
 def open_room(ours: KVManager, hashes: tuple[str, ...]) -> None:
     """A request for a prompt with these pages, for which the decode engine has blocks."""
-    ours.name_leaving(ROOM, Names(hashes, 0))
+    ours.add_outgoing(ROOM, Names(hashes, 0))
     ours.request_status[ROOM] = KVPoll.WaitingForInput
     peer = decode_rank(FIRST)
     ours.transfer_infos[ROOM] = {peer.address: peer}
@@ -135,18 +135,18 @@ def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() ->
         calls.append(["get", *names.hashes[first : first + len(slots)]])
         return ""
 
-    def need_not(hashes: Sequence[str], *, given_by: str) -> None:
+    def release_pages(hashes: Sequence[str], *, given_by: str) -> None:
         calls.append(["need not", *hashes, given_by])
 
-    exchange = SimpleNamespace(get=get, need_not=need_not)
+    exchange = SimpleNamespace(get=get, release_pages=release_pages)
     ours, metadata = KVManager.__new__(KVManager), ctypes.create_string_buffer(1)
-    ours._rooms, ours._coming, ours._batch_pages = threading.Lock(), {}, 8
+    ours._rooms, ours._incoming, ours._batch_pages = threading.Lock(), {}, 8
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
     ours._watch = SimpleNamespace(filled=lambda: None)
     ours.kv_args = SimpleNamespace(aux_data_ptrs=[ctypes.addressof(metadata)], aux_item_lens=[1])
-    coming = Coming(Names(HASHES, 0), 1, [4], aux_index=0, loaded=1, ready=Reached(), attempt=FIRST)
-    ours.name_coming(ROOM, coming)
-    assert ours._fetch(exchange, coming, stored([b"7"])) == ""
+    incoming = Incoming(Names(HASHES, 0), 1, [4], aux_index=0, loaded=1, ready=Reached(), attempt=FIRST)
+    ours.add_incoming(ROOM, incoming)
+    assert ours._fetch(exchange, incoming, stored([b"7"])) == ""
     assert calls == [["get", HASHES[1]], ["need not", HASHES[0], "theirs"]]
     assert metadata.raw == b"7"
 
@@ -154,11 +154,11 @@ def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() ->
 def test_a_load_that_ends_after_its_request_leaves_nothing_behind() -> None:
     """A reason that nobody takes would stay for ever, or be another request's that gets the same number."""
     ours = KVManager.__new__(KVManager)
-    ours._rooms, ours._coming, ours._leaving, ours._batch_pages = threading.Lock(), {}, {}, 8
+    ours._rooms, ours._incoming, ours._outgoing, ours._batch_pages = threading.Lock(), {}, {}, 8
     ours._watch = SimpleNamespace(filled=lambda: None)
     ours.request_status, ours.failure_lock, ours.failure_records = {ROOM: KVPoll.Transferring}, threading.Lock(), {}
-    coming = Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
-    ours.name_coming(ROOM, coming)
+    incoming = Incoming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
+    ours.add_incoming(ROOM, incoming)
 
     def get(*_arguments: Any, **_named: Any) -> str:
         ours.close_room(ROOM)
@@ -174,13 +174,13 @@ def test_a_load_that_is_done_after_its_request_is_not_the_success_of_another_wit
 ) -> None:
     """It would decode from blocks to which nothing was loaded."""
     ours = KVManager.__new__(KVManager)
-    ours._rooms, ours._leaving, ours._coming = threading.Lock(), {}, {}
+    ours._rooms, ours._outgoing, ours._incoming = threading.Lock(), {}, {}
     ours.request_status, ours.enable_staging = {ROOM: KVPoll.WaitingForInput}, False
     ours.prefill_response_tracker, ours.required_prefill_response_num_table = {ROOM: set()}, {ROOM: 1}
 
     def request() -> None:
-        ours.name_coming(
-            ROOM, Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
+        ours.add_incoming(
+            ROOM, Incoming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
         )
 
     def fetch(*_arguments: Any) -> str:
@@ -194,29 +194,29 @@ def test_a_load_that_is_done_after_its_request_is_not_the_success_of_another_wit
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput}
 
 
-def decoding(*, attempt: bytes) -> tuple[KVManager, Coming]:
+def decoding(*, attempt: bytes) -> tuple[KVManager, Incoming]:
     """The manager of a rank that decodes, which waits for a request, as far as it hears of others."""
     ours = KVManager.__new__(KVManager)
-    ours._rooms, ours._coming, ours._leaving, ours._batch_pages = threading.Lock(), {}, {}, 8
+    ours._rooms, ours._incoming, ours._outgoing, ours._batch_pages = threading.Lock(), {}, {}, 8
     ours._watch = SimpleNamespace(filled=lambda: None)
     ours.request_status, ours.failure_lock, ours.failure_records = {ROOM: KVPoll.WaitingForInput}, threading.Lock(), {}
     ours.enable_deferred_decode_kv_release = ours.enable_staging = False
     ours.kv_args = SimpleNamespace(aux_data_ptrs=[], aux_item_lens=[])
-    coming = Coming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=attempt)
-    ours.name_coming(ROOM, coming)
-    return ours, coming
+    incoming = Incoming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=attempt)
+    ours.add_incoming(ROOM, incoming)
+    return ours, incoming
 
 
 def test_what_is_said_late_of_an_earlier_request_changes_nothing_of_one_that_has_its_number() -> None:
     """Its failure, or its pages with their own first token, would have been the later request's."""
-    ours, coming = decoding(attempt=SECOND)
+    ours, incoming = decoding(attempt=SECOND)
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(SimpleNamespace()))
     status = [messages.STATUS, b"%d" % ROOM, b"%d" % KVPoll.Failed, b"0", b"its prefill engine had no room"]
-    ours._hear_prefill([*status, FIRST])
-    ours._hear_prefill(stored([b"7"], FIRST).frames())
+    ours._on_prefill_message([*status, FIRST])
+    ours._on_prefill_message(stored([b"7"], FIRST).frames())
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput} and ours.failure_records == {}
-    assert coming.loaded == 0
-    ours._hear_prefill([*status, SECOND])
+    assert incoming.loaded == 0
+    ours._on_prefill_message([*status, SECOND])
     assert ours.request_status == {ROOM: KVPoll.Failed} and "no room" in ours.failure_records[ROOM]
 
 
@@ -229,16 +229,16 @@ def test_a_decode_engine_that_gives_up_late_does_not_end_another_request_with_th
     open_room(ours, HASHES)
     rank = decode_rank(SECOND)
     ours.transfer_infos[ROOM] = {rank.address: rank}
-    ours._hear_decode(Aborted(ROOM, given_up.address, given_up.attempt).frames())
+    ours._on_decode_message(Aborted(ROOM, given_up.address, given_up.attempt).frames())
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput} and ours.failure_records == {}
-    ours._hear_decode(Aborted(ROOM, rank.address, SECOND).frames())
+    ours._on_decode_message(Aborted(ROOM, rank.address, SECOND).frames())
     assert ours.request_status == {ROOM: KVPoll.Failed} and ROOM in ours.failure_records
 
 
 def test_a_decode_engine_that_gives_up_before_it_has_blocks_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = prefilling(monkeypatch)
     ours.request_status[ROOM] = KVPoll.Bootstrapping
-    ours._hear_decode(Aborted(ROOM, "127.0.0.1:1", FIRST).frames())
+    ours._on_decode_message(Aborted(ROOM, "127.0.0.1:1", FIRST).frames())
     assert ours.request_status == {ROOM: KVPoll.Failed}
 
 
@@ -250,9 +250,9 @@ def test_a_request_that_is_given_up_before_it_comes_leaves_nothing_behind(
     repeated it, and what was known of it stayed for ever."""
     ours, _ = prefilling(monkeypatch)
     rank = decode_rank(FIRST)
-    ours._hear_decode(Ready(ROOM, required, rank).frames())
+    ours._on_decode_message(Ready(ROOM, required, rank).frames())
     assert ROOM in ours.transfer_infos
-    ours._hear_decode(Aborted(ROOM, rank.address, FIRST).frames())
+    ours._on_decode_message(Aborted(ROOM, rank.address, FIRST).frames())
     assert ours.request_status == ours.transfer_infos == ours.req_to_decode_prefix_len == ours.failure_records == {}
 
 
@@ -261,16 +261,16 @@ def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages
 ) -> None:
     """It was not listened to, and waited until its time was up."""
     ours, told = prefilling(monkeypatch)
-    ours._hear_decode(Ready(ROOM, 1, decode_rank(b"attempt0", prefix_tokens=4)).frames())
-    ours._hear_decode(Ready(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for these any more
+    ours._on_decode_message(Ready(ROOM, 1, decode_rank(b"attempt0", prefix_tokens=4)).frames())
+    ours._on_decode_message(Ready(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for these any more
     assert ours.req_to_decode_prefix_len == {ROOM: 0}
-    ours.name_leaving(ROOM, Names(HASHES, 0))
+    ours.add_outgoing(ROOM, Names(HASHES, 0))
     job = sent(ours)
-    ours._hear_decode(Ready(ROOM, 1, decode_rank(SECOND)).frames())
+    ours._on_decode_message(Ready(ROOM, 1, decode_rank(SECOND)).frames())
     job(SimpleNamespace(put=lambda *_arguments: ""))
     assert [message[2] for message in told] == [SECOND, SECOND] and ours.request_status == {ROOM: KVPoll.Success}
     told.clear()
-    ours._hear_decode(Ready(ROOM, 1, decode_rank(b"attempt3")).frames())
+    ours._on_decode_message(Ready(ROOM, 1, decode_rank(b"attempt3")).frames())
     ((tag, _room, status, _rank, reason, attempt),) = told
     assert (tag, int(status), attempt) == (messages.STATUS, KVPoll.Failed, b"attempt3") and b"earlier request" in reason
 
@@ -291,10 +291,10 @@ def test_pages_that_nobody_will_read_are_let_go(
 ) -> None:
     """Those of a request that was given up stayed held until their time was over, and at most half of a pool is held.
     Where all ranks read the same pages, one says so: SGLang clears a request that has succeeded once every rank has."""
-    ours, coming = decoding(attempt=FIRST)
-    ours._reads_together, ours._says_taken, coming.given_by = reads_together, says_taken, "theirs"
+    ours, incoming = decoding(attempt=FIRST)
+    ours._reads_together, ours._says_taken, incoming.given_by = reads_together, says_taken, "theirs"
     let_go: list[tuple[Sequence[str], str]] = []
-    exchange = SimpleNamespace(need_not=lambda hashes, *, given_by: let_go.append((hashes, given_by)))
+    exchange = SimpleNamespace(release_pages=lambda hashes, *, given_by: let_go.append((hashes, given_by)))
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
     monkeypatch.setattr(manager.CommonKVReceiver, ends, lambda _receiver: None)
     receiver = manager.KVReceiver.__new__(manager.KVReceiver)
@@ -304,4 +304,4 @@ def test_pages_that_nobody_will_read_are_let_go(
     for _ in range(2):  # SGLang clears a failed request again
         getattr(receiver, ends)()
     assert let_go == [(HASHES, "theirs")] * is_let_go
-    assert not coming.is_open
+    assert not incoming.is_open

@@ -15,7 +15,7 @@ from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
 from kv_sglang.transfer.exchange import Exchange
-from kv_sglang.transfer.rooms import Coming, Lanes, Leaving
+from kv_sglang.transfer.rooms import Incoming, Lanes, Outgoing
 from kv_testing.faults import FaultyTier
 from kv_testing.wait import joined, until
 from kv_tiers import HostConfig, HostPool, LocalCache, LruPolicy, build_local_cache, chunk_header
@@ -197,16 +197,16 @@ def test_pages_that_the_decode_engine_has_are_held_with_the_others_until_it_does
     assert prefill.exchange.put(named, 2, slots(3), always) == ""
     assert decode.exchange.get(named, 2, slots(1), always, threading.Lock()) == ""
     assert cache.holds.chunks == 2
-    decode.exchange.need_not(named.hashes[:2])
+    decode.exchange.release_pages(named.hashes[:2])
     assert cache.holds.chunks == 0
 
 
 def test_nothing_is_kept_that_was_read_after_the_request_ended(make_side: Callable[..., Side]) -> None:
     """SGLang frees a request's blocks at once, and by the end of the copy another request may have written there."""
     side = make_side()
-    leaving = Leaving(7, names(2))
-    side.before_copy = leaving.close
-    assert side.exchange.put(leaving.names, 0, slots(0, 1), lambda: leaving.is_open) == "the request has ended"
+    outgoing = Outgoing(7, names(2))
+    side.before_copy = outgoing.close
+    assert side.exchange.put(outgoing.names, 0, slots(0, 1), lambda: outgoing.is_open) == "the request has ended"
     assert side.store.cache.counts().chunks_resident == 0
 
 
@@ -214,9 +214,9 @@ def test_nothing_is_written_once_a_request_is_closed(make_side: Callable[..., Si
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(2), 0, slots(0, 1), always) == ""
     before = rows_of(decode.pool, of(0, 1)).clone()
-    coming = Coming(names(2), 0, slots(0, 1), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
-    coming.close()
-    said = decode.exchange.get(coming.names, 0, coming.slots, lambda: coming.is_open, coming.lock)
+    incoming = Incoming(names(2), 0, slots(0, 1), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
+    incoming.close()
+    said = decode.exchange.get(incoming.names, 0, incoming.slots, lambda: incoming.is_open, incoming.lock)
     assert said == "the request has ended"
     assert torch.equal(rows_of(decode.pool, of(0, 1)), before)
 
@@ -225,7 +225,7 @@ def test_a_request_is_closed_only_when_nothing_is_being_written(make_side: Calla
     """So SGLang can give the blocks to another request as soon as this one is closed."""
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
-    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
+    incoming = Incoming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
     copying, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -233,24 +233,24 @@ def test_a_request_is_closed_only_when_nothing_is_being_written(make_side: Calla
         assert go_on.wait(30)
 
     decode.before_copy = hold
-    arguments = (coming.names, 0, coming.slots, lambda: coming.is_open, coming.lock)
+    arguments = (incoming.names, 0, incoming.slots, lambda: incoming.is_open, incoming.lock)
     load = threading.Thread(target=decode.exchange.get, args=arguments)
     load.start()
     assert copying.wait(30)
-    close = threading.Thread(target=coming.close)
+    close = threading.Thread(target=incoming.close)
     close.start()
-    assert coming.lock.locked() and coming.is_open
+    assert incoming.lock.locked() and incoming.is_open
     go_on.set()
     load.join(30)
     close.join(30)
-    assert not coming.is_open
+    assert not incoming.is_open
 
 
 def test_a_request_is_closed_while_a_new_pool_s_memory_is_made_ready(make_side: Callable[..., Side]) -> None:
     """SGLang's scheduler closes it, and after a restart of the server this may take seconds on a GPU."""
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
-    coming = Coming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
+    incoming = Incoming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
     attaching, go_on = threading.Event(), threading.Event()
     copier = decode.exchange._binding._copier
     attach = copier.attach
@@ -264,12 +264,12 @@ def test_a_request_is_closed_while_a_new_pool_s_memory_is_made_ready(make_side: 
     said: list[str] = []
 
     def load() -> None:
-        said.append(decode.exchange.get(coming.names, 0, coming.slots, lambda: coming.is_open, coming.lock))
+        said.append(decode.exchange.get(incoming.names, 0, incoming.slots, lambda: incoming.is_open, incoming.lock))
 
     loading = threading.Thread(target=load)
     loading.start()
     assert attaching.wait(30)
-    closing = threading.Thread(target=coming.close, daemon=True)
+    closing = threading.Thread(target=incoming.close, daemon=True)
     closing.start()
     try:
         joined(closing, within_s=10)

@@ -47,7 +47,7 @@ class Engine:
         self.updaters = [Updater(self.runner), Updater(self.draft)]
         self.memory = Memory(self.runner)
         self.watch = WeightsWatch(LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0)))
-        self.watch.see_emptied(self.pool)
+        self.watch.watch_for_clear(self.pool)
 
     def step(self, name: str, *, flush: bool = False) -> bool:
         """Of the model and of its draft. Returns whether pages are in doubt after it."""

@@ -127,7 +127,7 @@ class PageStore:
         self._shape = ChunkShape(page_tokens or pages.page_slots)
         self._prefill = PrefillSpeed() if prefill is None else prefill
         self._requests = RequestPages(use, pages.page_slots, lambda: cache.tiers) if requests is None else requests
-        self._requests.listeners.append(self._say_taken)
+        self._requests.listeners.append(self._notify_taken)
         self.cache = cache
         self.pages = pages
         self._space = space
@@ -345,7 +345,7 @@ class PageStore:
         """The engine has these pages, or a lease on them: end the holds of those that were handed over."""
         self._requests.taken(hashes)
 
-    def _say_taken(self, hashes: Sequence[str]) -> None:
+    def _notify_taken(self, hashes: Sequence[str]) -> None:
         if keys := self.keys(hashes):
             self.cache.taken(keys)
 

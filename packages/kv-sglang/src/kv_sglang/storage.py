@@ -125,7 +125,7 @@ class KVStorage(OffSwitch, HiCacheStorage):  # type: ignore[misc]  # the engine'
         assert self._attached.prefill is not None
         follow_requests(self._attached.requests)
         follow_steps(self._attached.prefill)
-        self._attached.watch.see_emptied(self.mem_pool_host)
+        self._attached.watch.watch_for_clear(self.mem_pool_host)
         formats = ", ".join(f"{name}: {pages.format.kind}" for name, pages in self._pages.items())
         _log.info("kv-sglang keeps pages of %d tokens (%s)", settings.chunk_tokens, formats)
 

@@ -83,7 +83,7 @@ class WeightsWatch:
         """The engine gets pages from another one."""
         _SEEN.passes.clear()
 
-    def see_emptied(self, host_pool: Any) -> None:
+    def watch_for_clear(self, host_pool: Any) -> None:
         """Watch for emptied caches: SGLang empties its host memory with the device's, which storage can observe."""
         clear = host_pool.clear
         if getattr(clear, "_kv_watched", False):

@@ -11,7 +11,7 @@ from kv_testing.tower import Tower
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus
 from kv_tiers.watch.history import History
-from kv_tiers.watch.log import LogLines, say_json, say_text
+from kv_tiers.watch.log import LogLines, log_json, log_text
 
 
 class Lines:
@@ -78,7 +78,7 @@ def test_stores_that_find_no_room_are_told_when_it_lasts() -> None:
 def test_json_is_one_object_a_line_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     clock = HandClock()
     bus = EventBus(interval_s=0.001, clock=clock)
-    bus.subscribe(LogLines(bus, say_json))
+    bus.subscribe(LogLines(bus, log_json))
     bus.source("c").publish(events.TierHealth("disk", "UP", "STUCK", "a call has not come back"))
     bus.close()
     told = json.loads(capsys.readouterr().err)
@@ -92,7 +92,7 @@ def test_a_damaged_chunk_and_a_tier_that_is_down_are_one_line_each(
 ) -> None:
     bus = EventBus(interval_s=0.001)
     tower = Tower("through", events=bus.source())
-    bus.subscribe(LogLines(bus, say_text) if is_logged else History(10, 0.0))
+    bus.subscribe(LogLines(bus, log_text) if is_logged else History(10, 0.0))
     keys = key_chain(2)
     tower.store_below(keys)
     with caplog.at_level(logging.INFO):
@@ -115,8 +115,8 @@ def test_a_damaged_chunk_and_a_tier_that_is_down_are_one_line_each(
 
 def test_text_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kv_tiers.watch.log"):
-        say_text(logging.WARNING, "100% of it", {})
-        say_text(logging.WARNING, "tier peers is down: a peer says\nwhat it likes", {})
+        log_text(logging.WARNING, "100% of it", {})
+        log_text(logging.WARNING, "tier peers is down: a peer says\nwhat it likes", {})
     assert caplog.messages == ["100% of it", "tier peers is down: a peer says\\nwhat it likes"]
 
 

@@ -97,7 +97,7 @@ class Exchange:
         keys = self._store.keys(names.hashes[first : first + len(slots)], given_by)
         if not keys:
             return "the weights of the engine are not known"
-        cache, coming = self._store.cache, _Waiting(max(self._hold_s, self._wait_s))
+        cache, incoming = self._store.cache, _Waiting(max(self._hold_s, self._wait_s))
         missing: _Waiting | None = None
         try:
             while is_wanted():
@@ -105,7 +105,7 @@ class Exchange:
                 if plan.chunks == len(keys) and (lease := self._store.lease(keys, self._name)) is not None:
                     return self._get(lease, slots, is_wanted, lock, dict(zip(keys, plan.tiers, strict=True)))
                 if plan.ended is Ended.PENDING:
-                    waiting, missing = coming, None
+                    waiting, missing = incoming, None
                 else:
                     waiting = missing = missing or _Waiting(self._wait_s)
                 if not waiting.again():
@@ -120,7 +120,7 @@ class Exchange:
         finally:
             cache.end(self._name)
 
-    def need_not(self, hashes: Sequence[str], *, given_by: str = "") -> None:
+    def release_pages(self, hashes: Sequence[str], *, given_by: str = "") -> None:
         """The engine has these pages: they need not be held for it. given_by: as for `get`."""
         if keys := self._store.keys(hashes, given_by):
             self._store.cache.taken(keys)

@@ -32,7 +32,7 @@ from kv_sglang.transfer import messages
 from kv_sglang.transfer.exchange import Exchange
 from kv_sglang.transfer.messages import Aborted, PagesStored, Peer, Ready
 from kv_sglang.transfer.refused import refuse_what_is_not_served
-from kv_sglang.transfer.rooms import Coming, Lanes, Leaving
+from kv_sglang.transfer.rooms import Incoming, Lanes, Outgoing
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
@@ -60,8 +60,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         refuse_what_is_not_served(args, server_args)
         check_hashes()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        self._leaving: dict[int, Leaving] = {}
-        self._coming: dict[int, Coming] = {}
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
         self._rooms = threading.Lock()
         self._batch_pages = 1
 
@@ -95,13 +95,15 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             reads_together=self._reads_together,
         )
         assert attached.watch is not None
-        attached.watch.see_emptied(allocator)
+        attached.watch.watch_for_clear(allocator)
         self._attached, self._watch = attached, attached.watch
         self._forward_stream = forward_stream
         self._batch_pages = max(1, _BATCH_BYTES // described.pages.format.nbytes)
         self._lanes = Lanes(partial(self._exchange, described, settings.handover))
         threading.Thread(
-            target=self._listen, args=(self._hear_decode if is_prefill else self._hear_prefill,), daemon=True
+            target=self._listen,
+            args=(self._on_decode_message if is_prefill else self._on_prefill_message,),
+            daemon=True,
         ).start()
         if not is_prefill:
             self._start_heartbeat_checker_thread()
@@ -121,11 +123,11 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     # The prefill engine's side.
 
-    def name_leaving(self, room: int, names: Names) -> None:
+    def add_outgoing(self, room: int, names: Names) -> None:
         with self._rooms:
-            self._leaving[room] = Leaving(room, names)
+            self._outgoing[room] = Outgoing(room, names)
 
-    def _hear_decode(self, message: Sequence[bytes]) -> None:
+    def _on_decode_message(self, message: Sequence[bytes]) -> None:
         if (aborted := Aborted.read(message)) is not None:
             self._decode_aborted(aborted)
         elif message[0] == messages.READY:
@@ -138,7 +140,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         is_of_it = status == KVPoll.Bootstrapping if peer is None else aborted.attempt in (None, peer.attempt)
         if not is_of_it or status in (KVPoll.Success, KVPoll.Failed):
             return  # late, also about another request with the same number
-        if room in self._leaving or status == KVPoll.Bootstrapping:
+        if room in self._outgoing or status == KVPoll.Bootstrapping:
             self.record_failure(room, "the decode engine has given up the request")
             self.update_status(room, KVPoll.Failed)
         else:  # perhaps it never will, or is repeated with its number
@@ -148,7 +150,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def _decode_ready(self, ready: Ready) -> None:
         room, peer = ready.room, ready.peer
         status = self.request_status.get(room)
-        is_awaited = status == KVPoll.WaitingForInput and room not in self._leaving  # and was asked for before
+        is_awaited = status == KVPoll.WaitingForInput and room not in self._outgoing  # and was asked for before
         if status in (None, KVPoll.Bootstrapping) or is_awaited:
             peers = self.transfer_infos.setdefault(room, {})
             peers[peer.address] = peer
@@ -164,7 +166,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             known.attempt = peer.attempt  # it asks again, for the same pages
         elif not peer.is_dummy:
             # Otherwise it would wait until its time is up.
-            self._say_failed(peer, room, "kv-sglang could not hand over: an earlier request still has the same number")
+            self._fail_peer(peer, room, "kv-sglang could not hand over: an earlier request still has the same number")
 
     def add_transfer_request(
         self,
@@ -181,12 +183,12 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         lacks."""
         page_size = int(self.kv_args.page_size)
         with self._rooms:
-            leaving = self._leaving.get(bootstrap_room)
-        if leaving is None:
+            outgoing = self._outgoing.get(bootstrap_room)
+        if outgoing is None:
             return  # it was given up
         job = partial(
             self._hand_over,
-            leaving=leaving,  # not by its number, which may be another request's by the time that these are stored
+            outgoing=outgoing,  # not by its number, which may be another request's by the time that these are stored
             start=int(index_slice.start),
             slots=[int(block) * page_size for block in kv_indices],
             aux_index=aux_index if is_last_chunk else None,
@@ -196,27 +198,27 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         self._lanes.add(bootstrap_room, job)
 
     def _hand_over(
-        self, exchange: Exchange, leaving: Leaving, *, start: int, slots: list[int], aux_index: int | None, event: Any
+        self, exchange: Exchange, outgoing: Outgoing, *, start: int, slots: list[int], aux_index: int | None, event: Any
     ) -> None:
-        peers = list(self.transfer_infos.get(leaving.room, {}).values())
-        if not peers or self.request_status.get(leaving.room) in (None, KVPoll.Failed):
+        peers = list(self.transfer_infos.get(outgoing.room, {}).values())
+        if not peers or self.request_status.get(outgoing.room) in (None, KVPoll.Failed):
             return  # it was given up
         try:
             if event is not None:
                 event.synchronize()
-            why = self._store(exchange, leaving, peers, start=start, slots=slots, aux_index=aux_index)
+            why = self._store(exchange, outgoing, peers, start=start, slots=slots, aux_index=aux_index)
         except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be stored")
             why = f"{type(error).__name__}: {error}"
         if why or aux_index is not None:
-            self._conclude(leaving, peers, why)
+            self._conclude(outgoing, peers, why)
 
-    def _conclude(self, leaving: Leaving, peers: Sequence[Peer], why: str) -> None:
+    def _conclude(self, outgoing: Outgoing, peers: Sequence[Peer], why: str) -> None:
         """Tell SGLang how it ended. why: it failed; empty: all pages are stored."""
-        room, reason = leaving.room, f"kv-sglang could not hand over: {why}"
-        with leaving.lock:
+        room, reason = outgoing.room, f"kv-sglang could not hand over: {why}"
+        with outgoing.lock:
             # Once it is closed, its number may be another request's. One that has failed already only fails again.
-            if not leaving.is_open and self.request_status.get(room) != KVPoll.Failed:
+            if not outgoing.is_open and self.request_status.get(room) != KVPoll.Failed:
                 return
             if not why:
                 self.update_status(room, KVPoll.Success)
@@ -228,12 +230,12 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         # Without the lock, which SGLang's scheduler may want: a peer that is gone may be waited for.
         for peer in peers:
             if not peer.is_dummy:
-                self._say_failed(peer, room, reason)
+                self._fail_peer(peer, room, reason)
 
     def _store(
         self,
         exchange: Exchange,
-        leaving: Leaving,
+        outgoing: Outgoing,
         peers: Sequence[Peer],
         *,
         start: int,
@@ -241,34 +243,34 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         aux_index: int | None,
     ) -> str:
         """Store pages and notify the peers. Empty, or why not all pages are stored."""
-        names = leaving.names
+        names = outgoing.names
         first = start + max(peer.prefix_tokens for peer in peers) // int(self.kv_args.page_size)
         targets = [peer for peer in peers if not peer.is_dummy]
         for at in range(0, len(slots), self._batch_pages):
             part = slots[at : at + self._batch_pages]
-            if why := exchange.put(names, first + at, part, lambda: leaving.is_open):
+            if why := exchange.put(names, first + at, part, lambda: outgoing.is_open):
                 return why
-            if leaving.is_open:
-                self._tell(targets, leaving, first + at + len(part), [])
+            if outgoing.is_open:
+                self._announce_pages(targets, outgoing, first + at + len(part), [])
         if aux_index is not None:
             done = first + len(slots)
             if done != len(names.hashes):
                 return f"{done} pages were computed, and the prompt has {len(names.hashes)}"
-            with leaving.lock:
-                if not leaving.is_open:  # then their place may be another request's
+            with outgoing.lock:
+                if not outgoing.is_open:  # then their place may be another request's
                     return "the request has ended"
                 metadata = self._metadata(aux_index)
-            self._tell(targets, leaving, done, metadata)
+            self._announce_pages(targets, outgoing, done, metadata)
         return ""
 
-    def _tell(self, peers: Sequence[Peer], leaving: Leaving, pages: int, metadata: Sequence[bytes]) -> None:
+    def _announce_pages(self, peers: Sequence[Peer], outgoing: Outgoing, pages: int, metadata: Sequence[bytes]) -> None:
         """Notify the peers that pages up to this number are in the cache."""
-        room, rank, last = leaving.room, self._prefill_unique_rank(), leaving.names.hashes[pages - 1]
+        room, rank, last = outgoing.room, self._prefill_unique_rank(), outgoing.names.hashes[pages - 1]
         weights = self._attached.stores[KV].revision
         for peer in peers:
             self._send(peer, PagesStored(room, peer.attempt, rank, pages, last, weights, metadata).frames())
 
-    def _say_failed(self, peer: Peer, room: int, reason: str) -> None:
+    def _fail_peer(self, peer: Peer, room: int, reason: str) -> None:
         status = self._encode_kv_status_message(bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason)
         try:
             self._send(peer, [*status, peer.attempt])
@@ -294,9 +296,9 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         and a page that was in the cache before may have been rounded otherwise. The cache has its own checksums."""
         return False
 
-    def name_coming(self, room: int, coming: Coming) -> None:
+    def add_incoming(self, room: int, incoming: Incoming) -> None:
         with self._rooms:
-            self._coming[room] = coming
+            self._incoming[room] = incoming
 
     def after_forward(self) -> Point:
         """The point at which the forward pass in flight is over. It may still write the last token of a request that
@@ -319,11 +321,11 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         **_unused: Any,
     ) -> list[bytes]:
         with self._rooms:
-            attempt = self._coming[bootstrap_room].attempt
+            attempt = self._incoming[bootstrap_room].attempt
         peer = Peer(self.local_ip, int(self.rank_port), decode_prefix_len or 0, is_dummy, attempt)
         return Ready(bootstrap_room, required_dst_info_num, peer).frames()
 
-    def _hear_prefill(self, message: Sequence[bytes]) -> None:
+    def _on_prefill_message(self, message: Sequence[bytes]) -> None:
         if message[0] == messages.PAGES:
             stored = PagesStored.read(message)
             assert self._lanes is not None
@@ -332,33 +334,33 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             ended := self.parse_kv_status_message(list(message))
         ):
             room, status, rank, reason = ended
-            coming = self._coming_of(room, messages.attempt_of_status(message))
-            if status != KVPoll.Failed or coming is None:  # success is known here first
+            incoming = self._incoming_request(room, messages.attempt_of_status(message))
+            if status != KVPoll.Failed or incoming is None:  # success is known here first
                 return
-            with coming.lock:
-                if coming.is_open:
+            with incoming.lock:
+                if incoming.is_open:
                     self.apply_prefill_status(
                         bootstrap_room=room, status=status, prefill_rank=rank, failure_reason=reason
                     )
 
-    def _coming_of(self, room: int, attempt: bytes) -> Coming | None:
+    def _incoming_request(self, room: int, attempt: bytes) -> Incoming | None:
         """The request that a message is about; None: it has ended, though its number may be another's."""
         with self._rooms:
-            coming = self._coming.get(room)
-        return coming if coming is not None and coming.attempt == attempt else None
+            incoming = self._incoming.get(room)
+        return incoming if incoming is not None and incoming.attempt == attempt else None
 
     def _load(self, exchange: Exchange, *, stored: PagesStored) -> None:
         room = stored.room
-        coming = self._coming_of(room, stored.attempt)
-        if coming is None or self.request_status.get(room) in (None, KVPoll.Failed):
+        incoming = self._incoming_request(room, stored.attempt)
+        if incoming is None or self.request_status.get(room) in (None, KVPoll.Failed):
             return  # it was given up
         try:
-            why = self._fetch(exchange, coming, stored)
+            why = self._fetch(exchange, incoming, stored)
         except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
             _log.exception("pages of a hand-over could not be loaded")
             why = f"{type(error).__name__}: {error}"
-        with coming.lock:  # so that it is not closed, and its number given to another request, meanwhile
-            if not coming.is_open:
+        with incoming.lock:  # so that it is not closed, and its number given to another request, meanwhile
+            if not incoming.is_open:
                 return
             if why:
                 self.record_failure(room, f"kv-sglang could not take over: {why}")
@@ -366,41 +368,41 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             elif stored.metadata:
                 self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=stored.rank)
 
-    def _fetch(self, exchange: Exchange, coming: Coming, stored: PagesStored) -> str:
+    def _fetch(self, exchange: Exchange, incoming: Incoming, stored: PagesStored) -> str:
         """Load the pages that are in the cache. Empty, or why not all are loaded."""
-        hashes = coming.names.hashes
+        hashes = incoming.names.hashes
         if not 0 < stored.pages <= len(hashes) or hashes[stored.pages - 1] != stored.last:
             return (
                 "the prefill engine names the prompt's pages differently: it has a different prompt, page size or "
                 "adapter"
             )
-        coming.given_by = stored.weights
-        coming.ready.synchronize()
+        incoming.given_by = stored.weights
+        incoming.ready.synchronize()
         self._watch.filled()
-        while (first := coming.loaded) < stored.pages:
+        while (first := incoming.loaded) < stored.pages:
             count = min(stored.pages - first, self._batch_pages)
-            slots = coming.slots[first - coming.first :][:count]
-            names, lock = coming.names, coming.lock
-            if why := exchange.get(names, first, slots, lambda: coming.is_open, lock, given_by=stored.weights):
+            slots = incoming.slots[first - incoming.first :][:count]
+            names, lock = incoming.names, incoming.lock
+            if why := exchange.get(names, first, slots, lambda: incoming.is_open, lock, given_by=stored.weights):
                 return why
-            coming.loaded = first + count
+            incoming.loaded = first + count
         if stored.metadata:
             # Not before, as each of the prefill engine's stores holds all of the prompt's pages so far.
-            exchange.need_not(hashes[: coming.first], given_by=stored.weights)
-            return self._take_metadata(coming, stored.metadata)
+            exchange.release_pages(hashes[: incoming.first], given_by=stored.weights)
+            return self._take_metadata(incoming, stored.metadata)
         return ""
 
-    def _take_metadata(self, coming: Coming, metadata: Sequence[bytes]) -> str:
+    def _take_metadata(self, incoming: Incoming, metadata: Sequence[bytes]) -> str:
         args = self.kv_args
-        if coming.loaded != len(coming.names.hashes):
-            return f"{coming.loaded} of {len(coming.names.hashes)} pages arrived before the end"
+        if incoming.loaded != len(incoming.names.hashes):
+            return f"{incoming.loaded} of {len(incoming.names.hashes)} pages arrived before the end"
         if [len(part) for part in metadata] != list(args.aux_item_lens):
             return "the prefill engine has other metadata: start both with the same version and options of SGLang"
-        with coming.lock:
-            if not coming.is_open:
+        with incoming.lock:
+            if not incoming.is_open:
                 return "the request has ended"
             for address, part in zip(args.aux_data_ptrs, metadata, strict=True):
-                ctypes.memmove(address + coming.aux_index * len(part), part, len(part))
+                ctypes.memmove(address + incoming.aux_index * len(part), part, len(part))
         return ""
 
     # Both.
@@ -408,20 +410,20 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def close_room(self, room: int) -> None:
         """Call this before SGLang frees the request's blocks."""
         with self._rooms:
-            leaving, coming = self._leaving.pop(room, None), self._coming.pop(room, None)
-        if leaving is not None:
-            leaving.close()
-        if coming is not None:
-            coming.close()
-            self._let_go(room, coming, is_loaded=self.request_status.get(room) == KVPoll.Success)
+            outgoing, incoming = self._outgoing.pop(room, None), self._incoming.pop(room, None)
+        if outgoing is not None:
+            outgoing.close()
+        if incoming is not None:
+            incoming.close()
+            self._release_incoming(room, incoming, is_loaded=self.request_status.get(room) == KVPoll.Success)
 
-    def _let_go(self, room: int, coming: Coming, *, is_loaded: bool) -> None:
+    def _release_incoming(self, room: int, incoming: Incoming, *, is_loaded: bool) -> None:
         """Its pages need not be held any more. Reading them has said so, except where other ranks read them too: SGLang
         clears a request that has succeeded once all ranks have."""
         is_ours_to_say = self._says_taken if self._reads_together else not is_loaded
         if is_ours_to_say and self._lanes is not None:
-            hashes, given_by = coming.names.hashes, coming.given_by
-            self._lanes.add(room, lambda exchange: exchange.need_not(hashes, given_by=given_by))
+            hashes, given_by = incoming.names.hashes, incoming.given_by
+            self._lanes.add(room, lambda exchange: exchange.release_pages(hashes, given_by=given_by))
 
 
 class _ClosesRoom:
@@ -448,7 +450,7 @@ class KVSender(_ClosesRoom, CommonKVSender):  # type: ignore[misc]
     """A request of the prefill engine."""
 
     def name_pages(self, names: Names) -> None:
-        self.kv_mgr.name_leaving(self.bootstrap_room, names)
+        self.kv_mgr.add_outgoing(self.bootstrap_room, names)
 
 
 class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
@@ -481,8 +483,8 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
         slots = [int(block) * page_size for block in kv_indices]
         assert aux_index is not None
         ready = self.kv_mgr.after_forward()
-        coming = Coming(self._names, first, slots, aux_index, loaded=first, ready=ready, attempt=self._attempt)
-        self.kv_mgr.name_coming(self.bootstrap_room, coming)
+        incoming = Incoming(self._names, first, slots, aux_index, loaded=first, ready=ready, attempt=self._attempt)
+        self.kv_mgr.add_incoming(self.bootstrap_room, incoming)
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
 
     def _send_abort_notification(self, **_unused: Any) -> None:

@@ -25,7 +25,7 @@ def register() -> None:
     members = {each.name: each.value for each in TransferBackend} | {NAME.upper(): NAME}
     backends = enum.Enum("TransferBackend", members, module=_UTILS)  # type: ignore[misc]
     HookRegistry.register(f"{_UTILS}.TransferBackend", backends, HookType.REPLACE)
-    HookRegistry.register(f"{_UTILS}.get_kv_class", _class_of, HookType.AROUND)
+    HookRegistry.register(f"{_UTILS}.get_kv_class", _bootstrap_server_class, HookType.AROUND)
     for module, queue in (("prefill", "PrefillBootstrapQueue"), ("decode", "DecodePreallocQueue")):
         initializer = f"sglang.srt.disaggregation.{module}.{queue}._init_kv_manager"
         HookRegistry.register(initializer, _attach_pool, HookType.AFTER)
@@ -39,7 +39,7 @@ def register() -> None:
     )
 
 
-def _class_of(original: Any, backend: Any, class_type: Any) -> Any:
+def _bootstrap_server_class(original: Any, backend: Any, class_type: Any) -> Any:
     if backend.value != NAME or class_type.value == "kvargs":
         return original(backend, class_type)
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer

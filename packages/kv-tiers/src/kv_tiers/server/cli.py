@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.owner is not None:
         _end_with(args.owner, server)
     if args.parent is not None:
-        _die_with(args.parent)
+        _terminate_with(args.parent)
     try:
         if http is not None:
             http.start(server)
@@ -227,7 +227,7 @@ def _end_with(owner: int, server: CacheServer) -> None:
         _log.debug("the kernel cannot watch process %d; only the lifeline stops this server", owner)
 
 
-def _die_with(parent: int) -> None:
+def _terminate_with(parent: int) -> None:
     """Ask the kernel for SIGTERM when the thread that started us ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it ended before this was set

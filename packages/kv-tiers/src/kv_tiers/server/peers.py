@@ -113,14 +113,14 @@ class PeerServer:
     def close(self) -> None:
         """Accept no more connections and end those in progress: when this returns, no chunk is leased for a peer."""
         self._ending.set()
-        _shut(self._listener)
+        _interrupt_calls(self._listener)
         if self._accepting.is_alive():
             self._accepting.join(_END_S)
         self._listener.close()
         with self._lock:
             connected = dict(self._connected)
         for sock in connected.values():
-            _shut(sock)
+            _interrupt_calls(sock)
         join_all(connected, _END_S)
 
     def _accept(self) -> None:
@@ -301,7 +301,7 @@ class PeerServer:
         stream.send_message(Listed(contents.id, sequence, shards, pack(names)), deadline)
 
 
-def _shut(sock: socket.socket) -> None:
+def _interrupt_calls(sock: socket.socket) -> None:
     """Make every pending call on it return, on any thread."""
     with suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would drop state that its thread is using

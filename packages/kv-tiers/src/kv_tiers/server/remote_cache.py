@@ -295,7 +295,7 @@ class RemoteCache:
                 return
             if self._returning is not None:
                 self._returning.stop()
-                self._come_back(time.monotonic() + self._timeout_s)
+                self._reconnect_to_leases(time.monotonic() + self._timeout_s)
             if self._link.connection is not None:
                 self._ask(wire.Unregister(), wire.Done)
             self._closed = True
@@ -328,9 +328,9 @@ class RemoteCache:
     def _try_to_return(self) -> bool:
         """Runs on its own thread. True: there is no need to try again."""
         with self._lock:
-            return self._closed or self._come_back()
+            return self._closed or self._reconnect_to_leases()
 
-    def _come_back(self, until_s: float = 0.0) -> bool:
+    def _reconnect_to_leases(self, until_s: float = 0.0) -> bool:
         """Reconnect to the server that may still have lasting leases of ours. A new server is not accepted here, as its
         pool would replace the old one while the engine copies. True: reconnected, or the old server is gone.
 

@@ -116,7 +116,7 @@ def _explain(args: argparse.Namespace) -> int:
         )
     salts = dict.fromkeys([args.salt, None, *args.also_salt])
     answers = {salt: _ask(socket, args, scheme, tokens, salt, at_once=at_once) for salt in salts}
-    explanation = _own(answers[args.salt], is_named=args.model is not None or args.space is not None)
+    explanation = _expected_in(answers[args.salt], is_named=args.model is not None or args.space is not None)
     explained = min(chunks, at_once)
     is_all_held = explanation is not None and explanation.held == chunks
     if args.json:
@@ -185,7 +185,7 @@ def _ask(
     return answer
 
 
-def _own(answer: wire.Explanations, *, is_named: bool) -> wire.Explained | None:
+def _expected_in(answer: wire.Explanations, *, is_named: bool) -> wire.Explained | None:
     """Where the prompt is expected: in the key space that was named, or else where most of it is."""
     expected = [one for one in answer.explained if one.was_asked or not is_named]
     return max(expected, key=lambda one: one.held, default=None)
@@ -222,7 +222,7 @@ def _print(answers: _Answers, own: wire.Explained | None, chunks: int, explained
     held = 0 if own is None else own.held
     print(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
     if own is None:
-        print(_chunks(0, chunks) + f": {_never(first)}")
+        print(_chunks(0, chunks) + f": {_why_not_held(first)}")
     else:
         _print_states(own, first)
     if explained < chunks:
@@ -297,7 +297,7 @@ def _missed(state: ChunkState, answer: wire.Explanations) -> str:
         return "where this prompt diverges from what was stored: other prompts went on differently here"
     match state.what:
         case "":
-            return _never(answer)
+            return _why_not_held(answer)
         case "evicted":
             cause = _CAUSES.get(state.cause, state.cause)
             return f"evicted{ago} from {state.tier} by {state.policy} {cause}{below}"
@@ -313,7 +313,7 @@ def _missed(state: ChunkState, answer: wire.Explanations) -> str:
             return f"stored{ago}, and left a moment ago{below}"
 
 
-def _never(answer: wire.Explanations) -> str:
+def _why_not_held(answer: wire.Explanations) -> str:
     if not answer.history_keys:
         return "not held; this server remembers nothing (history_keys = 0), so it cannot say more"
     if answer.is_whole:

@@ -111,7 +111,7 @@ def _sessions(report: Report) -> Table:
         facts = ", ".join(f"{name} {value}" for name, value in one.facts.items())
         process = str(one.pid) if one.pid else "elsewhere"
         table.add_row(str(one.session), process, _plain(one.engine), str(one.shards), _plain(facts))
-    _say_rest(table, len(report.sessions))
+    _add_row_of_rest(table, len(report.sessions))
     return table
 
 
@@ -126,7 +126,7 @@ def _tenants(report: Report) -> Table:
         called = _plain(one.name) if one.name else Text("(shared)" if shared else f"tag {one.tag}", style="dim")
         table.add_row(called, _bytes(one.used_bytes), _bytes(one.quota_bytes), f"{one.chunks:,}")
     unlisted = sum(cache.tenants_known - len(cache.tenants) for cache in report.caches)
-    _say_rest(table, len(rows) + unlisted)
+    _add_row_of_rest(table, len(rows) + unlisted)
     return table
 
 
@@ -136,7 +136,7 @@ def _table(title: str) -> Table:
     return table
 
 
-def _say_rest(table: Table, rows: int) -> None:
+def _add_row_of_rest(table: Table, rows: int) -> None:
     if rows > _MAX_ROWS:
         table.add_row("…", "", "", f"and {rows - _MAX_ROWS} more")
 

@@ -7,7 +7,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus, Subscriber
 from kv_tiers.watch.history import History
-from kv_tiers.watch.log import LogLines, say_json, say_text
+from kv_tiers.watch.log import LogLines, log_json, log_text
 from kv_tiers.watch.recorder import Recorder, check_record
 from kv_tiers.watch.subscribers import find_subscriber, make_subscriber
 
@@ -31,7 +31,7 @@ def build_bus(
     bus = EventBus()
     subscribers: list[Subscriber] = []
     if config.log != "none":
-        subscribers.append(LogLines(bus, say_json if config.log == "json" else say_text))
+        subscribers.append(LogLines(bus, log_json if config.log == "json" else log_text))
     if config.record:
         subscribers.append(Recorder(bus, config.record, config.record_bytes))
     if config.otel:

@@ -34,7 +34,7 @@ class _Limit:
 
 
 class LogLines(Subscriber):
-    """Writes the lines, by `say_text` or `say_json`."""
+    """Writes the lines, by `log_text` or `log_json`."""
 
     wants_requests = False
     writes_log = True
@@ -105,12 +105,12 @@ class LogLines(Subscriber):
         self._say(level, prefix + text, {"time": at, "cache": cache, **fields})
 
 
-def say_text(level: int, text: str, fields: dict[str, Any]) -> None:
+def log_text(level: int, text: str, fields: dict[str, Any]) -> None:
     """To this process's log."""
     _log.log(level, "%s", on_one_line(text))
 
 
-def say_json(level: int, text: str, fields: dict[str, Any]) -> None:
+def log_json(level: int, text: str, fields: dict[str, Any]) -> None:
     """One JSON object per line on standard error."""
     sys.stderr.write(json.dumps({"level": logging.getLevelName(level), **fields, "text": text}) + "\n")
     sys.stderr.flush()

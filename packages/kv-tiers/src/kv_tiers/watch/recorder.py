@@ -73,7 +73,7 @@ class Recorder(Subscriber):
                 ids = [_short(key) for key in lookup.keys[:: lookup.shape.keys_per_chunk]]
                 at_ms = round(self._bus.wall_s(occurred.at_s) * 1000)
                 file = self._file(occurred.source)
-                file.say_format(_format_of(occurred.source, lookup.shape.keys_per_chunk))
+                file.describe_chunks(_format_of(occurred.source, lookup.shape.keys_per_chunk))
                 file.add({"timestamp": at_ms, "hash_ids": ids})
             case HolderEnded(holder):
                 self._asked.pop((cache, holder), None)
@@ -128,7 +128,7 @@ class _TraceFile:
         self._bytes = found.st_size
         self._ends_in_half_a_line = bool(found.st_size) and os.pread(self._file, 1, found.st_size - 1) != b"\n"
 
-    def say_format(self, chunks: dict[str, object]) -> None:
+    def describe_chunks(self, chunks: dict[str, object]) -> None:
         """Describe the chunks of the requests from here on."""
         if chunks != self._format and not self._is_full:
             self._format = chunks

@@ -46,7 +46,9 @@ def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], a
         _route(path, list(of_path), token) for path, of_path in groupby(by_path, key=lambda operation: operation.path)
     ]
     routes += [Route("/", Page().answer), Route("/openapi.json", document)]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such, Problem: _problem, Exception: _bug})
+    app = Starlette(
+        routes=routes, exception_handlers={HTTPException: _no_such, Problem: _problem, Exception: _internal_error}
+    )
     app.router.redirect_slashes = False  # curl takes a redirection for success, and nothing would have been done
     return Guard(app, hosts)
 
@@ -67,7 +69,7 @@ async def _problem(request: Request, problem: Any) -> Response:
     return problem_response(problem)
 
 
-async def _bug(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     """The guard, which the error reaches next, logs it."""
     return problem_response(Problem(500, "a bug in the server; its log has the rest"))
 

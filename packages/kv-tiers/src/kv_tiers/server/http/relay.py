@@ -63,7 +63,7 @@ class Relay:
         try:
             return await _in_time(self._report, ANSWER_S)
         except TimeoutError:
-            raise _late() from None
+            raise _timeout_problem() from None
 
     async def on_server(self, work: Callable[[CacheServer], T]) -> T:
         """The result of `work` on the server, on the serving thread: it must be quick.
@@ -76,7 +76,7 @@ class Relay:
             return await _in_time(future, ANSWER_S)
         except TimeoutError:
             if future.cancel():
-                raise _late() from None
+                raise _timeout_problem() from None
             return await _in_time(future, None)  # it has begun, just now
         finally:
             future.cancel()  # if nobody waits for it any more
@@ -123,6 +123,6 @@ async def _in_time(future: "Future[T]", limit_s: float | None) -> T:
         raise Problem(503, f"{why}; ask its successor") from None
 
 
-def _late() -> Problem:
+def _timeout_problem() -> Problem:
     text = f"the serving thread has not answered within {ANSWER_S:g} s; look at its log"
     return Problem(503, text, {"retry-after": "1"})
