@@ -138,7 +138,7 @@ def test_the_oracle_sees_what_a_rank_copies_late_or_from_elsewhere(
         if wrong == "late":
             monkeypatch.setattr(QueuedCopy, "hold_engine", lambda self: None)
         else:
-            monkeypatch.setattr(WorkerHalf, "_own", lambda self, extents: extents[:: self._shape.shards])
+            monkeypatch.setattr(WorkerHalf, "_shard_extents", lambda self, extents: extents[:: self._shape.shards])
         ranks.oracle.submit("a", PROMPT, 3)
         with pytest.raises(AssertionError, match="wrong K"):
             ranks.oracle.run()

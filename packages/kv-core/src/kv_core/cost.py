@@ -26,7 +26,8 @@ class Costs:
     compute: seconds per token, and per pair of tokens, to compute them; None: not known yet.
     load: seconds per load, and per token of it, from the pool to its blocks; None: not known yet.
     stores: whether the engine stores what it computes of this request.
-    layerwise_tokens: the prompt's, if the load is copied while the rest of them is computed; 0: it is copied before.
+    layerwise_tokens: the prompt's tokens, if the load is copied while the rest of them is computed; 0: it is copied
+        before.
     before_tokens: how many of the prompt's tokens come before the lookup's first chunk, where all other counts begin.
         The engine has them, and computing what follows attends to them.
     """
@@ -50,7 +51,7 @@ class Costs:
         return (last_token - first_token) * (token_s + pair_s * mean_position)
 
     def load_s(self, first_token: int, last_token: int) -> float | None:
-        """Seconds to load them from the pool, beyond the computation that it overlaps; None: not known."""
+        """Seconds to load these tokens from the pool, beyond the computation that overlaps it; None: not known."""
         if self.load is None:
             return None
         tokens = last_token - max(first_token, self.computed_tokens)
@@ -62,7 +63,7 @@ class Costs:
 class Skipped:
     """Chunks that slower tiers hold beyond those in the pool, computed because waiting for them does not pay.
 
-    chunks: how many.
+    chunks: the number of these chunks.
     tier: the slowest tier among those that hold them.
     load_s, compute_s: the estimates, in seconds.
     """
@@ -78,7 +79,7 @@ class Choice:
     """What a lookup advises, and why.
 
     chunks: number of the promised leading chunks to load: all or none of them.
-    load_s, compute_s: for all that are promised, beyond what the engine has itself; None: not known.
+    load_s, compute_s: the estimates for all promised chunks, beyond what the engine has itself; None: not known.
     skipped: chunks that slower tiers hold beyond them and that are not waited for.
     """
 
@@ -113,7 +114,8 @@ def choose(costs: Costs, chunk_tokens: int, chunks: int, skipped: Skipped | None
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """chunks: a boundary that slower tiers can bring the hit to. seconds: until all chunks that it needs are there."""
+    """chunks: a boundary that slower tiers can extend the hit to. seconds: until all chunks that it needs are in the
+    pool."""
 
     chunks: int
     seconds: float
@@ -122,19 +124,19 @@ class Wait:
 def choose_wait(costs: Costs, chunk_tokens: int, have: int, waits: Iterable[Wait], max_wait_s: float) -> Wait | None:
     """The boundary that is worth waiting for; None: none is, so compute. Call it only when `compute` is known.
 
-    have: the number of chunks already there; gains are counted beyond them. A boundary that takes longer than
+    have: the number of chunks already in the pool; gains are counted beyond them. A boundary that takes longer than
     `max_wait_s` is not considered.
     """
     best: Wait | None = None
-    won_s = 0.0
+    best_gain_s = 0.0
     for wait in waits:
-        gain_s = won_by(costs, chunk_tokens, have, wait)
-        if wait.seconds <= max_wait_s and gain_s > 0.0 and gain_s >= won_s:
-            best, won_s = wait, gain_s
+        gain_s = gain_by_waiting_s(costs, chunk_tokens, have, wait)
+        if wait.seconds <= max_wait_s and gain_s > 0.0 and gain_s >= best_gain_s:
+            best, best_gain_s = wait, gain_s
     return best
 
 
-def won_by(costs: Costs, chunk_tokens: int, have: int, wait: Wait) -> float:
+def gain_by_waiting_s(costs: Costs, chunk_tokens: int, have: int, wait: Wait) -> float:
     """Seconds by which the first token comes sooner with this wait than if all beyond `have` chunks is computed."""
     first_token, last_token = have * chunk_tokens, wait.chunks * chunk_tokens
     compute_s = costs.compute_s(first_token, last_token) or 0.0

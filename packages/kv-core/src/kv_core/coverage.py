@@ -49,12 +49,12 @@ class Coverage:
         Raises:
             InputError: the text is not a coverage.
         """
-        found = _SPELLED.fullmatch(text) if isinstance(text, str) else None
-        if found is None:
+        match = _SPELLED.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
             raise InputError(
                 f"there is no coverage {str(text)[:40]!r}; choose all, state, window:TOKENS or local:TOKENS"
             )
-        bare, kind, tokens = found.groups()
+        bare, kind, tokens = match.groups()
         return cls(cast(CoverageKind, bare or kind), int(tokens or 0))
 
     def first_token(self, boundary: int) -> int:
@@ -114,7 +114,7 @@ class ChunkShape:
 
     @cached_property
     def other_groups(self) -> tuple[int, ...]:
-        """All others."""
+        """The groups that do not."""
         return tuple(number for number, coverage in enumerate(self.groups) if coverage.kind != "all")
 
     def first_chunk(self, group: int, chunks: int) -> int:

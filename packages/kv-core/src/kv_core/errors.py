@@ -7,11 +7,11 @@ what to do.
 
 
 class KVError(Exception):
-    """Anything these packages raise on purpose."""
+    """The base of all exceptions that these packages raise on purpose."""
 
 
 class MisuseError(KVError):
-    """A contract between our own parts broke. A bug to be fixed, never a state to recover from."""
+    """A contract between our own components was broken. A bug to be fixed, never a state to recover from."""
 
 
 class TierDown(KVError):  # noqa: N818  # it names a state of the world, and reads so where it is caught

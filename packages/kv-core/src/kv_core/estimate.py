@@ -44,10 +44,10 @@ class Estimator:
         self._memory = memory
         self._keep = 1.0 - 1.0 / memory
         self._min_samples = min_samples
-        self._said: tuple[float, ...] | None = None
+        self._published: tuple[float, ...] | None = None
         self._last: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_SEVERAL)
-        self._ratios: deque[float] = deque(maxlen=_SEVERAL)  # their logs of seconds measured to seconds expected
-        self._ratios_by: tuple[float, ...] | None = None  # the coefficients of that expectation
+        self._ratios: deque[float] = deque(maxlen=_SEVERAL)  # for each of them, log(measured / expected seconds)
+        self._ratios_by: tuple[float, ...] | None = None  # the coefficients that gave the expected seconds
         self._forget()
 
     def _forget(self) -> None:
@@ -65,14 +65,14 @@ class Estimator:
             return
         sample, seconds = tuple(features), max(seconds, _SHORTEST_S)
         self._last.append((sample, seconds))
-        expected = None if self._said is None else self._expected(self._said, sample)
-        if expected is not None and (new := self._since_a_change(log(seconds / expected))):
+        expected = None if self._published is None else self._expected(self._published, sample)
+        if expected is not None and (recent := self._since_a_change(log(seconds / expected))):
             self._forget()
-            for one, its_seconds in new:
-                self._count(one, its_seconds, its_seconds)
+            for recent_sample, recent_s in recent:
+                self._count(recent_sample, recent_s, recent_s)
             self._last.clear()
             self._ratios.clear()
-            self._said = self._ratios_by = self._fit()
+            self._published = self._ratios_by = self._fit()
             return
         if expected is None:
             self._count(sample, seconds, seconds)
@@ -86,45 +86,45 @@ class Estimator:
     @property
     def coefficients(self) -> tuple[float, ...] | None:
         """Seconds for one of each feature; None: nothing is known yet."""
-        if self.samples >= self._fit_at and (self.samples >= self._min_samples or self._said is not None):
+        if self.samples >= self._fit_at and (self.samples >= self._min_samples or self._published is not None):
             # A sample among many moves the fit little, and engines ask in every step.
             self._fit_at = self.samples + max(1, min(self.samples, self._memory) // 8)
             fit = self._fit()
-            mean = [of_feature / self._weight for of_feature in self._mean]
-            small = [1.0, *(part / 4 for part in mean[1:])]  # the fixed part shows there
+            mean = [total / self._weight for total in self._mean]
+            small_work = [1.0, *(part / 4 for part in mean[1:])]  # the fixed part shows there
             is_settling = self.samples >= self._settled_at
             if is_settling:  # the first fits are rough, whatever they agree with
                 self._settled_at = 2 * self.samples if self.samples < self._memory else inf
             if (
-                self._said is None
+                self._published is None
                 or is_settling
-                or _difference(self._said, fit, mean) > _DEADBAND
-                or _difference(self._said, fit, small) > 2.5 * _DEADBAND
+                or _difference(self._published, fit, mean) > _DEADBAND
+                or _difference(self._published, fit, small_work) > 2.5 * _DEADBAND
             ):
-                self._said = fit
-        return self._said
+                self._published = fit
+        return self._published
 
     def seconds(self, features: Sequence[float]) -> float | None:
         """The expected duration for these features; None while unknown."""
-        said = self.coefficients
-        return None if said is None else _dot(said, features)
+        published = self.coefficients
+        return None if published is None else _dot(published, features)
 
     @staticmethod
-    def _expected(said: tuple[float, ...], sample: Sequence[float]) -> float:
-        return max(_dot(said, sample), _SHORTEST_S)
+    def _expected(coefficients: tuple[float, ...], sample: Sequence[float]) -> float:
+        return max(_dot(coefficients, sample), _SHORTEST_S)
 
     def _since_a_change(self, ratio: float) -> list[tuple[tuple[float, ...], float]]:
-        """The last samples, if what is measured has changed before them; else none. ratio: the last one's."""
-        ratios, said = self._ratios, self._said
-        if self._ratios_by is said or said is None:
+        """The last samples, if what is measured has changed before them; else none. ratio: the last sample's."""
+        ratios, published = self._ratios, self._published
+        if self._ratios_by is published or published is None:
             ratios.append(ratio)
         else:
-            self._ratios_by = said
+            self._ratios_by = published
             ratios.clear()
-            ratios.extend(log(seconds / self._expected(said, sample)) for sample, seconds in self._last)
+            ratios.extend(log(seconds / self._expected(published, sample)) for sample, seconds in self._last)
         if abs(ratios[-1]) > _FAR_OFF_LOG and len(ratios) >= _FEW:
-            few = list(ratios)[-_FEW:]
-            if min(few) > _FAR_OFF_LOG or max(few) < -_FAR_OFF_LOG:
+            latest = list(ratios)[-_FEW:]
+            if min(latest) > _FAR_OFF_LOG or max(latest) < -_FAR_OFF_LOG:
                 return list(self._last)[-_FEW:]
         if len(ratios) == _SEVERAL and abs(mean := sum(ratios) / _SEVERAL) > _OFF_ON_AVERAGE:
             variance = sum((ratio - mean) ** 2 for ratio in ratios) / _SEVERAL
@@ -133,40 +133,40 @@ class Estimator:
         return []
 
     def _count(self, sample: Sequence[float], seconds: float, scale: float) -> None:
-        """scale: what an error is relative to."""
+        """Add a sample to the sums. scale: the seconds that its error is relative to."""
         keep, weight = self._keep, 1.0 / (scale * scale)
-        for row, mine in enumerate(sample):
-            weighted = weight * mine
+        for row, row_feature in enumerate(sample):
+            weighted = weight * row_feature
             products = zip(self._products[row], sample, strict=True)
-            self._products[row] = [keep * product + weighted * other for product, other in products]
+            self._products[row] = [keep * product + weighted * feature for product, feature in products]
             self._seconds[row] = keep * self._seconds[row] + weighted * seconds
-            self._mean[row] = keep * self._mean[row] + mine
+            self._mean[row] = keep * self._mean[row] + row_feature
         self._weight = keep * self._weight + 1.0
         self.samples += 1
 
     def _fit(self) -> tuple[float, ...]:
         """Non-negative least squares: of all subsets of the features, the best fit with no coefficient below 0."""
-        everything = [number for number in range(self._features) if self._products[number][number] > 0.0]
+        usable = [number for number in range(self._features) if self._products[number][number] > 0.0]
         ridge = [1e-6 if number == _AMOUNT else 0.01 + 1.0 / self._weight for number in range(self._features)]
         best, least = (0.0,) * self._features, 0.0  # the error, minus that with no feature at all
-        for count in range(len(everything), 0, -1):
-            for chosen in combinations(everything, count):
+        for count in range(len(usable), 0, -1):
+            for subset in combinations(usable, count):
                 solved = _solve(
                     [
-                        [self._products[row][column] * (1.0 + ridge[row] * (row == column)) for column in chosen]
-                        for row in chosen
+                        [self._products[row][column] * (1.0 + ridge[row] * (row == column)) for column in subset]
+                        for row in subset
                     ],
-                    [self._seconds[row] for row in chosen],
+                    [self._seconds[row] for row in subset],
                 )
                 if solved is None or min(solved) < 0.0:
                     continue
                 if count == self._features:  # nothing with fewer is better
                     return tuple(solved)
-                gained = sum(part * self._seconds[row] for part, row in zip(solved, chosen, strict=True))
-                if -gained < least:
-                    least = -gained
-                    given = dict(zip(chosen, solved, strict=True))
-                    best = tuple(given.get(number, 0.0) for number in range(self._features))
+                reduction = sum(part * self._seconds[row] for part, row in zip(solved, subset, strict=True))
+                if -reduction < least:
+                    least = -reduction
+                    solution = dict(zip(subset, solved, strict=True))
+                    best = tuple(solution.get(number, 0.0) for number in range(self._features))
         return best
 
 
@@ -175,26 +175,26 @@ def _dot(coefficients: Sequence[float], features: Sequence[float]) -> float:
     return total
 
 
-def _difference(one: Sequence[float], other: Sequence[float], point: Sequence[float]) -> float:
-    """The difference at this point, relative to the first."""
-    before, after = _dot(one, point), _dot(other, point)
-    return abs(after - before) / max(before, 1e-12)
+def _difference(old: Sequence[float], new: Sequence[float], point: Sequence[float]) -> float:
+    """The difference of two sets of coefficients at this point, relative to the old one."""
+    old_s, new_s = _dot(old, point), _dot(new, point)
+    return abs(new_s - old_s) / max(old_s, 1e-12)
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     """By Gaussian elimination; None: the matrix is singular, or nearly so."""
     size = len(right)
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for at in range(size):
-        pivot = rows[at][at]  # the diagonal suffices for a positive definite matrix
-        if pivot <= 1e-12 * matrix[at][at]:
+    for diagonal in range(size):
+        pivot = rows[diagonal][diagonal]  # the diagonal suffices for a positive definite matrix
+        if pivot <= 1e-12 * matrix[diagonal][diagonal]:
             return None
-        for below in rows[at + 1 :]:
-            part = below[at] / pivot
-            for column in range(at, size + 1):
-                below[column] -= part * rows[at][column]
+        for row in rows[diagonal + 1 :]:
+            part = row[diagonal] / pivot
+            for column in range(diagonal, size + 1):
+                row[column] -= part * rows[diagonal][column]
     solved = [0.0] * size
-    for at in reversed(range(size)):
-        known = sum(rows[at][column] * solved[column] for column in range(at + 1, size))
-        solved[at] = (rows[at][size] - known) / rows[at][at]
+    for diagonal in reversed(range(size)):
+        solved_part = sum(rows[diagonal][column] * solved[column] for column in range(diagonal + 1, size))
+        solved[diagonal] = (rows[diagonal][size] - solved_part) / rows[diagonal][diagonal]
     return solved

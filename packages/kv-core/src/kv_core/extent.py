@@ -17,7 +17,7 @@ class FileExtent:
     """`nbytes` bytes that start `offset` bytes into the file at `path`; up to the next multiple of 4096
     the file belongs to this chunk, so that whole pages can be read and written.
 
-    checksum: of the bytes, by `kv_core.checksum`; None where they are still to be written.
+    checksum: the checksum of the bytes (`kv_core.checksum`); None where they are still to be written.
     """
 
     path: str

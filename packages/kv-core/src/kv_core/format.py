@@ -49,9 +49,10 @@ class ChunkFormat:
 
     parts: ("k", "v") or ("kv",); ("blocks",) in `blocks`.
     dtype: the stored element as torch spells it ("bfloat16"); "uint8" in `blocks`.
-    heads, head_dim: of one part; in `blocks` 1 and the bytes of one token of one layer (block_bytes / block_tokens).
+    heads, head_dim: one part's; in `blocks` 1 and the bytes of one token of one layer (block_bytes / block_tokens).
     origin: in `blocks` what makes the opaque bytes interchangeable (engine, backend, strides); "" elsewhere.
-    exact_itemsize: in `int8` and `fp8`, of the engine's own element, as the first tokens are stored; 0 elsewhere.
+    exact_itemsize: in `int8` and `fp8`, the size of the engine's own element, as which the first tokens are stored; 0
+        elsewhere.
     """
 
     kind: Kind
@@ -129,7 +130,7 @@ class ChunkFormat:
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of those in one layer of one part."""
+        """Bytes of these tokens in one layer of one part."""
         return self.exact_tokens * self.heads * self.head_dim * self.exact_itemsize
 
     @property
@@ -149,7 +150,7 @@ class ChunkFormat:
     @property
     def fingerprint(self) -> str:
         """32 hex digits that differ whenever the bytes would. Stable over processes, platforms and releases."""
-        described = [
+        description = [
             FORMAT_VERSION,
             self.kind,
             list(self.parts),
@@ -163,5 +164,5 @@ class ChunkFormat:
             self.origin,
         ]
         if self.is_quantised or self.exact_itemsize:
-            described += [QUANTISED_VERSION, self.exact_itemsize]
-        return hashlib.sha256(json.dumps(described, separators=(",", ":")).encode()).hexdigest()[:32]
+            description += [QUANTISED_VERSION, self.exact_itemsize]
+        return hashlib.sha256(json.dumps(description, separators=(",", ":")).encode()).hexdigest()[:32]

@@ -35,7 +35,7 @@ _MAX_SECRET_BYTES = 64  # the limit of a BLAKE2b key
 class Item:
     """Something besides tokens that the model reads: an image, say, whose placeholder tokens look like any other's.
 
-    content: a hash of it; a `str` and the `bytes` of it are different contents.
+    content: a hash of the input; a `str` and its `bytes` are different contents.
     first_token, tokens: the positions in the prompt that it fills.
     """
 
@@ -144,14 +144,14 @@ class ChainScheme:
         sha256 = hashlib.sha256 if self.algorithm == "sha256" else None
         plain = isinstance(tokens, (list, tuple))
         digests = []
-        for at in range(start, stop - step + 1, step):
-            chunk = tokens[at : at + step] if plain else part_of(tokens, at, at + step)
+        for offset in range(start, stop - step + 1, step):
+            chunk = tokens[offset : offset + step] if plain else part_of(tokens, offset, offset + step)
             if type(chunk[0]) is bool or type(chunk[-1]) is bool:
-                raise_for_invalid_token(chunk, position + at - start)
+                raise_for_invalid_token(chunk, position + offset - start)
             try:
                 packed = pack(*chunk)
             except struct.error:
-                packed = pack_wide(chunk, position + at - start)
+                packed = pack_wide(chunk, position + offset - start)
             parent = sha256(parent + packed).digest() if sha256 else self._hash("chunk", parent + packed)
             digests.append(parent)
         return digests
@@ -159,8 +159,8 @@ class ChainScheme:
     def extend_tail(self, parent: Digest, tokens: Tokens, items: Sequence[Item] = ()) -> Digest:
         """The digest of a last partial chunk. No whole chunk has the same digest; nothing extends it."""
         self.check_parent(parent)
-        given = sliceable(tokens)
-        tail = part_of(given, 0, len(given))
+        sequence = sliceable(tokens)
+        tail = part_of(sequence, 0, len(sequence))
         if not 1 <= len(tail) < self.chunk_tokens:
             raise InputError(f"a partial chunk has 1 to {self.chunk_tokens - 1} tokens, and {len(tail)} were given")
         parent = self.with_items(parent, items)

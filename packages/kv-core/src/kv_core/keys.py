@@ -172,10 +172,11 @@ class ChunkKey(bytes):
 class KeySpace:
     """What must be equal for the bytes of two chunks to be interchangeable.
 
-    revision: of the model, or a fingerprint of its weights.
-    dtype: of the stored KV.
+    model: the model's name.
+    revision: the model's revision, or a fingerprint of its weights.
+    dtype: the dtype of the stored KV.
     format: `ChunkFormat.fingerprint`.
-    world: number of shards of each chunk.
+    world: the number of shards of each chunk.
     chain: `ChainScheme.name`.
     tags: anything else, by name; sorted.
     """
@@ -199,9 +200,9 @@ class KeySpace:
             raise InputError(f"world is {self.world!r}; it must be a number of shards from 1 to {ALL_LAYERS}")
         object.__setattr__(self, "tags", tuple(sorted((name, value) for name, value in self.tags)))
         _check_tags(self.tags)
-        object.__setattr__(self, "fingerprint", self._made_fingerprint())
+        object.__setattr__(self, "fingerprint", self._compute_fingerprint())
 
-    def _made_fingerprint(self) -> bytes:
+    def _compute_fingerprint(self) -> bytes:
         texts = [self.model, self.revision, self.dtype, self.format, self.chain]
         message = _SPACE_MESSAGE + struct.pack("<QQ", self.world, len(self.tags))
         for text in texts + [text for tag in self.tags for text in tag]:
@@ -229,11 +230,11 @@ class KeySpace:
         Raises:
             InputError: a shard that the space does not have, a digest that is not 16 or 32 bytes, or an invalid tag.
         """
-        chosen = range(self.world) if shards is None else _chosen(shards)
-        for shard in chosen:
+        shard_numbers = range(self.world) if shards is None else _numbers(shards)
+        for shard in shard_numbers:
             if not 0 <= shard < self.world:
                 raise InputError(f"shard {shard} of a key space with {self.world} shards (shards are numbered from 0)")
-        return keys_in(self.fingerprint, digests, groups=groups, shards=chosen, tenant=tenant)
+        return keys_in(self.fingerprint, digests, groups=groups, shards=shard_numbers, tenant=tenant)
 
     def spell(self, key: ChunkKey) -> str:
         """The whole space and key as text: `model@world@shard@digest@dtype`, then `@tag%value` for everything else.
@@ -272,8 +273,8 @@ class KeySpace:
         if not all(_DECIMAL.fullmatch(number) and int(number) <= ALL_LAYERS for number in numbers):
             raise InputError(f"world, shard, group and layer are numbers up to {ALL_LAYERS}: {shortened(text)}")
         world, shard, group, layer = map(int, numbers)
-        rest = tuple((name, _unescape(value)) for name, value in tags[len(_RESERVED_TAGS) :])
-        space = cls(model, revision, dtype, chunk_format, world, chain, rest)
+        other_tags = tuple((name, _unescape(value)) for name, value in tags[len(_RESERVED_TAGS) :])
+        space = cls(model, revision, dtype, chunk_format, world, chain, other_tags)
         tenant = _unhex(reserved[3], "a tenant", {2 * TENANT_BYTES}) if reserved[3] else NO_TENANT
         key = space.key(_unhex(parts[3], "a digest", {32, 64}), group, shard, tenant=tenant)
         key = ChunkKey(key[: _PREFIX_BYTES - 2] + layer.to_bytes(2, "big") + key.digest)
@@ -300,10 +301,10 @@ def keys_in(
     if not isinstance(tenant, bytes) or len(tenant) != TENANT_BYTES:
         raise InputError(f"a tenant's tag has {TENANT_BYTES} bytes, see `tenant_tag`")
     prefixes = _prefixes(space_id, groups if isinstance(groups, int) else tuple(groups), tuple(shards), tenant)
-    listed = list(digests)
-    if wrong := set(map(len, listed)) - {16, 32}:
-        raise InputError(f"a digest of {wrong.pop()} bytes; a chain's digests have 16 or 32")
-    return [ChunkKey(prefix + digest) for digest in listed for prefix in prefixes]
+    digest_list = list(digests)
+    if wrong_sizes := set(map(len, digest_list)) - {16, 32}:
+        raise InputError(f"a digest of {wrong_sizes.pop()} bytes; a chain's digests have 16 or 32")
+    return [ChunkKey(prefix + digest) for digest in digest_list for prefix in prefixes]
 
 
 @lru_cache(maxsize=1024)
@@ -313,7 +314,7 @@ def _prefixes(
     """The bytes before the digest in the keys of a chunk: the same for all of an engine's requests of one tenant."""
     head = bytes([KEY_VERSION]) + space_id + tenant
     prefixes: list[bytes] = []
-    for group in _chosen(groups):
+    for group in _numbers(groups):
         if not 0 <= group < ALL_LAYERS:
             raise InputError(f"group {group}; there can be groups 0 to {ALL_LAYERS - 1}")
         prefixes += [head + _SHARES.pack(group, shard, ALL_LAYERS) for shard in shards]
@@ -348,7 +349,7 @@ def tenant_tag(salt: str | None) -> bytes:
     return hashlib.sha256(_TENANT_MESSAGE + struct.pack("<Q", len(encoded)) + encoded).digest()[:TENANT_BYTES]
 
 
-def _chosen(which: int | Iterable[int]) -> list[int]:
+def _numbers(which: int | Iterable[int]) -> list[int]:
     return list(range(which)) if isinstance(which, int) else list(which)
 
 
@@ -387,6 +388,6 @@ def _unescape(text: str) -> str:
 
 def _unhex(text: str, what: str, digits: set[int]) -> bytes:
     if not isinstance(text, str) or len(text) not in digits or not set(text) <= set(string.digits + "abcdef"):
-        wanted = " or ".join(map(str, sorted(digits)))
-        raise InputError(f"{what} is {wanted} lower-case hex digits, not {shortened(text)}")
+        lengths = " or ".join(map(str, sorted(digits)))
+        raise InputError(f"{what} is {lengths} lower-case hex digits, not {shortened(text)}")
     return bytes.fromhex(text)

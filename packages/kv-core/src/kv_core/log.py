@@ -20,11 +20,11 @@ EVERY_S: Final = 60.0
 
 @dataclass(slots=True)
 class _Kind:
-    """One kind of line. said: lines logged since its last silence. left_out: lines suppressed since the last logged."""
+    """One kind of line. logged: lines logged since its last silence. left_out: lines suppressed since the last one."""
 
     last_s: float
     next_s: float = 0.0
-    said: int = 0
+    logged: int = 0
     left_out: int = 0
 
 
@@ -37,25 +37,25 @@ class RateLimit:
 
     def admit(self, kind: Hashable, now_s: float) -> int | None:
         """How many lines of this kind were left out before this one; None: this one is left out too."""
-        known = self._kinds.get(kind)
-        if known is None:
-            known = self._kinds[kind] = _Kind(now_s)
-        if now_s < known.last_s:  # the machine's clock was set back
-            known.next_s = now_s
-        if known.said >= self._burst and now_s - known.last_s >= self._every_s:
-            known.said = 0
-        known.last_s = now_s
-        if known.said >= self._burst and now_s < known.next_s:
-            known.left_out += 1
+        state = self._kinds.get(kind)
+        if state is None:
+            state = self._kinds[kind] = _Kind(now_s)
+        if now_s < state.last_s:  # the machine's clock was set back
+            state.next_s = now_s
+        if state.logged >= self._burst and now_s - state.last_s >= self._every_s:
+            state.logged = 0
+        state.last_s = now_s
+        if state.logged >= self._burst and now_s < state.next_s:
+            state.left_out += 1
             return None
-        left_out, known.left_out = known.left_out, 0
-        known.said += 1
-        known.next_s = now_s + self._every_s
+        left_out, state.left_out = state.left_out, 0
+        state.logged += 1
+        state.next_s = now_s + self._every_s
         return left_out
 
     def is_last_of_burst(self, kind: Hashable) -> bool:
         """Whether the line admitted last is the one after which lines of this kind are left out."""
-        return self._kinds[kind].said == self._burst
+        return self._kinds[kind].logged == self._burst
 
     def reset(self) -> None:
         self._kinds.clear()

@@ -24,8 +24,8 @@ class LookupPlan:
 
     holder: the owner of the lease.
     chunks: number of leading chunks that hit: every group has all that it needs of them, in every shard.
-    ended: why there are not more.
-    tiers: for each of those chunks, the slowest tier that a needed key comes from.
+    ended: why the hit is not longer.
+    tiers: for each of these chunks, the slowest tier that a needed key comes from.
     prefix_chunks: number of leading chunks held by the groups that need the whole prefix. If it exceeds `chunks`, other
         prompts diverge from this one there while a window or a state is missing. Without such groups: `chunks`.
     lacking: the group that ended the hit before `prefix_chunks`; -1 if none did.
@@ -52,13 +52,13 @@ def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:
     if keys_per_chunk < 1:
         raise MisuseError(f"a chunk has at least one key, not {keys_per_chunk}")
     chunks = 0
-    of_this_chunk = 0
-    for answer in held:
-        if not answer:
-            return chunks, Ended.INCOMPLETE if of_this_chunk else Ended.ABSENT
-        of_this_chunk += 1
-        if of_this_chunk == keys_per_chunk:
-            chunks, of_this_chunk = chunks + 1, 0
-    if of_this_chunk:
-        raise MisuseError(f"{keys_per_chunk} keys per chunk, but only {of_this_chunk} were given for the last chunk")
+    held_in_chunk = 0
+    for is_held in held:
+        if not is_held:
+            return chunks, Ended.INCOMPLETE if held_in_chunk else Ended.ABSENT
+        held_in_chunk += 1
+        if held_in_chunk == keys_per_chunk:
+            chunks, held_in_chunk = chunks + 1, 0
+    if held_in_chunk:
+        raise MisuseError(f"{keys_per_chunk} keys per chunk, but only {held_in_chunk} were given for the last chunk")
     return chunks, Ended.ALL_HELD

@@ -31,7 +31,7 @@ class KeySequence:
 
     @property
     def tokens(self) -> int:
-        """How many were appended."""
+        """The number of tokens appended so far."""
         return len(self._digests) * self._scheme.chunk_tokens + len(self._tail)
 
     def add_items(self, items: Iterable[Item]) -> None:
@@ -40,15 +40,15 @@ class KeySequence:
         Raises:
             InputError: a chunk that an item touches has been hashed without it.
         """
-        new = tuple(items)
+        new_items = tuple(items)
         hashed = len(self._digests) * self._scheme.chunk_tokens
-        for item in new:
+        for item in new_items:
             if item.first_token < hashed:
                 raise InputError(
                     f"an item at token {item.first_token} comes too late: {hashed} tokens are hashed already; "
                     "give items when the sequence is made, or before their tokens"
                 )
-        self._items += new
+        self._items += new_items
 
     def append(self, tokens: Tokens) -> list[Digest]:
         """Append more tokens; returns the digests of the chunks that they complete.
@@ -56,26 +56,27 @@ class KeySequence:
         Raises:
             InputError: names the invalid token and its position in the prompt. Nothing was appended.
         """
-        new = sliceable(tokens)
+        new_tokens = sliceable(tokens)
         step = self._scheme.chunk_tokens
-        made: list[Digest] = []
+        digests: list[Digest] = []
         start = 0
         if self._tail:
-            start = min(step - len(self._tail), len(new))
-            head = part_of(new, 0, start)
+            start = min(step - len(self._tail), len(new_tokens))
+            head = part_of(new_tokens, 0, start)
             pack_tokens(head, self.tokens)  # only to validate: an error must name the position in the prompt
-            first = [*self._tail, *head]
-            if len(first) < step:
-                self._tail = first
+            chunk = [*self._tail, *head]
+            if len(chunk) < step:
+                self._tail = chunk
                 return []
-            made.append(self._extend(self._parent, first, len(self._digests) * step))
-        whole = start + (len(new) - start) // step * step
-        made += self._extend_whole(made[-1] if made else self._parent, new, start, whole, self.tokens + start)
-        tail = list(part_of(new, whole, len(new)))
+            digests.append(self._extend(self._parent, chunk, len(self._digests) * step))
+        whole = start + (len(new_tokens) - start) // step * step
+        parent = digests[-1] if digests else self._parent
+        digests += self._extend_whole(parent, new_tokens, start, whole, self.tokens + start)
+        tail = list(part_of(new_tokens, whole, len(new_tokens)))
         pack_tokens(tail, self.tokens + whole)
         self._tail = tail
-        self._digests += made
-        return made
+        self._digests += digests
+        return digests
 
     def tail_digest(self) -> Digest | None:
         """The digest of the tokens after the last whole chunk, if any. It names them; nothing extends it."""
@@ -101,11 +102,11 @@ class KeySequence:
         if not self._touching(position, position + stop - start):  # nearly always
             return self._scheme.extend_all(parent, tokens, start, stop, position)
         step = self._scheme.chunk_tokens
-        made = []
-        for at in range(start, stop, step):
-            parent = self._extend(parent, part_of(tokens, at, at + step), position + at - start)
-            made.append(parent)
-        return made
+        digests = []
+        for offset in range(start, stop, step):
+            parent = self._extend(parent, part_of(tokens, offset, offset + step), position + offset - start)
+            digests.append(parent)
+        return digests
 
 
 def digests_of(
@@ -126,20 +127,20 @@ def digests_of(
     Raises:
         InputError: the skipped tokens are not a whole number of leading chunks, or a token is invalid.
     """
-    listed = sliceable(tokens)
+    token_ids = sliceable(tokens)
     if mask is not None:
         if skip_tokens:
             raise InputError("give skip_tokens or a mask, not both")
-        skip_tokens = _leading_false(mask, len(listed))
-    if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or not 0 <= skip_tokens <= len(listed):
-        raise InputError(f"skip_tokens is {skip_tokens!r}; it must be from 0 to the {len(listed)} tokens given")
+        skip_tokens = _leading_false(mask, len(token_ids))
+    if isinstance(skip_tokens, bool) or not isinstance(skip_tokens, int) or not 0 <= skip_tokens <= len(token_ids):
+        raise InputError(f"skip_tokens is {skip_tokens!r}; it must be from 0 to the {len(token_ids)} tokens given")
     if skip_tokens % scheme.chunk_tokens:
         fitting = skip_tokens - skip_tokens % scheme.chunk_tokens
         raise InputError(
             f"{skip_tokens} tokens to skip are not a whole number of chunks of {scheme.chunk_tokens}; skip {fitting}"
         )
-    made = KeySequence(scheme, root=root, items=items).append(listed)
-    return made[skip_tokens // scheme.chunk_tokens :]
+    digests = KeySequence(scheme, root=root, items=items).append(token_ids)
+    return digests[skip_tokens // scheme.chunk_tokens :]
 
 
 def _leading_false(mask: Sequence[bool], tokens: int) -> int:

@@ -80,10 +80,10 @@ class CacheCounts:
     lookups: lookups answered, without those answered `PENDING`.
     chunks_asked, chunks_hit: chunks in those lookups.
     chunks_reserved_ever: chunks that got a slot.
-    chunks_committed, chunks_aborted: of those, by outcome.
-    chunks_evicted: evicted to make room.
-    chunks_forgotten: removed on request.
-    chunks_adopted: taken over from an earlier process with a named pool.
+    chunks_committed, chunks_aborted: chunks among these whose store was committed, and aborted.
+    chunks_evicted: chunks evicted to make room.
+    chunks_forgotten: chunks removed on request.
+    chunks_adopted: chunks taken over from an earlier process with a named pool.
     chunks_refused: chunks that got no slot.
     chunks_damaged: chunks with a wrong checksum.
     leases_expired: leases that were not released in time.
@@ -209,8 +209,8 @@ class CacheService(Protocol):
         """Publish to subscribers how the engine's estimates compare with its measurements. Changes nothing."""
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """The request that these were handed over for has what it needs of them: end the holds that `begin_store` put
-        on them for it, here and on other hosts. A hint: if it is lost, the holds last until their time is over.
+        """The request for which these chunks were handed over no longer needs them: end the holds that `begin_store`
+        put on them, here and on other hosts. A hint: if it is lost, the holds last until their time is over.
         """
 
     def clear(self) -> None:

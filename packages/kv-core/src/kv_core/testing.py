@@ -36,8 +36,8 @@ def schemes(draw: st.DrawFn, *, max_chunk_tokens: int = 5) -> ChainScheme:
 
 def items(*, max_tokens: int = 24) -> st.SearchStrategy[list[Item]]:
     contents = st.one_of(st.sampled_from(["cat", "dog", b"cat"]), st.binary(min_size=1, max_size=4))
-    one = st.builds(Item, contents, st.integers(0, max_tokens), st.integers(1, max_tokens))
-    return st.lists(one, max_size=3)
+    item = st.builds(Item, contents, st.integers(0, max_tokens), st.integers(1, max_tokens))
+    return st.lists(item, max_size=3)
 
 
 def texts(*, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[str]:

@@ -48,8 +48,8 @@ def sliceable(tokens: Tokens) -> Sequence[int]:
     if axes != 1:
         raise InputError(f"tokens were given as an array of {axes} axes; give one row at a time")
     if hasattr(given, "tolist") and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-        lent: Sequence[int] = given
-        return lent
+        array: Sequence[int] = given
+        return array
     if isinstance(given, Sequence):
         return list(given)
     try:
@@ -64,10 +64,10 @@ def part_of(tokens: Sequence[int], start: int, stop: int) -> Sequence[int]:
     if isinstance(part, (list, tuple)):
         return part
     try:
-        made: list[int] = part.tolist()
+        token_ids: list[int] = part.tolist()
     except (NotImplementedError, TypeError, ValueError) as error:
         raise InputError(f"tokens in a {type(tokens).__name__} cannot be read ({error}); give a list") from None
-    return made
+    return token_ids
 
 
 @lru_cache(maxsize=4096)

@@ -88,22 +88,22 @@ def plan_transfer(
         index = chunk - extents_from_chunk
         if not 0 <= index < len(extents):
             raise InputError(f"token {token} lies in chunk {chunk}, for which no extent was given")
-        chunk_ends = min((chunk + 1) * chunk_tokens, last_token)
-        # Only whole numbers in here: an object per block would cost more than all the rest.
-        started, from_slot, next_slot = token, -1, -1
-        while token < chunk_ends:
+        chunk_end = min((chunk + 1) * chunk_tokens, last_token)
+        # Only ints in this loop: an object per block would cost more than all the rest.
+        run_start, run_slot, next_slot = token, -1, -1
+        while token < chunk_end:
             block, in_block = divmod(token, block_tokens)
             if block_ids[block] < 0:
                 raise InputError(f"entry {block} of the block table is block {block_ids[block]}")
             slot = block_ids[block] * block_tokens + in_block
             if slot != next_slot:
-                if token > started:
-                    copies.append(Copy(extents[index], started % chunk_tokens, from_slot, token - started))
-                started, from_slot = token, slot
-            run = min(block_tokens - in_block, chunk_ends - token)
+                if token > run_start:
+                    copies.append(Copy(extents[index], run_start % chunk_tokens, run_slot, token - run_start))
+                run_start, run_slot = token, slot
+            run = min(block_tokens - in_block, chunk_end - token)
             token += run
             next_slot = slot + run
-        copies.append(Copy(extents[index], started % chunk_tokens, from_slot, token - started))
+        copies.append(Copy(extents[index], run_start % chunk_tokens, run_slot, token - run_start))
     plan = TransferPlan(tuple(copies), chunk_tokens)
     if plan.tokens != last_token - first_token:
         raise MisuseError(f"the plan covers {plan.tokens} tokens of {last_token - first_token}")

@@ -18,15 +18,15 @@ class StateKind(Enum):
     STEP = "a forward pass happened to end here"
 
 
-_BEFORE: Final = {StateKind.JUNCTION: 8.0, StateKind.TAIL: 8.0, StateKind.STEP: 1.0}
+_PRIOR_HITS: Final = {StateKind.JUNCTION: 8.0, StateKind.TAIL: 8.0, StateKind.STEP: 1.0}
 """Prior: hits per 8 states that each kind is assumed to bring before anything is known."""
 _PRIOR_STATES: Final = 8.0
 _MIN_WORTH: Final = 1 / 8
 """Fraction of the best kind's hits below which a kind is not worth storing."""
-_TRIED: Final = 16
-"""Of a kind that is not worth storing, one in this many is stored anyway."""
-_REMEMBERED: Final = 1 << 16
-_HALVED_AT: Final = 1024.0
+_TRY_EVERY: Final = 16
+"""Of a kind that is not worth storing, one state in this many is stored anyway."""
+_MAX_REMEMBERED: Final = 1 << 16
+_HALVE_ABOVE: Final = 1024.0
 
 
 class StateAdmission:
@@ -34,7 +34,7 @@ class StateAdmission:
 
     def __init__(self) -> None:
         self._stored = dict.fromkeys(StateKind, _PRIOR_STATES)
-        self._hits = dict(_BEFORE)
+        self._hits = dict(_PRIOR_HITS)
         self._refused = dict.fromkeys(StateKind, 0)
         self._kind_of: OrderedDict[bytes, StateKind] = OrderedDict()  # by digest, the oldest first
 
@@ -42,15 +42,15 @@ class StateAdmission:
         """Whether to store the state at the end of this chunk. If so, it is counted as stored."""
         if self.worth(kind) < _MIN_WORTH * max(map(self.worth, StateKind)):
             self._refused[kind] += 1
-            if self._refused[kind] % _TRIED:
+            if self._refused[kind] % _TRY_EVERY:
                 return False
         if digest not in self._kind_of:
             self._stored[kind] += 1
-            if self._stored[kind] > _HALVED_AT:
+            if self._stored[kind] > _HALVE_ABOVE:
                 self._stored[kind] /= 2
                 self._hits[kind] /= 2
         self._kind_of[digest] = kind
-        if len(self._kind_of) > _REMEMBERED:
+        if len(self._kind_of) > _MAX_REMEMBERED:
             self._kind_of.popitem(last=False)
         return True
 

@@ -8,12 +8,12 @@ class SchedulerCounts:
     """Counts since the half was created.
 
     lookups: requests looked up; once per request, and again after a preemption, however often the engine asked.
-    tokens_asked, tokens_hit: tokens that those lookups asked for, and tokens that they found.
+    tokens_asked, tokens_hit: tokens that these lookups asked for, and tokens that they found.
     tokens_declined: tokens found that were recomputed, because that was estimated to be faster.
     loads: loads for which blocks were allocated.
-    loads_layerwise: of those, loads within the step itself.
-    tokens_to_load: tokens of those, counted once per load, however often the engine asked.
-    tokens_by_tier: the same by the slowest tier that they came from.
+    loads_layerwise: loads among these that run within the step itself.
+    tokens_to_load: tokens of these loads, counted once per load, however often the engine asked.
+    tokens_by_tier: the same tokens, by the slowest tier that they came from.
     tokens_loaded: tokens of loads that the workers completed.
     loads_failed: loads that the workers could not complete.
     loads_failed_in_a_row: how many times in a row loads ended and all of them had failed; loads that end together count
@@ -21,7 +21,7 @@ class SchedulerCounts:
     loads_refused: loads with an inconsistent allocation.
     handovers_given: requests whose prompt was stored for another engine.
     handovers_taken: requests that expected chunks stored by another engine.
-    handovers_late: of those, requests that waited for some chunks in vain and computed them.
+    handovers_late: requests among these that waited for chunks in vain and computed them.
     states_refused: states that the engine offered and that were not worth storing.
     """
 
@@ -47,12 +47,12 @@ class SchedulerCounts:
 class WorkerCounts:
     """Counts since the half was created.
 
-    loads_finished, loads_failed: requests.
+    loads_finished, loads_failed: requests whose loads ended well, and badly.
     tokens_loaded: tokens of loads that did not fail.
-    bytes_loaded: their whole payloads.
+    bytes_loaded: bytes of the whole chunks that these loads read.
     chunks_stored: chunks committed.
-    bytes_stored: their payloads.
-    tokens_stored: their tokens, by one group's chunks of shard 0: one that needs the whole prefix, if there is one.
+    bytes_stored: bytes of these chunks.
+    tokens_stored: their tokens, counted in one group's chunks of shard 0: a group that needs the whole prefix, if any.
     stores_failed: leases that were aborted.
     chunks_dropped: chunks not stored because too much was in flight already.
     layers_stored_early: layers of stores, gathered while later layers were still to be computed.

@@ -41,7 +41,7 @@ class EngineCosts:
         """prefill_tokens_per_second: the engine's speed if it is known in advance; 0: it is learnt."""
         self.use = use
         self._clock = clock
-        self._given = (1.0 / prefill_tokens_per_second, 0.0) if prefill_tokens_per_second > 0 else None
+        self._configured_compute = (1.0 / prefill_tokens_per_second, 0.0) if prefill_tokens_per_second > 0 else None
         self._compute = Estimator(3)
         self._load = Estimator(2)
         self._steps: deque[_Step] = deque()
@@ -54,7 +54,7 @@ class EngineCosts:
     def of(
         self, computed_tokens: int, use: Use | None = None, *, stores: bool = True, layerwise_tokens: int = 0
     ) -> Costs | None:
-        """The costs for a lookup of a request that already has this many tokens; None: use whatever is held.
+        """The costs for a lookup of a request that has already computed this many tokens; None: use whatever is held.
 
         use: the request's own choice.
         layerwise_tokens: as for `Costs`.
@@ -95,14 +95,15 @@ class EngineCosts:
         self._load.add((1.0, tokens), took_s)
         if self._retry_at_s:
             self._retry_at_s = 0.0
-            was_right = estimated_s is None or took_s > _SURPRISE * estimated_s
-            self._retry_after_s = min(2 * self._retry_after_s, _MAX_RETRY_S) if was_right else _RETRY_SOON_S
+            is_confirmed = estimated_s is None or took_s > _SURPRISE * estimated_s
+            self._retry_after_s = min(2 * self._retry_after_s, _MAX_RETRY_S) if is_confirmed else _RETRY_SOON_S
 
     def step_scheduled(self, tokens: int, pairs: float, *, counts: bool) -> None:
         """A step was handed to the device.
 
-        tokens: number that it computes, over all requests.
-        pairs: of a token and one that it attends to: for each request, its new tokens times their mean position.
+        tokens: the number of tokens that it computes, over all requests.
+        pairs: the number of pairs of a token and one that it attends to: for each request, its new tokens times their
+            mean position.
         counts: whether the step is a sample: it computes a prompt and loads nothing.
         """
         if len(self._steps) == _MAX_UNDER_WAY:  # their ends are not reported
@@ -115,9 +116,9 @@ class EngineCosts:
         if not self._steps:
             return
         step = self._steps.popleft()
-        before_s, self._ended_s = self._ended_s, self._clock.now_s()
+        previous_end_s, self._ended_s = self._ended_s, self._clock.now_s()
         if step.tokens:
-            self.prefill_took(step.tokens, step.pairs, self._ended_s - max(step.began_s, before_s))
+            self.prefill_took(step.tokens, step.pairs, self._ended_s - max(step.began_s, previous_end_s))
 
     def prefill_took(self, tokens: float, pairs: float, seconds: float) -> None:
         """A step that is a sample took so long. For engines that report steps only when they have ended.
@@ -139,13 +140,13 @@ class EngineCosts:
 
     def _compute_cost(self) -> tuple[float, float] | None:
         # The fixed part of a step is paid for the rest of the prompt anyway, however much is loaded.
-        if self._given is not None:
-            return self._given
+        if self._configured_compute is not None:
+            return self._configured_compute
         learnt = self._compute.coefficients
         return None if learnt is None else (learnt[1], learnt[2])
 
     def _load_cost(self) -> tuple[float, float] | None:
         if self._retry_at_s and self._clock.now_s() >= self._retry_at_s:
-            return None  # try it again
+            return None  # an unknown cost makes the next lookup load, which is then measured again
         learnt = self._load.coefficients
         return None if learnt is None else (learnt[0], learnt[1])

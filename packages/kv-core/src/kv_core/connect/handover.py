@@ -87,9 +87,9 @@ class HandOvers:
         awaited, tracked.awaited = tracked.awaited, None
         now_s = self._clock.now_s()
         if awaited is None:
-            known = None if costs is None else costs.of(0)
+            learnt = None if costs is None else costs.of(0)
             missing_from = tracked.promised_chunks * self._shape.chunk_tokens
-            compute_s = None if known is None else known.compute_s(missing_from, request.controls.awaits_tokens)
+            compute_s = None if learnt is None else learnt.compute_s(missing_from, request.controls.awaits_tokens)
             awaited = Awaited(now_s + min(self._wait_s, inf if compute_s is None else compute_s), 0.0, _FIRST_RETRY_S)
         if now_s >= awaited.until_s or not self.lacks(request, tracked):
             tracked.has_awaited = True

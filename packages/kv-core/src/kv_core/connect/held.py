@@ -37,13 +37,13 @@ class HeldBlocks:
         kinds = {group.table: group.coverage.kind for group in shape.groups}
         # A state is stored from the block that the engine names; the engine may move the rest of its table.
         self._whole_tables = [table for table, kind in kinds.items() if kind != "state"]
-        self._through = dict.fromkeys(range(ranks), 0)
+        self._acknowledged = dict.fromkeys(range(ranks), 0)
         self._plans: deque[tuple[int, list[int]]] = deque()
-        self._holds: Counter[int] = Counter()  # by block, for how many plans
+        self._holds: Counter[int] = Counter()  # for each block, the number of plans that read it
         self.number = 0
 
     def hold(self, plan: StepPlan) -> StepPlan:
-        """The plan with its number; the blocks that its stores read are held from now."""
+        """The plan with its number; the blocks that its stores read are held from now on."""
         if plan.stores:
             blocks = list(dict.fromkeys(block for store in plan.stores for block in self._blocks(store)))
             self._engine.hold([block for block in blocks if block not in self._holds])
@@ -55,15 +55,15 @@ class HeldBlocks:
     def acknowledge(self, through: Mapping[int, int]) -> None:
         """Workers have reported, by rank, that they have finished this plan and all before it. Repeats are harmless."""
         for rank, number in through.items():
-            self._through[rank] = max(number, self._through[rank])
-        read = min(self._through.values())
-        while self._plans and self._plans[0][0] <= read:
+            self._acknowledged[rank] = max(number, self._acknowledged[rank])
+        acknowledged = min(self._acknowledged.values())
+        while self._plans and self._plans[0][0] <= acknowledged:
             _, blocks = self._plans.popleft()
             self._holds.subtract(blocks)
             free = [block for block in blocks if not self._holds[block]]
             for block in free:
                 del self._holds[block]
-            # The end of a prefix is worth least, also to the engine.
+            # The engine should reuse the end of a prefix first: it is worth least.
             self._engine.give_back(free[::-1])
 
     @property

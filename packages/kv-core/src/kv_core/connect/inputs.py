@@ -11,7 +11,7 @@ from kv_core.hashing import Item
 class RequestTokens:
     """What the engine knows of a request when it asks for a match.
 
-    tokens: all of them, including generated ones: after a preemption those are a prompt like any other.
+    tokens: all its tokens, including generated ones: after a preemption they are a prompt like any other.
     keep_tokens: how many of them may be stored (the prompt's; all of them if decoded tokens are stored too).
     salt: separates its chunks from other tenants'.
     lora: the identity of its adapter.
@@ -38,8 +38,8 @@ class EngineState:
     """A state of linear layers that the engine hands over.
 
     table: the block table that contains it.
-    block: where it is after this step's forward pass.
-    boundary: number of the request's tokens after which it was taken.
+    block: the block where the state is after this step's forward pass.
+    boundary: the number of the request's tokens after which the state was taken.
     """
 
     table: int

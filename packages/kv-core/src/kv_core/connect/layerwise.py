@@ -31,11 +31,11 @@ StoreMode = Literal["async", "layerwise"]
 class _Batch:
     """The layerwise loads of one step.
 
-    requests: the requests that they are for.
+    requests: the requests whose chunks are loaded.
     plan: all their copies; None: they could not be planned.
     layers: for each layer, the event that its bytes have arrived.
     waits: how often the forward pass has waited for a layer.
-    is_retried: the copies were made again in one piece.
+    is_retried: whether the copies were made again in one piece.
     failure: why the blocks do not hold what they should, or "".
     """
 
@@ -64,30 +64,31 @@ class LayerLoads:
 
     def __init__(self, copier: LayerwiseCopier) -> None:
         self._copier = copier
-        self._now: _Batch | None = None
+        self._current: _Batch | None = None
         self._ending: list[_Batch] = []
         self._expected: set[str] = set()
 
     def expect(self, requests: Iterable[str]) -> None:
-        """The scheduler has promised these, and keeps their chunks leased until it learns that they have ended."""
+        """The scheduler has promised loads to these requests, and keeps their chunks leased until it learns that the
+        loads have ended."""
         self._expected.update(requests)
 
     def start(self, requests: Sequence[str], plan: TransferPlan) -> None:
         """Start copying, before the forward pass. All requests in one plan, so that every request's first layer comes
         before any request's second."""
-        batch = self._now = _Batch(tuple(requests), plan)
+        batch = self._current = _Batch(tuple(requests), plan)
         try:
             batch.layers = self._copier.load_layers(plan)
         except Exception as error:  # noqa: BLE001  # a bug here would cost the engine more than the wait
             self._copy_again(batch, error)
 
     def refuse(self, requests: Sequence[str], why: str) -> None:
-        """These could not be planned."""
-        self._now = _Batch(tuple(requests), failure=why)
+        """The loads of these requests could not be planned."""
+        self._current = _Batch(tuple(requests), failure=why)
 
     def wait_for(self, layer: int | None) -> None:
         """The forward pass reads this layer next; None: it may read any layer."""
-        batch = self._now
+        batch = self._current
         if batch is None or batch.failure:
             return
         batch.waits += 1
@@ -100,7 +101,7 @@ class LayerLoads:
 
     def forward_ended(self) -> bool:
         """Whether the step's forward pass found the promised bytes in the blocks."""
-        batch, self._now = self._now, None
+        batch, self._current = self._current, None
         if batch is None:
             return True
         if not batch.waits and not batch.failure:
@@ -117,7 +118,7 @@ class LayerLoads:
         return not batch.failure
 
     def take_ended(self, *, wait: bool = False) -> LayerwiseReport:
-        """Loads that have ended among those whose forward pass is over. wait: for all copies."""
+        """Loads that have ended among those whose forward pass is over. wait: wait for all copies first."""
         if not self._ending:
             return NONE_ENDED
         ended: set[str] = set()
@@ -125,7 +126,7 @@ class LayerLoads:
         for batch in list(self._ending):
             if wait:
                 self._settle(batch)
-            if self._is_over(batch):
+            if self._has_ended(batch):
                 self._ending.remove(batch)
                 ended.update(batch.requests)
                 failed.update(batch.requests if batch.failure else ())
@@ -140,10 +141,10 @@ class LayerLoads:
         return LayerwiseReport(ended, ended)
 
     def close(self) -> None:
-        """Wait for every copy, and forget all."""
-        for batch in (*self._ending, *([self._now] if self._now else [])):
+        """Wait for every copy, and forget all loads."""
+        for batch in (*self._ending, *([self._current] if self._current else [])):
             self._settle(batch)
-        self._ending, self._now = [], None
+        self._ending, self._current = [], None
 
     def _copy_again(self, batch: _Batch, failed: Exception) -> None:
         """Copy the same chunks to the same blocks again, and wait, before anything is computed from them. The step is
@@ -162,7 +163,7 @@ class LayerLoads:
         except Exception as error:  # noqa: BLE001  # then the step's blocks are reported
             batch.failure = str(error)
 
-    def _is_over(self, batch: _Batch) -> bool:
+    def _has_ended(self, batch: _Batch) -> bool:
         try:
             return all(event.done() for event in batch.layers)
         except KVError as error:

@@ -28,7 +28,7 @@ class LayerwiseRule:
     is_ready: Callable[[Sequence[HostExtent]], bool]
 
     def lease(self, service: CacheService, keys: Sequence[ChunkKey], holder: Holder) -> ReadLease | None:
-        """Lease everything that a load needs to succeed; None: some of it is not available."""
+        """Lease everything that a load needs to succeed; None: a chunk, or memory for it, is not available."""
         lease = service.load(keys, holder, lasting=True)
         if not isinstance(lease, ReadLease):
             return None
@@ -39,7 +39,7 @@ class LayerwiseRule:
 
 
 class RanksReports:
-    """Which loads have ended on all ranks. Each reports its own, in whichever step they end."""
+    """Which loads have ended on all ranks. Each rank reports its own copies, in whichever step they end."""
 
     def __init__(self) -> None:
         self._ended: dict[str, set[int]] = {}
@@ -52,7 +52,7 @@ class RanksReports:
             self._failed |= report.failed
             for request_id in report.ended:
                 self._ended.setdefault(request_id, set()).add(rank)
-        ended = {request_id for request_id, those in self._ended.items() if len(those) == ranks}
+        ended = {request_id for request_id, ended_ranks in self._ended.items() if len(ended_ranks) == ranks}
         for request_id in ended:
             del self._ended[request_id]
         failed = self._failed & ended

@@ -18,41 +18,42 @@ class QuietSteps:
 
     def __init__(self, shape: ConnectShape) -> None:
         self._shape = shape
-        self._left = 0
+        self._quiet_tokens = 0
 
     def passes(self, tokens: int) -> bool:
         """Whether a step that computes at most `tokens` tokens of any request completes nothing. It may contain only
         requests that were examined.
         """
-        self._left -= tokens
-        return self._left > 0
+        self._quiet_tokens -= tokens
+        return self._quiet_tokens > 0
 
     def begin(self) -> None:
         """Begin a step in which every request is examined."""
-        self._left = _NEVER
+        self._quiet_tokens = _NEVER
 
     def looked_at(self, request: RequestTokens, computed_tokens: int) -> None:
-        """A request of that step was examined: it will have `computed_tokens`, and what that completes is stored."""
-        if (left := tokens_to_store(self._shape, request, computed_tokens)) < self._left:
-            self._left = left
+        """A request of that step was examined: after the step it has `computed_tokens`, and the chunks that they
+        complete are stored."""
+        if (needed := tokens_to_store(self._shape, request, computed_tokens)) < self._quiet_tokens:
+            self._quiet_tokens = needed
 
     def end(self) -> None:
         """Something other than tokens has changed: examine every request in the next step."""
-        self._left = 0
+        self._quiet_tokens = 0
 
 
 def tokens_to_store(shape: ConnectShape, request: RequestTokens, computed_tokens: int) -> int:
-    """The least number of further tokens of this request after which a step may have something of it to store.
+    """The least number of further tokens of this request after which a step may have a chunk of it to store.
 
     A computed chunk whose last tokens are not known yet (in a step scheduled ahead) may be stored by any step.
     """
-    left, chunk_tokens = _NEVER, shape.chunk_tokens
+    needed, chunk_tokens = _NEVER, shape.chunk_tokens
     limit = request.controls.storable(request.keep_tokens) if shape.stores else 0
     boundary = (computed_tokens // chunk_tokens + 1) * chunk_tokens
     if boundary <= limit:
-        left = boundary - computed_tokens
+        needed = boundary - computed_tokens
     if min(computed_tokens, limit) // chunk_tokens > request.kept_tokens // chunk_tokens:
-        left = 1
+        needed = 1
     if request.controls.hands_over_tokens > computed_tokens:
-        left = min(left, request.controls.hands_over_tokens - computed_tokens)
-    return left
+        needed = min(needed, request.controls.hands_over_tokens - computed_tokens)
+    return needed

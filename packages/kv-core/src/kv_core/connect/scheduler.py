@@ -226,27 +226,28 @@ class SchedulerHalf:
                 self._service.measured(measured)
         self._loads, self._refused = [], []
         if self._blocks:
-            given, self._blocks = self._blocks, {}
-            self._service.allocated(given)
+            allocated, self._blocks = self._blocks, {}
+            self._service.allocated(allocated)
         return plan
 
     def loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
         """All workers have reported these loads; `failed` ones will be looked up again or computed."""
         finished, failed = set(finished), set(failed)
         # Loads of other connectors, with which the engine may have this one share its requests, are reported here too.
-        own = {one for one in finished if one in self._tracked and self._tracked[one].phase in AWAITED}
-        if own - failed:
+        tracked_ids = finished & self._tracked.keys()
+        awaited = {request_id for request_id in tracked_ids if self._tracked[request_id].phase in AWAITED}
+        if awaited - failed:
             self.counts.loads_failed_in_a_row = 0
-        elif own:
+        elif awaited:
             self.counts.loads_failed_in_a_row += 1  # however many: a server that is restarted fails all of them at once
         for request_id in failed:
-            self.counts.loads_failed += request_id in own
+            self.counts.loads_failed += request_id in awaited
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.store_again()  # what could not be loaded will be computed, and is worth storing again
         for request_id in finished:
             if self.costs is not None:
                 self.costs.load_ended(request_id, failed=request_id in failed)
-            if request_id in own:
+            if request_id in awaited:
                 tracked = self._tracked[request_id]
                 self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
                 self._move(request_id, tracked, Event.LOADED)
@@ -281,7 +282,7 @@ class SchedulerHalf:
         assert self._space is None
         self._space = space
         for tracked in self._tracked.values():
-            self._rename(tracked)
+            self._rename_keys(tracked)
 
     def weights_changed(self, space: KeySpace | None) -> None:
         """The engine's weights may have changed; their KV belongs in `space` (None: not known yet).
@@ -298,9 +299,9 @@ class SchedulerHalf:
             tracked.store_again()
             tracked.offered_tokens = 0
             # A waiting request has blocks too, if a load has filled some.
-            fresh = tracked.phase is Phase.WAITING and not tracked.has_loaded
-            tracked.mixed = not (fresh or tracked.phase in (Phase.PENDING, Phase.PROMISED))
-            self._rename(tracked)
+            has_no_blocks = tracked.phase is Phase.WAITING and not tracked.has_loaded
+            tracked.mixed = not (has_no_blocks or tracked.phase in (Phase.PENDING, Phase.PROMISED))
+            self._rename_keys(tracked)
             if tracked.phase in (Phase.PENDING, Phase.PROMISED):
                 self._service.end(self._holder(request_id))  # the next lookup finds no promise to renew
 
@@ -356,8 +357,8 @@ class SchedulerHalf:
 
     def _hash_up_to(self, request: RequestTokens, tracked: Tracked, tokens: int) -> None:
         """Extend the request's chain over its first `tokens` tokens. Those hashed before cost nothing."""
-        if tokens > (known := tracked.keys.tokens):
-            tracked.chunk_keys += self._keys(tracked, tracked.keys.append(request.tokens[known:tokens]))
+        if tokens > (hashed := tracked.keys.tokens):
+            tracked.chunk_keys += self._keys(tracked, tracked.keys.append(request.tokens[hashed:tokens]))
 
     def _keys(self, tracked: Tracked, digests: Sequence[bytes]) -> list[ChunkKey]:
         assert self._space is not None
@@ -367,13 +368,13 @@ class SchedulerHalf:
     def _prompt_keys(self, request: RequestTokens, tracked: Tracked) -> list[ChunkKey]:
         self._hash_up_to(request, tracked, len(request.tokens))
         tracked.tail = self._handovers.tail_to_load(request, tracked)
-        return self._named(tracked)
+        return self._all_keys(tracked)
 
-    def _named(self, tracked: Tracked) -> list[ChunkKey]:
+    def _all_keys(self, tracked: Tracked) -> list[ChunkKey]:
         """The keys of its chunks, with the partial one that another engine hands over."""
         return [*tracked.chunk_keys, *self._keys(tracked, [tracked.tail])] if tracked.tail else tracked.chunk_keys
 
-    def _rename(self, tracked: Tracked) -> None:
+    def _rename_keys(self, tracked: Tracked) -> None:
         tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
 
     def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
@@ -403,7 +404,7 @@ class SchedulerHalf:
             return None
         first_key = first // chunk_tokens * shape.keys_per_chunk
         end_key = -(-last // chunk_tokens) * shape.keys_per_chunk
-        return rule.lease(self._service, self._named(tracked)[first_key:end_key], self._holder(request.request_id))
+        return rule.lease(self._service, self._all_keys(tracked)[first_key:end_key], self._holder(request.request_id))
 
     def _suits_layerwise(self, tracked: Tracked, first: int, last: int, prompt_tokens: int) -> bool:
         """The part of a copy that is not hidden delays all requests of the step."""
@@ -486,13 +487,13 @@ class SchedulerHalf:
 
     def _move(self, request_id: str, tracked: Tracked, event: Event, *, had_promise: bool = False) -> None:
         """Advance the request's phase, and release its promise where the table ends it."""
-        before = tracked.phase
-        tracked.phase = advance(before, event)
-        self._pending += (tracked.phase is Phase.PENDING) - (before is Phase.PENDING)
-        if (before in HOLDING or had_promise) and tracked.phase not in HOLDING:
+        previous = tracked.phase
+        tracked.phase = advance(previous, event)
+        self._pending += (tracked.phase is Phase.PENDING) - (previous is Phase.PENDING)
+        if (previous in HOLDING or had_promise) and tracked.phase not in HOLDING:
             self._service.end(self._holder(request_id))
             tracked.promised_chunks, tracked.layerwise = 0, None
-        if before is Phase.RUNNING and tracked.phase is not Phase.RUNNING:
+        if previous is Phase.RUNNING and tracked.phase is not Phase.RUNNING:
             # Preempted: its blocks are gone, and it will get others. Chunks already held stay held; the rest follow.
             tracked.store_again()
         if tracked.phase is Phase.GONE:

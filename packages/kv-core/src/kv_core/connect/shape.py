@@ -26,12 +26,13 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class ConnectShape:
-    """
+    """The shape that both halves of one engine's connector use.
+
     scheme: how digests are made.
     space: the key space that the scheduler begins with; None while the engine's weights are not known. The workers
         take it from each plan.
-    groups: of layers, in the order of the keys.
-    shards: number of different shares of every chunk. Several ranks may have the same one.
+    groups: the groups of layers, in the order of the keys.
+    shards: the number of different shards of every chunk. Several ranks may have the same shard.
     loads, stores: whether this engine loads chunks and whether it stores them, according to its role.
     cuts_chunks: whether a chunk may be stored with only its first tokens. Not where the engine's blocks are stored
         verbatim.
@@ -64,7 +65,7 @@ class ConnectShape:
 
     @cached_property
     def chunk(self) -> ChunkShape:
-        """The keys of a chunk, as a lookup wants them."""
+        """The keys of a chunk, in the form that a lookup takes."""
         return ChunkShape(self.chunk_tokens, tuple(group.coverage for group in self.groups), self.shards)
 
     def loadable(self, chunks: int, usable_tokens: int) -> int:
@@ -110,7 +111,7 @@ def stored_from(group: GroupShape, table: Sequence[int], chunks: int, chunk_toke
     first = chunks
     for chunk in reversed(range(chunks)):
         end = (chunk + 1) * chunk_tokens
-        # Its last block too where no hit needs any of it, or there would be nothing to store.
+        # At least the chunk's last block, even where no hit needs the chunk, or there would be nothing to store.
         needed = min(max(chunk * chunk_tokens, group.coverage.first_token(end)), end - 1)
         if NO_BLOCK in table[needed // group.block_tokens : end // group.block_tokens]:
             break
@@ -123,7 +124,7 @@ def without_holes(table: Sequence[int]) -> list[int]:
     needs are filled with other tokens of the same request, never of another.
     """
     filled = list(table)
-    for at in reversed(range(len(filled) - 1)):
-        if filled[at] == NO_BLOCK:
-            filled[at] = filled[at + 1]
+    for index in reversed(range(len(filled) - 1)):
+        if filled[index] == NO_BLOCK:
+            filled[index] = filled[index + 1]
     return filled

@@ -25,12 +25,12 @@ NO_SPACE = bytes(SPACE_ID_BYTES)
 class LoadStep:
     """Fill the request's blocks with tokens `first_token … last_token` (excluded) of its prompt.
 
-    first_chunk: number of the chunk that `digests[0]` names.
-    digests: of all chunks that the tokens to be loaded touch.
+    first_chunk: the number of the chunk that `digests[0]` names.
+    digests: the digests of all chunks that the tokens to be loaded touch.
     tenant: the tag in the keys, see `tenant_tag`. The salt stays with the scheduler.
     blocks: for each of the engine's block tables, the request's blocks from the prompt's first token on.
-    first_token, last_token: positions in the prompt. In a group that does not need the whole prefix, only the part of
-        them that it needs is filled (`kv_core.connect.shape.load_from`).
+    first_token, last_token: positions in the prompt. In a group that does not need the whole prefix, only the tokens
+        that the group needs are filled (`kv_core.connect.shape.load_from`).
     extents: for a layerwise load (`kv_core.connect.layerwise`), the place of each chunk in the pool, shard by shard.
         The scheduler leases them all until every rank has reported that the load has ended. Empty: the worker leases
         the chunks and loads them between two steps.
@@ -64,14 +64,14 @@ class StoreStep:
     """After this step's forward pass the request's first `len(digests)` chunks are computed: store those that are not
     held.
 
-    digests: of the chunks from the prompt's first.
+    digests: the digests of these chunks, from the prompt's first.
     tenant: the tag in the keys.
     blocks: for each of the engine's block tables, the blocks of these chunks.
-    states: those to store, of groups that have states.
+    states: the states to store, of groups that have states.
     tail_tokens: the last digest names a partial chunk of this many tokens, at the end of a prompt that another engine
         continues. 0: it is a whole chunk like the others.
-    hold_ms: hold them in the pool this long for another engine, unless it reads them earlier; 0: no hold.
-    tiers: the tiers that they may be spilled to; None: all.
+    hold_ms: how long the chunks are held in the pool for another engine, unless it reads them earlier; 0: no hold.
+    tiers: the tiers that the chunks may be spilled to; None: all.
     """
 
     request_id: str
@@ -88,13 +88,14 @@ class StoreStep:
 class StepPlan:
     """One step's work for every worker.
 
-    loads: before the forward pass.
-    stores: after it.
+    loads: the loads before the forward pass.
+    stores: the stores after it.
     refused: requests whose allocation was inconsistent; their loads are reported as failed without touching a byte.
     space_id: the fingerprint of the key space that the loads and stores are in. The scheduler decides it, because
         new weights in a running engine change the key space from one step to the next.
-    number: of the last plan with stores whose blocks the engine holds until every worker has acknowledged it
-        (`kv_core.connect.held`); this one's if it has any. So workers need not wait for the copies. 0: none are held.
+    number: the number of the last plan with stores whose blocks the engine holds until every worker has acknowledged
+        that plan (`kv_core.connect.held`); this plan's if it has stores. So workers need not wait for the copies.
+        0: no blocks are held.
     """
 
     loads: tuple[LoadStep, ...] = ()
@@ -189,11 +190,13 @@ def _load(entry: Plain) -> LoadStep:
 
 
 def _store(entry: Plain) -> StoreStep:
-    request_id, digests, tenant, blocks, states, tail_tokens, hold_ms, names = _sequence(entry, 8)
-    kept = tuple(StateBlock(*map(_count, _sequence(state, 3))) for state in _sequence(states))
+    request_id, digests, tenant, blocks, states, tail_tokens, hold_ms, optional_tiers = _sequence(entry, 8)
+    state_blocks = tuple(StateBlock(*map(_count, _sequence(state, 3))) for state in _sequence(states))
     tail, hold = _count(tail_tokens), _count(hold_ms)
-    tiers = next((tuple(map(_text, _sequence(each))) for each in _sequence(names)), None)
-    return StoreStep(_text(request_id), _digests(digests), _tenant(tenant), _tables(blocks), kept, tail, hold, tiers)
+    tiers = next((tuple(map(_text, _sequence(names))) for names in _sequence(optional_tiers)), None)
+    return StoreStep(
+        _text(request_id), _digests(digests), _tenant(tenant), _tables(blocks), state_blocks, tail, hold, tiers
+    )
 
 
 def _extent(entry: Plain) -> HostExtent:

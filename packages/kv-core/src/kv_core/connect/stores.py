@@ -57,11 +57,11 @@ class _Part:
 class _Store:
     """A request's chunks in flight to the pool, over all groups.
 
-    number: of the plan that stores them.
-    lease: on their slots.
-    nbytes: of their payloads.
-    tokens: of one group's, as `WorkerCounts.tokens_stored` counts them.
-    parts: those still to be gathered; none once all copies have begun.
+    number: the number of the plan that stores them.
+    lease: the lease on their slots.
+    nbytes: the size of their payloads.
+    tokens: the tokens of one group's chunks, as `WorkerCounts.tokens_stored` counts them.
+    parts: the parts still to be gathered; none once all copies have begun.
     copying: the completion of each copy that has begun.
     failure: why the store is aborted, once its copies have ended.
     """
@@ -102,9 +102,9 @@ class Stores:
         self._by_layers = by_layers
         self._storing: list[_Store] = []
         self._in_flight_bytes = 0
-        self._number = 0
+        self._plan_number = 0
         self._begun: StepPlan | None = None  # its forward pass is running
-        self._computed: set[tuple[int, int]] = set()  # the groups and layers that it has passed
+        self._computed: set[tuple[int, int]] = set()  # the groups and layers that this pass has computed
         self._counted_group = next(iter(shape.chunk.whole_groups), 0)
 
     def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
@@ -121,7 +121,7 @@ class Stores:
                     continue
                 if is_again:
                     part.gathered.discard(layer)
-                    self._gather(store, partial(self._in_order, store))
+                    self._gather(store, partial(self._order_after_earlier, store))
                 else:
                     part.gathered.add(layer)
                     self._gather(store, partial(self._gather_layer, part.by_layers, layer))
@@ -139,7 +139,7 @@ class Stores:
     def abandon(self, plan: StepPlan) -> None:
         """The forward pass of this plan's step has failed: none of its chunks are stored."""
         self._give_up_begun("the forward pass has failed")
-        self._number, self._begun = plan.number, None
+        self._plan_number, self._begun = plan.number, None
 
     def finish(self, *, wait: bool) -> None:
         """Publish what has been gathered; see `WorkerHalf.finish_stores`."""
@@ -165,7 +165,7 @@ class Stores:
     @property
     def through(self) -> int:
         """The number of the last plan that, like all before it, no longer reads any blocks."""
-        return min((store.number - 1 for store in self._storing), default=self._number)
+        return min((store.number - 1 for store in self._storing), default=self._plan_number)
 
     def close(self) -> Iterator[CopyEvent]:
         """The copies in flight, to be waited for; none of them is published. The end of the holder frees the slots."""
@@ -175,7 +175,7 @@ class Stores:
 
     def _begin(self, plan: StepPlan) -> None:
         self._give_up_begun("the step ended before all layers were computed")
-        self._number, self._begun = plan.number, plan
+        self._plan_number, self._begun = plan.number, plan
         self._computed.clear()
         for step in plan.stores if self._copiers else ():
             self._reserve_store(plan.space_id, step)
@@ -187,28 +187,30 @@ class Stores:
 
     def _reserve_store(self, space_id: bytes, step: StoreStep) -> None:
         """Reserve slots for everything that the groups store of this step, all at once."""
-        gathers = [gather for group in range(len(self._copiers)) if (gather := self._of_group(step, group)).chunks]
-        whole: list[tuple[int, int, ChunkKey]] = []
-        others: list[tuple[int, int, ChunkKey]] = []
+        gathers = [gather for group in range(len(self._copiers)) if (gather := self._gather_of(step, group)).chunks]
+        whole_keys: list[tuple[int, int, ChunkKey]] = []
+        other_keys: list[tuple[int, int, ChunkKey]] = []
         for gather in gathers:
             digests = [step.digests[chunk] for chunk in gather.chunks]
             keys = keys_in(space_id, digests, groups=(gather.group,), shards=(self._shard,), tenant=step.tenant)
             needs_all = self._shape.groups[gather.group].coverage.kind == "all"
-            named = whole if needs_all else others
-            named += zip(gather.chunks, itertools.repeat(gather.group), keys)
-        named = sorted(whole) + others  # in a lookup's order: by chunks, and then the others
-        lease = self._reserve([key for _, _, key in named], step)
+            group_keys = whole_keys if needs_all else other_keys
+            group_keys += zip(gather.chunks, itertools.repeat(gather.group), keys)
+        ordered = sorted(whole_keys) + other_keys  # in a lookup's order: by chunks, and then the others
+        lease = self._reserve([key for _, _, key in ordered], step)
         if lease is None:
             return
         extent_of = dict(zip(lease.keys, lease.extents, strict=True))
-        got = {(chunk, group): extent_of[key] for chunk, group, key in named if key in extent_of}
+        slots = {(chunk, group): extent_of[key] for chunk, group, key in ordered if key in extent_of}
         nbytes = sum(extent.nbytes for extent in lease.extents)
-        store = _Store(self._number, lease, nbytes, self._tokens_counted(step, got))
+        store = _Store(self._plan_number, lease, nbytes, self._tokens_counted(step, slots))
         self._storing.append(store)
         self._in_flight_bytes += nbytes
         try:
             for gather in gathers:
-                extents = [(chunk, got[chunk, gather.group]) for chunk in gather.chunks if (chunk, gather.group) in got]
+                extents = [
+                    (chunk, slots[chunk, gather.group]) for chunk in gather.chunks if (chunk, gather.group) in slots
+                ]
                 if extents:
                     store.parts.append(self._part(gather, extents))
         except KVError as error:
@@ -216,7 +218,7 @@ class Stores:
 
     def _part(self, gather: _Gather, extents: Iterable[tuple[int, HostExtent]]) -> _Part:
         plans = [gather.plan(chunk, extent) for chunk, extent in extents]
-        copies = tuple(copy for of_chunk in plans for copy in of_chunk.copies)
+        copies = tuple(copy for chunk_plan in plans for copy in chunk_plan.copies)
         plan = TransferPlan(copies, plans[0].chunk_tokens)
         return _Part(gather.group, plan, self._copiers[gather.group].store_layers(plan) if self._by_layers else None)
 
@@ -235,16 +237,16 @@ class Stores:
     def _gather_rest(self, part: _Part) -> list[CopyEvent]:
         if part.by_layers is None or not part.gathered:
             return [self._copiers[part.group].store(part.plan)]
-        rest = [layer for layer in range(part.by_layers.layers) if layer not in part.gathered]
-        return [part.by_layers.gather(rest)] if rest else []
+        remaining = [layer for layer in range(part.by_layers.layers) if layer not in part.gathered]
+        return [part.by_layers.gather(remaining)] if remaining else []
 
-    def _in_order(self, store: _Store) -> list[CopyEvent]:
+    def _order_after_earlier(self, store: _Store) -> list[CopyEvent]:
         """Order a repeated gather after the one that it replaces, even where copies have no queue."""
         for event in store.copying:
             event.hold_engine()
         return []
 
-    def _of_group(self, step: StoreStep, number: int) -> _Gather:
+    def _gather_of(self, step: StoreStep, number: int) -> _Gather:
         group, chunk_tokens = self._shape.groups[number], self._shape.chunk_tokens
         if group.coverage.kind == "state":
             blocks = {state.chunk: state.block for state in step.states if state.table == group.table}
@@ -261,7 +263,7 @@ class Stores:
 
         def plan(chunk: int, extent: HostExtent) -> TransferPlan:
             tail_tokens = step.tail_tokens if chunk == chunks - 1 else 0
-            made = plan_transfer(
+            transfer = plan_transfer(
                 [extent],
                 table,
                 chunk_tokens=chunk_tokens,
@@ -270,7 +272,7 @@ class Stores:
                 last_token=chunk * chunk_tokens + (tail_tokens or chunk_tokens),
                 extents_from_chunk=chunk,
             )
-            return made.repeated() if tail_tokens else made
+            return transfer.repeated() if tail_tokens else transfer
 
         return _Gather(number, range(first_chunk, chunks), plan)
 
@@ -287,17 +289,17 @@ class Stores:
         """Slots for the leading keys that are not held and still fit among the bytes in flight; None: for none."""
         begin = partial(self._service.begin_store, holder=self._holder, hold_s=step.hold_ms / 1000, tiers=step.tiers)
         lease = begin(keys) if keys else None
-        if lease is not None and self._number and lease.keys:
-            room = self._max_in_flight_bytes - self._in_flight_bytes
+        if lease is not None and self._plan_number and lease.keys:
+            room_bytes = self._max_in_flight_bytes - self._in_flight_bytes
             sums = itertools.accumulate(extent.nbytes for extent in lease.extents)
-            fit = sum(1 for nbytes in sums if nbytes <= room)
+            fitting = sum(1 for nbytes in sums if nbytes <= room_bytes)
             if not self._storing:
-                fit = max(fit, 1)  # else chunks larger than the limit would never be stored
-            if fit < len(lease.keys):
+                fitting = max(fitting, 1)  # else chunks larger than the limit would never be stored
+            if fitting < len(lease.keys):
                 self._service.release(lease)
-                self._counts.chunks_dropped += len(lease.keys) - fit
-                leading = keys[: keys.index(lease.keys[fit])]
-                lease = begin(leading) if fit else None
+                self._counts.chunks_dropped += len(lease.keys) - fitting
+                leading = keys[: keys.index(lease.keys[fitting])]
+                lease = begin(leading) if fitting else None
         if lease is not None and not lease.keys:
             self._service.release(lease)
             return None

@@ -14,9 +14,9 @@ from kv_core.service import ReadLease
 class Awaited:
     """The wait for chunks that another engine has yet to store (`kv_core.connect.handover`).
 
-    until_s: when it stops waiting.
-    retry_at_s: when the lookup is repeated.
-    retry_s: the interval after that.
+    until_s: when the request stops waiting.
+    retry_at_s: when its lookup is repeated.
+    retry_s: the interval after that lookup.
     """
 
     until_s: float
@@ -28,25 +28,27 @@ class Awaited:
 class Tracked:
     """One request.
 
-    keys: its chain.
+    keys: its chain of digests.
     tenant: the tag in its keys.
-    chunk_keys: of its chunks, chunk-major.
-    promised_chunks: how many are leased for it.
+    phase: where it is in its life cycle.
+    chunk_keys: the keys of its chunks, chunk-major.
+    promised_chunks: the number of leading chunks leased for it.
+    pays: whether loading them is worthwhile.
     tiers: for each promised chunk, the tier that it came from.
     junction: the boundary, in tokens, where other prompts diverge from it while a window or a state is missing there.
-    offered_from: how many tokens the engine had itself when it was offered more.
-    offered_tokens: how many more.
+    offered_from: the number of tokens that the engine had itself when it was offered more.
+    offered_tokens: the number of tokens that it was offered.
     layerwise: the lease of the chunks offered to it, if they are to be loaded in the step itself.
-    has_loaded: a load was begun, so its blocks may hold what was loaded.
+    has_loaded: whether a load was begun, so that its blocks may hold loaded tokens.
     stored_chunks: number of leading chunks that are stored or need not be.
     tail: the digest of the last, partial chunk that another engine hands over; empty if there is none.
     stored_tail_tokens: tokens of the last, partial chunk that was stored for another engine.
-    awaited: what it is waiting for from another engine.
-    has_awaited: it no longer waits for another engine.
-    has_taken: other engines need not hold anything for it any more.
-    may_wait: it may still wait for slower tiers.
-    is_counted: its lookup is in the counts.
-    mixed: its blocks may hold KV of other weights than the key space's: never stored.
+    awaited: its wait for chunks of another engine.
+    has_awaited: whether its wait for another engine is over.
+    has_taken: whether other engines need no longer hold anything for it.
+    may_wait: whether it may still wait for slower tiers.
+    is_counted: whether its lookup is in the counts.
+    mixed: whether its blocks may hold KV of other weights than the key space's, which is never stored.
     """
 
     keys: KeySequence

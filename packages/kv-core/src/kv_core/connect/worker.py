@@ -30,10 +30,10 @@ class _Load:
     """One request's load, over all groups.
 
     step: what is to be loaded, and where.
-    lease: on all its chunks; None if it was refused.
+    lease: the lease on all its chunks; None if it was refused.
     copying: the completion of the copy into each group's blocks.
-    failure: the first reason to give it up, or "".
-    suspect: the keys to forget then, so that they do not fail again.
+    failure: the first reason to give the load up, or "".
+    suspect: the keys to forget if it fails, so that they do not fail again.
     """
 
     step: LoadStep
@@ -52,8 +52,8 @@ class _Part:
     """One group's part of a load.
 
     first_token: where filling its blocks begins.
-    first_chunk: the chunk of this token.
-    keys: of its chunks from there on.
+    first_chunk: the number of the chunk that contains this token.
+    keys: the keys of the group's chunks from that chunk on.
     """
 
     group: int
@@ -78,10 +78,11 @@ class WorkerHalf:
         max_in_flight_bytes: int = sys.maxsize,
         stores_layers: bool = False,
     ) -> None:
-        """copiers: one for each group, in the order of `shape.groups`. shard: which share of a chunk it has.
-        rank: distinguishes it from others with the same share; default: the shard. stores: of these, one rank does.
-        max_in_flight_bytes: the most in flight to the pool while the engine continues. Chunks beyond it are not stored.
-        stores_layers: layers are stored as they are computed, where a copier supports it."""
+        """copiers: one for each group, in the order of `shape.groups`. shard: the shard of a chunk that it moves.
+        rank: distinguishes it from others with the same shard; default: the shard. stores: whether it stores; of ranks
+        with the same shard, one does. max_in_flight_bytes: the most in flight to the pool while the engine continues.
+        Chunks beyond it are not stored. stores_layers: layers are stored as they are computed, where a copier supports
+        it."""
         self._service = service
         self._shape = shape
         self._copiers = tuple(copiers)
@@ -124,7 +125,7 @@ class WorkerHalf:
         self._finish_loads()
 
     def take_layerwise(self, *, wait: bool = False) -> LayerwiseReport:
-        """Layerwise loads that have ended since the last call. wait: for all whose forward pass is over."""
+        """Layerwise loads that have ended since the last call. wait: wait for all whose forward pass is over."""
         report = self.layers.take_ended(wait=wait)
         if report.ended:
             self.counts.loads_finished += len(report.ended - report.failed)
@@ -137,7 +138,7 @@ class WorkerHalf:
         self._stores.layer_computed(plan, group, layer)
 
     def start_stores(self, plan: StepPlan) -> None:
-        """After the forward pass, gather what this step's chunks still lack, or all of them."""
+        """After the forward pass, gather the layers of this step's chunks that have not been gathered yet."""
         self._stores.start(plan)
 
     def abandon_stores(self, plan: StepPlan) -> None:
@@ -189,15 +190,15 @@ class WorkerHalf:
             for step in steps:
                 part = self._part(space_id, step, 0)
                 assert part is not None
-                copies += self._plan_load(step, part, self._own(step.extents)).copies
+                copies += self._plan_load(step, part, self._shard_extents(step.extents)).copies
         except KVError as error:
             self.layers.refuse(requests, str(error))
             return
         self.layers.start(requests, TransferPlan(tuple(copies), self._shape.chunk_tokens))
         self.counts.tokens_loaded += sum(step.last_token - step.first_token for step in steps)
-        self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in self._own(step.extents))
+        self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in self._shard_extents(step.extents))
 
-    def _own(self, extents: Sequence[HostExtent]) -> Sequence[HostExtent]:
+    def _shard_extents(self, extents: Sequence[HostExtent]) -> Sequence[HostExtent]:
         """This shard's extents among those of all shards."""
         return extents[self._shard :: self._shape.shards]
 
@@ -215,17 +216,17 @@ class WorkerHalf:
         group = self._shape.groups[part.group]
         table = step.blocks[group.table]
         if group.coverage.kind == "all":
-            into: Sequence[int] = table
+            blocks: Sequence[int] = table
         else:
             first_block = part.first_token // group.block_tokens
-            into = table[: -(-step.last_token // group.block_tokens)]
-            if NO_BLOCK in into[first_block:]:
-                raise InputError(f"group {part.group} has no block for a token that is needed: {into[first_block:]}")
+            blocks = table[: -(-step.last_token // group.block_tokens)]
+            if NO_BLOCK in blocks[first_block:]:
+                raise InputError(f"group {part.group} has no block for a token that is needed: {blocks[first_block:]}")
         if group.coverage.kind == "state":
-            return TransferPlan((Copy(extents[-1], 0, into[-1], 1),), 1)
+            return TransferPlan((Copy(extents[-1], 0, blocks[-1], 1),), 1)
         return plan_transfer(
             extents,
-            into,
+            blocks,
             chunk_tokens=self._shape.chunk_tokens,
             block_tokens=group.block_tokens,
             first_token=part.first_token,
@@ -240,10 +241,10 @@ class WorkerHalf:
                 self._finish(load)
 
     def _start_copies(self, load: _Load, lease: ReadLease, parts: Sequence[_Part]) -> None:
-        at = 0
+        offset = 0
         for part in parts:
-            extents = lease.extents[at : at + len(part.keys)]
-            at += len(part.keys)
+            extents = lease.extents[offset : offset + len(part.keys)]
+            offset += len(part.keys)
             try:
                 load.copying.append(self._copiers[part.group].load(self._plan_load(load.step, part, extents)))
             except KVError as error:

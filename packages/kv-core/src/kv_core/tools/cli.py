@@ -202,8 +202,8 @@ def prompt_space(args: argparse.Namespace, scheme: ChainScheme) -> PromptSpace |
             raise InputError(f"--world {args.world}: write the number of shards, 1 to {ALL_LAYERS}")
         space = PromptSpace(bytes.fromhex(args.space), args.world, args.group, None)
     elif args.model is not None:
-        named = KeySpace(args.model, args.revision, args.dtype, args.format_fingerprint, args.world, scheme.name)
-        space = PromptSpace(named.fingerprint, args.world, args.group, named)
+        key_space = KeySpace(args.model, args.revision, args.dtype, args.format_fingerprint, args.world, scheme.name)
+        space = PromptSpace(key_space.fingerprint, args.world, args.group, key_space)
     elif parts or args.world != 1 or args.group:
         raise InputError("--revision, --dtype, --format-fingerprint, --world and --group need --model or --space")
     else:
@@ -230,15 +230,15 @@ def _keys(args: argparse.Namespace) -> int:
     write = _write_json if args.output == "json" else _write_table
     if args.output == "table":
         print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if space is None else 'key'}")
-    printed = 0
+    chunk = 0
     for tokens in prompt_tokens(args):
         for digest in sequence.append(tokens):
-            write(_Printed(printed, printed * scheme.chunk_tokens, scheme.chunk_tokens, digest), space, tenant)
-            printed += 1
-    whole = printed * scheme.chunk_tokens
+            write(_Printed(chunk, chunk * scheme.chunk_tokens, scheme.chunk_tokens, digest), space, tenant)
+            chunk += 1
+    whole = chunk * scheme.chunk_tokens
     tail = sequence.tokens - whole
-    if args.partial and (digest_of_tail := sequence.tail_digest()) is not None:
-        write(_Printed(printed, whole, tail, digest_of_tail), space, tenant)
+    if args.partial and (tail_digest := sequence.tail_digest()) is not None:
+        write(_Printed(chunk, whole, tail, tail_digest), space, tenant)
     elif tail and args.output == "table":
         print(
             f"{tail} tokens after the last whole chunk of {scheme.chunk_tokens} have no key (--partial gives them one)"
@@ -260,10 +260,10 @@ def _write_table(row: _Printed, space: PromptSpace | None, tenant: bytes) -> Non
 
 
 def _write_json(row: _Printed, space: PromptSpace | None, tenant: bytes) -> None:
-    described: dict[str, object] = {**asdict(row), "digest": row.digest.hex()}
+    row_fields: dict[str, object] = {**asdict(row), "digest": row.digest.hex()}
     if space is not None:
-        described["keys"] = [_notations(key, space.described) for key in space.keys(row.digest, tenant)]
-    print(json.dumps(described, ensure_ascii=False))
+        row_fields["keys"] = [_notations(key, space.described) for key in space.keys(row.digest, tenant)]
+    print(json.dumps(row_fields, ensure_ascii=False))
 
 
 def _notations(key: ChunkKey, space: KeySpace | None) -> dict[str, object]:
@@ -278,10 +278,10 @@ def _secret(path: str | None, algorithm: Algorithm) -> bytes:
     if algorithm != "blake2b":
         raise InputError(f"{algorithm} takes no secret; choose blake2b, or leave the secret out")
     file = Path(path)
-    found = file.stat()  # before opening, because opening a pipe would block
-    if not stat.S_ISREG(found.st_mode):
+    status = file.stat()  # before opening, because opening a pipe would block
+    if not stat.S_ISREG(status.st_mode):
         raise InputError(f"--secret-file {path} is not a file")
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    if stat.S_IMODE(status.st_mode) & 0o077:
         raise InputError(f"--secret-file {path} is open to others: run chmod 600 {path}")
     return file.read_bytes().removesuffix(b"\n").removesuffix(b"\r")
 
@@ -299,10 +299,10 @@ def _tags(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _item(text: str) -> Item:
-    found = re.fullmatch(r"(.+):([0-9]{1,18}):([0-9]{1,18})", text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"(.+):([0-9]{1,18}):([0-9]{1,18})", text, re.ASCII)
+    if match is None:
         raise InputError(f"--item {text}: write it as HASH:FIRST:TOKENS, such as 9f2c…:12:576")
-    return Item(found[1], int(found[2]), int(found[3]))
+    return Item(match[1], int(match[2]), int(match[3]))
 
 
 def prompt_tokens(args: argparse.Namespace) -> Iterator[list[int]]:
@@ -357,24 +357,24 @@ def read_tokens(stream: TextIO) -> Iterator[list[int]]:
         return
     position = 0
     while text:
-        more = stream.read(_READ_CHARS)
+        following = stream.read(_READ_CHARS)
         # The last number may continue in the next part, and so may the comma after it: hold both back.
-        cut = len(text.rstrip(string.whitespace + ",").rstrip(string.digits)) if more else len(text)
-        numbers = _numbers(text[:cut], position, whole=not more)
+        cut = len(text.rstrip(string.whitespace + ",").rstrip(string.digits)) if following else len(text)
+        numbers = _numbers(text[:cut], position, whole=not following)
         position += len(numbers)
         yield numbers
-        text = text[cut:] + more
+        text = text[cut:] + following
 
 
 def _json_tokens(text: str) -> list[int]:
     try:
-        made = json.loads(text)
+        tokens = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"the input begins like a JSON list but is not one: {error}") from None
-    pack_tokens(made)
-    if any(isinstance(token, bool) for token in made):
+    pack_tokens(tokens)
+    if any(isinstance(token, bool) for token in tokens):
         raise InputError("a token is true or false; tokens are whole numbers")
-    return list(made)
+    return list(tokens)
 
 
 def _numbers(text: str, position: int, *, whole: bool) -> list[int]:
@@ -385,8 +385,8 @@ def _numbers(text: str, position: int, *, whole: bool) -> list[int]:
         return []
     words = _BETWEEN.split(text)
     if _PLAIN.fullmatch(text) is None or not all(words) or max(map(len, words)) > 20:
-        for place, word in enumerate(words, position):
+        for index, word in enumerate(words, position):
             if not re.fullmatch(r"[0-9]{1,20}", word):
-                found = "is missing: there is one comma too many" if not word else f"is {word[:40]!r}"
-                raise InputError(f"token {place} {found}; tokens are whole numbers with spaces or commas between")
+                problem = "is missing: there is one comma too many" if not word else f"is {word[:40]!r}"
+                raise InputError(f"token {index} {problem}; tokens are whole numbers with spaces or commas between")
     return list(map(int, words))
