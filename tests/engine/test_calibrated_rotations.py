@@ -133,7 +133,7 @@ def test_models_that_do_not_rotate_halves_of_whole_keys_are_calibrated(
         shown = calibrating._Rotation(used, rotated, neighbours)
         unknown = replace(shown, frequencies=[np.zeros(16)] * 2)
         for control in (unknown, replace(shown, neighbours=not neighbours)):
-            monkeypatch.setattr(calibrating, "_shown", lambda *_, it=control: it)
+            monkeypatch.setattr(calibrating, "_find_rotation", lambda *_, it=control: it)
             wrong = bits_at_an_error_of_1(calibrate(model, LEARN).learnt(0.02), third)
             print(f"{kind}: {right:.2f} bits, {wrong:.2f} with {control.neighbours=}")
             assert wrong > right + 0.1

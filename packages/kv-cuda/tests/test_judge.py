@@ -11,7 +11,7 @@ import torch
 from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
 from kv_core.tools.cli import main
-from kv_cuda.judge.calibrate import _is_shown, _turned_back, through_calibrated
+from kv_cuda.judge.calibrate import _is_same_turned_back, _turned_back, through_calibrated
 from kv_cuda.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
 from kv_cuda.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip, plugin
 from kv_cuda.judge.verdict import FIRST_PARTS, Finding, Verdict, demand, read_verdict, write_verdict
@@ -262,14 +262,14 @@ def test_a_rotation_is_shown_of_every_pair_however_small(neighbours: bool) -> No
     firsts, seconds = (slice(0, 8, 2), slice(1, 8, 2)) if neighbours else (slice(0, 4), slice(4, 8))
     for out, points in zip((here, there), turned, strict=True):
         out[..., firsts], out[..., seconds], out[..., 8:] = points[..., :4].real, points[..., :4].imag, still[..., 8:]
-    assert _is_shown(here, there, frequencies, neighbours)
+    assert _is_same_turned_back(here, there, frequencies, neighbours)
     for wrong, order in (
         (frequencies, not neighbours),
         (frequencies * 1.01, neighbours),
         (frequencies[:3], neighbours),
         (np.zeros(0), False),
     ):
-        assert not _is_shown(here, there, wrong, order)
+        assert not _is_same_turned_back(here, there, wrong, order)
 
 
 @pytest.mark.parametrize("device", ["tape", "cuda:99"])

@@ -24,11 +24,11 @@ _log = limited_logger(__name__)
 class BoundGroup:
     """Layers whose bytes are one payload of every chunk: a group of the engine's, or some layers of one.
 
-    layout: the one that was proved.
+    layout: the layout that was proved.
     coverage: which part of a prefix these layers need.
     table: the engine's block table that they use.
     block_tokens: tokens per block of that table; for states, the distance between their entries in it.
-    numbers: of its layers in the model; () for states, and where the engine does not report them.
+    numbers: its layers' numbers in the model; () for states, and where the engine does not report them.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -45,7 +45,7 @@ class BoundGroup:
 class BoundGroups:
     """The proved groups of an engine's layers, cut so that their payloads are of similar size.
 
-    groups: in the order of the keys.
+    groups: the groups in the order of the keys.
     kv_scales: a digest of the factors that a quantised cache's numbers are multiplied by; "" where all are 1.
     """
 
@@ -71,12 +71,12 @@ class BoundGroups:
 
     @property
     def fingerprint(self) -> str:
-        """Must be equal for chunks to be interchangeable: the formats and, unless all are `all`, the coverages."""
+        """What must be equal for chunks to be interchangeable: the formats and, unless all are `all`, the coverages."""
         formats = "-".join(group.format.fingerprint for group in self.groups)
         if all(group.coverage.kind == "all" for group in self.groups):
             return formats
-        described = [[group.format.fingerprint, str(group.coverage)] for group in self.groups]
-        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
+        description = [[group.format.fingerprint, str(group.coverage)] for group in self.groups]
+        return hashlib.sha256(json.dumps(description).encode()).hexdigest()[:32]
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
@@ -94,7 +94,7 @@ class BoundGroups:
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype of attention's KV, for the key space; for a model that has only states, theirs."""
+        """The dtype of attention's KV, for the key space; for a model that has only states, the states' dtype."""
         first = self._first
         return str(first.tensors[0].dtype) if first.format.kind == "blocks" else first.layout.dtype
 
@@ -112,16 +112,16 @@ def bind_groups(
         check_blocks(chunk_tokens, table_tokens_of(group))
         proof = prove_states(group) if isinstance(group, StateGroup) else prove(group, wanted, chunk_tokens)
         if isinstance(proof, Refusal):
-            return Refusal(f"{_named(groups, group)}{proof.reason}")
+            return Refusal(f"{_group_label(groups, group)}{proof.reason}")
         proofs.append(proof)
         _log.info("the canary proved %s of %d layers", proof.description, len(group.tensors))
     layers = [proof.format.layers for proof in proofs]
     layer_bytes = [proof.format.nbytes // count for proof, count in zip(proofs, layers, strict=True)]
     chunk_bytes, parts = cuts(layer_bytes, layers)
     bound = [
-        _bound(group, proof, run, chunk_bytes)
-        for group, proof, of_group in zip(groups, proofs, parts, strict=True)
-        for run in runs(of_group)
+        _bind_run(group, proof, run, chunk_bytes)
+        for group, proof, layers_of_parts in zip(groups, proofs, parts, strict=True)
+        for run in runs(layers_of_parts)
     ]
     return BoundGroups(tuple(bound), _scales(groups))
 
@@ -131,16 +131,18 @@ def table_tokens_of(group: LayerGroup | StateGroup) -> int:
     return group.table_tokens or (group.block_tokens if isinstance(group, LayerGroup) else 0)
 
 
-def _named(groups: Sequence[LayerGroup | StateGroup], group: LayerGroup | StateGroup) -> str:
-    """Names the group, where there are several."""
+def _group_label(groups: Sequence[LayerGroup | StateGroup], group: LayerGroup | StateGroup) -> str:
+    """A prefix that names the group, where there are several; else ""."""
     return "" if len(groups) == 1 else f"group {group.table} of this model's layers ({group.coverage}): "
 
 
-def _bound(group: LayerGroup | StateGroup, proof: Proof, run: range, largest_chunk_bytes: int) -> BoundGroup:
-    described = proof.layout
-    of_parts = len(described.parts) if described.own_tensors else 1
-    tensors = tuple(group.tensors[part * described.layers + layer] for part in range(of_parts) for layer in run)
-    layout, chunk_format = replace(described, layers=len(run)), replace(proof.format, layers=len(run))
+def _bind_run(group: LayerGroup | StateGroup, proof: Proof, run: range, largest_chunk_bytes: int) -> BoundGroup:
+    whole_layout = proof.layout
+    tensors_per_layer = len(whole_layout.parts) if whole_layout.own_tensors else 1
+    tensors = tuple(
+        group.tensors[part * whole_layout.layers + layer] for part in range(tensors_per_layer) for layer in run
+    )
+    layout, chunk_format = replace(whole_layout, layers=len(run)), replace(proof.format, layers=len(run))
     return BoundGroup(
         tensors=tensors,
         layout=layout,
@@ -155,6 +157,6 @@ def _bound(group: LayerGroup | StateGroup, proof: Proof, run: range, largest_chu
 
 def _scales(groups: Sequence[LayerGroup | StateGroup]) -> str:
     scales = [group.scales for group in groups if isinstance(group, LayerGroup)]
-    if all(pair == (1.0, 1.0) for of_group in scales for pair in of_group):
+    if all(pair == (1.0, 1.0) for layer_scales in scales for pair in layer_scales):
         return ""
     return hashlib.sha256(json.dumps(scales).encode()).hexdigest()[:32]

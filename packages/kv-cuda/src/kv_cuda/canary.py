@@ -48,20 +48,20 @@ class LayerGroup:
 
     tensors: one per layer. Layers of different groups may share the same bytes; the canary restores what it touches.
     block_tokens: tokens per block of these tensors.
-    blocks: how many each layer has.
+    blocks: number of blocks of each layer.
     candidates: every layout that these tensors could have.
     opaque: a layout that describes only where whole blocks lie, not their content.
     origin: what makes opaque blocks of two engines interchangeable.
-    row_dtype: of the rows that the engine's update takes.
-    row_shape: of one of them, (heads, head_dim) per token.
+    row_dtype: the dtype of the rows that the engine's update takes.
+    row_shape: the shape of such a row, (heads, head_dim) per token.
     scales: of a quantised cache, by layer: the divisors of K and V before they are stored. () where the cache holds the
         rows unchanged.
     coverage: which part of a prefix these layers need.
     table: the engine's block table that they use.
     table_tokens: tokens per block of that table, which consists of a whole number of consecutive blocks of the tensors;
         0: the blocks are the same.
-    numbers: of its layers in the model, for codecs that treat layers differently; () where the engine does not report
-        them.
+    numbers: its layers' numbers in the model, for codecs that treat layers differently; () where the engine does not
+        report them.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -121,25 +121,25 @@ def _may_fit(group: LayerGroup, layout: PagedLayout) -> bool:
 def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     """Whether engine and layout agree in every layer and both directions."""
     whole = torch.arange(group.block_tokens)
-    one, other = both = [1, group.blocks - 1]
+    first, second = blocks = [1, group.blocks - 1]
     # A whole block in order, then part of another in random order: a wrong offset, stride or permutation shows.
     scattered = torch.randperm(group.block_tokens, generator=torch.Generator().manual_seed(1))[
         : group.block_tokens // 2 + 1
     ]
-    slots = torch.cat([one * group.block_tokens + whole, other * group.block_tokens + scattered])
+    slots = torch.cat([first * group.block_tokens + whole, second * group.block_tokens + scattered])
     for layer, tensor in enumerate(group.tensors):
-        given, stored = _rows(group, layout, len(slots), layer)
-        with kept_pages([tensor], both, group.blocks):
+        engine_rows, cached_rows = _rows(group, layout, len(slots), layer)
+        with kept_pages([tensor], blocks, group.blocks):
             pages = pages_of(tensor, group.blocks)
-            pages[both] = 0
-            group.update(layer, given, slots.to(tensor.device))
+            pages[blocks] = 0
+            group.update(layer, engine_rows, slots.to(tensor.device))
             read = read_rows(layout, group.tensors, layer, slots)
-            if any(not _same_bits(read[part], stored[part]) for part in stored):
+            if any(not _same_bits(read[part], cached_rows[part]) for part in cached_rows):
                 return False
-            by_engine = pages[both]
-            pages[both] = 0
-            write_rows(layout, group.tensors, layer, slots, stored)
-            if not torch.equal(pages[both], by_engine):
+            by_engine = pages[blocks]
+            pages[blocks] = 0
+            write_rows(layout, group.tensors, layer, slots, cached_rows)
+            if not torch.equal(pages[blocks], by_engine):
                 return False
     return True
 
@@ -159,7 +159,7 @@ def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
         rows = _rows_of_model(group, group.opaque, group.block_tokens, layer)
         with kept_pages([tensor], (0, source, 2, copy), group.blocks):
             pages = pages_of(tensor, group.blocks)
-            around = pages[[0, 2]]
+            neighbours = pages[[0, 2]]
             for block in (source, copy):
                 pages[block] = 0
                 group.update(layer, rows, (slots + block * group.block_tokens).to(tensor.device))
@@ -167,7 +167,7 @@ def _why_blocks_do_not_stand_alone(group: LayerGroup) -> str | None:
                 return "equal rows make unequal bytes in different blocks"
             if not bool(pages[source].any()):
                 return "an update leaves its blocks as they were"
-            if not torch.equal(pages[[0, 2]], around):
+            if not torch.equal(pages[[0, 2]], neighbours):
                 return "an update changes bytes of other blocks"
     return None
 
@@ -177,7 +177,8 @@ def _rows(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Rows for the engine's update, and the rows that its cache then holds by this layout.
 
-    A quantised cache gets numbers that it can hold exactly, so that its content is known without its arithmetic.
+    A quantised cache gets numbers that it can hold exactly, so that its content is known without repeating the engine's
+    arithmetic.
     """
     if (layout.heads, layout.head_dim) != group.row_shape:
         raise ValueError(f"its rows are {(layout.heads, layout.head_dim)} and the model's are {group.row_shape}")
@@ -186,8 +187,8 @@ def _rows(
         return rows, rows
     exact = {part: _exact_in(values, getattr(torch, layout.dtype)) for part, values in rows.items()}
     scale_of = dict(zip(("k", "v") if len(rows) > 1 else tuple(rows), group.scales[layer], strict=False))
-    given = {part: (values.float() * scale_of[part]).to(group.row_dtype) for part, values in exact.items()}
-    return given, exact
+    engine_rows = {part: (values.float() * scale_of[part]).to(group.row_dtype) for part, values in exact.items()}
+    return engine_rows, exact
 
 
 def _rows_of_model(group: LayerGroup, layout: PagedLayout, tokens: int, layer: int) -> dict[str, torch.Tensor]:
@@ -202,7 +203,7 @@ def _exact_in(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return normal.to(dtype)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -49,19 +49,21 @@ def make_copier(
     `QuantisingCopier` where the format is quantised.
 
     stores_behind: `store` may return before a CPU thread has copied many bytes: the caller holds the blocks.
-    largest_chunk_bytes: of all groups whose chunks share a pool with these; 0: there are no larger ones.
+    largest_chunk_bytes: size of the largest chunk of all groups that share a pool with this one; 0: none is larger.
 
     Raises:
         InputError: layout, tensors and format do not fit together.
     """
     device = tensors[0].device
     if chunk_format.is_quantised:
-        exact = _exact(layout, tensors, layout.canonical_format(chunk_format.chunk_tokens), stores_behind=False)
+        exact = _exact_copier(layout, tensors, layout.canonical_format(chunk_format.chunk_tokens), stores_behind=False)
         return QuantisingCopier(layout, chunk_format, exact, device, largest_chunk_bytes=largest_chunk_bytes)
-    return _exact(layout, tensors, chunk_format, stores_behind=stores_behind, largest_chunk_bytes=largest_chunk_bytes)
+    return _exact_copier(
+        layout, tensors, chunk_format, stores_behind=stores_behind, largest_chunk_bytes=largest_chunk_bytes
+    )
 
 
-def _exact(
+def _exact_copier(
     layout: PagedLayout,
     tensors: Sequence[torch.Tensor],
     chunk_format: ChunkFormat,
@@ -87,13 +89,13 @@ def _exact(
 
 
 def measured(
-    device: torch.device, where: Callable[[str], Path], read: Callable[[Path], _Table], built_in: _Table
+    device: torch.device, file_of: Callable[[str], Path], read: Callable[[Path], _Table], built_in: _Table
 ) -> _Table:
     """The table that `kv bench copy` measured on this kind of device, if readable; else the built-in one."""
     if device.type != "cuda":
         return built_in
     try:
-        return read(where(torch.cuda.get_device_name(device)))
+        return read(file_of(torch.cuda.get_device_name(device)))
     except ConfigError as error:
         _log.warning("%s; the built-in table is used", error)
         return built_in

@@ -23,17 +23,19 @@ def cuts(layer_bytes: Sequence[int], layers: Sequence[int]) -> tuple[int, list[l
     layer_bytes: for each group, the bytes that one layer adds to its payload. layers: for each group, its number.
     """
     largest = max(layer_bytes)
-    sizes = {each * count for each, most in zip(layer_bytes, layers, strict=True) for count in range(1, most + 1)}
+    sizes = {nbytes * count for nbytes, most in zip(layer_bytes, layers, strict=True) for count in range(1, most + 1)}
     choices = []
     for slot_bytes in sorted(size for size in sizes if size >= largest):
-        parts = sum(_parts(each, count, slot_bytes) for each, count in zip(layer_bytes, layers, strict=True))
+        parts = sum(_parts(nbytes, count, slot_bytes) for nbytes, count in zip(layer_bytes, layers, strict=True))
         choices.append((parts * slot_bytes, parts, slot_bytes))
     # With slots for whole groups, no group is cut: that many parts are always allowed.
     allowed = [choice for choice in choices if choice[1] <= max(MOST_GROUPS, len(layers))]
-    least = min(spent for spent, _, _ in allowed)
+    least = min(total_bytes for total_bytes, _, _ in allowed)
     _, _, slot_bytes = min((choice[1], choice[0], choice[2]) for choice in allowed if choice[0] <= least * (1 + _WORTH))
-    parts_of = [_even(count, _parts(each, count, slot_bytes)) for each, count in zip(layer_bytes, layers, strict=True)]
-    return max(each * max(parts) for each, parts in zip(layer_bytes, parts_of, strict=True)), parts_of
+    parts_of = [
+        _even(count, _parts(nbytes, count, slot_bytes)) for nbytes, count in zip(layer_bytes, layers, strict=True)
+    ]
+    return max(nbytes * max(parts) for nbytes, parts in zip(layer_bytes, parts_of, strict=True)), parts_of
 
 
 def _parts(layer_bytes: int, layers: int, slot_bytes: int) -> int:

@@ -81,9 +81,9 @@ def bus_gbps(device: torch.device) -> tuple[float, float]:
     rates = []
     # Copies go to the queue of the memory's device, and events to that of the current one.
     with torch.cuda.device(device):
-        host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty_like(host, device=device)
-        for to, origin in ((there, host), (host, there)):
+        on_host = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+        on_device = torch.empty_like(on_host, device=device)
+        for to, origin in ((on_device, on_host), (on_host, on_device)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             to.copy_(origin, non_blocking=True)
             start.record()
@@ -124,5 +124,8 @@ def gpudirect_storage(cufile: Files | NoCuFile, copy_paths: FileCopyPaths) -> Fi
     if not copy_paths.measured:
         found = f"kvikio {kvikio_version()} and the nvidia-fs module: files are read straight into the GPU"
         return Finding("note", what, found, "see whether that is faster: kv bench copy --file DIRECTORY")
-    faster = [f"{path}: load {by['load']}, store {by['store']}" for path, by in sorted(copy_paths.measured.items())]
+    faster = [
+        f"{path}: load {by_direction['load']}, store {by_direction['store']}"
+        for path, by_direction in sorted(copy_paths.measured.items())
+    ]
     return Finding("ok", what, f"kvikio {kvikio_version()} and the nvidia-fs module; {'; '.join(faster)}")

@@ -33,5 +33,5 @@ def place_of(array: NDArray[np.generic]) -> Place:
 @cache
 def installed_kernels() -> Kernels | None:
     """None: they are not installed, or not for this machine."""
-    found = (entry.load()() for entry in entry_points(group=GROUP))
-    return next((kernels for kernels in found if kernels is not None), None)
+    candidates = (entry.load()() for entry in entry_points(group=GROUP))
+    return next((kernels for kernels in candidates if kernels is not None), None)

@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 class Tile:
     """An axis split in two, as matrix units need it: [index // size][index % size], each with a stride.
 
-    size: indices in a tile, which lie at the axis's own stride.
-    stride: from one tile to the next, in elements.
+    size: number of indices in a tile, which lie at the axis's own stride.
+    stride: distance from one tile to the next, in elements.
     """
 
     size: int
@@ -60,7 +60,7 @@ class PartLayout:
         return not any(stride % elements for stride in strides)
 
     def in_words(self, elements: int) -> "PartLayout":
-        """The same places, counted in such words."""
+        """The same part, counted in words of `elements` neighbours."""
         assert self.is_in_words(elements) and self.dim_tile is not None
         offset, block, token, head = (stride // elements for stride in (self.offset, self.block, self.token, self.head))
         tokens = self.token_tile
@@ -73,13 +73,13 @@ class PagedLayout:
     """The layers that share one block table.
 
     name: the common name of this order of bytes.
-    dtype: as torch spells it.
-    itemsize: of an element, bytes.
-    layers: how many share the table.
-    blocks: how many each layer has.
-    heads, head_dim: of a token's row in one layer of one part.
+    dtype: the elements' dtype, as torch spells it.
+    itemsize: size of an element, bytes.
+    layers: number of layers that share the table.
+    blocks: number of blocks of each layer.
+    heads, head_dim: the shape of a token's row in one layer of one part.
     parts: where K and V, or MLA's latent, lie in a block of a layer.
-    own_tensors: each part has separate tensors. They are passed part by part: K of all layers, then V.
+    own_tensors: whether each part has separate tensors. They are passed part by part: K of all layers, then V.
     """
 
     name: str
@@ -212,16 +212,16 @@ class PagedLayout:
         """No two elements of a layer may share a place. Checked by enumeration, because a page is small."""
         if self.own_tensors:
             for part in self.parts:
-                replace(self, parts=(part,), own_tensors=False)  # checks itself
+                replace(self, parts=(part,), own_tensors=False)  # `__post_init__` checks the part
             return
         page = self._places()
         if len(np.unique(page)) != page.size:
             raise InputError(f"layout {self.name}: two elements of a block overlap")
-        alike = len({part.block for part in self.parts}) == 1
+        same_stride = len({part.block for part in self.parts}) == 1
         for part in self.parts:
             # K and V at different distances are only tried by a canary: their blocks must be at least a page apart.
-            meet = _meet(page.reshape(-1), part.block, self.blocks) if alike else part.block <= page.max()
-            if self.blocks > 1 and meet:
+            overlap = _coincide(page.reshape(-1), part.block, self.blocks) if same_stride else part.block <= page.max()
+            if self.blocks > 1 and overlap:
                 raise InputError(f"layout {self.name}: the blocks of part {part.name} overlap")
 
 
@@ -229,16 +229,16 @@ def _along(index: npt.NDArray[np.int64], stride: int, tile: Tile | None) -> npt.
     return index * stride if tile is None else index // tile.size * tile.stride + index % tile.size * stride
 
 
-def _meet(places: npt.NDArray[np.int64], distance: int, blocks: int) -> bool:
+def _coincide(places: npt.NDArray[np.int64], distance: int, blocks: int) -> bool:
     """Whether two of `places`, each repeated `blocks` times at `distance`, are ever the same.
 
-    They are if two have the same remainder by the distance and are less than `blocks` distances apart.
+    So it is if two have the same remainder by the distance and are less than `blocks` distances apart.
     """
     if distance < 1:
         return True
-    number, rest = np.divmod(places, distance)
-    order = np.lexsort((number, rest))
-    return bool(((np.diff(rest[order]) == 0) & (np.diff(number[order]) < blocks)).any())
+    number, remainder = np.divmod(places, distance)
+    order = np.lexsort((number, remainder))
+    return bool(((np.diff(remainder[order]) == 0) & (np.diff(number[order]) < blocks)).any())
 
 
 def split_parts(

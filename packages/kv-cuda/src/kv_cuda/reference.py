@@ -27,8 +27,8 @@ def _part_view(layout: PagedLayout, part: PartLayout, tensor: torch.Tensor) -> t
         InputError: the layout is not one of this tensor.
     """
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    first, rest = divmod(int(tensor.storage_offset()) * tensor.element_size(), dtype.itemsize)
-    if rest:
+    first, remainder = divmod(int(tensor.storage_offset()) * tensor.element_size(), dtype.itemsize)
+    if remainder:
         raise InputError(f"a tensor of layout {layout.name} starts inside an element of {layout.dtype}")
     base = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
     size, stride = view_shape(part, layout.block_tokens, layout.heads, layout.head_dim)
@@ -62,11 +62,11 @@ def pages_of(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
 def kept_pages(tensors: Sequence[torch.Tensor], blocks: Iterable[int], count: int) -> Iterator[None]:
     """Restore the content of these blocks in each layer, even where layers share bytes. count: blocks per layer."""
     saved = [(pages_of(tensor, count), block) for tensor in tensors for block in blocks]
-    held = [pages[block].clone() for pages, block in saved]
+    contents = [pages[block].clone() for pages, block in saved]
     try:
         yield
     finally:
-        for (pages, block), page in zip(saved, held, strict=True):
+        for (pages, block), page in zip(saved, contents, strict=True):
             pages[block] = page
 
 

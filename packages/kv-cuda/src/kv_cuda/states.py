@@ -33,8 +33,8 @@ class StateGroup:
 
     tensors: one per layer, the first axis blocks: the bytes that contain the states.
     views: each layer's states as the engine reads and writes them, the first axis blocks.
-    state_bytes: bytes of a block that are states. The engine may pad.
-    blocks: how many each layer has.
+    state_bytes: bytes of a block that are states. The engine may pad blocks.
+    blocks: number of blocks of each layer.
     table_tokens: number of tokens that an entry of the block table stands for.
     origin: what makes states of two engines interchangeable.
     table: the engine's block table that they use.
@@ -62,12 +62,12 @@ def prove_states(group: StateGroup) -> Proof | Refusal:
             return Refusal(f"the canary cannot find the engine's states: {why}")
         layout = _layout(group)
         # One "token" is one whole state, and its slot the number of its block.
-        described = layout.blocks_format(1, group.origin)
-        if (why := _why_not_carried(group, layout, described)) is not None:
+        chunk_format = layout.blocks_format(1, group.origin)
+        if (why := _why_not_copied(group, layout, chunk_format)) is not None:
             return Refusal(f"the canary copied a state incorrectly: {why}")
     except (KVError, RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
         return Refusal(f"the engine's states cannot be tested: {error}")
-    return Proof(layout, described, f"states of {group.state_bytes} bytes, format blocks")
+    return Proof(layout, chunk_format, f"states of {group.state_bytes} bytes, format blocks")
 
 
 def _layout(group: StateGroup) -> PagedLayout:
@@ -94,7 +94,7 @@ def _why_not_inside(group: StateGroup) -> str | None:
             return f"a layer has {tensor.shape[0]} blocks, not {group.blocks}, or no states"
         if (page_bytes := pages_of(tensor, group.blocks).shape[1]) < group.state_bytes:
             return f"a block of {page_bytes} bytes, and states of {group.state_bytes}"
-        ends = []
+        ranges = []
         for view in views:
             first = view.data_ptr() - start
             length = view[0].numel() * view.element_size()
@@ -102,21 +102,21 @@ def _why_not_inside(group: StateGroup) -> str | None:
                 return "the stride of a state is not that of its blocks"
             if not view[0].is_contiguous() or first < 0 or first + length > group.state_bytes:
                 return f"a state reaches from byte {first} to {first + length} of {group.state_bytes}"
-            ends.append((first, first + length))
-        ends.sort()
-        if ends[0][0] != 0 or any(end != start for (_, end), (start, _) in pairwise(ends)):
-            return f"states at {ends} are not side by side"
-        if ends[-1][1] != group.state_bytes:
-            return f"states end at byte {ends[-1][1]}, not {group.state_bytes}"
+            ranges.append((first, first + length))
+        ranges.sort()
+        if ranges[0][0] != 0 or any(end != start for (_, end), (start, _) in pairwise(ranges)):
+            return f"states at {ranges} are not side by side"
+        if ranges[-1][1] != group.state_bytes:
+            return f"states end at byte {ranges[-1][1]}, not {group.state_bytes}"
     return None
 
 
-def _why_not_carried(group: StateGroup, layout: PagedLayout, described: ChunkFormat) -> str | None:
+def _why_not_copied(group: StateGroup, layout: PagedLayout, chunk_format: ChunkFormat) -> str | None:
     source, target = 1, group.blocks - 1
     touched = sorted({0, source, source + 1, target - 1, target})
-    copier = make_copier(layout, group.tensors, described)
-    copier.attach(_POOL, memoryview(bytearray(described.nbytes)))
-    extent = HostExtent(_POOL, 0, described.nbytes)
+    copier = make_copier(layout, group.tensors, chunk_format)
+    copier.attach(_POOL, memoryview(bytearray(chunk_format.nbytes)))
+    extent = HostExtent(_POOL, 0, chunk_format.nbytes)
     with ExitStack() as attached, kept_pages(group.tensors, touched, group.blocks):
         attached.callback(copier.detach, _POOL)  # whatever is found: the driver must know no memory that is freed
         # All layers first, so that an overlap of two shows.

@@ -13,7 +13,7 @@ class AttachesPools(ABC):
     """The part of a `kv_core.connect.device.DeviceCopier` that knows its pools."""
 
     def __init__(self, device: torch.device, largest_chunk_bytes: int) -> None:
-        """device: of the engine's blocks. largest_chunk_bytes: of all chunks that share a pool with this copier's."""
+        """device: the device of the engine's blocks. largest_chunk_bytes: size of the largest chunk in its pools."""
         self._device, self._largest_chunk_bytes = device, largest_chunk_bytes
         self._pools: dict[str, Pool] = {}
 

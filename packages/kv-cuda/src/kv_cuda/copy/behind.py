@@ -32,14 +32,14 @@ class LayerCopy:
     """The copy of one layer. A `kv_core.connect.device.CopyEvent`, for any number of threads."""
 
     def __init__(self, copy: Callable[[], None], next_layer: "LayerCopy | None" = None) -> None:
-        """next_layer: the one that the thread copies after this."""
+        """next_layer: the layer that the thread copies after this one."""
         self._lock = Lock()
-        self._copy: Callable[[], None] | None = copy  # until it has ended: it keeps the memory on both sides alive
+        self._copy: Callable[[], None] | None = copy  # None once it has ended: it keeps the memory of both sides alive
         self._failure: Exception | None = None
         self._next = next_layer
 
     def done(self) -> bool:
-        has_ended = self._copy is None  # before its failure, which is noted first: it may end between the two
+        has_ended = self._copy is None  # read before the failure, which is set first: the copy may end in between
         if self._failure is not None:
             raise self._failure
         return has_ended
@@ -60,7 +60,8 @@ class LayerCopy:
         self.wait()
 
     def copy(self, *, wait: bool = False) -> bool:
-        """Copy this layer, if nobody has. wait: for one who is copying it now. Returns whether it has ended."""
+        """Copy this layer, unless it is copied. wait: wait for a thread that is copying it. Returns whether the copy
+        has ended."""
         if not self._lock.acquire(blocking=wait):
             return False
         try:
@@ -97,7 +98,7 @@ _thread_ids: Final[list[int]] = []
 
 @cache
 def copying_thread() -> ThreadPoolExecutor:
-    """The only one in this process."""
+    """The only copying thread of this process."""
     return ThreadPoolExecutor(1, "kv-copy", initializer=lambda: _thread_ids.append(get_native_id()))
 
 

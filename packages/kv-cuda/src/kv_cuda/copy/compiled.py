@@ -15,7 +15,7 @@ from kv_cuda.kernels import Kernels, Place, place_of
 
 
 class CopyWay(IntEnum):
-    """As the C function numbers them."""
+    """The directions of a copy, numbered as in the C function."""
 
     TO_CHUNKS = 0
     TO_ENGINE = 1
@@ -28,7 +28,7 @@ class CompiledBlocks:
 
     def __init__(self, kernels: Kernels, runs: Sequence[torch.Tensor], chunk_layer: int) -> None:
         """
-        runs: of layers, [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each.
+        runs: runs of layers, [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each.
         chunk_layer: distance from one layer to the next in a chunk, in words.
         """
         self._kernels = kernels
@@ -47,14 +47,16 @@ class CompiledBlocks:
             first += layers * chunk_layer
 
     def copy(self, blocks: Sequence[tuple[int, int, int]], pool: Place, way: CopyWay, layers: slice) -> None:
-        """blocks: runs of them: the pool's word at which a run's first token lies in the first layer, the first block,
-        and the number of blocks. layers: which of the runs of layers.
+        """blocks: runs of blocks: the pool's word at which a run's first token lies in the first layer, the first
+        block, and the number of blocks. layers: which of the runs of layers to copy.
 
         Raises:
             MisuseError: a part lies beyond the pool or the engine's memory. Nothing was copied.
         """
         for first, shape, engine in self._runs[layers]:
-            given = array("q", [number for at, block, count in blocks for number in (at + first, block, count)])
-            address, numbers = given.buffer_info()
-            place = address, numbers * given.itemsize
+            blocks_array = array(
+                "q", [number for word, block, count in blocks for number in (word + first, block, count)]
+            )
+            address, numbers = blocks_array.buffer_info()
+            place = address, numbers * blocks_array.itemsize
             self._kernels.call("copy_blocks", way, shape, place, engine, pool)

@@ -32,7 +32,7 @@ _MAX_FILE_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CopyPaths:
-    """For each direction (shortest run in bytes, path), ascending from 0."""
+    """For each direction, pairs of (shortest run in bytes, path), ascending from 0."""
 
     load: tuple[tuple[int, CopyPath], ...] = ((0, "direct"), (256 << 10, "driver"))
     store: tuple[tuple[int, CopyPath], ...] = ((0, "direct"), (256 << 10, "driver"))
@@ -53,9 +53,10 @@ class FileCopyPaths:
     measured: Mapping[str, Mapping[Direction, FileCopyPath]] = field(default_factory=dict)
 
     def takes_direct(self, direction: Direction, path: str) -> bool:
-        """As measured for the nearest parent directory; direct if there is no measurement."""
-        for above in Path(path).parents:
-            if (copy_paths := self.measured.get(str(above))) is not None:
+        """Whether this file takes the direct path: as measured for its nearest parent directory; True without a
+        measurement."""
+        for parent in Path(path).parents:
+            if (copy_paths := self.measured.get(str(parent))) is not None:
                 return copy_paths[direction] == "direct"
         return True
 
@@ -66,21 +67,21 @@ def copy_paths_file(device_name: str) -> Path:
     Raises:
         ConfigError: there is no place for it.
     """
-    return _kept("copy-paths", device_name)
+    return _table_file("copy-paths", device_name)
 
 
 def file_copy_paths_file(device_name: str) -> Path:
     """Like `copy_paths_file`, for the measured paths between files and this kind of device."""
-    return _kept("file-copy-paths", device_name)
+    return _table_file("file-copy-paths", device_name)
 
 
-def _kept(what: str, device_name: str) -> Path:
+def _table_file(what: str, device_name: str) -> Path:
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # a user of a container who is in no list of users
         raise ConfigError("this user has no home directory for measurements: set XDG_CACHE_HOME") from None
-    plain = "".join(char if char.isalnum() else "-" for char in device_name).strip("-").lower()
-    return home / "kv-cuda" / f"{what}-{plain or 'device'}.json"
+    slug = "".join(char if char.isalnum() else "-" for char in device_name).strip("-").lower()
+    return home / "kv-cuda" / f"{what}-{slug or 'device'}.json"
 
 
 def read_copy_paths(path: Path) -> CopyPaths:
@@ -111,11 +112,11 @@ def write_file_copy_paths(path: Path, copy_paths: FileCopyPaths) -> None:
     _write(path, {"directories": copy_paths.measured})
 
 
-def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table:
+def _read(path: Path, parse: Callable[[Any], _Table], default: _Table) -> _Table:
     try:
         text = path.read_bytes()[:_MAX_FILE_BYTES]
     except FileNotFoundError:
-        return nothing
+        return default
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}; remove it, or measure again: kv bench copy"
@@ -134,11 +135,11 @@ def _read(path: Path, parse: Callable[[Any], _Table], nothing: _Table) -> _Table
 def _write(path: Path, table: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"version": _VERSION, **table}, indent=1)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text + "\n")
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def fastest(rates: Mapping[int, Mapping[CopyPath, float]]) -> tuple[tuple[int, CopyPath], ...]:

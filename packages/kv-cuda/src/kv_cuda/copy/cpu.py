@@ -50,10 +50,11 @@ _MAX_SHORT_TILE = 4
 
 _MAX_THREADS_AS_QUICK = 4
 _MAX_BYTES_OF_ONE_THREAD = 4 << 20
-"""C uses one thread, two to three times as fast as one of torch's; more of torch's than that share a large copy."""
+"""The C code uses one thread, two to three times as fast as one of torch's: for larger copies, with more threads of
+torch's than that, torch is faster."""
 
 _MIN_STREAMED_BYTES = 16 << 20
-"""What a processor's caches hold for one of its cores, at most: the attention that follows would find no more there."""
+"""The most that a processor's caches hold for one core: the attention that follows would find no more in them."""
 
 _DONE = DoneEvent()
 
@@ -65,10 +66,10 @@ class _Part:
     runs: [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each, of the engine's memory.
     word: the unit that is moved, one element or a few neighbours in dim.
     tile: tokens of a tile.
-    heads: number in a token's row.
+    heads: number of heads in a token's row.
     dims: words in a head's row, as (tiles, words per tile).
-    transposed: dim is not the innermost axis.
-    interleaved: tokens are interleaved, in short tiles.
+    transposed: whether dim is not the innermost axis.
+    interleaved: whether tokens are interleaved, in tiles of a few adjacent tokens.
     """
 
     runs: list[torch.Tensor]
@@ -78,7 +79,6 @@ class _Part:
     dims: tuple[int, int]
     transposed: bool
     interleaved: bool
-    """A tile is a few adjacent tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +156,10 @@ class CpuCopier:
         Raises:
             InputError: it is not such a tensor, or does not begin at an element.
         """
-        known = device_pool(pool, memory, self._device).bytes
-        if known.storage_offset() % self._aligned or known.numel() < self._aligned:
+        data = device_pool(pool, memory, self._device).bytes
+        if data.storage_offset() % self._aligned or data.numel() < self._aligned:
             raise InputError(f"pool {pool!r} does not begin at an element of {self._aligned} bytes, or is empty")
-        self._keep(pool, known[: known.numel() // self._aligned * self._aligned])
+        self._keep(pool, data[: data.numel() // self._aligned * self._aligned])
 
     def _keep(self, pool: str, memory: torch.Tensor) -> None:
         self._pool_bytes[pool] = memory.numel()
@@ -262,8 +262,8 @@ class CpuCopier:
     def _in_c(self, runs: Sequence[Sequence[torch.Tensor]]) -> list[CompiledBlocks]:
         """For each part's runs of layers; empty: there are no functions in C."""
         return [
-            CompiledBlocks(self._kernels, each, self._format.layer_bytes // part.word.itemsize)
-            for part, each in zip(self._parts, runs, strict=True)
+            CompiledBlocks(self._kernels, part_runs, self._format.layer_bytes // part.word.itemsize)
+            for part, part_runs in zip(self._parts, runs, strict=True)
             if self._kernels is not None
         ]
 
@@ -304,38 +304,38 @@ class CpuCopier:
                 if part.transposed:
                     for block in range(run.blocks):
                         first = run.first_token + block * block_tokens
-                        ours = self._chunk_part(work, number, range(first, first + block_tokens), block_tokens)
-                        theirs = [layers[:, run.first_block + block] for layers in part.runs]
-                        self._copy_transposed(ours[:, 0], theirs, part.word, to_engine=to_engine)
+                        chunk_part = self._chunk_part(work, number, range(first, first + block_tokens), block_tokens)
+                        engine_parts = [layers[:, run.first_block + block] for layers in part.runs]
+                        self._copy_transposed(chunk_part[:, 0], engine_parts, part.word, to_engine=to_engine)
                 else:
                     whole = range(run.first_token, run.first_token + run.blocks * block_tokens)
-                    ours = self._chunk_part(work, number, whole, block_tokens)
+                    chunk_part = self._chunk_part(work, number, whole, block_tokens)
                     blocks = slice(run.first_block, run.first_block + run.blocks)
-                    theirs = [layers[:, blocks] for layers in part.runs]
-                    self._copy(ours, theirs, interleaved=part.interleaved, to_engine=to_engine)
+                    engine_parts = [layers[:, blocks] for layers in part.runs]
+                    self._copy(chunk_part, engine_parts, interleaved=part.interleaved, to_engine=to_engine)
 
     def _move_parts(self, work: ChunkWork, *, to_engine: bool) -> None:
         for number, part in enumerate(self._parts):
             for piece in work.parts:
-                for first, count, tiles, inside in _tile_pieces(piece.offset, piece.tokens, part.tile):
+                for first, count, tiles, in_tile in _tile_pieces(piece.offset, piece.tokens, part.tile):
                     start = piece.first_token + first
                     tile = count // (tiles.stop - tiles.start)
-                    ours = self._chunk_part(work, number, range(start, start + count), count, tile=tile)
-                    theirs = [layers[:, piece.block, tiles, inside] for layers in part.runs]
-                    self._copy(ours[:, 0], theirs, interleaved=False, to_engine=to_engine)
+                    chunk_part = self._chunk_part(work, number, range(start, start + count), count, tile=tile)
+                    engine_parts = [layers[:, piece.block, tiles, in_tile] for layers in part.runs]
+                    self._copy(chunk_part[:, 0], engine_parts, interleaved=False, to_engine=to_engine)
 
     def _chunk_part(
         self, work: ChunkWork, number: int, tokens: range, block_tokens: int, *, tile: int | None = None
     ) -> torch.Tensor:
         """[layers, blocks, tiles, tokens of a tile, heads, dim // tile, dim % tile] of these tokens in the pool, in the
         part's words."""
-        described, part = self._format, self._parts[number]
+        chunk_format, part = self._format, self._parts[number]
         dims = part.dims[0] * part.dims[1]
         row, tile = part.heads * dims, tile or part.tile
-        shape = (described.layers, len(tokens) // block_tokens, block_tokens // tile, tile, part.heads, *part.dims)
-        stride = (described.chunk_tokens * row, block_tokens * row, tile * row, row, dims, part.dims[1], 1)
+        shape = (chunk_format.layers, len(tokens) // block_tokens, block_tokens // tile, tile, part.heads, *part.dims)
+        stride = (chunk_format.chunk_tokens * row, block_tokens * row, tile * row, row, dims, part.dims[1], 1)
         pool = self._words[work.extent.pool, part.word]
-        offset = (work.extent.offset + described.layer_offset(number, 0)) // part.word.itemsize
+        offset = (work.extent.offset + chunk_format.layer_offset(number, 0)) // part.word.itemsize
         return pool.as_strided(shape, stride, pool.storage_offset() + offset + tokens.start * row)
 
     @staticmethod
@@ -343,15 +343,15 @@ class CpuCopier:
         """chunk: [layers, …, tiles, tokens of a tile, heads, …]. engine: the same over one or more runs of layers."""
         first = 0
         for run in engine:
-            ours = chunk[first : first + run.shape[0]]
+            chunk_run = chunk[first : first + run.shape[0]]
             first += run.shape[0]
             if not to_engine:
-                ours.copy_(run)
+                chunk_run.copy_(run)
             elif interleaved:
                 for token in range(run.shape[-4]):
-                    run.select(-4, token).copy_(ours.select(-4, token))
+                    run.select(-4, token).copy_(chunk_run.select(-4, token))
             else:
-                run.copy_(ours)
+                run.copy_(chunk_run)
 
     def _copy_transposed(
         self, chunk: torch.Tensor, engine: list[torch.Tensor], word: torch.dtype, *, to_engine: bool
@@ -359,21 +359,21 @@ class CpuCopier:
         """One whole block, [layers, tiles, tokens, heads, …], by way of a scratch with heads before tokens."""
         first = 0
         for run in engine:
-            ours = chunk[first : first + run.shape[0]].transpose(2, 3)
-            theirs = run.transpose(2, 3)
+            chunk_run = chunk[first : first + run.shape[0]].transpose(2, 3)
+            engine_run = run.transpose(2, 3)
             layers = run.shape[0]
-            step = max(1, _SCRATCH_BYTES * layers // (theirs.numel() * word.itemsize))
-            for at in range(0, layers, step):
-                ours_part, theirs_part = ours, theirs
+            step = max(1, _SCRATCH_BYTES * layers // (engine_run.numel() * word.itemsize))
+            for layer in range(0, layers, step):
+                chunk_part, engine_part = chunk_run, engine_run
                 if step < layers:
-                    ours_part, theirs_part = ours[at : at + step], theirs[at : at + step]
-                scratch = self._scratch_like(theirs_part, word)
+                    chunk_part, engine_part = chunk_run[layer : layer + step], engine_run[layer : layer + step]
+                scratch = self._scratch_like(engine_part, word)
                 if to_engine:
-                    scratch.copy_(ours_part)
-                    theirs_part.copy_(scratch)
+                    scratch.copy_(chunk_part)
+                    engine_part.copy_(scratch)
                 else:
-                    scratch.copy_(theirs_part)
-                    ours_part.copy_(scratch)
+                    scratch.copy_(engine_part)
+                    chunk_part.copy_(scratch)
             first += run.shape[0]
 
     def _scratch_like(self, part: torch.Tensor, word: torch.dtype) -> torch.Tensor:
@@ -389,10 +389,10 @@ def _tile_pieces(offset: int, tokens: int, tile: int) -> Iterator[tuple[int, int
     """
     done = 0
     while done < tokens:
-        index, inside = divmod(offset + done, tile)
-        whole = (tokens - done) // tile if not inside else 0
-        count = whole * tile if whole else min(tile - inside, tokens - done)
-        yield done, count, slice(index, index + max(1, whole)), slice(inside, tile if whole else inside + count)
+        index, in_tile = divmod(offset + done, tile)
+        whole = (tokens - done) // tile if not in_tile else 0
+        count = whole * tile if whole else min(tile - in_tile, tokens - done)
+        yield done, count, slice(index, index + max(1, whole)), slice(in_tile, tile if whole else in_tile + count)
         done += count
 
 
@@ -414,7 +414,7 @@ def _over_layers(layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.
         raise InputError(f"a tensor of layout {layout.name} starts inside an element of {word.itemsize} bytes")
     bases = [start // word.itemsize for start in starts]
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    distances = {after - before for before, after in pairwise(bases)}
+    distances = {next_base - base for base, next_base in pairwise(bases)}
     # Layers that share one tensor are at a distance of 0: correct one by one, but torch refuses them as one view.
     if len(storages) == 1 and len(distances) == 1 and min(distances) > 0:
         runs = [(tensors[0], bases[0], len(tensors), min(distances))]

@@ -41,7 +41,7 @@ _PROGRAMS_ON_BUS: Mapping[Direction, int] = {"load": 8, "store": 4}
 """Multiprocessors for a kernel that reads or writes host memory: as many as it takes to saturate the bus (of an H100,
 with runs of 32 KiB), so that all others compute."""
 _PROGRAMS_ON_DEVICE = 32
-"""The same between ring and blocks, which takes a few microseconds per piece."""
+"""The same for a kernel between ring and blocks, which takes a few microseconds per piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class _Group:
 
     extent: where the chunk is.
     copy_path: the path that its bytes take.
-    programs: of the kernel, at most.
+    programs: the largest number of the kernel's programs.
     first, end: its copies in the plan's table.
-    start: its first token in the lists of tokens.
-    tokens: its number of tokens there.
+    start: the position of its first token in the lists of tokens.
+    tokens: its number of tokens in these lists.
     """
 
     extent: HostExtent
@@ -69,10 +69,10 @@ class _Group:
 class _Checked:
     """A plan that was validated.
 
-    direction: of its copies.
-    tokens: in all of them.
+    direction: the direction of its copies.
+    tokens: the number of tokens in all of them.
     table: the copies.
-    chunks: the bytes of each, pinned.
+    chunks: the pinned bytes of each chunk.
     launches: the copies, chunk by chunk, as many chunks at a time as the lists of tokens hold.
     """
 
@@ -104,7 +104,7 @@ class GpuCopier(AttachesPools):
         largest_chunk_bytes: int = 0,
     ) -> None:
         """tensors: in the layout's order, on one device; the copier keeps them, and so the engine's cache, alive.
-        largest_chunk_bytes: of all groups whose chunks share a pool with these; 0: there are no larger ones.
+        largest_chunk_bytes: size of the largest chunk of all groups that share a pool with this; 0: none is larger.
 
         Raises:
             InputError: layout and tensors disagree, the format is not one of this layout's, or the layout's rows
@@ -125,10 +125,10 @@ class GpuCopier(AttachesPools):
         is_whole_row = self._kernel.run_words == self._kernel.row_words
         self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
-        self._all: list[Span] = [(0, self._kernel.plane_count, 1)]
+        self._all_planes: list[Span] = [(0, self._kernel.plane_count, 1)]
         directions: tuple[Direction, ...] = ("load", "store")
         self._pipelines = {
-            one: _CopyPipeline(self._device, self._kernel, chunk_format.chunk_tokens) for one in directions
+            direction: _CopyPipeline(self._device, self._kernel, chunk_format.chunk_tokens) for direction in directions
         }
         # Triton compiles for the current device. A thread that has not chosen one would create a context on the first.
         with self._pipelines["load"].kernels.running():
@@ -154,7 +154,7 @@ class GpuCopier(AttachesPools):
             pipeline.end().wait()
 
     def load(self, plan: TransferPlan) -> Event:
-        (event,) = self._move(self._checked(plan, "load"), [self._all])
+        (event,) = self._move(self._checked(plan, "load"), [self._all_planes])
         return event
 
     def load_layers(self, plan: TransferPlan) -> list[Event]:
@@ -162,7 +162,7 @@ class GpuCopier(AttachesPools):
         return self._move(self._checked(plan, "load"), [self._planes((layer,)) for layer in range(self._layout.layers)])
 
     def store(self, plan: TransferPlan) -> Event:
-        (event,) = self._move(self._checked(plan, "store"), [self._all])
+        (event,) = self._move(self._checked(plan, "store"), [self._all_planes])
         return event
 
     def store_layers(self, plan: TransferPlan) -> "_LayersOfGpu":
@@ -262,32 +262,32 @@ class GpuCopier(AttachesPools):
     ) -> None:
         """Chunks side by side that take the same path are one launch, except through the ring."""
         for (copy_path, programs), run in groupby(groups, lambda group: (group.copy_path, group.programs)):
-            together = list(run)
+            adjacent = list(run)
             if lists is None or copy_path == "driver":
-                self._drive(together, checked, spans, pipeline, to_engine=to_engine)
+                self._drive(adjacent, checked, spans, pipeline, to_engine=to_engine)
             elif copy_path == "direct":
-                tokens = lists[:, together[0].start : together[-1].start + together[-1].tokens]
+                tokens = lists[:, adjacent[0].start : adjacent[-1].start + adjacent[-1].tokens]
                 for span in spans:
                     pipeline.direct(tokens, span, programs, to_engine=to_engine)
             else:
-                for group in together:
+                for group in adjacent:
                     tokens = lists[:, group.start : group.start + group.tokens]
                     pipeline.staged(tokens, checked.chunks[group.extent], spans, to_engine=to_engine)
 
     def _lists(self, groups: Sequence[_Group], checked: _Checked) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each token's slot, and where its row in the chunk's first plane is: its address, or if it goes through the
-        ring its offset in bytes.
+        """Each token's slot, and the place of its row in the chunk's first plane: an address, or an offset in bytes if
+        the chunk goes through the ring.
         """
         table, row = checked.table, self._kernel.row_bytes
         copies = slice(groups[0].first, groups[-1].end)
         tokens = table.tokens[copies]
-        behind = _positions(tokens)
-        slots = np.repeat(table.first_slot[copies], tokens) + behind
-        first_rows = table.first_token[copies] * row + self._addresses(groups, checked)
-        return slots, np.repeat(first_rows, tokens) + behind * row
+        within_copy = _indexes_within(tokens)
+        slots = np.repeat(table.first_slot[copies], tokens) + within_copy
+        first_rows = table.first_token[copies] * row + self._chunk_addresses(groups, checked)
+        return slots, np.repeat(first_rows, tokens) + within_copy * row
 
-    def _addresses(self, groups: Sequence[_Group], checked: _Checked) -> NDArray[np.int64]:
-        """[copies]: of each one's chunk; 0 for those that go through the ring."""
+    def _chunk_addresses(self, groups: Sequence[_Group], checked: _Checked) -> NDArray[np.int64]:
+        """[copies]: the address of each copy's chunk; 0 for chunks that go through the ring."""
         addresses = [0 if group.copy_path == "staged" else checked.chunks[group.extent].data_ptr() for group in groups]
         return np.repeat(np.array(addresses, np.int64), [group.end - group.first for group in groups])
 
@@ -304,10 +304,10 @@ class GpuCopier(AttachesPools):
         table, size, row = checked.table, self._layout.block_tokens, self._kernel.row_bytes
         copies = slice(groups[0].first, groups[-1].end)
         blocks = table.tokens[copies] // size
-        behind = _positions(blocks)
-        block = np.repeat(table.first_slot[copies] // size, blocks) + behind
-        first_rows = table.first_token[copies] * row + self._addresses(groups, checked)
-        in_chunk = np.repeat(first_rows, blocks) + behind * (size * row)
+        within_copy = _indexes_within(blocks)
+        block = np.repeat(table.first_slot[copies] // size, blocks) + within_copy
+        first_rows = table.first_token[copies] * row + self._chunk_addresses(groups, checked)
+        in_chunk = np.repeat(first_rows, blocks) + within_copy * (size * row)
         for first, count, step in spans:
             numbers = np.arange(first, first + count * step, step)[:, None]
             planes = self._kernel.host_planes[numbers[:, 0]]
@@ -318,8 +318,8 @@ class GpuCopier(AttachesPools):
                 driver.copy_runs(to, origin, size * row, self._device)
 
 
-def _positions(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 … count - 1 for each of these, one after the other."""
+def _indexes_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0 … count - 1 for each of these counts, one after the other."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
@@ -330,7 +330,7 @@ class _CopyPipeline:
     def __init__(self, device: torch.device, kernel: RowKernel, chunk_tokens: int) -> None:
         self._device, self._kernel = device, kernel
         self.kernels, self._copies = make_queue(device), make_queue(device)
-        self._planes_a_slot = max(1, min(kernel.plane_count, _RING_SLOT_BYTES // kernel.plane_bytes))
+        self._planes_per_slot = max(1, min(kernel.plane_count, _RING_SLOT_BYTES // kernel.plane_bytes))
         self._ring: torch.Tensor | None = None
         self._free: list[Event] = [DoneEvent()] * _RING_SLOTS
         self._turn = 0
@@ -339,8 +339,8 @@ class _CopyPipeline:
         self._on_device: list[torch.Tensor] = []
         self._used: list[Event] = []
         self._list = self._filled = 0
-        self._has_launched = False  # what reads the list since the last event
-        self._copies_are_last = False  # once a store has gone through the ring
+        self._has_launched = False  # whether a kernel that reads the list was launched after the last event
+        self._copies_are_last = False  # True once a store has gone through the ring
         for _ in range(2):
             self._add_list()
 
@@ -371,13 +371,15 @@ class _CopyPipeline:
             self._list, self._filled = self._unused_list(), 0
         begin = 2 * self._filled
         self._filled += length
-        given, there = (lists[self._list][begin : begin + 2 * length] for lists in (self._lists, self._on_device))
-        columns = given.numpy().reshape(2, length)
+        host_list, device_list = (
+            lists[self._list][begin : begin + 2 * length] for lists in (self._lists, self._on_device)
+        )
+        columns = host_list.numpy().reshape(2, length)
         columns[0, : len(slots)], columns[1, : len(slots)] = slots, rows
         if self._on_device[self._list] is not self._lists[self._list]:
             with self.kernels.running():
-                there.copy_(given, non_blocking=True)
-        return there.view(2, length)[:, : len(slots)]
+                device_list.copy_(host_list, non_blocking=True)
+        return device_list.view(2, length)[:, : len(slots)]
 
     def _unused_list(self) -> int:
         """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""
@@ -390,10 +392,10 @@ class _CopyPipeline:
 
     def _add_list(self) -> None:
         is_cuda = self._device.type == "cuda"
-        given = host_buffer(2 * self.list_tokens, dtype=torch.int64, device=self._device)
-        there = torch.empty_like(given, device=self._device) if is_cuda else given
-        self._lists.append(given)
-        self._on_device.append(there)
+        host_list = host_buffer(2 * self.list_tokens, dtype=torch.int64, device=self._device)
+        device_list = torch.empty_like(host_list, device=self._device) if is_cuda else host_list
+        self._lists.append(host_list)
+        self._on_device.append(device_list)
         self._used.append(DoneEvent())
 
     def direct(self, tokens: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:
@@ -428,7 +430,7 @@ class _CopyPipeline:
     def _pieces(self, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
         """The first plane and the number of planes of each piece."""
         for start, planes, step in spans:
-            at_once = self._planes_a_slot if step == 1 else 1
+            at_once = self._planes_per_slot if step == 1 else 1
             for number in range(0, planes, at_once):
                 yield start + number * step, min(at_once, planes - number)
 
@@ -439,10 +441,10 @@ class _CopyPipeline:
 
     def _make_ring(self) -> torch.Tensor:
         if self._ring is None:
-            nbytes = -(-self._planes_a_slot * self._kernel.plane_bytes // 256) * 256
+            nbytes = -(-self._planes_per_slot * self._kernel.plane_bytes // 256) * 256
             self._ring = torch.empty((_RING_SLOTS, nbytes), dtype=torch.uint8, device=self._device)
-            # This memory's previous user may still be working on it, in its own queue. What was followed when the copy
-            # began does not suffice: a ring may be made ahead of the first one (`prepare`).
+            # This memory's previous user may still be working on it, in its own queue. To have followed that queue when
+            # the copy began does not suffice: a ring may be made ahead of the first copy (`prepare`).
             self.kernels.follow_current()
             self._free = [self.kernels.record()] * _RING_SLOTS
         return self._ring

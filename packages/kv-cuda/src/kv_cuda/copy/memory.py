@@ -20,8 +20,8 @@ class Pool:
     """A pool as a copier uses it.
 
     bytes: its memory, uint8.
-    pinned: None where there is nothing to pin.
-    is_on_device: it is the device's own memory.
+    pinned: its pinned mapping; None where there is nothing to pin.
+    is_on_device: whether it is the device's own memory.
     """
 
     bytes: torch.Tensor
@@ -46,7 +46,7 @@ class Pool:
 
 def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: int) -> Pool:
     """
-    chunk_bytes: of the largest chunk that is stored there, which decides how far apart they lie.
+    chunk_bytes: size of the largest chunk that is stored there, which decides how far apart chunks lie.
 
     Raises:
         InputError: the view is read-only or empty or, for a GPU, does not begin at a page.
@@ -57,8 +57,8 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: in
     if device.type != "cuda":
         return Pool(data)
     if data.data_ptr() % _PAGE_BYTES:
-        # Whole pages are registered, with what else lies in the first one; the driver then refuses to copy memory that
-        # is registered only in part.
+        # Whole pages are registered, including other data in the first one; the driver then refuses to copy memory
+        # that is registered only in part.
         raise InputError(f"pool {name!r} does not begin at a page of {_PAGE_BYTES} bytes: use mapped memory for a GPU")
     # No chunk may lie across two slices: the driver copies within one registration only.
     slot_bytes = -(-chunk_bytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -27,16 +27,16 @@ def node_of(device: torch.device, sys: Path = Path("/sys")) -> int | None:
     properties: Any = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):  # not in every version of torch
         return None
-    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    return node_at(place, sys)
+    pci_address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    return node_at(pci_address, sys)
 
 
-def node_at(place: str, sys: Path) -> int | None:
+def node_at(pci_address: str, sys: Path) -> int | None:
     """place: the device's address on the PCI bus, such as 0000:3b:00.0."""
     if len(list((sys / "devices/system/node").glob("node[0-9]*"))) < 2:
         return None
     try:
-        node = int((sys / "bus/pci/devices" / place / "numa_node").read_text())
+        node = int((sys / "bus/pci/devices" / pci_address / "numa_node").read_text())
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None

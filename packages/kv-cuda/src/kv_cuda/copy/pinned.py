@@ -32,7 +32,7 @@ _log = limited_logger(__name__)
 SLICE_BYTES: Final = 64 << 20
 """Locking its pages takes 1 to 2 ms, creating them too 16 to 38 (an H100's host)."""
 _PAUSE_S: Final = 0.0005
-"""After each slice that is registered ahead: a lock is not fair, and a thread that waits for it gets it then."""
+"""Pause after each slice that is registered ahead: a lock is not fair, and a thread that waits for it then gets it."""
 _OUT_OF_MEMORY: Final = 2
 _ALREADY_REGISTERED: Final = 712
 
@@ -90,7 +90,7 @@ class PinnedMapping:
     ) -> None:
         """Nothing is registered yet. Slices begin and end at multiples of `slice_bytes` from the mapping's start.
 
-        ahead_bytes: how much is registered beyond so many bytes, at least one slice.
+        ahead_bytes: how much is registered beyond a given number of bytes, at least one slice.
         node: the NUMA node where the pages should be, if there are several.
         """
         self._node = node
@@ -100,14 +100,14 @@ class PinnedMapping:
         self._lock = threading.Lock()
         self._registered: set[int] = set()
         self._ahead: threading.Thread | None = None
-        self._is_ending = False  # the thread ahead stops after its slice
-        self._is_refused = False  # a slice not needed yet was refused: do not retry it every time
+        self._is_ending = False  # True: the thread that registers ahead stops after its slice
+        self._is_refused = False  # True: a slice not needed yet was refused, so do not retry it every time
         self._process = os.getpid()
 
     @property
     def pinned_bytes(self) -> int:
         """The bytes registered, including the slices that are registered ahead."""
-        return sum(min(self._slice, self._bytes - at * self._slice) for at in tuple(self._registered))
+        return sum(min(self._slice, self._bytes - number * self._slice) for number in tuple(self._registered))
 
     def is_inherited(self) -> bool:
         """Whether it belongs to a parent process, and is useless here."""
@@ -122,12 +122,12 @@ class PinnedMapping:
         """
         if self.is_inherited():
             raise MisuseError("this pool was pinned by the parent process; attach it again after a fork")
-        wanted = range(offset // self._slice, (offset + max(1, nbytes) - 1) // self._slice + 1)
-        if not self._registered.issuperset(wanted):
+        slices = range(offset // self._slice, (offset + max(1, nbytes) - 1) // self._slice + 1)
+        if not self._registered.issuperset(slices):
             with self._lock:
-                for at in wanted:
-                    self._register(at)
-        self.pin_ahead(wanted.stop)
+                for number in slices:
+                    self._register(number)
+        self.pin_ahead(slices.stop)
 
     def pin_ahead(self, first: int = 0) -> None:
         """Have a thread register the slices from `first` on that are likely to be used next."""
@@ -158,20 +158,20 @@ class PinnedMapping:
 
     def _register_all(self, slices: range) -> None:
         try:
-            for at in slices:
+            for number in slices:
                 if self._is_ending:
                     return
                 with self._lock:
-                    self._register(at)
+                    self._register(number)
                 time.sleep(_PAUSE_S)
         except ConfigError:
             self._is_refused = True  # the caller that needs the slice gets the error
 
-    def _register(self, at: int) -> None:
-        """Call it under the lock. Does nothing if the slice is registered."""
-        if at in self._registered:
+    def _register(self, number: int) -> None:
+        """Register this slice; nothing, if it is registered already. Call it under the lock."""
+        if number in self._registered:
             return
-        start = at * self._slice
+        start = number * self._slice
         nbytes = min(self._slice, self._bytes - start)
         if self._node is not None and not numa.prefer(self._address + start, nbytes, self._node):
             _log.warning(
@@ -184,12 +184,12 @@ class PinnedMapping:
             raise ConfigError(
                 f"{nbytes >> 20} MiB of the host pool cannot be pinned for the GPU (cudaError {status}). {reason}"
             )
-        self._registered.add(at)
+        self._registered.add(number)
 
 
 @dataclass(slots=True)
 class _Shared:
-    """memory: keeps what is registered mapped until it is registered no more."""
+    """A mapping and its users. memory: keeps the bytes mapped until they are no longer registered."""
 
     mapping: PinnedMapping
     memory: object
@@ -224,11 +224,11 @@ def share_mapping(
 def give_back_mapping(mapping: PinnedMapping) -> None:
     """Remove one user; after the last one the memory is unregistered."""
     with _shared_lock:
-        for place, shared in list(_shared.items()):
+        for key, shared in list(_shared.items()):
             if shared.mapping is mapping:
                 shared.users -= 1
                 if not shared.users:
-                    del _shared[place]
+                    del _shared[key]
                     mapping.unpin()
                 return
 

@@ -46,7 +46,7 @@ class CopyShape:
 
     parts: where each part lies.
     itemsize: bytes of the unit that `parts` count in.
-    heads, head_dim: of a token's row in one layer of one part.
+    heads, head_dim: the shape of a token's row in one layer of one part.
     """
 
     parts: tuple[PartLayout, ...]
@@ -57,14 +57,14 @@ class CopyShape:
 
 def copy_shape(layout: PagedLayout, tensors: int, chunk_format: ChunkFormat) -> CopyShape:
     """
-    tensors: how many there are.
+    tensors: the number of tensors.
 
     Raises:
         InputError: layout and tensors disagree, or the format is not one of this layout's.
     """
     if tensors != layout.tensors:
-        each = f", {len(layout.parts)} a layer" if layout.own_tensors else ""
-        raise InputError(f"{tensors} tensors for a layout of {layout.layers} layers{each}")
+        per_layer = f", {len(layout.parts)} a layer" if layout.own_tensors else ""
+        raise InputError(f"{tensors} tensors for a layout of {layout.layers} layers{per_layer}")
     opaque = chunk_format.kind == "blocks"
     tokens = chunk_format.chunk_tokens
     expected = layout.blocks_format(tokens, chunk_format.origin) if opaque else layout.canonical_format(tokens)
@@ -97,11 +97,11 @@ def validate_and_split(
     work: dict[HostExtent, tuple[list[WholeBlocks], list[PartOfBlock]]] = {}
     for copy in plan.copies:
         _check(copy, slots, chunk_format.chunk_tokens)
-        found = work.get(copy.extent)
-        if found is None:
+        lists = work.get(copy.extent)
+        if lists is None:
             check_extent(copy.extent, chunk_format, pools)
-            found = work[copy.extent] = ([], [])
-        whole, parts = found
+            lists = work[copy.extent] = ([], [])
+        whole, parts = lists
         for piece in _pieces(copy, layout.block_tokens):
             if isinstance(piece, WholeBlocks):
                 whole.append(piece)
@@ -129,8 +129,8 @@ def _refuse_repeats(copies: Sequence[Copy], *, to_engine: bool) -> None:
         what = "token of a chunk"
         number_of = {extent: number for number, extent in enumerate({copy.extent: None for copy in copies})}
         written = sorted((number_of[copy.extent], copy.first_token, copy.tokens) for copy in copies)
-    for (where, first, tokens), (next_where, second, _) in pairwise(written):
-        if where == next_where and second < first + tokens:
+    for (owner, first, tokens), (next_owner, second, _) in pairwise(written):
+        if owner == next_owner and second < first + tokens:
             raise InputError(f"the plan writes {what} {second} twice")
 
 
@@ -144,7 +144,7 @@ def _check(copy: Copy, slots: int, chunk_tokens: int) -> None:
 def check_extent(extent: HostExtent, chunk_format: ChunkFormat, pools: Mapping[str, int]) -> None:
     """
     Raises:
-        InputError: it is not a chunk's of this format in one of these pools.
+        InputError: the extent is not that of a chunk of this format in one of these pools.
     """
     if extent.pool not in pools:
         raise InputError(f"host pool {extent.pool!r} is not attached")
@@ -157,14 +157,14 @@ def check_extent(extent: HostExtent, chunk_format: ChunkFormat, pools: Mapping[s
 
 
 def _pieces(copy: Copy, block_tokens: int) -> Iterator[WholeBlocks | PartOfBlock]:
-    token, slot, left = copy.first_token, copy.first_slot, copy.tokens
-    while left:
+    token, slot, remaining = copy.first_token, copy.first_slot, copy.tokens
+    while remaining:
         block, offset = divmod(slot, block_tokens)
-        if offset == 0 and left >= block_tokens:
-            blocks = left // block_tokens
+        if offset == 0 and remaining >= block_tokens:
+            blocks = remaining // block_tokens
             yield WholeBlocks(token, block, blocks)
             moved = blocks * block_tokens
         else:
-            moved = min(block_tokens - offset, left)
+            moved = min(block_tokens - offset, remaining)
             yield PartOfBlock(token, block, offset, moved)
-        token, slot, left = token + moved, slot + moved, left - moved
+        token, slot, remaining = token + moved, slot + moved, remaining - moved

@@ -17,7 +17,7 @@ from kv_cuda.layout import PagedLayout
 class CopyTable:
     """The copies of a plan, chunk by chunk.
 
-    extents: of the chunks.
+    extents: the chunks' extents.
     starts: [chunks + 1], where each chunk's copies begin in the columns, and where the last one's end.
     first_token, first_slot, tokens: [copies], as in `kv_core.transfer.Copy`.
     """

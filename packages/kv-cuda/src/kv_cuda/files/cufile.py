@@ -54,8 +54,8 @@ def what_is_missing(kvikio: str | None, *, proc: Path, dev: Path) -> NoCuFile | 
     """What is missing, as far as that can be seen without touching cuFile. kvikio: its version, if it is installed."""
     has_module = (proc / "driver/nvidia-fs/version").exists()
     if not has_module:
-        found = f"kvikio {kvikio} without the nvidia-fs module" if kvikio else "neither kvikio nor the nvidia-fs module"
-        return NoCuFile(found, "for the direct path: the nvidia-gds package, and kvikio")
+        why = f"kvikio {kvikio} without the nvidia-fs module" if kvikio else "neither kvikio nor the nvidia-fs module"
+        return NoCuFile(why, "for the direct path: the nvidia-gds package, and kvikio")
     if not any(dev.glob("nvidia-fs*")):
         advice = "start the container with the devices: --device for each /dev/nvidia-fs*, and /run/udev read-only"
         return NoCuFile("the nvidia-fs module is loaded, but its devices are missing", advice, has_module=True)

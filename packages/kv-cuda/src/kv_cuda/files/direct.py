@@ -61,7 +61,7 @@ def make_direct_copier(
 class Carried:
     """The result of a load. The files may be released at once.
 
-    outcomes: of each chunk; `Damaged` ones should be discarded, those whose read failed kept.
+    outcomes: the outcome of each chunk; `Damaged` ones should be discarded, those whose read failed kept.
     event: complete when the blocks of the loaded chunks hold their bytes.
     """
 
@@ -73,19 +73,19 @@ class Carried:
 class _Chunk:
     """One chunk of a call.
 
-    at: its index among the given extents.
+    index: its index among the given extents.
     file: its place, or the place reserved for it.
     copies: its copies; their extent is replaced by one in the ring.
     """
 
-    at: int
+    index: int
     file: FileExtent
     copies: tuple[Copy, ...]
 
 
 _Failures = dict[int, Damaged | ReadFailed]
 _Transfer = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
-"""Loads or stores chunks through a ring; the last argument receives reasons for failures, by their `at`."""
+"""Loads or stores chunks through a ring; the last argument receives reasons for failures, by the chunks' `index`."""
 
 
 class DirectCopier:
@@ -104,7 +104,7 @@ class DirectCopier:
         copy_paths: FileCopyPaths | None = None,
     ) -> None:
         """
-        copier: of the group, for that format and device. No other thread may use it during a call.
+        copier: the group's copier, for that format and device. No other thread may use it during a call.
         cufile: from `find_cufile`, or any `Files` for memory of the device.
         """
         self._copier, self._format = copier, chunk_format
@@ -114,7 +114,7 @@ class DirectCopier:
 
     @property
     def has_direct_path(self) -> bool:
-        """Whether the path exists and has not failed where the staged one succeeded."""
+        """Whether the direct path exists and has not failed where the staged path succeeded."""
         return self._direct is not None
 
     def load(
@@ -144,8 +144,8 @@ class DirectCopier:
         failed = self._carry(chunks, "load", lambda ring, batch, failed: events.extend(ring.load(batch, failed)))
         outcomes: list[LoadOutcome] = [Absent()] * len(files)
         for chunk in chunks:
-            outcomes[chunk.at] = failed.get(chunk.at, Loaded(chunk.file.nbytes))
-        # All of them are in one queue.
+            outcomes[chunk.index] = failed.get(chunk.index, Loaded(chunk.file.nbytes))
+        # All events are in one queue, so the last one completes last.
         return Carried(outcomes, events[-1])
 
     def store(
@@ -153,7 +153,7 @@ class DirectCopier:
     ) -> list[bytes | None]:
         """Write chunks from their blocks, which must not change meanwhile; the checksum of each that was written.
 
-        files: room for the prompt's chunks from `first_chunk` on, whole chunks only; None where there is none. The
+        files: extents for the prompt's chunks from `first_chunk` on, whole chunks only; None where there is none. The
             result is what a tier's `commit` takes, which makes the chunks durable.
 
         Raises:
@@ -165,9 +165,9 @@ class DirectCopier:
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
         written: list[bytes | None] = [None] * len(files)
         failed = self._carry(chunks, "store", lambda ring, batch, failed: ring.store(batch, written, failed))
-        for at, failure in failed.items():
+        for index, failure in failed.items():
             _log.warning("a chunk could not be written: %s", failure.reason)
-            written[at] = None
+            written[index] = None
         return written
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class DirectCopier:
         if len(files) != len(numbers):
             raise InputError(f"{len(files)} files for tokens {first_token} to {last_token}, in {len(numbers)} chunks")
         chunks = []
-        for at, (number, file) in enumerate(zip(numbers, files, strict=True)):
+        for index, (number, file) in enumerate(zip(numbers, files, strict=True)):
             if file is None:
                 continue
             if file.nbytes != nbytes:
@@ -232,24 +232,26 @@ class DirectCopier:
                 last_token=min(last_token, (number + 1) * size),
                 extents_from_chunk=number,
             )
-            chunks.append(_Chunk(at, file, plan.copies))
+            chunks.append(_Chunk(index, file, plan.copies))
         return chunks
 
     def _carry(self, chunks: Sequence[_Chunk], direction: Direction, transfer: _Transfer) -> _Failures:
         """Use the direct path where possible, the staged one for the rest and for failures. Returns why some failed."""
         failed_direct: _Failures = {}
         direct = self._direct
-        left = list(chunks)
+        remaining = list(chunks)
         if direct is not None:
             batch = [chunk for chunk in chunks if self._goes_direct(chunk.file, direction)]
             transfer(direct, batch, failed_direct)
-            arrived = {chunk.at for chunk in batch} - failed_direct.keys()
-            left = [chunk for chunk in chunks if chunk.at not in arrived]
+            arrived = {chunk.index for chunk in batch} - failed_direct.keys()
+            remaining = [chunk for chunk in chunks if chunk.index not in arrived]
         failed: _Failures = {}
-        transfer(self._staged, left, failed)
-        to_blame = [failure.reason for at, failure in failed_direct.items() if at not in failed]
-        if direct is not None and to_blame:
-            _log.warning("files are staged through host memory from now on, as the direct path failed: %s", to_blame[0])
+        transfer(self._staged, remaining, failed)
+        direct_faults = [failure.reason for index, failure in failed_direct.items() if index not in failed]
+        if direct is not None and direct_faults:
+            _log.warning(
+                "files are staged through host memory from now on, as the direct path failed: %s", direct_faults[0]
+            )
             self._direct = None
             direct.close()
         return failed
@@ -288,7 +290,7 @@ class _Ring:
         queue.follow_current()
         queue.record().wait()
         files.register(self.memory)
-        self._begun: tuple[list[Transfer], list[Transfer]] = ([], [])
+        self._transfers: tuple[list[Transfer], list[Transfer]] = ([], [])
         self._free: list[Event] = [DoneEvent(), DoneEvent()]
         self._open: OrderedDict[tuple[str, int, int, bool], OpenFile] = OrderedDict()
 
@@ -311,7 +313,7 @@ class _Ring:
         return events
 
     def store(self, chunks: Sequence[_Chunk], written: list[bytes | None], failed: _Failures) -> None:
-        """written: receives the checksums, by the chunks' `at`, including those of chunks that fail."""
+        """written: receives the checksums, by the chunks' `index`, including those of chunks that fail."""
         halves = self._halves(chunks)
         with self._finishing():
             for number, (half, batch) in enumerate(halves):
@@ -319,7 +321,7 @@ class _Ring:
                 first = half * self._half_chunks
                 self._copier.store(self._plan(list(enumerate(batch, first)))).wait()
                 for chunk, checksum in zip(batch, self._sums(self._rows[first : first + len(batch)]), strict=True):
-                    written[chunk.at] = checksum
+                    written[chunk.index] = checksum
                 self._begin(half, batch, writing=True)
                 if number:
                     self._arrived(*halves[number - 1], failed)
@@ -346,11 +348,11 @@ class _Ring:
         try:
             yield
         finally:
-            for begun in self._begun:
-                for transfer in begun:
+            for transfers in self._transfers:
+                for transfer in transfers:
                     with suppress(OSError):
                         transfer.wait()
-                begun.clear()
+                transfers.clear()
 
     def _begin(self, half: int, chunks: Sequence[_Chunk], *, writing: bool) -> None:
         """Begin to move whole pages of every chunk between its file and its row."""
@@ -360,24 +362,26 @@ class _Ring:
                 move = file.write if writing else file.read
                 transfer = move(self._rows[row], chunk.file.offset)
             except OSError as error:
-                transfer = _NeverBegun(error)
-            self._begun[half].append(transfer)
+                transfer = _FailedTransfer(error)
+            self._transfers[half].append(transfer)
 
     def _arrived(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[tuple[int, _Chunk]]:
         """The chunks whose bytes were all moved, with their rows."""
         arrived = []
-        for row, (chunk, transfer) in enumerate(zip(chunks, self._begun[half], strict=True), half * self._half_chunks):
+        for row, (chunk, transfer) in enumerate(
+            zip(chunks, self._transfers[half], strict=True), half * self._half_chunks
+        ):
             path, nbytes = chunk.file.path, chunk.file.nbytes
             try:
                 moved = transfer.wait()
             except OSError as error:
-                failed[chunk.at] = ReadFailed(f"{path}: {error.strerror or error}")
+                failed[chunk.index] = ReadFailed(f"{path}: {error.strerror or error}")
                 continue
             if moved < nbytes:
-                failed[chunk.at] = Damaged(f"{path}: {moved} of {nbytes} bytes were moved")
+                failed[chunk.index] = Damaged(f"{path}: {moved} of {nbytes} bytes were moved")
             else:
                 arrived.append((row, chunk))
-        self._begun[half].clear()
+        self._transfers[half].clear()
         return arrived
 
     def _scatter(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
@@ -386,40 +390,40 @@ class _Ring:
             return []
         first = half * self._half_chunks
         checksums = self._sums(self._rows[first : first + len(chunks)])
-        right = []
+        verified = []
         for row, chunk in arrived:
             if checksums[row - first] == chunk.file.checksum:
-                right.append((row, chunk))
+                verified.append((row, chunk))
             else:
-                failed[chunk.at] = Damaged(
+                failed[chunk.index] = Damaged(
                     f"{chunk.file.path}: the checksum of the bytes at {chunk.file.offset} is wrong"
                 )
-        if not right:
+        if not verified:
             return []
-        self._free[half] = self._copier.load(self._plan(right))
+        self._free[half] = self._copier.load(self._plan(verified))
         return [self._free[half]]
 
-    def _plan(self, placed: Sequence[tuple[int, _Chunk]]) -> TransferPlan:
+    def _plan(self, rows: Sequence[tuple[int, _Chunk]]) -> TransferPlan:
         row_bytes, nbytes = self._rows.shape[1], self._format.nbytes
         copies = [
             replace(copy, extent=HostExtent(self.name, row * row_bytes, nbytes))
-            for row, chunk in placed
+            for row, chunk in rows
             for copy in chunk.copies
         ]
         return TransferPlan(tuple(copies), self._format.chunk_tokens)
 
     def _opened(self, path: str, *, writable: bool) -> OpenFile:
         """The open file: one for all its chunks, reopened when another file has replaced it."""
-        found = os.stat(path)
-        name = (path, found.st_dev, found.st_ino, writable)
-        file = self._open.pop(name, None) or self._files.open(path, writable=writable)
-        self._open[name] = file
+        status = os.stat(path)
+        key = (path, status.st_dev, status.st_ino, writable)
+        file = self._open.pop(key, None) or self._files.open(path, writable=writable)
+        self._open[key] = file
         if len(self._open) > _MAX_OPEN_FILES:  # more than a ring has chunks, so the oldest is not in use
             self._open.popitem(last=False)[1].close()
         return file
 
 
-class _NeverBegun:
+class _FailedTransfer:
     def __init__(self, error: OSError) -> None:
         self._error = error
 

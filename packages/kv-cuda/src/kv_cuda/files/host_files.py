@@ -100,10 +100,10 @@ class _HostFile:
             self._direct = -1
 
     def read(self, memory: torch.Tensor, offset: int) -> Transfer:
-        return _Running(self._threads, partial(_read, self._file(memory, offset), memory.numpy().data, offset))
+        return _ThreadTransfer(self._threads, partial(_read, self._file(memory, offset), memory.numpy().data, offset))
 
     def write(self, memory: torch.Tensor, offset: int) -> Transfer:
-        return _Running(self._threads, partial(_write, self._file(memory, offset), memory.numpy().data, offset))
+        return _ThreadTransfer(self._threads, partial(_write, self._file(memory, offset), memory.numpy().data, offset))
 
     def close(self) -> None:
         for file in (self._plain, self._direct):
@@ -116,40 +116,40 @@ class _HostFile:
         return self._direct if is_aligned and self._direct >= 0 else self._plain
 
 
-class _Running:
-    """A transfer that a thread makes, or whoever waits for it before one has begun; once in any case."""
+class _ThreadTransfer:
+    """A transfer that a thread makes, or a caller that waits before the thread has begun it; it is made once."""
 
     def __init__(self, threads: ThreadPoolExecutor, move: Callable[[], int]) -> None:
         self._lock = Lock()
-        self._move: Callable[[], int] | None = move  # until it has ended
-        self._moved: int | Exception = 0
+        self._move: Callable[[], int] | None = move  # None once it has ended
+        self._result: int | Exception = 0
         # The system may have no more threads for this process. The executor keeps the transfer nevertheless, and a
-        # thread that comes to it later must find it made: the file's room and the memory are others' by then.
+        # thread that takes it later must find it done: by then the file's extent and the memory belong to others.
         with suppress(RuntimeError):
-            threads.submit(self._make)
+            threads.submit(self._run)
 
     def wait(self) -> int:
-        self._make()
-        if isinstance(self._moved, Exception):
-            raise self._moved
-        return self._moved
+        self._run()
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
 
-    def _make(self) -> None:
+    def _run(self) -> None:
         with self._lock:
             if self._move is None:
                 return
             try:
-                self._moved = self._move()
-            except Exception as error:  # noqa: BLE001  # whatever it is, whoever waits gets it
-                self._moved = error
+                self._result = self._move()
+            except Exception as error:  # noqa: BLE001  # raised again by `wait`
+                self._result = error
             self._move = None
 
 
 def _read(file: int, memory: memoryview, offset: int) -> int:
     done = 0
-    while done < len(memory) and (got := os.preadv(file, [memory[done:]], offset + done)):
-        done += got
-        if got % PAGE_BYTES:  # only the file's end has such a length, and no uncached read may start there
+    while done < len(memory) and (nbytes := os.preadv(file, [memory[done:]], offset + done)):
+        done += nbytes
+        if nbytes % PAGE_BYTES:  # only the file's end has such a length, and no uncached read may start there
             break
     return done
 

@@ -55,13 +55,13 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
     """
     if len(text) < CONTEXT_TOKENS:
         raise ConfigError(f"--calibrate needs at least {CONTEXT_TOKENS} tokens of text")
-    model.attended(text[:_SHOWN_TOKENS])  # before its rotation: of a model with other keys it says what they are
-    rotation = _shown(model, text[:_SHOWN_TOKENS], _frequencies(model))
+    model.attended(text[:_SHOWN_TOKENS])  # first, because its error says what a model with other keys stores
+    rotation = _find_rotation(model, text[:_SHOWN_TOKENS], _frequencies(model))
     learning: Any = None
-    for at in range(0, min(len(text) - CONTEXT_TOKENS + 1, MOST_CONTEXTS * CONTEXT_TOKENS), CONTEXT_TOKENS):
+    for first in range(0, min(len(text) - CONTEXT_TOKENS + 1, MOST_CONTEXTS * CONTEXT_TOKENS), CONTEXT_TOKENS):
         layers = [
-            tuple(one[0].transpose(0, 1).float().cpu().numpy() for one in layer)
-            for layer in model.attended(text[at : at + CONTEXT_TOKENS])
+            tuple(part[0].transpose(0, 1).float().cpu().numpy() for part in layer)
+            for layer in model.attended(text[first : first + CONTEXT_TOKENS])
         ]
         if learning is None:
             _, heads, head_dim = layers[0][0].shape
@@ -71,7 +71,7 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
                 heads=heads,
                 head_dim=head_dim,
                 max_tokens=model.max_tokens,
-                frequencies=[list(one) for one in rotation.frequencies],
+                frequencies=[list(of_layer) for of_layer in rotation.frequencies],
                 ranks=ranks,
                 rotated=rotation.rotated,
                 neighbours=rotation.neighbours,
@@ -100,30 +100,34 @@ def through_calibrated(path: str) -> ThroughCodec:
 
 def _frequencies(model: Model) -> list[NDArray[np.float64]]:
     """For each layer, radians per token of every pair of elements that the model reports as turned. Empty: no layer."""
-    found = []
-    for table in model.rotations(_SHOWN_TOKENS):
-        cos, sin = (_once(one) for one in table)
+    frequencies = []
+    for cosines, sines in model.rotations(_SHOWN_TOKENS):
+        cos, sin = _one_per_pair(cosines), _one_per_pair(sines)
         # YaRN makes all keys longer by one factor, which does not change their rotation.
         length = np.hypot(cos[0, 0], sin[0, 0])
         cos, sin = cos / length, sin / length
         rough = np.arctan2(sin[1], cos[1])
         # The model's own frequencies are exact, those from an angle's tangent are not.
-        exact = [one for one in model.frequencies() if one.shape == rough.shape and np.allclose(one, rough, 1e-4, 1e-9)]
-        chosen = exact[0] if exact else rough.astype(np.float64)
-        angles = np.arange(_SHOWN_TOKENS)[:, None] * chosen
-        apart = max(np.abs(np.cos(angles) - cos).max(), np.abs(np.sin(angles) - sin).max())
-        if apart > 1e-3:
+        exact = [
+            table
+            for table in model.frequencies()
+            if table.shape == rough.shape and np.allclose(table, rough, 1e-4, 1e-9)
+        ]
+        confirmed = exact[0] if exact else rough.astype(np.float64)
+        angles = np.arange(_SHOWN_TOKENS)[:, None] * confirmed
+        difference = max(np.abs(np.cos(angles) - cos).max(), np.abs(np.sin(angles) - sin).max())
+        if difference > 1e-3:
             raise ConfigError(
                 f"model {model.name} rotates its keys in a way that codec {CODEC} does not support: its cosines and "
-                f"sines are up to {apart:.2g} from those of constant frequencies"
+                f"sines are up to {difference:.2g} from those of constant frequencies"
             )
-        found.append(chosen)
-    return found
+        frequencies.append(confirmed)
+    return frequencies
 
 
-def _once(table: NDArray[Any]) -> NDArray[Any]:
-    """Of cosines or sines, [tokens, elements], one for each pair. Most models list them twice, for both elements that
-    turn together: one half after the other, or as neighbours.
+def _one_per_pair(table: NDArray[Any]) -> NDArray[Any]:
+    """One cosine or sine for each pair of elements, from a table [tokens, elements]. Most models list each twice, for
+    both elements that turn together: one half after the other, or as neighbours.
     """
     half = table.shape[1] // 2
     if np.array_equal(table[:, :half], table[:, half:]):
@@ -133,57 +137,66 @@ def _once(table: NDArray[Any]) -> NDArray[Any]:
     return table
 
 
-def _shown(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.float64]]) -> _Rotation:
+def _find_rotation(model: Model, text: Sequence[int], frequencies: Sequence[NDArray[np.float64]]) -> _Rotation:
     """How the model rotates the keys of its layers, for which it reports these frequencies.
 
     Raises:
         ConfigError: with every rotation tried, keys that are turned back differ by their position.
     """
-    here, there = (model.keys_at(text, first) for first in (0, _SHIFT_TOKENS))
-    head_dim = here[0].shape[-1]
-    if any(one.shape[-1] != head_dim for one in here):
+    keys, shifted_keys = (model.keys_at(text, first) for first in (0, _SHIFT_TOKENS))
+    head_dim = keys[0].shape[-1]
+    if any(layer_keys.shape[-1] != head_dim for layer_keys in keys):
         raise ConfigError(f"codec {CODEC} is for models whose layers all have the same number and size of heads")
-    nothing: NDArray[np.float64] = np.zeros(0)
+    unrotated: NDArray[np.float64] = np.zeros(0)
     furthest = 0
     for neighbours in (False, True):
-        found: list[NDArray[np.float64]] = []
-        for one, other, said in zip(here, there, frequencies or [nothing] * len(here), strict=True):
+        chosen: list[NDArray[np.float64]] = []
+        for layer_keys, shifted, reported in zip(
+            keys, shifted_keys, frequencies or [unrotated] * len(keys), strict=True
+        ):
             # A layer may not rotate, although the model has frequencies for it.
-            fitting = [each for each in (said, nothing) if _is_shown(one, other, each, neighbours)]
-            if not fitting:
+            confirmed = [
+                candidate
+                for candidate in (reported, unrotated)
+                if _is_same_turned_back(layer_keys, shifted, candidate, neighbours)
+            ]
+            if not confirmed:
                 break
-            found.append(fitting[0])
-        furthest = max(furthest, len(found))
-        rotated = {2 * len(one) for one in found} - {0}
-        if len(found) == len(here) and len(rotated) <= 1:
-            padded = [np.concatenate([one, np.zeros(head_dim // 2 - len(one))]) for one in found]
+            chosen.append(confirmed[0])
+        furthest = max(furthest, len(chosen))
+        rotated = {2 * len(of_layer) for of_layer in chosen} - {0}
+        if len(chosen) == len(keys) and len(rotated) <= 1:
+            padded = [np.concatenate([of_layer, np.zeros(head_dim // 2 - len(of_layer))]) for of_layer in chosen]
             return _Rotation(padded, rotated.pop() if rotated else head_dim, neighbours)
-    if furthest == len(here):
+    if furthest == len(keys):
         raise ConfigError(f"model {model.name} rotates more of a key in some layers than in others")
     raise ConfigError(
         f"model {model.name} rotates the keys of layer {furthest} in a way that codec {CODEC} does not support"
     )
 
 
-def _is_shown(here: NDArray[Any], there: NDArray[Any], frequencies: NDArray[np.float64], neighbours: bool) -> bool:
+def _is_same_turned_back(
+    keys: NDArray[Any], shifted_keys: NDArray[Any], frequencies: NDArray[np.float64], neighbours: bool
+) -> bool:
     """Whether keys at two positions, [heads, tokens, head_dim], are the same when turned back this way.
 
-    Pair by pair: where only a small part of a key is rotated, or one with small numbers, the rest would hide it.
+    Compared pair by pair: where only a small part of a key is rotated, or a part with small numbers, the rest would
+    hide a difference.
     """
-    if 2 * len(frequencies) > here.shape[-1]:
+    if 2 * len(frequencies) > keys.shape[-1]:
         return False
-    base = _turned_back(here, 0, frequencies, neighbours)
-    moved = _turned_back(there, _SHIFT_TOKENS, frequencies, neighbours)
-    apart, sizes = (np.linalg.norm(one, axis=(0, 1)) for one in (base - moved, base))
-    usual = np.sqrt(np.square(sizes).mean())
-    return bool((apart <= _LARGEST_DIFFERENCE * np.maximum(sizes, _SMALL_PAIR * usual)).all())
+    base = _turned_back(keys, 0, frequencies, neighbours)
+    shifted = _turned_back(shifted_keys, _SHIFT_TOKENS, frequencies, neighbours)
+    differences, sizes = (np.linalg.norm(vectors, axis=(0, 1)) for vectors in (base - shifted, base))
+    typical_size = np.sqrt(np.square(sizes).mean())
+    return bool((differences <= _LARGEST_DIFFERENCE * np.maximum(sizes, _SMALL_PAIR * typical_size)).all())
 
 
 def _turned_back(keys: NDArray[Any], first: int, frequencies: NDArray[np.float64], neighbours: bool) -> NDArray[Any]:
     """keys: [heads, tokens, head_dim], whose first elements are turned, as many as there are frequencies for."""
     count = len(frequencies)
     turned, others = keys[..., : 2 * count], keys[..., 2 * count :]
-    firsts, seconds = (turned[..., ::2], turned[..., 1::2]) if neighbours else np.split(turned, 2, -1)
+    first_halves, second_halves = (turned[..., ::2], turned[..., 1::2]) if neighbours else np.split(turned, 2, -1)
     angles = (first + np.arange(keys.shape[1]))[:, None] * frequencies
-    points: NDArray[Any] = (firsts + 1j * seconds) * np.exp(-1j * angles)
+    points: NDArray[Any] = (first_halves + 1j * second_halves) * np.exp(-1j * angles)
     return np.concatenate([points, others], -1)

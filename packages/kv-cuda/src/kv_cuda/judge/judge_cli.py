@@ -124,28 +124,28 @@ def run(args: argparse.Namespace) -> int:
     trips: list[Trip] = [RoundTrip(name) for name in names if is_quantised_kind(name)]
     trips += [FirstParts()] if FIRST_PARTS in names else []
     trips += rivals() if args.compare else []
-    text, calibrating = _read(args.text), _read(args.calibrate)
+    text, calibration_text = _read(args.text), _read(args.calibrate)
 
-    def said(what: str) -> None:
+    def report(what: str) -> None:
         print(f"kv judge: {what}", file=sys.stderr)
 
-    said(f"loading {args.model}")
+    report(f"loading {args.model}")
     model = Model(args.model, dtype=args.dtype, device=args.device)
     if args.calibrate:
         (path,) = args.calibration
-        learnt = calibrate(model, model.tokens(calibrating), ranks=args.ranks).learnt(args.step)
+        calibration = calibrate(model, model.tokens(calibration_text), ranks=args.ranks).learnt(args.step)
         try:
-            learnt.write(path)
+            calibration.write(path)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from error
-        said(f"calibration {learnt.name} is in {path}")
+        report(f"calibration {calibration.name} is in {path}")
     if not args.text:
         return 0
     trips += [through_calibrated(str(path)) for path in args.calibration]
-    verdict = judge(model, text, trips, Windows(args.context, most=args.windows), said)
+    verdict = judge(model, text, trips, Windows(args.context, most=args.windows), report)
     if args.out is not None:
         write_verdict(args.out, verdict)
-        said(f"the verdict is in {args.out}")
+        report(f"the verdict is in {args.out}")
     print(json.dumps(asdict(verdict)) if args.json else _table(verdict))
     return 0
 
@@ -179,17 +179,17 @@ def _table(verdict: "Verdict") -> str:
     titles = ("format", "bits", "KL", "top-1", "perplexity", "greedy", "worst", "encode", "decode")
     rows = [titles] + [
         (
-            one.format,
-            f"{one.bits:.2f}",
-            f"{one.kl:.5f}",
-            f"{one.top1:.1%}",
-            f"{one.perplexity:+.2%}",
-            f"{one.greedy:.1%}",
-            f"{one.worst:.2%}",
-            f"{one.encode_gbs:.2f} GB/s" if one.encode_gbs else "",
-            f"{one.decode_gbs:.2f} GB/s" if one.decode_gbs else "",
+            finding.format,
+            f"{finding.bits:.2f}",
+            f"{finding.kl:.5f}",
+            f"{finding.top1:.1%}",
+            f"{finding.perplexity:+.2%}",
+            f"{finding.greedy:.1%}",
+            f"{finding.worst:.2%}",
+            f"{finding.encode_gbs:.2f} GB/s" if finding.encode_gbs else "",
+            f"{finding.decode_gbs:.2f} GB/s" if finding.decode_gbs else "",
         )
-        for one in verdict.findings
+        for finding in verdict.findings
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

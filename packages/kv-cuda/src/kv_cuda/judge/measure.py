@@ -24,8 +24,8 @@ class Windows:
     """How text is cut.
 
     context_tokens: tokens whose KV is stored and loaded, rounded down to whole chunks.
-    continuation_tokens: predicted after each context.
-    greedy_tokens: generated after each.
+    continuation_tokens: tokens predicted after each context.
+    greedy_tokens: tokens generated after each context.
     most: the largest number of windows.
     """
 
@@ -37,7 +37,7 @@ class Windows:
 
 @dataclass(slots=True)
 class _Sums:
-    """Over all windows. positions: how many tokens were predicted."""
+    """Sums over all windows. positions: how many tokens were predicted."""
 
     positions: int = 0
     kl: float = 0.0
@@ -54,7 +54,7 @@ class Model:
     def __init__(self, name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> None:
         """
         name: a directory, or the model's name on the Hugging Face hub.
-        dtype: of keys and values in an engine's cache.
+        dtype: the dtype of keys and values in an engine's cache.
 
         Raises:
             ConfigError: transformers is missing, or there is no such model.
@@ -98,7 +98,7 @@ class Model:
         for number, layer in enumerate(attention):
             keys, values = layer.keys.shape, layer.values.shape
             if keys != values:
-                # As with multi-head latent attention, where they are what keys and values are made from.
+                # As with multi-head latent attention, which stores the latent that keys and values are made from.
                 raise ConfigError(
                     f"model {self.name}: in layer {number} a token's keys are {keys[1]} × {keys[3]} numbers and its "
                     f"values {values[1]} × {values[3]}. Lossy formats are judged only where both are alike: store this "
@@ -128,25 +128,25 @@ class Model:
         """
         if getattr(self._model.base_model, "rotary_emb", None) is None:
             return []
-        positions, some = torch.arange(tokens)[None], torch.zeros(1, 1, 1)
-        made = []
+        positions, dummy = torch.arange(tokens)[None], torch.zeros(1, 1, 1)
+        tables = []
         try:
             embedding, config = self._model.base_model.rotary_emb, self._model.config
             for number in self._attention():
                 # Gemma rotates layers with a sliding window differently from those without.
                 kind = [config.layer_types[number]] if hasattr(embedding, "layer_types") else []
-                cos, sin = embedding(some, positions, *kind)
-                made.append((cos[0].float().numpy(), sin[0].float().numpy()))
+                cos, sin = embedding(dummy, positions, *kind)
+                tables.append((cos[0].float().numpy(), sin[0].float().numpy()))
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"model {self.name} rotates its keys in an unknown way: {error}") from error
-        return made
+        return tables
 
     def frequencies(self) -> list[Any]:
         """All tables of frequencies that it rotates by, in radians a token, each [pairs of elements], float64,
         unordered."""
         embedding = getattr(self._model.base_model, "rotary_emb", None)
-        found = [] if embedding is None else list(embedding.buffers())
-        return [one.double().cpu().numpy() for one in found if one.ndim == 1]
+        buffers = [] if embedding is None else list(embedding.buffers())
+        return [buffer.double().cpu().numpy() for buffer in buffers if buffer.ndim == 1]
 
     def keys_at(self, tokens: Sequence[int], first: int) -> list[Any]:
         """The keys of each layer with attention, [heads, tokens, head_dim], float32, of a text that begins at this
@@ -175,9 +175,9 @@ class Model:
         """An empty cache, for all tokens in every layer with attention, and for states if there are any."""
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-        made = self._as_configured()
-        has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in made.layers)
-        return made if has_states else self._cache([])
+        cache = self._as_configured()
+        has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+        return cache if has_states else self._cache([])
 
     def _cache(self, layers: Layers) -> Any:
         """A cache of all tokens in every layer, including layers with sliding windows: their mask hides the tokens
@@ -194,10 +194,10 @@ class Model:
     def _forward(self, tokens: Sequence[int], cache: Any, first: int | None = None) -> torch.Tensor:
         """first: the first token's position; None: after the tokens in the cache."""
         ids = torch.tensor([list(tokens)], device=self.device)
-        places = {}
+        positions = {}
         if first is not None:
-            places["position_ids"] = torch.arange(first, first + len(tokens), device=self.device)[None]
-        logits: torch.Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **places).logits
+            positions["position_ids"] = torch.arange(first, first + len(tokens), device=self.device)[None]
+        logits: torch.Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **positions).logits
         return logits
 
 
@@ -206,12 +206,12 @@ def judge(
     text: str,
     trips: Sequence[Trip],
     windows: Windows,
-    said: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Measure each format on the text.
 
     trips: one for each format; they accumulate its costs.
-    said: called with a line about progress.
+    report: called with a line about progress.
 
     Raises:
         ConfigError: the text is too short for one window, or the model cannot be judged.
@@ -219,53 +219,53 @@ def judge(
     sums = {trip.name: _Sums() for trip in trips}
     shapes: tuple[tuple[int, int], ...] = ()
     dtype = ""
-    cut = list(cut_windows(model, text, windows))
-    for number, (context, continuation) in enumerate(cut, 1):
-        said(f"window {number} of {len(cut)}: {len(context)} tokens and {len(continuation)} more")
+    pairs = list(cut_windows(model, text, windows))
+    for number, (context, continuation) in enumerate(pairs, 1):
+        report(f"window {number} of {len(pairs)}: {len(context)} tokens and {len(continuation)} more")
         layers = model.computed(context[:-1])
         shapes = tuple((keys.shape[1], keys.shape[3]) for keys, _ in layers)
         dtype = str(layers[0][0].dtype).removeprefix("torch.")
-        fed = [context[-1], *continuation[:-1]]
-        exact = model.predicted(layers, fed)
+        inputs = [context[-1], *continuation[:-1]]
+        exact = model.predicted(layers, inputs)
         greedy = model.answered(layers, context[-1], windows.greedy_tokens)
         for trip in trips:
-            lossy, its = trip.layers(layers), sums[trip.name]
-            _add(its, exact, model.predicted(lossy, fed), continuation)
+            lossy, trip_sums = trip.layers(layers), sums[trip.name]
+            _add(trip_sums, exact, model.predicted(lossy, inputs), continuation)
             answer = model.answered(lossy, context[-1], windows.greedy_tokens)
-            its.greedy += len(greedy)
-            its.greedy_same += _leading_same(greedy, answer)
+            trip_sums.greedy += len(greedy)
+            trip_sums.greedy_same += _count_leading_same(greedy, answer)
     return Verdict(
         model=model.name,
         heads=shapes,
         dtype=dtype,
-        tokens=sum(len(continuation) for _, continuation in cut),
+        tokens=sum(len(continuation) for _, continuation in pairs),
         findings=tuple(_finding(trip, sums[trip.name]) for trip in trips),
     )
 
 
 def cut_windows(model: Model, text: str, windows: Windows) -> Iterator[tuple[list[int], list[int]]]:
     tokens = model.tokens(text)
-    each = windows.context_tokens + windows.continuation_tokens
-    if len(tokens) < each:
-        raise ConfigError(f"the text has {len(tokens)} tokens, and one window takes {each}: give more text")
-    for first in range(0, min(len(tokens) - each + 1, windows.most * each), each):
+    window_tokens = windows.context_tokens + windows.continuation_tokens
+    if len(tokens) < window_tokens:
+        raise ConfigError(f"the text has {len(tokens)} tokens, and one window takes {window_tokens}: give more text")
+    for first in range(0, min(len(tokens) - window_tokens + 1, windows.most * window_tokens), window_tokens):
         middle = first + windows.context_tokens
-        yield tokens[first:middle], tokens[middle : first + each]
+        yield tokens[first:middle], tokens[middle : first + window_tokens]
 
 
 def _add(sums: _Sums, exact: torch.Tensor, lossy: torch.Tensor, continuation: Sequence[int]) -> None:
     sums.positions += len(continuation)
     sums.kl += float((exact.exp() * (exact - lossy)).sum(-1).sum())
     sums.same_top += int((exact.argmax(-1) == lossy.argmax(-1)).sum())
-    at = torch.tensor(list(continuation), device=exact.device)[:, None]
-    sums.exact_nll -= float(exact.gather(1, at).sum())
-    sums.lossy_nll -= float(lossy.gather(1, at).sum())
+    indexes = torch.tensor(list(continuation), device=exact.device)[:, None]
+    sums.exact_nll -= float(exact.gather(1, indexes).sum())
+    sums.lossy_nll -= float(lossy.gather(1, indexes).sum())
 
 
-def _leading_same(answer: Sequence[int], other: Sequence[int]) -> int:
-    for at, (token, its) in enumerate(zip(answer, other, strict=True)):
-        if token != its:
-            return at
+def _count_leading_same(answer: Sequence[int], other: Sequence[int]) -> int:
+    for count, (token, other_token) in enumerate(zip(answer, other, strict=True)):
+        if token != other_token:
+            return count
     return len(answer)
 
 

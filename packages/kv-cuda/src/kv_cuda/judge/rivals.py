@@ -39,7 +39,7 @@ class Plane:
     """One chunk's keys or values in one layer.
 
     numbers: [tokens, heads × head_dim], float32.
-    heads: their number. first: the first token's position in the prompt.
+    heads: the number of heads. first: the first token's position in the prompt.
     layer, layers: the layer's number, and the number of layers.
     """
 
@@ -70,17 +70,17 @@ class Rival:
         return back
 
     def _chunk(self, number: int, count: int, exact: torch.Tensor, first: int) -> torch.Tensor:
-        back = exact.clone()
-        for part, (one, arrived) in enumerate(zip(exact[:, 0], back[:, 0], strict=True)):
-            numbers = one.flatten(1).float().cpu().numpy()
-            plane = Plane(numbers, one.shape[1], first, number, count, is_keys=not part)
-            decoded, stored_bytes = self._coder(plane)
-            arrived.copy_(torch.from_numpy(np.ascontiguousarray(decoded)).view(one.shape))
+        decoded = exact.clone()
+        for part, (exact_part, decoded_part) in enumerate(zip(exact[:, 0], decoded[:, 0], strict=True)):
+            numbers = exact_part.flatten(1).float().cpu().numpy()
+            plane = Plane(numbers, exact_part.shape[1], first, number, count, is_keys=not part)
+            restored, stored_bytes = self._coder(plane)
+            decoded_part.copy_(torch.from_numpy(np.ascontiguousarray(restored)).view(exact_part.shape))
             if not first:
-                arrived[: self._sinks] = one[: self._sinks]
-                stored_bytes += one[: self._sinks].numel() * one.itemsize
-            self.cost.add(one, arrived, stored_bytes)
-        return back
+                decoded_part[: self._sinks] = exact_part[: self._sinks]
+                stored_bytes += exact_part[: self._sinks].numel() * exact_part.itemsize
+            self.cost.add(exact_part, decoded_part, stored_bytes)
+        return decoded
 
 
 def rivals() -> list[Rival]:

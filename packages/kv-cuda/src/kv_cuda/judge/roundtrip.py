@@ -27,7 +27,7 @@ class Cost:
     """Measurements of a round trip, added up over layers and chunks.
 
     numbers: count of KV elements.
-    exact_bytes, stored_bytes: of whole chunks, before and after encoding.
+    exact_bytes, stored_bytes: bytes of whole chunks, before and after encoding.
     worst: the largest error of an element, relative to the largest element of its head and token.
     """
 
@@ -48,7 +48,7 @@ class Cost:
 
 
 class Trip(Protocol):
-    """A round trip through one format. name: the one in findings. cost: of all layers so far."""
+    """A round trip through one format. name: the format's name in findings. cost: the cost of all layers so far."""
 
     name: str
     cost: Cost
@@ -75,31 +75,31 @@ class RoundTrip:
         return back
 
     def _chunk(self, exact: torch.Tensor, _first: int) -> torch.Tensor:
-        stored_format, codes = self._made(exact)
+        stored_format, codes = self._format_and_codes(exact)
         source = exact.view(torch.uint8).reshape(-1)
         stored = torch.empty(stored_format.nbytes, dtype=torch.uint8, device=exact.device)
-        back = torch.empty_like(source)
+        decoded_bytes = torch.empty_like(source)
         largest = torch.zeros((), device=exact.device)
         self.cost.encode_s += _seconds(exact.device, lambda: codes.encode(source, stored, largest))
         if not float(largest) <= LARGEST_SCALE:
             return exact  # such a chunk is not stored
-        self.cost.decode_s += _seconds(exact.device, lambda: codes.decode(stored, back, 0, CHUNK_TOKENS))
-        decoded = back.view(exact.dtype).view(exact.shape)
+        self.cost.decode_s += _seconds(exact.device, lambda: codes.decode(stored, decoded_bytes, 0, CHUNK_TOKENS))
+        decoded = decoded_bytes.view(exact.dtype).view(exact.shape)
         self.cost.add(exact, decoded, stored_format.nbytes)
         return decoded
 
-    def _made(self, exact: torch.Tensor) -> tuple[ChunkFormat, Codes]:
+    def _format_and_codes(self, exact: torch.Tensor) -> tuple[ChunkFormat, Codes]:
         *_, heads, head_dim = exact.shape
         dtype = str(exact.dtype).removeprefix("torch.")
-        known = self._codes.get((heads, head_dim, dtype))
-        if known is None:
+        entry = self._codes.get((heads, head_dim, dtype))
+        if entry is None:
             exact_format = ChunkFormat("canonical", ("k", "v"), 1, CHUNK_TOKENS, heads, head_dim, dtype, exact.itemsize)
             stored = replace(
                 exact_format, kind=self.kind, dtype=QUANTISED[self.kind], itemsize=1, exact_itemsize=exact.itemsize
             )
-            known = stored, Codes(exact_format, stored, exact.device)
-            self._codes[heads, head_dim, dtype] = known
-        return known
+            entry = stored, Codes(exact_format, stored, exact.device)
+            self._codes[heads, head_dim, dtype] = entry
+        return entry
 
 
 class ThroughCodec:
@@ -172,24 +172,24 @@ def plugin(group: str, name: str) -> Any:
     Raises:
         ConfigError: kv-tiers is not installed.
     """
-    found = entry_points(group=group, name=name)
-    if not found:
+    points = entry_points(group=group, name=name)
+    if not points:
         raise ConfigError(f"format {name} needs the package kv-tiers; pip install 'kv-tiers[zstd]'")
-    return next(iter(found)).load()
+    return next(iter(points)).load()
 
 
 def replace_chunks(layers: Layers, trip: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-    """Replace the whole chunks of these layers, which have one shape, by what comes back from a trip.
+    """Replace the whole chunks of these layers, which have one shape, by what comes back from a round trip.
 
-    trip: of one chunk, [parts, layers, tokens, heads, head_dim], with the position of its first token.
+    trip: the round trip of one chunk, [parts, layers, tokens, heads, head_dim], and the position of its first token.
     """
     for first in range(0, layers[0][0].shape[2] - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-        some = slice(first, first + CHUNK_TOKENS)
-        exact = torch.stack([torch.stack([layer[part][0, :, some] for layer in layers]) for part in (0, 1)])
-        back = trip(exact.transpose(2, 3).contiguous(), first).transpose(2, 3)
+        tokens = slice(first, first + CHUNK_TOKENS)
+        exact = torch.stack([torch.stack([layer[part][0, :, tokens] for layer in layers]) for part in (0, 1)])
+        restored = trip(exact.transpose(2, 3).contiguous(), first).transpose(2, 3)
         for part in (0, 1):
             for number, layer in enumerate(layers):
-                layer[part][0, :, some] = back[part, number].to(layer[part].device)
+                layer[part][0, :, tokens] = restored[part, number].to(layer[part].device)
 
 
 def _seconds(device: torch.device, work: Callable[[], None]) -> float:

@@ -46,7 +46,7 @@ class Verdict:
 
     model: its name as given to `kv judge`.
     heads: for each layer, the number of KV heads and the dimension of each, which are compared at start.
-    dtype: of the KV.
+    dtype: the dtype of the KV.
     tokens: number of tokens predicted for the figures.
     """
 
@@ -75,20 +75,20 @@ def read_verdict(path: Path) -> Verdict:
         ConfigError: there is no such file, or `kv judge` did not write it.
     """
     try:
-        said: Any = json.loads(path.read_text(encoding="utf-8"))
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"judge.verdict {path}: {error}; `kv judge MODEL --out {path}` writes one") from error
     try:
-        if said.pop("version") != VERSION:
+        if fields.pop("version") != VERSION:
             raise ConfigError(
                 f"judge.verdict {path} was written for other versions of the formats; write it again with `kv judge`"
             )
         findings = tuple(
             Finding(finding.pop("format"), **{name: float(number) for name, number in finding.items()})
-            for finding in said.pop("findings")
+            for finding in fields.pop("findings")
         )
-        heads = tuple((int(count), int(dim)) for count, dim in said.pop("heads"))
-        return Verdict(heads=heads, findings=findings, **said)
+        heads = tuple((int(count), int(dim)) for count, dim in fields.pop("heads"))
+        return Verdict(heads=heads, findings=findings, **fields)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"judge.verdict {path} is not a file of `kv judge`: {error!r}") from error
 
@@ -102,9 +102,9 @@ def demand(
 ) -> None:
     """Refuse formats that lose more than the operator allows, or that were not measured.
 
-    path: of the verdict; "" if only a bound was given.
-    max_kl: in nats; 0: no bound.
-    formats: the proved ones of the engine's groups, with all heads or a rank's. Exact ones are always allowed.
+    path: the verdict's path; "" if only a bound was given.
+    max_kl: the bound in nats; 0: no bound.
+    formats: the proved formats of the engine's groups, with all heads or a rank's. Exact ones are always allowed.
     approximate: whether first parts of chunks are read alone.
     codec: the name in findings of the lossy codec of the engine's tiers; "" without one.
 
@@ -116,7 +116,7 @@ def demand(
         _check_approximable(formats)
     if codec:
         _demand(path, max_kl, codec, formats)
-    lossy = list(formats) if approximate else [one for one in formats if one.is_quantised]
+    lossy = list(formats) if approximate else [chunk_format for chunk_format in formats if chunk_format.is_quantised]
     if lossy:
         _demand(path, max_kl, FIRST_PARTS if approximate else lossy[0].kind, lossy)
 
@@ -130,11 +130,11 @@ def _demand(path: str, max_kl: float, kind: str, lossy: Sequence[ChunkFormat]) -
             "set judge.verdict to the file"
         )
     verdict = read_verdict(Path(path))
-    for one in lossy:
-        if not any(dim == one.head_dim and count % one.heads == 0 for count, dim in verdict.heads):
+    for chunk_format in lossy:
+        if not any(dim == chunk_format.head_dim and count % chunk_format.heads == 0 for count, dim in verdict.heads):
             raise ConfigError(
-                f"judge.verdict {path} is of {verdict.model}, which has no layers with {one.heads} heads of "
-                f"{one.head_dim}, as this engine has: write one for its model with `kv judge`"
+                f"judge.verdict {path} is of {verdict.model}, which has no layers with {chunk_format.heads} heads of "
+                f"{chunk_format.head_dim}, as this engine has: write one for its model with `kv judge`"
             )
     finding = verdict.of(kind)
     if finding is None:
@@ -147,9 +147,9 @@ def _demand(path: str, max_kl: float, kind: str, lossy: Sequence[ChunkFormat]) -
 
 
 def _check_approximable(formats: Sequence[ChunkFormat]) -> None:
-    for one in formats:
-        if one.kind != "canonical" or one.dtype != "bfloat16":
+    for chunk_format in formats:
+        if chunk_format.kind != "canonical" or chunk_format.dtype != "bfloat16":
             raise ConfigError(
-                f"tiers: approximate needs chunks of bfloat16 in format canonical, and these are {one.dtype} in format "
-                f"{one.kind}: leave out approximate"
+                "tiers: approximate needs chunks of bfloat16 in format canonical, and these are "
+                f"{chunk_format.dtype} in format {chunk_format.kind}: leave out approximate"
             )

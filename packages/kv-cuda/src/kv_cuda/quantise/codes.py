@@ -35,7 +35,7 @@ class Codes:
     def __init__(
         self, exact: ChunkFormat, quantised: ChunkFormat, device: torch.device, *, may_compile: bool = True
     ) -> None:
-        """exact: the canonical format of the same numbers. may_compile: run in C where that is possible."""
+        """exact: the canonical format of the same numbers. may_compile: whether it may run in C where possible."""
         self._exact, self._quantised = exact, quantised
         self._compiled: CompiledCodes | None = None
         if may_compile and device.type == "cpu":
@@ -46,7 +46,7 @@ class Codes:
         self._step = max(1, min(self._planes, _PIECE_NUMBERS.get(device.type, 1 << 20) // numbers))
         self._wide = torch.empty((self._step, *shape), dtype=torch.float32, device=device)
         self._high, self._low = (torch.empty((self._step, *shape[:2]), device=device) for _ in range(2))
-        self._peaks, self._others = (torch.empty((self._step, *shape[1:]), device=device) for _ in range(2))
+        self._peaks, self._scratch = (torch.empty((self._step, *shape[1:]), device=device) for _ in range(2))
         self._peak = torch.empty((), device=device)
         self._channels = shape[1:]
 
@@ -54,8 +54,8 @@ class Codes:
         """Fill a chunk's codes and scales from its numbers, both uint8 of their format's size.
 
         largest: float32 scalar, raised to the chunk's largest magnitude divided by the largest code. The chunk is
-            worthless, and must not be stored, unless that is at most `LARGEST_SCALE`; an infinity or a NaN in the chunk
-            makes it one, too.
+            worthless, and must not be stored, unless that is at most `LARGEST_SCALE`. An infinity or a NaN in the chunk
+            becomes the result.
         """
         if self._compiled is not None:
             self._raise(largest, torch.tensor(self._compiled.encode(exact, quantised)))
@@ -70,9 +70,9 @@ class Codes:
             wide.copy_(numbers[piece])
             if first_tokens:
                 leading[piece] = numbers[piece, :first_tokens]
-                self._raise(largest, torch.amax(self._of_channels(wide[:, :first_tokens]), (0, 1, 2), out=self._peak))
+                self._raise(largest, torch.amax(self._channel_peaks(wide[:, :first_tokens]), (0, 1, 2), out=self._peak))
                 wide[:, :first_tokens] = 0.0
-            peaks = self._of_channels(wide[:, first_tokens:])
+            peaks = self._channel_peaks(wide[:, first_tokens:])
             self._raise(largest, torch.amax(peaks, (0, 1, 2), out=self._peak))
             bits = peaks.view(torch.int32)  # of non-negative numbers: exponents, then mantissas
             bits.bitwise_right_shift_(23).sub_(126).clamp_(*_EXPONENTS)
@@ -95,7 +95,7 @@ class Codes:
             self._compiled.decode(quantised, exact, first_token, last_token)
             return
         tokens = slice(first_token, last_token)
-        as_they_are = slice(first_token, min(last_token, self._quantised.exact_tokens))
+        exact_tokens = slice(first_token, min(last_token, self._quantised.exact_tokens))
         numbers, (codes, scales, leading, exponents) = self._numbers(exact), self._codes(quantised)
         for first in range(0, self._planes, self._step):
             piece = slice(first, min(first + self._step, self._planes))
@@ -107,25 +107,25 @@ class Codes:
             bits.copy_(exponents[piece].view(bits.shape)).add_(127).bitwise_left_shift_(23)
             wide.mul_(peaks.unsqueeze(1))
             numbers[piece, tokens] = wide
-            if as_they_are.start < as_they_are.stop:
-                numbers[piece, as_they_are] = leading[piece, as_they_are]
+            if exact_tokens.start < exact_tokens.stop:
+                numbers[piece, exact_tokens] = leading[piece, exact_tokens]
 
-    def _of_channels(self, wide: torch.Tensor) -> torch.Tensor:
+    def _channel_peaks(self, wide: torch.Tensor) -> torch.Tensor:
         """[planes, heads, head_dim], the largest magnitudes over tokens; in reused scratch memory."""
-        peaks, others = self._peaks[: len(wide)], self._others[: len(wide)]
+        peaks, scratch = self._peaks[: len(wide)], self._scratch[: len(wide)]
         torch.amax(wide, 1, out=peaks)
-        torch.amin(wide, 1, out=others)
-        return torch.maximum(peaks, others.neg_(), out=peaks)
+        torch.amin(wide, 1, out=scratch)
+        return torch.maximum(peaks, scratch.neg_(), out=peaks)
 
     def _level(self, exponents: torch.Tensor) -> None:
-        """Give a head's channels its largest exponent if theirs differ by at most one: scales of rows alone suit that
-        head better. exponents: int32 [planes, heads, head_dim]."""
+        """Give all channels of a head the largest exponent if their exponents differ by at most one: scales of rows
+        alone suit that head better. exponents: int32 [planes, heads, head_dim]."""
         count = len(exponents)
-        top, alike = (scratch[:count, 0].view(torch.int32) for scratch in (self._high, self._low))
+        top, is_level = (scratch[:count, 0].view(torch.int32) for scratch in (self._high, self._low))
         torch.amax(exponents, -1, out=top)
-        torch.amin(exponents, -1, out=alike).sub_(top).add_(2).clamp_(0, 1)
-        step = self._others[:count].view(torch.int32)
-        step.copy_(top.unsqueeze(-1).expand_as(step)).sub_(exponents).mul_(alike.unsqueeze(-1))
+        torch.amin(exponents, -1, out=is_level).sub_(top).add_(2).clamp_(0, 1)
+        step = self._scratch[:count].view(torch.int32)
+        step.copy_(top.unsqueeze(-1).expand_as(step)).sub_(exponents).mul_(is_level.unsqueeze(-1))
         exponents.add_(step)
 
     def _raise(self, largest: torch.Tensor, peak: torch.Tensor) -> None:
@@ -133,22 +133,27 @@ class Codes:
 
     def _numbers(self, exact: torch.Tensor) -> torch.Tensor:
         """[planes, tokens, heads, head_dim]"""
-        described = self._exact
-        shape = (self._planes, described.chunk_tokens, described.heads, described.head_dim)
-        return exact.view(getattr(torch, described.dtype)).view(shape)
+        exact_format = self._exact
+        shape = (self._planes, exact_format.chunk_tokens, exact_format.heads, exact_format.head_dim)
+        return exact.view(getattr(torch, exact_format.dtype)).view(shape)
 
     def _codes(self, quantised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes [planes, tokens, heads, head_dim], scales [planes, tokens, heads], the first tokens unquantised
         [planes, exact tokens, heads, head_dim], and exponents [planes, heads × head_dim]."""
-        described = self._quantised
-        planes = quantised.view(self._planes, described.layer_bytes)
-        rows = (described.chunk_tokens, described.heads)
-        sizes = [described.codes_bytes, described.scales_bytes, described.exact_bytes, described.exponents_bytes]
+        chunk_format = self._quantised
+        planes = quantised.view(self._planes, chunk_format.layer_bytes)
+        rows = (chunk_format.chunk_tokens, chunk_format.heads)
+        sizes = [
+            chunk_format.codes_bytes,
+            chunk_format.scales_bytes,
+            chunk_format.exact_bytes,
+            chunk_format.exponents_bytes,
+        ]
         codes, scales, leading, exponents = torch.split(planes, sizes, 1)
-        channels = described.heads * described.head_dim
-        shape = (described.exact_tokens, *self._channels)
+        channels = chunk_format.heads * chunk_format.head_dim
+        shape = (chunk_format.exact_tokens, *self._channels)
         return (
-            codes.view(getattr(torch, described.dtype)).unflatten(1, (*rows, -1)),  # type: ignore[no-untyped-call]
+            codes.view(getattr(torch, chunk_format.dtype)).unflatten(1, (*rows, -1)),  # type: ignore[no-untyped-call]
             scales.view(torch.float32).unflatten(1, rows),  # type: ignore[no-untyped-call]
             leading.view(getattr(torch, self._exact.dtype)).unflatten(1, shape),  # type: ignore[no-untyped-call]
             exponents[:, :channels].view(torch.int8),

@@ -51,7 +51,7 @@ class QuantisingCopier(AttachesPools):
         *,
         largest_chunk_bytes: int = 0,
     ) -> None:
-        """exact: for the same layout and tensors and its `canonical_format`. device: the tensors'.
+        """exact: the copier for the same layout and tensors and its `canonical_format`. device: the tensors' device.
         largest_chunk_bytes: as for `GpuCopier`.
 
         Raises:
@@ -129,7 +129,7 @@ class _ScaleCheck:
 
 
 class _CheckedEvent:
-    """A store's event. `used`: receives its check once that has been read, for reuse by another store."""
+    """A store's event. used: receives the check once it has been read, for reuse by another store."""
 
     def __init__(self, arrived: Event, check: _ScaleCheck, used: list[_ScaleCheck]) -> None:
         self._arrived, self._check, self._used = arrived, check, used
@@ -217,8 +217,8 @@ class _CopyPipeline:
         """The turn, its staging for exact and for quantised bytes, and the codes that convert them."""
         if self._staging is None:
             exact, quantised = (
-                torch.empty((_STAGED_CHUNKS, _rounded(each.nbytes)), dtype=torch.uint8, device=self._device)
-                for each in (self._exact, self._quantised)
+                torch.empty((_STAGED_CHUNKS, _rounded(chunk_format.nbytes)), dtype=torch.uint8, device=self._device)
+                for chunk_format in (self._exact, self._quantised)
             )
             self._copier.attach_tensor(self._name, exact.view(-1))
             # The memory's previous user may still access it, in its own queue.

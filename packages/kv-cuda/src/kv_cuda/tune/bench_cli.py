@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if device.type != "cuda" or not is_there:
         raise ConfigError(f"--device {args.device}: there is no such GPU; `kv doctor` says what is missing")
     name = torch.cuda.get_device_name(device)
-    kept = _copy_paths(device, name, args) if args.file is None else _file_copy_paths(device, name, args)
-    if kept is not None:
-        print(f"saved in {kept}", file=sys.stderr)
+    path = _copy_paths(device, name, args) if args.file is None else _file_copy_paths(device, name, args)
+    if path is not None:
+        print(f"saved in {path}", file=sys.stderr)
     return 0
 
 
@@ -62,9 +62,9 @@ def _copy_paths(device: "torch.device", name: str, args: argparse.Namespace) -> 
     from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
 
     measured = []
-    for one in measure_copy_paths(device, Sizes()):
-        measured.append(one)
-        _say(one, one.layout, as_json=args.json)
+    for measurement in measure_copy_paths(device, Sizes()):
+        measured.append(measurement)
+        _print_measurement(measurement, measurement.layout, as_json=args.json)
     if args.dry_run:
         return None
     path = copy_paths_file(name)
@@ -81,9 +81,9 @@ def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace
     if isinstance(cufile, NoCuFile):
         print(f"no direct path: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
     measured = []
-    for one in measure_files(device, args.file, cufile):
-        measured.append(one)
-        _say(one, one.directory, as_json=args.json)
+    for measurement in measure_files(device, args.file, cufile):
+        measured.append(measurement)
+        _print_measurement(measurement, measurement.directory, as_json=args.json)
     copy_paths = file_copy_paths_from(measured)
     if args.dry_run or not copy_paths.measured:
         return None
@@ -92,9 +92,10 @@ def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace
     return path
 
 
-def _say(one: "Measured | MeasuredFile", where: str, *, as_json: bool) -> None:
+def _print_measurement(measurement: "Measured | MeasuredFile", label: str, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(asdict(one)), flush=True)
+        print(json.dumps(asdict(measurement)), flush=True)
     else:
-        rate = f"{one.gbps:7.1f} GB/s of {one.limit_gbps:6.1f} ({one.gbps / one.limit_gbps:.2f})"
-        print(f"{one.direction:<6} {one.copy_path:<7} {where:<26} {rate}", flush=True)
+        gbps, limit_gbps = measurement.gbps, measurement.limit_gbps
+        rate = f"{gbps:7.1f} GB/s of {limit_gbps:6.1f} ({gbps / limit_gbps:.2f})"
+        print(f"{measurement.direction:<6} {measurement.copy_path:<7} {label:<26} {rate}", flush=True)

@@ -22,10 +22,10 @@ _ROUNDS = 7
 class Measured:
     """One copy path in one direction, as medians.
 
-    layout: its name.
+    layout: the layout's name.
     run_bytes: length of a contiguous run of bytes.
     gbps: GB/s.
-    limit_gbps: of a plain copy of the same bytes, pinned memory ↔ device.
+    limit_gbps: GB/s of a plain copy of the same bytes, pinned memory ↔ device.
     """
 
     layout: str
@@ -41,7 +41,7 @@ class Measured:
 class Sizes:
     """What is measured: a cache in bfloat16 with 128 elements per head.
 
-    chunks: moved in one call.
+    chunks: chunks moved in one call.
     block_tokens: tokens in a block; each is measured.
     """
 
@@ -88,26 +88,27 @@ def measure_layout(
     device: torch.device, sizes: Sizes, layout: PagedLayout, copy_paths: Sequence[CopyPath]
 ) -> Iterator[Measured]:
     """Both directions of each path through one layout, with random blocks."""
-    described = layout.canonical_format(sizes.chunk_tokens)
+    chunk_format = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
-    pool = pool_to_measure(sizes.chunks * described.nbytes)
-    beside = torch.ones(sizes.chunks * described.nbytes, dtype=torch.uint8, device=device)
-    plan = _plan(layout, sizes, described.nbytes)
-    moved = sizes.chunks * described.nbytes
+    pool = pool_to_measure(sizes.chunks * chunk_format.nbytes)
+    device_memory = torch.ones(sizes.chunks * chunk_format.nbytes, dtype=torch.uint8, device=device)
+    plan = _plan(layout, sizes, chunk_format.nbytes)
+    total_bytes = sizes.chunks * chunk_format.nbytes
     # Chunk by chunk, because the driver copies within one registration only, and a copier registers slices.
-    here, there = (
-        [memory[at : at + described.nbytes] for at in range(0, moved, described.nbytes)] for memory in (pool, beside)
+    host_chunks, device_chunks = (
+        [memory[offset : offset + chunk_format.nbytes] for offset in range(0, total_bytes, chunk_format.nbytes)]
+        for memory in (pool, device_memory)
     )
     for copy_path in copy_paths:
         only = ((0, copy_path),)
-        copier = GpuCopier(layout, list(cache), described, copy_paths=CopyPaths(load=only, store=only))
+        copier = GpuCopier(layout, list(cache), chunk_format, copy_paths=CopyPaths(load=only, store=only))
         copier.attach("pool", pool.numpy().data)
         moves: list[tuple[Direction, Callable[[TransferPlan], object], list[torch.Tensor], list[torch.Tensor]]] = [
-            ("load", lambda plan, copier=copier: copier.load(plan).wait(), there, here),  # type: ignore[misc]
-            ("store", lambda plan, copier=copier: copier.store(plan).wait(), here, there),  # type: ignore[misc]
+            ("load", lambda plan, copier=copier: copier.load(plan).wait(), device_chunks, host_chunks),  # type: ignore[misc]
+            ("store", lambda plan, copier=copier: copier.store(plan).wait(), host_chunks, device_chunks),  # type: ignore[misc]
         ]
         for direction, move, to, origin in moves:
-            ours, limit = paired_s(
+            copier_s, limit_s = paired_s(
                 lambda move=move: move(plan),  # type: ignore[misc]
                 lambda to=to, origin=origin: _copy(to, origin),  # type: ignore[misc]
             )
@@ -116,9 +117,9 @@ def measure_layout(
                 direction,
                 copy_path,
                 copier.run_bytes,
-                described.nbytes,
-                moved / ours / 1e9,
-                moved / limit / 1e9,
+                chunk_format.nbytes,
+                total_bytes / copier_s / 1e9,
+                total_bytes / limit_s / 1e9,
             )
         copier.detach("pool")
 
@@ -128,9 +129,9 @@ def copy_paths_from(measured: Sequence[Measured]) -> CopyPaths:
     tables = {}
     for direction in ("load", "store"):
         rates: dict[int, dict[CopyPath, float]] = {}
-        for one in measured:
-            if one.direction == direction:
-                rates.setdefault(one.run_bytes, {})[one.copy_path] = one.gbps
+        for measurement in measured:
+            if measurement.direction == direction:
+                rates.setdefault(measurement.run_bytes, {})[measurement.copy_path] = measurement.gbps
         tables[direction] = fastest(rates)
     return CopyPaths(**tables)
 
@@ -149,25 +150,26 @@ def _plan(layout: PagedLayout, sizes: Sizes, chunk_bytes: int) -> TransferPlan:
 
 
 def pool_to_measure(nbytes: int) -> torch.Tensor:
-    """Mapped memory as a pool's is, which a copier pins; touched, so that this is not measured."""
+    """Mapped memory like a pool's, which a copier pins. Its pages exist already, so that creating them is not
+    measured."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
 
 
 def _copy(to: Sequence[torch.Tensor], origin: Sequence[torch.Tensor]) -> None:
-    for there, here in zip(to, origin, strict=True):
-        there.copy_(here, non_blocking=True)
+    for target, source in zip(to, origin, strict=True):
+        target.copy_(source, non_blocking=True)
     for device in (to[0].device, origin[0].device):
         if device.type == "cuda":  # its own stream: the current device may be another GPU
             torch.cuda.current_stream(device).synchronize()
 
 
-def paired_s(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
+def paired_s(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
     """Medians of two calls timed alternately."""
     times: tuple[list[float], list[float]] = ([], [])
     for round_number in range(_ROUNDS + 2):
-        for call, kept in zip((ours, theirs), times, strict=True):
+        for call, samples in zip((first, second), times, strict=True):
             start = time.perf_counter()
             call()
             if round_number >= 2:
-                kept.append(time.perf_counter() - start)
+                samples.append(time.perf_counter() - start)
     return statistics.median(times[0]), statistics.median(times[1])

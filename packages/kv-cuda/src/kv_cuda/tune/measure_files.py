@@ -27,8 +27,8 @@ class MeasuredFile:
     """One copy path in one direction, as medians.
 
     gbps: GB/s.
-    limit_gbps: of the same bytes between the files and host memory, bypassing the page cache where the file system
-        can, without checksum or copy.
+    limit_gbps: GB/s of the same bytes between the files and host memory, bypassing the page cache where the file
+        system can, without checksum or copy.
     """
 
     directory: str
@@ -49,12 +49,12 @@ def measure_files(
     """
     sizes = replace(Sizes(), chunks=CHUNKS) if sizes is None else sizes
     try:
-        with tempfile.TemporaryDirectory(prefix="kv-bench-", dir=directory) as made:
+        with tempfile.TemporaryDirectory(prefix="kv-bench-", dir=directory) as temporary:
             copy_paths: list[tuple[FileCopyPath, Files | NoCuFile]] = [("staged", NoCuFile("not requested", ""))]
             if not isinstance(cufile, NoCuFile):
                 copy_paths.append(("direct", cufile))
             for copy_path, files in copy_paths:
-                yield from _measure(device, Path(made) / copy_path, copy_path, files, sizes)
+                yield from _measure(device, Path(temporary) / copy_path, copy_path, files, sizes)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be measured: {error.strerror or error}") from None
 
@@ -62,8 +62,10 @@ def measure_files(
 def file_copy_paths_from(measured: Sequence[MeasuredFile]) -> FileCopyPaths:
     """The faster path for each directory of which both were measured in both directions."""
     rates: dict[str, dict[Direction, dict[FileCopyPath, float]]] = {}
-    for one in measured:
-        rates.setdefault(one.directory, {}).setdefault(one.direction, {})[one.copy_path] = one.gbps
+    for measurement in measured:
+        rates.setdefault(measurement.directory, {}).setdefault(measurement.direction, {})[measurement.copy_path] = (
+            measurement.gbps
+        )
     return FileCopyPaths({
         directory: {direction: max(gbps, key=gbps.__getitem__) for direction, gbps in by_direction.items()}
         for directory, by_direction in rates.items()
@@ -77,38 +79,40 @@ def _measure(
     """Store, then load, by one path."""
     directory = str(path.parent.parent.absolute())
     layout = sizes.layout(16) if 16 in sizes.block_tokens else sizes.layout(sizes.block_tokens[0])
-    described = layout.canonical_format(sizes.chunk_tokens)
+    chunk_format = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
-    slot = PAGE_BYTES + -(-described.nbytes // PAGE_BYTES) * PAGE_BYTES
-    room = [FileExtent(str(path), at * slot + PAGE_BYTES, described.nbytes, None) for at in range(sizes.chunks)]
+    slot = PAGE_BYTES + -(-chunk_format.nbytes // PAGE_BYTES) * PAGE_BYTES
+    extents = [
+        FileExtent(str(path), number * slot + PAGE_BYTES, chunk_format.nbytes, None) for number in range(sizes.chunks)
+    ]
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, sizes.chunks * slot)
     shuffled = torch.randperm(layout.blocks, generator=torch.Generator().manual_seed(7))
     table = shuffled[: sizes.chunks * sizes.chunk_tokens // layout.block_tokens].tolist()
-    moved = sizes.chunks * described.nbytes
-    copier = DirectCopier(make_copier(layout, list(cache), described), described, device, files)
-    plain = _Plain(path, room, slot - PAGE_BYTES)
+    total_bytes = sizes.chunks * chunk_format.nbytes
+    copier = DirectCopier(make_copier(layout, list(cache), chunk_format), chunk_format, device, files)
+    plain_file = _PlainFile(path, extents, slot - PAGE_BYTES)
     try:
-        checksums = copier.store(room, table, block_tokens=layout.block_tokens)
-        plain.read()  # so that its writes below leave the chunks' bytes unchanged
-        written = [replace(extent, checksum=checksum) for extent, checksum in zip(room, checksums, strict=True)]
+        checksums = copier.store(extents, table, block_tokens=layout.block_tokens)
+        plain_file.read()  # so that its writes below leave the chunks' bytes unchanged
+        written = [replace(extent, checksum=checksum) for extent, checksum in zip(extents, checksums, strict=True)]
         moves: list[tuple[Direction, Callable[[], None], Callable[[], None]]] = [
-            ("store", lambda: _store(copier, room, table, layout.block_tokens), plain.write),
-            ("load", lambda: _load(copier, written, table, layout.block_tokens), plain.read),
+            ("store", lambda: _store(copier, extents, table, layout.block_tokens), plain_file.write),
+            ("load", lambda: _load(copier, written, table, layout.block_tokens), plain_file.read),
         ]
-        for direction, ours, theirs in moves:
-            our_s, their_s = paired_s(ours, theirs)
+        for direction, copier_move, plain_move in moves:
+            copier_s, plain_s = paired_s(copier_move, plain_move)
             if (copy_path == "direct") != copier.has_direct_path:
-                return  # it failed, which is logged; the measurement is not of this path
-            ours_gbps, limit_gbps = (moved / seconds / 1e9 for seconds in (our_s, their_s))
-            yield MeasuredFile(directory, direction, copy_path, described.nbytes, ours_gbps, limit_gbps)
+                return  # the path failed, which is logged: other paths were measured in its place
+            gbps, limit_gbps = (total_bytes / seconds / 1e9 for seconds in (copier_s, plain_s))
+            yield MeasuredFile(directory, direction, copy_path, chunk_format.nbytes, gbps, limit_gbps)
     finally:
         copier.close()
-        plain.close()
+        plain_file.close()
 
 
-def _store(copier: DirectCopier, room: Sequence[FileExtent], table: list[int], block_tokens: int) -> None:
-    if None in copier.store(room, table, block_tokens=block_tokens):
+def _store(copier: DirectCopier, extents: Sequence[FileExtent], table: list[int], block_tokens: int) -> None:
+    if None in copier.store(extents, table, block_tokens=block_tokens):
         raise OSError("a chunk could not be written")
 
 
@@ -120,7 +124,7 @@ def _load(copier: DirectCopier, files: Sequence[FileExtent], table: list[int], b
         raise OSError("a chunk could not be read")
 
 
-class _Plain:
+class _PlainFile:
     """All of the chunks' bytes at once between the file and the host."""
 
     def __init__(self, path: Path, extents: Sequence[FileExtent], nbytes: int) -> None:
@@ -129,13 +133,17 @@ class _Plain:
         self._memory = aligned_zeros(len(extents) * nbytes, torch.device("cpu")).view(len(extents), nbytes)
 
     def read(self) -> None:
-        begun = [self._file.read(row, extent.offset) for row, extent in zip(self._memory, self._extents, strict=True)]
-        for transfer in begun:
+        transfers = [
+            self._file.read(row, extent.offset) for row, extent in zip(self._memory, self._extents, strict=True)
+        ]
+        for transfer in transfers:
             transfer.wait()
 
     def write(self) -> None:
-        begun = [self._file.write(row, extent.offset) for row, extent in zip(self._memory, self._extents, strict=True)]
-        for transfer in begun:
+        transfers = [
+            self._file.write(row, extent.offset) for row, extent in zip(self._memory, self._extents, strict=True)
+        ]
+        for transfer in transfers:
             transfer.wait()
 
     def close(self) -> None:

@@ -73,8 +73,8 @@ def copy_runs(to: NDArray[np.int64], origin: NDArray[np.int64], nbytes: int, dev
     from_first, failed_run = ctypes.c_size_t(0), ctypes.c_size_t(0)
     has_failed_run = len(function.argtypes) == 9
     arrays = [column.ctypes.data for column in (to, origin, sizes)]
-    rest = [ctypes.addressof(failed_run)] * has_failed_run
+    extra = [ctypes.addressof(failed_run)] * has_failed_run
     stream = torch.cuda.current_stream(device).cuda_stream
-    status = function(*arrays, count, ctypes.addressof(attributes), ctypes.addressof(from_first), 1, *rest, stream)
+    status = function(*arrays, count, ctypes.addressof(attributes), ctypes.addressof(from_first), 1, *extra, stream)
     if status:
         raise CopyFailed(f"the driver refused a batch of {count} copies: CUresult {status}")

@@ -67,11 +67,11 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
     for number in range(tl.program_id(0), tiles * plane_count, tl.num_programs(0)):
         plane = (first_plane + number // tiles * plane_step).to(tl.int64)
         word = (number % PIECES) * WIDTH + tl.arange(0, WIDTH)
-        of_plane = planes + plane * 4
-        cache = tl.load(of_plane)
-        block_bytes = tl.load(of_plane + 1)
-        token_bytes = tl.load(of_plane + 2)
-        run_words = tl.multiple_of(tl.load(of_plane + 3) // WORD_BYTES, ALIGNED // WORD_BYTES)
+        plane_fields = planes + plane * 4
+        cache = tl.load(plane_fields)
+        block_bytes = tl.load(plane_fields + 1)
+        token_bytes = tl.load(plane_fields + 2)
+        run_words = tl.multiple_of(tl.load(plane_fields + 3) // WORD_BYTES, ALIGNED // WORD_BYTES)
         token = (number % tiles // PIECES) * TILE + tl.arange(0, TILE)
         is_token = token < tokens
         slot = tl.load(slots + token, mask=is_token, other=0)
@@ -79,16 +79,16 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
         place = cache + (slot // BLOCK_TOKENS) * block_bytes + (slot % BLOCK_TOKENS) * token_bytes
         in_chunk = tl.multiple_of(row.to(tl.pointer_type(WORD)), ALIGNED)
         in_engine = tl.multiple_of(place.to(tl.pointer_type(WORD)), ALIGNED)
-        ours = in_chunk[:, None] + word[None, :]
+        chunk_words = in_chunk[:, None] + word[None, :]
         if RUN == ROW:
-            theirs = in_engine[:, None] + word[None, :]
+            engine_words = in_engine[:, None] + word[None, :]
         else:
-            theirs = in_engine[:, None] + ((word // RUN) * run_words + word % RUN)[None, :]
+            engine_words = in_engine[:, None] + ((word // RUN) * run_words + word % RUN)[None, :]
         is_word = is_token[:, None] & (word < ROW)[None, :]
         if TO_ENGINE:
-            tl.store(theirs, tl.load(ours, mask=is_word), mask=is_word)
+            tl.store(engine_words, tl.load(chunk_words, mask=is_word), mask=is_word)
         else:
-            tl.store(ours, tl.load(theirs, mask=is_word), mask=is_word)
+            tl.store(chunk_words, tl.load(engine_words, mask=is_word), mask=is_word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,9 @@ class RowKernel:
 
     def compile(self) -> None:
         """Compile both directions' kernels now, which takes a second, rather than in the first request."""
-        nobody = torch.empty(0, dtype=torch.int64, device=self.planes.device)
+        no_tokens = torch.empty(0, dtype=torch.int64, device=self.planes.device)
         for to_engine in (True, False):
-            self.move(nobody, nobody, base=0, span=(0, self.plane_count, 1), to_engine=to_engine, programs=1)
+            self.move(no_tokens, no_tokens, base=0, span=(0, self.plane_count, 1), to_engine=to_engine, programs=1)
 
     def move(
         self, slots: torch.Tensor, rows: torch.Tensor, *, base: int, span: Span, to_engine: bool, programs: int

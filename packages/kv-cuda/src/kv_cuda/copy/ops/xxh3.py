@@ -47,7 +47,7 @@ _U64: Final = (1 << 64) - 1
 
 def _words(start: int) -> list[int]:
     """Eight words of the secret, from byte `start` on."""
-    return [int.from_bytes(_SECRET[at : at + 8], "little") for at in range(start, start + 64, 8)]
+    return [int.from_bytes(_SECRET[offset : offset + 8], "little") for offset in range(start, start + 64, 8)]
 
 
 _KEYS: Final = np.array(
@@ -77,13 +77,13 @@ def sum_blocks(  # type: ignore[no-untyped-def]  # a kernel's arguments have no 
     stripe = tl.arange(0, 16)
     lane = tl.arange(0, 8)
     in_block = stripe[:, None] * 8 + lane[None, :]
-    there = (block[:, None] * 16 + stripe[None, :] < whole_stripes)[:, :, None] & (lane >= 0)[None, None, :]
+    exists = (block[:, None] * 16 + stripe[None, :] < whole_stripes)[:, :, None] & (lane >= 0)[None, None, :]
     first = tl.multiple_of((chunks + chunk * chunk_bytes).to(tl.pointer_type(tl.int64)), 16)
     places = first + block.to(tl.int64)[:, None, None] * 128 + in_block[None, :, :]
-    data = tl.load(places, mask=there, other=0).to(tl.uint64, bitcast=True)
+    data = tl.load(places, mask=exists, other=0).to(tl.uint64, bitcast=True)
     key = tl.load(keys + stripe[:, None] + lane[None, :]).to(tl.uint64, bitcast=True)
     mixed = data ^ key[None, :, :]
-    product = tl.where(there, (mixed & 0xFFFFFFFF) * (mixed >> 32), 0)
+    product = tl.where(exists, (mixed & 0xFFFFFFFF) * (mixed >> 32), 0)
     # Each lane adds its neighbour's words unchanged.
     even, odd = tl.split(tl.reshape(tl.sum(data, 1), (TILE, 4, 2)))
     total = tl.sum(product, 1) + tl.reshape(tl.join(odd, even), (TILE, 8))
@@ -107,23 +107,23 @@ def fold_blocks(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, 8)
     scramble = tl.load(keys + _SCRAMBLE_KEYS + lane).to(tl.uint64, bitcast=True)
     total = tl.load(keys + _START_KEYS + lane).to(tl.uint64, bitcast=True)
-    of_chunk = sums + chunk * blocks * 8 + lane
+    chunk_sums = sums + chunk * blocks * 8 + lane
     scrambled = blocks - 1
     for start in range(0, scrambled // AHEAD * AHEAD, AHEAD):
         for ahead in tl.static_range(AHEAD):
-            added = tl.load(of_chunk + (start + ahead) * 8).to(tl.uint64, bitcast=True)
+            added = tl.load(chunk_sums + (start + ahead) * 8).to(tl.uint64, bitcast=True)
             total = _scrambled(total + added, scramble)
     for block in range(scrambled // AHEAD * AHEAD, scrambled):
-        total = _scrambled(total + tl.load(of_chunk + block * 8).to(tl.uint64, bitcast=True), scramble)
-    total += tl.load(of_chunk + scrambled * 8).to(tl.uint64, bitcast=True)
+        total = _scrambled(total + tl.load(chunk_sums + block * 8).to(tl.uint64, bitcast=True), scramble)
+    total += tl.load(chunk_sums + scrambled * 8).to(tl.uint64, bitcast=True)
     # The last 64 bytes, which may begin anywhere and may already have been added in part.
     byte = tl.arange(0, 8)
     ends = (chunks + chunk * chunk_bytes + nbytes - 64).to(tl.pointer_type(tl.uint8))
     last_key = tl.load(keys + _LAST_KEYS + lane).to(tl.uint64, bitcast=True)
     shift = (byte * 8).to(tl.uint64)[None, :]
-    own = tl.sum(tl.load(ends + lane[:, None] * 8 + byte[None, :]).to(tl.uint64) << shift, 1)
+    lane_words = tl.sum(tl.load(ends + lane[:, None] * 8 + byte[None, :]).to(tl.uint64) << shift, 1)
     neighbour = tl.sum(tl.load(ends + (lane ^ 1)[:, None] * 8 + byte[None, :]).to(tl.uint64) << shift, 1)
-    mixed = own ^ last_key
+    mixed = lane_words ^ last_key
     total += neighbour + (mixed & 0xFFFFFFFF) * (mixed >> 32)
     tl.store(lanes + chunk * 8 + lane, total.to(tl.int64, bitcast=True))
 
@@ -138,7 +138,7 @@ class ChunkSums:
 
     def __init__(self, device: torch.device, nbytes: int, max_chunks: int) -> None:
         """
-        nbytes: of a chunk. max_chunks: the most in one call.
+        nbytes: size of a chunk. max_chunks: the most chunks in one call.
 
         Raises:
             InputError: the chunks are so small that XXH3 uses another algorithm.
@@ -185,8 +185,8 @@ def _merged(lanes: list[int], nbytes: int) -> bytes:
 def _mixed(lanes: list[int], secret: bytes, start: int) -> int:
     keys = np.frombuffer(secret, "<u8").tolist()
     total = start
-    for at in range(0, 8, 2):
-        product = (lanes[at] ^ keys[at]) * (lanes[at + 1] ^ keys[at + 1])
+    for lane in range(0, 8, 2):
+        product = (lanes[lane] ^ keys[lane]) * (lanes[lane + 1] ^ keys[lane + 1])
         total += (product & _U64) ^ (product >> 64)
     total &= _U64
     total ^= total >> 37
