@@ -62,13 +62,14 @@ def bind_worker(
         return {}
     judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
     share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
-    codec, division, judged = "", None, bound.formats
+    codec, division, judged_formats = "", None, bound.formats
     if calibration is not None:
-        divided = group_layers(bound)
-        division = divide(calibration, divided, stages=share.stages, shards=share.shards)
+        layers_of_groups = group_layers(bound)
+        division = divide(calibration, layers_of_groups, stages=share.stages, shards=share.shards)
         check_calibration(vllm_config, calibration, share)
-        codec, judged = calibration.name, tuple(group.format for group in divided if not group.is_state)
-    demand(judge.verdict, judge.max_kl, judged, approximate=approximate, codec=codec)
+        codec = calibration.name
+        judged_formats = tuple(group.format for group in layers_of_groups if not group.is_state)
+    demand(judge.verdict, judge.max_kl, judged_formats, approximate=approximate, codec=codec)
     fingerprint = fingerprint_of(calibration, bound.fingerprint, division)
     facts = EngineFacts(
         chunk_tokens=settings.chunk_tokens,
@@ -96,9 +97,9 @@ def bind_worker(
         stores=transfer.is_kv_producer,
     )
     places = {
-        id(tensor): LayerPlace(number, at % group.layout.layers)
+        id(tensor): LayerPlace(number, index % group.layout.layers)
         for number, group in enumerate(bound.groups)
-        for at, tensor in enumerate(group.tensors)
+        for index, tensor in enumerate(group.tensors)
     }
     return {name: places[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in places}
 

@@ -17,74 +17,74 @@ Name = tuple[int, Any]
 
 @dataclass(slots=True)
 class _Node:
-    """A chunk's blocks. held: number of our chunks with these blocks. said: whether they were announced to routers."""
+    """A chunk's blocks. held: number of our chunks with these blocks. announced: whether routers know them."""
 
     stored: BlockStored
     held: int = 0
-    said: bool = False
+    announced: bool = False
 
 
 class BlockTree:
-    """Not thread-safe."""
+    """The blocks of the chunks in the pool, by their parents. Not thread-safe."""
 
     def __init__(self) -> None:
         self._nodes: dict[Name, _Node] = {}
-        self._below: dict[Name, set[Name]] = {}  # by the parent, which may be missing
-        self._made: list[BlockStored | BlockRemoved] = []
+        self._children: dict[Name, set[Name]] = {}  # by their parent, which may be missing
+        self._changes: list[BlockStored | BlockRemoved] = []
 
     def take(self) -> list[BlockStored | BlockRemoved]:
         """Changes that have not been announced yet."""
-        made, self._made = self._made, []
-        return made
+        changes, self._changes = self._changes, []
+        return changes
 
     def hold(self, stored: BlockStored) -> None:
-        """A chunk of these blocks is in the pool. Chunks with different tags may be the same blocks in vLLM."""
+        """A chunk with these blocks is in the pool. Chunks with different tags may have the same blocks in vLLM."""
         name, parent = _name(stored), _parent(stored)
         node = self._nodes.get(name)
         if node is None:
             node = self._nodes[name] = _Node(stored)
-            self._below.setdefault(parent, set()).add(name)
+            self._children.setdefault(parent, set()).add(name)
         node.held += 1
-        if not node.said and (stored.parent_block_hash is None or self._is_said(parent)):
-            self._say(name)
+        if not node.announced and (stored.parent_block_hash is None or self._is_announced(parent)):
+            self._announce(name)
 
     def release(self, stored: BlockStored) -> None:
-        """One of the chunks of these blocks has left."""
+        """One of the chunks with these blocks has left the pool."""
         name, parent = _name(stored), _parent(stored)
         node = self._nodes[name]
         node.held -= 1
         if node.held:
             return
-        if node.said:
-            self._unsay(name)
+        if node.announced:
+            self._retract(name)
         del self._nodes[name]
-        self._below[parent].remove(name)
-        if not self._below[parent]:
-            del self._below[parent]
+        self._children[parent].remove(name)
+        if not self._children[parent]:
+            del self._children[parent]
 
-    def _is_said(self, name: Name) -> bool:
-        return name in self._nodes and self._nodes[name].said
+    def _is_announced(self, name: Name) -> bool:
+        return name in self._nodes and self._nodes[name].announced
 
-    def _say(self, top: Name) -> None:
-        """Announce it and the blocks that were waiting for it, parents first."""
-        waiting = [top]
+    def _announce(self, root: Name) -> None:
+        """Announce these blocks and those that were waiting for them, parents first."""
+        waiting = [root]
         while waiting:
             name = waiting.pop()
             node = self._nodes[name]
-            node.said = True
-            self._made.append(node.stored)
-            waiting += self._below.get(name, ())
+            node.announced = True
+            self._changes.append(node.stored)
+            waiting += self._children.get(name, ())
 
-    def _unsay(self, top: Name) -> None:
-        """Retract it and its announced descendants, children first."""
-        found = [top]
-        for name in found:
+    def _retract(self, root: Name) -> None:
+        """Retract these blocks and their announced descendants, children first."""
+        subtree = [root]
+        for name in subtree:
             node = self._nodes[name]
-            node.said = False
-            found += self._below.get(name, ())
-        for name in reversed(found):
+            node.announced = False
+            subtree += self._children.get(name, ())
+        for name in reversed(subtree):
             stored = self._nodes[name].stored
-            self._made.append(BlockRemoved(stored.block_hashes, stored.medium, group_idx=stored.group_idx))
+            self._changes.append(BlockRemoved(stored.block_hashes, stored.medium, group_idx=stored.group_idx))
 
 
 def _name(stored: BlockStored) -> Name:

@@ -104,8 +104,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Raises ConfigError for settings that cannot be honoured: better no engine than one with a different cache."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        given, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
-        self._settings = with_protocol(given)
+        settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
+        self._settings = with_protocol(settings)
         check_parallelism(vllm_config, self._settings)
         self._engine = engine_of(str(transfer.engine_id))
         self._read = request_reader(vllm_config, kv_cache_config, self._settings, self._engine)
@@ -119,7 +119,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_cache_manager: Any = None
         self._held: HeldBlocks | None = None
         self._in_process = in_one_process(vllm_config)
-        self._number = self._acknowledged = 0  # of the last plan received, and the last one reported
+        self._plan_number = self._acknowledged = 0  # numbers of the last plan received, and of the last one reported
         self._sources = HitSources(self._settings)
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config)
@@ -129,7 +129,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._unplanned: set[str] = set()
         self._unanswered: set[str] = set()
         self._step = _NO_PLAN
-        self._handled: BaseException | None = None  # by the engine's caller, when the step began
+        self._caller_error: BaseException | None = None  # which the engine's caller was handling when the step began
         self._has_drafts = draft_model(vllm_config) is not None
         self._summary_at_s = 0.0
         self._figures: SchedulerFigures | WorkerFigures | None = None
@@ -156,11 +156,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step, self._handled = _NO_PLAN, sys.exc_info()[1]
+        self._step, self._caller_error = _NO_PLAN, sys.exc_info()[1]
         if isinstance(connector_metadata, KVTiersMetadata):
             # Also when the cache is off: these requests wait until they are reported.
             self._unanswered.update(connector_metadata.waiting)
-            self._number = connector_metadata.number
+            self._plan_number = connector_metadata.number
             self._layerwise.begin(connector_metadata.layerwise)
             if connector_metadata.to_nodes is not None:
                 self._nodes.hear(connector_metadata.to_nodes)
@@ -243,7 +243,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._follow_weights()
-        tokens = self._known(request)
+        tokens = self._tokens_of(request)
         if isinstance(tokens, Unsure):
             return None, False
         if self._scheduler is None or tokens is None:
@@ -281,20 +281,20 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._held is not None:
             plan = self._held.hold(plan)
         self._unplanned.clear()
-        given = plan if self._in_process else plan.to_plain()
-        return KVTiersMetadata(given, waiting, plan.number, self._promised.to_send(plan), self._nodes.to_send())
+        sent = plan if self._in_process else plan.to_plain()
+        return KVTiersMetadata(sent, waiting, plan.number, self._promised.to_send(plan), self._nodes.to_send())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._worker_said(connector_output.kv_connector_worker_meta)
+        self._handle_report(connector_output.kv_connector_worker_meta)
         self._loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
 
     def has_pending_push_work(self) -> bool:
-        # Else vLLM would become idle before its blocks, or our chunks, are released.
+        # Otherwise vLLM would become idle before its blocks, or our chunks, are released.
         is_waiting = self._promised.are_under_way or self._nodes.has_unsent
         return is_waiting or (self._held is not None and self._held.is_waiting)
 
     def has_pending_block_frees(self) -> bool:
-        return self._held is not None and self._held.will_free()  # vLLM then waits for these and preempts no request
+        return self._held is not None and self._held.will_free()  # vLLM then waits for these blocks, and preempts none
 
     @guarded(_last_events)
     def take_events(self) -> Iterable[BlockStored | BlockRemoved]:
@@ -371,30 +371,30 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if scheduler is not None and stores_behind and (self._in_process or envs.VLLM_ENABLE_V1_MULTIPROCESSING):
             self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
 
-    @guarded(lambda self: self._number)  # off: all copies in flight were awaited, and none has begun since
+    @guarded(lambda self: self._plan_number)  # off: all copies in flight were awaited, and none has begun since
     def _stored_through(self) -> int:
         return 0 if self._worker is None else self._worker.stored_through
 
-    def _worker_said(self, said: Any) -> None:
+    def _handle_report(self, message: Any) -> None:
         """Handle workers' reports, even while the cache is off: workers in other processes may still be reading."""
         try:
-            if isinstance(said, Acknowledged):
-                self._heard(said)
+            if isinstance(message, Acknowledged):
+                self._handle_acknowledged(message)
             worker = self._engine.worker
             is_stepped = bool(self._requests) or envs.VLLM_ENABLE_V1_MULTIPROCESSING
             if worker is not None and not is_stepped and self.has_pending_push_work():
                 # An engine in its caller's process is not stepped without requests, even to get blocks back.
                 worker.finish_stores()
                 rank, report = self._engine.share.rank, worker.take_layerwise(wait=True)
-                self._heard(Acknowledged({rank: worker.stored_through}, {rank: RankAnswer(report)}))
+                self._handle_acknowledged(Acknowledged({rank: worker.stored_through}, {rank: RankAnswer(report)}))
         except Exception as error:  # noqa: BLE001  # as in `guarded`
             self.turn_off(f"giving blocks back raised {type(error).__name__}: {error}", error)
 
-    def _heard(self, said: Acknowledged) -> None:
+    def _handle_acknowledged(self, message: Acknowledged) -> None:
         if self._held is not None:
-            self._held.acknowledge(said.through)
-        self._nodes.heard(said.from_nodes)
-        report = self._promised.heard(said.layerwise)
+            self._held.acknowledge(message.through)
+        self._nodes.heard(message.from_nodes)
+        report = self._promised.heard(message.layerwise)
         if report.ended and not self.off:
             self._loads_ended(report.ended, report.failed)
         elif report.ended and self._scheduler is not None:
@@ -420,7 +420,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tables = blocks.get_block_ids() if num_external_tokens else ()
             self._scheduler.allocated(request.request_id, num_external_tokens, tables)
 
-    def _known(self, request: Any) -> RequestTokens | Unsure | None:
+    def _tokens_of(self, request: Any) -> RequestTokens | Unsure | None:
         if self._sessions.is_another(request):
             self._drop(request.request_id)
         if request.request_id not in self._requests:
@@ -462,15 +462,15 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         are_filled = self._layerwise.forward_ended(self._worker.layers)
         # vLLM also comes here when the forward pass has raised: then its results are not in the blocks.
-        is_computed = are_filled and sys.exc_info()[1] is self._handled
-        self._handled = None
+        is_computed = are_filled and sys.exc_info()[1] is self._caller_error
+        self._caller_error = None
         (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
         self._worker.finish_stores(wait=not self._step.number)
 
     @guarded(always(None))
     def _read_plan(self, metadata: KVTiersMetadata) -> None:
-        if (given := metadata.plan) is not None:
-            self._step = given if isinstance(given, StepPlan) else StepPlan.from_plain(given)
+        if (sent := metadata.plan) is not None:
+            self._step = sent if isinstance(sent, StepPlan) else StepPlan.from_plain(sent)
         elif metadata.number:
             self._step = StepPlan(number=metadata.number)
 

@@ -51,9 +51,9 @@ def with_handover(controls: Controls, params: object, prompt_tokens: int, settin
     if params.get("do_remote_decode") is True:
         return replace(controls, hands_over_tokens=prompt_tokens)
     if params.get("do_remote_prefill") is True:
-        said = params.get("remote_num_tokens")
-        known = said if isinstance(said, int) and not isinstance(said, bool) and said >= 0 else prompt_tokens - 1
-        return replace(controls, awaits_tokens=min(known, prompt_tokens))
+        stated = params.get("remote_num_tokens")
+        is_count = isinstance(stated, int) and not isinstance(stated, bool) and stated >= 0
+        return replace(controls, awaits_tokens=min(stated if is_count else prompt_tokens - 1, prompt_tokens))
     return controls
 
 
@@ -66,9 +66,9 @@ def answer_to_proxy(
     given_tokens: for a request, how many of its first tokens are stored.
     """
     params = request.kv_transfer_params
-    is_asked = isinstance(params, Mapping) and params.get("do_remote_decode") is True
+    is_handed_over = isinstance(params, Mapping) and params.get("do_remote_decode") is True
     has_ended_well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-    if settings.handover.protocol == "never" or not is_asked or not has_ended_well:
+    if settings.handover.protocol == "never" or not is_handed_over or not has_ended_well:
         return None
     if not (stored_tokens := given_tokens(request.request_id)):
         return None

@@ -20,15 +20,15 @@ class HitSources:
     def __init__(self, settings: Settings) -> None:
         """A joined server has its own tiers: those that are named after their type are known here too."""
         types = {str(tier.get("name") or tier["type"]): str(tier["type"]) for tier in settings.tiers}
-        elsewhere = CacheHitSource.EXTERNAL_UNSPECIFIED
-        self._sources = {**_SOURCES, **{name: _SOURCES.get(kind, elsewhere) for name, kind in types.items()}}
+        unspecified = CacheHitSource.EXTERNAL_UNSPECIFIED
+        self._sources = {**_SOURCES, **{name: _SOURCES.get(kind, unspecified) for name, kind in types.items()}}
 
     def of(self, tokens_by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
         """The tokens of a hit by source. If their number is not the one offered, the source is unknown."""
         if tokens != sum(tokens_by_tier.values()):
             return {CacheHitSource.EXTERNAL_UNSPECIFIED: tokens} if tokens else {}
-        found: dict[CacheHitSource, int] = {}
+        tokens_by_source: dict[CacheHitSource, int] = {}
         for tier, count in tokens_by_tier.items():
             source = self._sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
-            found[source] = found.get(source, 0) + count
-        return found
+            tokens_by_source[source] = tokens_by_source.get(source, 0) + count
+        return tokens_by_source

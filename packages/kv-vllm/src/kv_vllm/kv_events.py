@@ -43,7 +43,7 @@ ChunkId = bytes
 
 @dataclass(slots=True)
 class _Chunk:
-    """A chunk that a request was seen with.
+    """A chunk that a request stores or loads.
 
     stored: the events that announce it.
     missing: its keys that have not entered the pool.
@@ -65,7 +65,7 @@ class ChunkEvents:
         shards: Sequence[int] | None = None,
     ) -> None:
         """changes_since: the chunks that entered and left the pool. hash_tokens: tokens that one vLLM hash covers.
-        shards: those that the pool has; None: all."""
+        shards: the shards that the pool holds; None: all."""
         self._groups = shape.chunk.whole_groups
         self._tables = {shape.groups[number].table: shape.groups[number].block_tokens for number in self._groups}
         self._shape = shape
@@ -84,16 +84,16 @@ class ChunkEvents:
                 # Only the engine that a prompt is handed over to can find its partial chunk.
                 for chunk, digest in enumerate(store.digests[: -1 if store.tail_tokens else None]):
                     keys = self._keys(plan.space_id, store.tenant, digest)
-                    if keys and (name := _id_of(keys[0])) not in self._announced and name not in self._expected:
-                        self._expect(name, self._events_of(request, chunk), keys)
+                    if keys and (chunk_id := _id_of(keys[0])) not in self._announced and chunk_id not in self._expected:
+                        self._expect(chunk_id, self._events_of(request, chunk), keys)
         for load in plan.loads:
             if (request := request_of(load.request_id)) is not None:
-                self._follow()  # the chunks that it loads may have left and come back: keep that order
+                self._follow()  # the chunks that are loaded may have left and come back: announce these events in order
                 for chunk, digest in enumerate(load.digests, load.first_chunk):
                     keys = self._keys(plan.space_id, load.tenant, digest)
-                    if keys and (name := _id_of(keys[0])) not in self._announced:
-                        self._expected.pop(name, None)
-                        self._announce(name, self._events_of(request, chunk))
+                    if keys and (chunk_id := _id_of(keys[0])) not in self._announced:
+                        self._expected.pop(chunk_id, None)
+                        self._announce(chunk_id, self._events_of(request, chunk))
 
     def end(self) -> Iterable[BlockStored | BlockRemoved]:
         """Nothing is served from the pool any more."""
@@ -106,68 +106,68 @@ class ChunkEvents:
         return self._tree.take()
 
     def _follow(self) -> None:
-        since = self._changes_since(self._upto)
-        self._upto = since.upto
-        if not since.is_whole:
+        changes = self._changes_since(self._upto)
+        self._upto = changes.upto
+        if not changes.is_whole:
             self._all_left()
-        for change in since.changes:
+        for change in changes.changes:
             if not change.keys:
                 self._all_left()
             for key in change.keys:
-                (self._entered if change.entered else self._left)(key)
+                (self._key_entered if change.entered else self._key_left)(key)
 
-    def _entered(self, key: ChunkKey) -> None:
-        name = _id_of(key)
-        chunk = self._expected.get(name)
+    def _key_entered(self, key: ChunkKey) -> None:
+        chunk_id = _id_of(key)
+        chunk = self._expected.get(chunk_id)
         if chunk is not None:
             chunk.missing.discard(key)
             if not chunk.missing:
-                del self._expected[name]
-                self._announce(name, chunk.stored)
+                del self._expected[chunk_id]
+                self._announce(chunk_id, chunk.stored)
 
-    def _left(self, key: ChunkKey) -> None:
+    def _key_left(self, key: ChunkKey) -> None:
         if key.group in self._groups:
-            name = _id_of(key)
-            self._retract(name)
-            if (chunk := self._expected.get(name)) is not None:
+            chunk_id = _id_of(key)
+            self._retract(chunk_id)
+            if (chunk := self._expected.get(chunk_id)) is not None:
                 chunk.missing.add(key)
 
     def _all_left(self) -> None:
-        for name in list(self._announced):
-            self._retract(name)
-        for name, chunk in self._expected.items():
-            chunk.missing.update(self._keys_of(name))
+        for chunk_id in list(self._announced):
+            self._retract(chunk_id)
+        for chunk_id, chunk in self._expected.items():
+            chunk.missing.update(self._keys_of(chunk_id))
 
-    def _announce(self, name: ChunkId, stored: Sequence[BlockStored]) -> None:
-        self._announced[name] = stored
+    def _announce(self, chunk_id: ChunkId, stored: Sequence[BlockStored]) -> None:
+        self._announced[chunk_id] = stored
         for event in stored:
             self._tree.hold(event)
 
-    def _retract(self, name: ChunkId) -> None:
-        """The chunk has left, but may come back: a step that was planned ahead stores it again."""
-        stored = self._announced.pop(name, None)
+    def _retract(self, chunk_id: ChunkId) -> None:
+        """The chunk has left the pool, but may come back: a step that was planned ahead stores it again."""
+        stored = self._announced.pop(chunk_id, None)
         if stored is None:
             return
         for event in stored:
             self._tree.release(event)
-        self._expect(name, stored, self._keys_of(name))
+        self._expect(chunk_id, stored, self._keys_of(chunk_id))
 
-    def _expect(self, name: ChunkId, stored: Sequence[BlockStored], keys: Iterable[ChunkKey]) -> None:
-        self._expected[name] = _Chunk(stored, set(keys))
+    def _expect(self, chunk_id: ChunkId, stored: Sequence[BlockStored], keys: Iterable[ChunkKey]) -> None:
+        self._expected[chunk_id] = _Chunk(stored, set(keys))
         if len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)
 
     def _keys(self, space_id: bytes, tenant: bytes, digest: bytes) -> list[ChunkKey]:
         return keys_in(space_id, [digest], groups=self._groups, shards=self._shards, tenant=tenant)
 
-    def _keys_of(self, name: ChunkId) -> list[ChunkKey]:
-        space_id, tenant, digest = name[1:17], name[17:24], name[24:]
+    def _keys_of(self, chunk_id: ChunkId) -> list[ChunkKey]:
+        space_id, tenant, digest = chunk_id[1:17], chunk_id[17:24], chunk_id[24:]
         return self._keys(space_id, tenant, digest)
 
     def _events_of(self, request: Any, chunk: int) -> list[BlockStored]:
         chunk_tokens, lora = self._shape.chunk_tokens, request.lora_request
         start = chunk * chunk_tokens
-        made = []
+        events = []
         for table, block_tokens in self._tables.items():
             hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, block_tokens)
             first, end = start // block_tokens, (start + chunk_tokens) // block_tokens
@@ -182,14 +182,14 @@ class ChunkEvents:
                 medium=MEDIUM_CPU,
                 lora_name=None if lora is None else lora.name,
                 extra_keys=to_event_extra_keys(
-                    generate_block_hash_extra_keys(request, at, at + block_tokens, 0)[0]
-                    for at in range(start, start + chunk_tokens, block_tokens)
+                    generate_block_hash_extra_keys(request, token, token + block_tokens, 0)[0]
+                    for token in range(start, start + chunk_tokens, block_tokens)
                 ),
                 group_idx=table,
                 session_id=request.session_id,
             )
-            made.append(event)
-        return made
+            events.append(event)
+        return events
 
 
 def _id_of(key: ChunkKey) -> ChunkId:

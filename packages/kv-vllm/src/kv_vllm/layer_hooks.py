@@ -24,10 +24,10 @@ class LayerHooks:
         self._computes: dict[str, LayerPlace] = {}
 
     def bound(self, places: Mapping[str, LayerPlace]) -> None:
-        """Set the place of each layer, by vLLM's names, those that compute KV before those that share it."""
+        """Set the place of each layer, by vLLM's names, layers that compute KV before layers that share it."""
         self._places = places
-        firsts = {place: name for name, place in reversed(list(places.items()))}
-        self._computes = {name: place for place, name in firsts.items()}
+        first_names = {place: name for name, place in reversed(list(places.items()))}
+        self._computes = {name: place for place, name in first_names.items()}
 
     @guarded(always(None))
     def wait_for(self, layer_name: str) -> None:

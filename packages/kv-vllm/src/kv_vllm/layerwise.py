@@ -25,10 +25,10 @@ from kv_tiers.attach.pools import PoolPart
 class LayerwiseStep:
     """The scheduler's message about layerwise loads with each plan, even to a worker that cannot read the plan.
 
-    blocks: those that this step is to fill.
-    requests: those whose loads are in the plan.
+    blocks: the blocks that this step is to fill.
+    requests: the requests whose layerwise loads are in the plan.
     pool: the part of the pool that the scheduler would promise from; None: workers know it, or nothing is promised.
-    is_planned: the plan has the loads of all these blocks. False: something went wrong after they were promised.
+    is_planned: whether the plan has the loads of all these blocks. False: something failed after they were promised.
     """
 
     blocks: tuple[int, ...] = ()
@@ -39,10 +39,10 @@ class LayerwiseStep:
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer:
-    """One rank's report on them.
+    """One rank's report on layerwise loads.
 
-    report: loads that have ended.
-    ready: how many of each pool's first bytes it can copy from.
+    report: the loads that have ended.
+    ready: for each pool, how many of its first bytes the rank can copy from.
     """
 
     report: LayerwiseReport = NONE_ENDED
@@ -59,15 +59,15 @@ class LayerwisePromised:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._requests: set[str] = set()
-        self._accepted: set[str] = set()  # in this step
-        self._blocks: set[int] = set()  # theirs
+        self._accepted: set[str] = set()  # requests accepted in this step
+        self._blocks: set[int] = set()  # the blocks of these requests
         self._reports = RanksReports()
         self._sent: set[str] = set()
-        self._same = NO_LAYERWISE
+        self._idle_message = NO_LAYERWISE
 
     @property
     def are_under_way(self) -> bool:
-        """Whether chunks are leased until workers report, so that the engine has to go on stepping to get it."""
+        """Whether chunks are leased until workers report, so that the engine has to go on stepping to get reports."""
         return bool(self._sent)
 
     def promise(self, request_id: str, *, is_layerwise: bool) -> None:
@@ -91,13 +91,13 @@ class LayerwisePromised:
         """The message that goes with the plan of the current step."""
         cache, ready = self._engine.cache, self._engine.ready
         pool = None if ready is None or cache is None else ready.wanted(cache.pool.name)
-        if not self._blocks and pool == self._same.pool:
-            return self._same
+        if not self._blocks and pool == self._idle_message.pool:
+            return self._idle_message
         requests = tuple(load.request_id for load in plan.loads if load.extents)
         self._sent.update(requests)
         blocks, self._blocks = tuple(sorted(self._blocks)), set()
         accepted, self._accepted = self._accepted, set()
-        self._same = LayerwiseStep(pool=pool)
+        self._idle_message = LayerwiseStep(pool=pool)
         return LayerwiseStep(blocks, requests, pool, is_planned=accepted.issubset(requests))
 
     def heard(self, answers: Mapping[int, RankAnswer]) -> LayerwiseReport:
@@ -127,7 +127,7 @@ class LayerwiseRank:
         """is_asynchronous: vLLM schedules a step before it knows the outcome of the previous one."""
         self._engine = engine
         self._is_asynchronous = is_asynchronous
-        self._said = RankAnswer()
+        self._last_answer = RankAnswer()
         self._is_planned = True
         self.blocks: set[int] = set()
         self.are_filled: bool | None = None  # not known before the step's forward pass is over
@@ -167,16 +167,16 @@ class LayerwiseRank:
     def news(self) -> RankAnswer | None:
         """The report that the scheduler does not have yet; None: there is none."""
         answer = self._answer()
-        if not answer.report.ended and answer.ready == self._said.ready:
+        if not answer.report.ended and answer.ready == self._last_answer.ready:
             return None
-        self._said = answer
+        self._last_answer = answer
         return answer
 
     @guarded(_given_up)
     def _answer(self) -> RankAnswer:
         worker, pools = self._engine.worker, self._engine.pools
         if worker is None or pools is None:
-            return self._said
+            return self._last_answer
         return RankAnswer(worker.take_layerwise(), pools.ready)
 
     @guarded(lambda self, pool: None)

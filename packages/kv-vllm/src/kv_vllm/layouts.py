@@ -40,26 +40,26 @@ def read_groups(
     if isinstance(needed, Refusal):
         return needed
     groups: list[LayerGroup | StateGroup] = []
-    for each in needed:
-        here = replace(each, names=tuple(name for name in each.names if name in kv_caches))
-        if not here.names:
-            return each.refused("has no cache of its own")
-        for alike in _alike(here, kv_caches):
-            reader = read_states if alike.coverage.kind == "state" else _read_group
-            read = reader(vllm_config, alike, kv_caches, kv_cache_config.num_blocks)
-            if isinstance(read, Refusal):
-                return read
-            groups.append(read)
+    for group_layers in needed:
+        cached_layers = replace(group_layers, names=tuple(name for name in group_layers.names if name in kv_caches))
+        if not cached_layers.names:
+            return group_layers.refused("has no cache of its own")
+        for uniform_layers in _split_by_form(cached_layers, kv_caches):
+            reader = read_states if uniform_layers.coverage.kind == "state" else _read_group
+            group = reader(vllm_config, uniform_layers, kv_caches, kv_cache_config.num_blocks)
+            if isinstance(group, Refusal):
+                return group
+            groups.append(group)
     return groups
 
 
-def _alike(needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor]) -> Iterator[NeededLayers]:
+def _split_by_form(needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor]) -> Iterator[NeededLayers]:
     """Separate layers with different numbers of heads, or different sizes."""
     names: dict[Any, list[str]] = {}
     for name in needed.names:
         tensor = kv_caches[name]
         names.setdefault((tensor.shape, tensor.stride(), tensor.dtype), []).append(name)
-    return (replace(needed, names=tuple(each)) for each in names.values())
+    return (replace(needed, names=tuple(same_form)) for same_form in names.values())
 
 
 def _read_group(
@@ -71,7 +71,7 @@ def _read_group(
     layers = vllm_config.compilation_config.static_forward_context
     tensors = tuple(kv_caches[name] for name in names)
     shape, stride, dtype = tensors[0].shape, tensors[0].stride(), tensors[0].dtype
-    kernel_blocks = shape[0] // blocks  # in each block of the table
+    kernel_blocks = shape[0] // blocks  # the number in each block of the table
     if len(shape) != 4 or shape[0] != kernel_blocks * blocks or spec.block_size % max(1, kernel_blocks):
         return needed.refused(f"has a cache of {tuple(shape)} for {blocks} blocks of {spec.block_size} tokens")
     block_tokens = spec.block_size // kernel_blocks
@@ -123,8 +123,8 @@ def _read_group(
 
 def _numbers(names: Sequence[str]) -> tuple[int, ...]:
     """These layers' numbers in the model, as in model.layers.7.self_attn.attn; () if a name has none or several."""
-    said = [[part for part in name.split(".") if part.isdecimal()] for name in names]
-    return tuple(int(only) for (only,) in said) if all(len(parts) == 1 for parts in said) else ()
+    decimals = [[part for part in name.split(".") if part.isdecimal()] for name in names]
+    return tuple(int(number) for (number,) in decimals) if all(len(parts) == 1 for parts in decimals) else ()
 
 
 def _stored_dtype(kinds: set[str], dtype: torch.dtype, row_dtype: torch.dtype) -> torch.dtype | None:

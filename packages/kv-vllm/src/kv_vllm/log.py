@@ -7,17 +7,17 @@ configured otherwise, our loggers write where vLLM's does, at its level.
 import logging
 from typing import Final
 
-_OURS: Final = ("kv_core", "kv_cuda", "kv_tiers", "kv_vllm")
+_OUR_LOGGERS: Final = ("kv_core", "kv_cuda", "kv_tiers", "kv_vllm")
 
 
 def join_vllm_log() -> None:
     """Idempotent. Does nothing if the root logger or ours have handlers, or vLLM's has none."""
-    theirs = logging.getLogger("vllm")
-    if logging.getLogger().handlers or not theirs.handlers:
+    vllm_logger = logging.getLogger("vllm")
+    if logging.getLogger().handlers or not vllm_logger.handlers:
         return
-    for name in _OURS:
-        ours = logging.getLogger(name)
-        if not ours.handlers:
-            ours.handlers = list(theirs.handlers)
-            ours.setLevel(theirs.level)
-            ours.propagate = False
+    for name in _OUR_LOGGERS:
+        logger = logging.getLogger(name)
+        if not logger.handlers:
+            logger.handlers = list(vllm_logger.handlers)
+            logger.setLevel(vllm_logger.level)
+            logger.propagate = False

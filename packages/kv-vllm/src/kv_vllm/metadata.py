@@ -16,9 +16,9 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
 
     waiting: requests that wait until their load is reported. Sent next to the plan, so that a worker that cannot read
         the plan can answer them too.
-    number: the plan's, `StepPlan.number`, which such a worker acknowledges too.
+    number: the plan's `StepPlan.number`, which such a worker acknowledges too.
     layerwise: the step's layerwise loads, as such a worker needs them, and, for every worker, the scheduler's pool.
-    to_nodes: in an engine over several nodes, the scheduler's message to the others.
+    to_nodes: in an engine over several nodes, the scheduler's message to the other nodes.
     """
 
     plan: Any
@@ -34,7 +34,7 @@ class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engi
 
     through: by rank, the number of the latest plan that was read, together with all before it.
     layerwise: by rank, its report on layerwise loads.
-    from_nodes: in an engine over several nodes, the others' answers.
+    from_nodes: in an engine over several nodes, the other nodes' answers.
     """
 
     through: dict[int, int]

@@ -18,8 +18,8 @@ class NeededLayers:
     """Layers of one of vLLM's groups with one spec: they share a block table, perhaps with layers of other specs.
 
     table: the group's number.
-    names: of the layers that have their own cache.
-    coverage: the part of a prefix that they need.
+    names: the names of the layers that have their own cache.
+    coverage: the part of a prefix that these layers need.
     """
 
     table: int
@@ -38,9 +38,9 @@ def refused(table: int, spec: Any, why: str) -> Refusal:
 def needed_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[NeededLayers] | Refusal:
     """Every layer whose cache a prefix needs, by group and spec.
 
-    layers: vLLM's, by name (`static_forward_context`).
+    layers: vLLM's layers by name (`static_forward_context`).
     """
-    found: list[NeededLayers] = []
+    needed: list[NeededLayers] = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
             continue  # vLLM recreates it from another group after a load
@@ -52,10 +52,10 @@ def needed_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Neede
             coverage = coverage_of(spec)
             if isinstance(coverage, str):
                 return refused(table, spec, coverage)
-            own = tuple(name for name in names if not _shares(layers.get(name)))
-            if coverage is not None and own:
-                found.append(NeededLayers(table, own, spec, coverage))
-    return found or Refusal("this model keeps no KV")
+            own_caches = tuple(name for name in names if not _shares(layers.get(name)))
+            if coverage is not None and own_caches:
+                needed.append(NeededLayers(table, own_caches, spec, coverage))
+    return needed or Refusal("this model keeps no KV")
 
 
 def coverage_of(spec: Any) -> Coverage | str | None:
@@ -116,23 +116,23 @@ def keeps_prompts_only(kv_cache_config: Any) -> bool:
 
 
 def _by_spec(group: Any) -> Iterator[tuple[Any, list[str]]]:
-    """Each spec of a group with the layers that have it. One spec for all, or one for each layer."""
+    """Each spec of a group with the layers that have it. A group has one spec for all layers, or one for each."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
         yield group.kv_cache_spec, list(group.layer_names)
         return
-    alike: list[tuple[Any, list[str]]] = []
+    by_spec: list[tuple[Any, list[str]]] = []
     for name in group.layer_names:
         spec = group.kv_cache_spec.kv_cache_specs.get(name)
         if spec is None:
             continue  # it uses another layer's cache and has no spec
-        names = next((known for other, known in alike if other == spec), None)
+        names = next((known_names for known_spec, known_names in by_spec if known_spec == spec), None)
         if names is None:
-            alike.append((spec, [name]))
+            by_spec.append((spec, [name]))
         else:
             names.append(name)
-    yield from alike
+    yield from by_spec
 
 
 def _shares(layer: Any) -> bool:

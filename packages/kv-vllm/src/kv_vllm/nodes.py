@@ -48,11 +48,11 @@ class NodeMail:
             if share.node and share.is_first_here:
                 self._agent = NodeAgent(share, self._engine.served)
 
-    def hear(self, said: ToNodes) -> None:
+    def hear(self, message: ToNodes) -> None:
         """Handle the message that came with a step's plan, before the plan is executed."""
-        self._engine.agree(said.terms)
+        self._engine.agree(message.terms)
         if self._agent is not None:
-            self._agent.hear(said.messages)
+            self._agent.hear(message.messages)
 
     @guarded(lambda self: () if self._agent is None else self._agent.refuse_all())  # the cache of this node is off
     def answers(self) -> tuple[FromNode, ...]:

@@ -33,7 +33,7 @@ def rank_share(vllm_config: Any) -> RankShare:
     )
     model = vllm_config.model_config
     if draft_model(vllm_config) is not None:
-        distinct = ranks  # its layers are in the chunks too, with other heads
+        distinct = ranks  # the draft model's layers are in the chunks too, with other heads
     elif model.is_hybrid or model.has_inner_state or model.is_attention_free:
         distinct = ranks  # states are divided more finely than attention heads: no two ranks have the same
     elif model.use_mla:
@@ -41,9 +41,9 @@ def rank_share(vllm_config: Any) -> RankShare:
     else:
         distinct = int(model.get_total_num_kv_heads())
         if max(_kv_heads(model.hf_text_config.to_dict()), default=0) > distinct:
-            # Some layers (MiMo-V2's windows) have more heads: ranks with the same in others differ there.
+            # Some layers (MiMo-V2's windows) have more heads: in these, ranks that share heads elsewhere differ.
             distinct = ranks
-    rank, stage = _place(ranks, stages)
+    rank, stage = _rank_and_stage(ranks, stages)
     nodes = int(vllm_config.parallel_config.nnodes_within_dp)
     return share_of(rank, ranks, distinct, stage=stage, stages=stages, nodes=nodes)
 
@@ -75,7 +75,7 @@ def guesses_from_hidden_states(vllm_config: Any) -> bool:
     return speculative is not None and bool(speculative.use_eagle())
 
 
-def _place(ranks: int, stages: int) -> tuple[int, int]:
+def _rank_and_stage(ranks: int, stages: int) -> tuple[int, int]:
     """This process's tensor-parallel rank and its pipeline stage."""
     if ranks == stages == 1:
         return 0, 0
@@ -96,12 +96,12 @@ def replica_of(vllm_config: Any) -> Replica | None:
     Replicas of a host share one private server, which the first of them starts.
     """
     engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    marked = _REPLICA.search(engine_id)
-    if marked is None:
+    match = _REPLICA.search(engine_id)
+    if match is None:
         return None
     local_rank = vllm_config.parallel_config.data_parallel_rank_local
-    leads = int(marked[1]) == 0 if local_rank is None else local_rank == 0
-    return Replica(engine_id[: marked.start()], leads)
+    leads = int(match[1]) == 0 if local_rank is None else local_rank == 0
+    return Replica(engine_id[: match.start()], leads)
 
 
 def check_parallelism(vllm_config: Any, settings: Settings) -> None:

@@ -39,13 +39,13 @@ def made_rotations() -> list[EngineRotation]:
         raise ConfigError("codec kvtc: this vLLM does not say how its models rotate keys; use another codec")
     return [
         EngineRotation(
-            head_dim=int(one.head_size),
-            rotated=int(one.rotary_dim),
-            neighbours=not getattr(one, "is_neox_style", True),  # a class that supports only one way uses this
-            frequencies=_frequencies(one),
+            head_dim=int(embedding.head_size),
+            rotated=int(embedding.rotary_dim),
+            neighbours=not getattr(embedding, "is_neox_style", True),  # a class that supports only one way uses this
+            frequencies=_frequencies(embedding),
         )
-        for one in instances.values()
-        if hasattr(one, "head_size") and hasattr(one, "rotary_dim")
+        for embedding in instances.values()
+        if hasattr(embedding, "head_size") and hasattr(embedding, "rotary_dim")
     ]
 
 

@@ -68,15 +68,15 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
     """The model that vLLM is to serve, and how. kv_scales: a digest of the scales of a quantised cache, if any."""
     model, draft = vllm_config.model_config, draft_model(vllm_config)
     load_format = str(vllm_config.load_config.load_format)
-    # Weights that do not come from the directory of the configuration (an object store) have no name here.
+    # Weights that do not come from the configuration's directory (but from an object store, say) are named separately.
     source = str(getattr(model, "model_weights", "") or model.model)
-    own = getattr(model.hf_config, "quantization_config", None)
-    quantized = own.get("quant_method") if isinstance(own, dict) else None
-    given = getattr(model, "hf_overrides", None)
-    read = {str(key): value for key, value in model.hf_config.to_dict().items()}
+    model_quantization = getattr(model.hf_config, "quantization_config", None)
+    quant_method = model_quantization.get("quant_method") if isinstance(model_quantization, dict) else None
+    overrides = getattr(model, "hf_overrides", None)
+    config = {str(key): value for key, value in model.hf_config.to_dict().items()}
     # A function may change anything, and the model's own file is irrelevant if another was read: then the configuration
     # that vLLM derived is recorded.
-    is_elsewhere = callable(given) or bool(model.hf_config_path) or model.config_format != "auto"
+    is_derived = callable(overrides) or bool(model.hf_config_path) or model.config_format != "auto"
     return ServedModel(
         engine="vllm",
         source=source if load_format in _FROM_THE_MODEL else f"{load_format}:{source}",
@@ -84,34 +84,34 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
         computed_in=str(model.dtype).removeprefix("torch."),
         dummy_seed=model.seed if load_format == "dummy" else None,
         overrides={
-            "configuration": read if is_elsewhere else given,
-            "quantization": model.quantization if model.quantization != quantized else None,
+            "configuration": config if is_derived else overrides,
+            "quantization": model.quantization if model.quantization != quant_method else None,
             # The layers of a draft model are in the chunks too; its weights are named below.
             "draft": [vllm_config.speculative_config.method, draft.model, draft.revision] if draft else None,
             "kv_scales": kv_scales,
             "settings": _settings_that_count(vllm_config),
         },
         max_tokens=model.max_model_len,
-        read_config=read,
+        read_config=config,
         beside=[Beside("draft", str(draft.model), draft.revision)] if draft else (),
     )
 
 
 def _settings_that_count(vllm_config: Any) -> dict[str, object]:
     """The settings that the user has changed, by their names."""
-    found: dict[str, object] = {}
+    changed: dict[str, object] = {}
     for section, fields in COUNTED.items():
         holder = vllm_config.model_config if section == "multimodal_config" else vllm_config
         config = getattr(holder, section, None) if section else vllm_config
-        for name, usual in fields.items():
+        for name, default in fields.items():
             value = getattr(config, name, None)
-            if value and value != usual:
-                found[f"{section}.{name}".lstrip(".")] = value
-    if found.get("load_config.load_format") in ("dummy", "hf"):  # the first is named by its seed; the other is auto
-        del found["load_config.load_format"]
-    if found.get("lora_config.lora_dtype") == vllm_config.model_config.dtype:  # the value that auto resolves to
-        del found["lora_config.lora_dtype"]
+            if value and value != default:
+                changed[f"{section}.{name}".lstrip(".")] = value
+    if changed.get("load_config.load_format") in ("dummy", "hf"):  # the first is named by its seed; the other is auto
+        del changed["load_config.load_format"]
+    if changed.get("lora_config.lora_dtype") == vllm_config.model_config.dtype:  # the value that auto resolves to
+        del changed["lora_config.lora_dtype"]
     scales = "multimodal_config.mm_encoder_fp8_scale_path"
-    if scales in found:
-        found[scales] = hashlib.sha256(Path(str(found[scales])).read_bytes()).hexdigest()
-    return found
+    if scales in changed:
+        changed[scales] = hashlib.sha256(Path(str(changed[scales])).read_bytes()).hexdigest()
+    return changed

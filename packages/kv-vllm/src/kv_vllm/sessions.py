@@ -22,31 +22,32 @@ class Sessions:
         """Whether vLLM restarts the session with a different prompt. Called when vLLM looks the request up, which it
         does only if the request has no blocks.
         """
-        return request.resumable and self._look(request) not in (None, request.num_prompt_tokens)
+        return request.resumable and self._update(request) not in (None, request.num_prompt_tokens)
 
     def follow(self, output: Any, requests: dict[str, tuple[Any, RequestTokens]]) -> list[str]:
         """Give the sessions that continue in this step their longer prompts. Returns those that can no longer be named,
         because media came with their input.
 
         output: vLLM's `SchedulerOutput`.
-        requests: ours, by id.
+        requests: vLLM's and our requests, by id.
         """
         dropped = []
-        for new in output.scheduled_new_reqs:
-            request, known = requests.get(new.req_id, (None, None))
-            if request is None or known is None or not request.resumable:
+        for scheduled in output.scheduled_new_reqs:
+            request, tokens = requests.get(scheduled.req_id, (None, None))
+            if request is None or tokens is None or not request.resumable:
                 continue
-            before = self._look(request)
+            previous_tokens = self._update(request)
             if request.mm_features:
-                dropped.append(new.req_id)
-            elif known.keep_tokens == before:  # else generated tokens are stored as well
-                requests[new.req_id] = (request, replace(known, keep_tokens=request.num_prompt_tokens))
+                dropped.append(scheduled.req_id)
+            elif tokens.keep_tokens == previous_tokens:  # else generated tokens are stored as well
+                requests[scheduled.req_id] = (request, replace(tokens, keep_tokens=request.num_prompt_tokens))
         return dropped
 
     def forget(self, request_id: str) -> None:
         self._prompt_tokens.pop(request_id, None)
 
-    def _look(self, request: Any) -> int | None:
-        before = self._prompt_tokens.get(request.request_id)
+    def _update(self, request: Any) -> int | None:
+        """Note the length of the session's prompt; returns the length noted before."""
+        previous_tokens = self._prompt_tokens.get(request.request_id)
         self._prompt_tokens[request.request_id] = request.num_prompt_tokens
-        return before
+        return previous_tokens

@@ -63,9 +63,9 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are
     def aggregate(self, other: KVConnectorStats) -> "Stats":
         for name, value in other.data.items():
             if name == TIER_TOKENS:
-                mine = self.data.setdefault(name, {})
+                sums = self.data.setdefault(name, {})
                 for tier, tokens in value.items():
-                    mine[tier] = mine.get(tier, 0) + tokens
+                    sums[tier] = sums.get(tier, 0) + tokens
             elif FIGURES[name].kind == "gauge":
                 self.data[name] = value
             else:
@@ -90,12 +90,12 @@ class Changes:
 
     def take(self) -> dict[str, Any]:
         """The figures that have grown; empty if none has, as after most steps."""
-        now = self._read(self._counts)
-        if now == self._before:
+        current = self._read(self._counts)
+        if current == self._before:
             return {}
-        before, self._before = self._before, now
-        grown = zip(self._names, now, before, strict=True)
-        return {name: value - it_was for name, value, it_was in grown if value != it_was}
+        previous, self._before = self._before, current
+        figures = zip(self._names, current, previous, strict=True)
+        return {name: value - old for name, value, old in figures if value != old}
 
 
 class SchedulerFigures:
@@ -107,17 +107,17 @@ class SchedulerFigures:
         self._tokens_by_tier: dict[str, int] = {}
         self._pool_at_s = 0.0
         self._pool_is_old = False
-        self._has_said_on = False
+        self._has_reported_on = False
 
     def take(self) -> Stats | None:
         """None: nothing has changed."""
         data = self._changes.take()
-        if not self._has_said_on:
-            self._has_said_on = True
+        if not self._has_reported_on:
+            self._has_reported_on = True
             data["on"] = 1
-        if (now := self._half.counts.tokens_by_tier) != self._tokens_by_tier:
-            data[TIER_TOKENS] = dict(Counter(now) - Counter(self._tokens_by_tier))
-            self._tokens_by_tier = dict(now)
+        if (tokens_by_tier := self._half.counts.tokens_by_tier) != self._tokens_by_tier:
+            data[TIER_TOKENS] = dict(Counter(tokens_by_tier) - Counter(self._tokens_by_tier))
+            self._tokens_by_tier = dict(tokens_by_tier)
         self._pool_is_old = self._pool_is_old or bool(data)
         if self._pool_is_old:
             data |= self._pool()
@@ -154,7 +154,7 @@ class WorkerFigures:
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The figures as metrics: `vllm:kv_tiers_` and the name, with vLLM's labels. By the `vllm` in their names, vLLM
-    finds those to unregister when an engine has ended, and `LLM.get_metrics` those to return."""
+    finds the metrics to unregister when an engine has ended, and `LLM.get_metrics` the metrics to return."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._figures = {name: self._made(name, figure, labelnames) for name, figure in FIGURES.items()}
+        self._figures = {name: self._make_metric(name, figure, labelnames) for name, figure in FIGURES.items()}
         self._by_tier = self._counter_cls(
             name=f"vllm:{PREFIX}{TIER_TOKENS}",
             documentation=ABOUT_TIER_TOKENS,
@@ -176,17 +176,17 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        known = self._of_engine[engine_idx]
+        metrics = self._of_engine[engine_idx]
         for name, value in transfer_stats_data.items():
             if name == TIER_TOKENS:
                 for tier, tokens in value.items():
                     self._by_tier.labels(*self.per_engine_labelvalues[engine_idx], tier).inc(tokens)
             elif FIGURES[name].kind == "gauge":
-                known[name].set(value)
+                metrics[name].set(value)
             else:
-                known[name].inc(value)
+                metrics[name].inc(value)
 
-    def _made(self, name: str, figure: Figure, labelnames: list[str]) -> Any:
+    def _make_metric(self, name: str, figure: Figure, labelnames: list[str]) -> Any:
         gauge = partial(self._gauge_cls, multiprocess_mode="mostrecent")
         make = self._counter_cls if figure.kind == "counter" else gauge
         return make(name=f"vllm:{PREFIX}{name}", documentation=figure.about, labelnames=labelnames)

@@ -32,13 +32,13 @@ def request_reader(
     and names that are not Unicode.
 
     settings: the defaults of requests.
-    engine: as it is at each call.
+    engine: read anew at each call.
     """
     prompts_only = keeps_prompts_only(kv_cache_config)
-    unasked = chosen(settings, None, "")
-    # If not, the model's pooler may give another result if only the last part of a prompt is computed.
+    default_options = chosen(settings, None, "")
+    # If False, the model's pooler may give another result where only the last part of a prompt is computed.
     pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
-    here = secrets.token_hex(8)  # a client's name for an image is valid only in this engine
+    engine_token = secrets.token_hex(8)  # a client's name for an image is valid only in this engine
 
     def read(request: Any) -> RequestTokens | Unsure | None:
         lora = request.lora_request
@@ -50,31 +50,33 @@ def request_reader(
         adapter = None
         if lora is not None:
             identity = adapter_identity(engine.weights)
-            named = None if lora.load_inplace or identity is None else identity(lora, request.request_id)
-            if not isinstance(named, str):
-                return named
-            adapter = named
-        salt, items = request.cache_salt or None, tuple(_items(request.mm_features, here))
+            identity_or_unsure = None if lora.load_inplace or identity is None else identity(lora, request.request_id)
+            if not isinstance(identity_or_unsure, str):
+                return identity_or_unsure
+            adapter = identity_or_unsure
+        salt, items = request.cache_salt or None, tuple(_items(request.mm_features, engine_token))
         if not _are_unicode(salt, adapter, *(item.content for item in items)):
             return None
-        params, own = request.kv_transfer_params, unasked
+        params, options = request.kv_transfer_params, default_options
         if params is not None:
-            own = chosen(settings, params, request.request_id, tiers=() if engine.cache is None else engine.cache.tiers)
+            options = chosen(
+                settings, params, request.request_id, tiers=() if engine.cache is None else engine.cache.tiers
+            )
         return RequestTokens(
             request_id=request.request_id,
             tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
-            keep_tokens=sys.maxsize if own.save_decode and not prompts_only else request.num_prompt_tokens,
+            keep_tokens=sys.maxsize if options.save_decode and not prompts_only else request.num_prompt_tokens,
             salt=salt,
             lora=adapter,
             items=items,
-            controls=with_handover(own.controls, params, request.num_prompt_tokens, settings),
+            controls=with_handover(options.controls, params, request.num_prompt_tokens, settings),
         )
 
     return read
 
 
 def _are_unicode(*names: str | bytes | None) -> bool:
-    """A name that came from the system, as a file's does, may have parts that are no characters."""
+    """Whether these names are valid Unicode. A name that came from the system, such as a file's, need not be."""
     try:
         "".join(name for name in names if isinstance(name, str)).encode()
     except UnicodeEncodeError:
@@ -82,10 +84,10 @@ def _are_unicode(*names: str | bytes | None) -> bool:
     return True
 
 
-def _items(features: Any, here: str) -> Iterator[Item]:
+def _items(features: Any, engine_token: str) -> Iterator[Item]:
     for feature in features or ():
-        # A client may give its own name (`uuid`) to an item, and another client may later give that name to a different
-        # one, which neither another engine nor this one after a restart can detect.
+        # A client may give its own name (`uuid`) to an item, and another client may later give the same name to a
+        # different item, which neither another engine nor this one after a restart can detect.
         is_digest = _DIGEST.fullmatch(feature.mm_hash or feature.identifier) is not None
-        name = feature.identifier if is_digest else f"{feature.identifier}@{here}"
+        name = feature.identifier if is_digest else f"{feature.identifier}@{engine_token}"
         yield Item(name, feature.mm_position.offset, feature.mm_position.length)

@@ -72,7 +72,7 @@ class Weights(EngineWeights):
     """The weights of a vLLM engine."""
 
     def __init__(self, space: LiveKeySpace, vllm_config: Any, requests: dict[str, tuple[Any, RequestTokens]]) -> None:
-        """requests: of this engine, vLLM's and ours, by id."""
+        """requests: this engine's requests, vLLM's and ours, by id."""
         super().__init__(space)
         self._requests = requests
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -94,15 +94,15 @@ class Weights(EngineWeights):
                 self.adapters.loaded_again(lora.lora_int_id, lora.lora_name, os.path.expanduser(lora.lora_path))
                 self._leave_out(lora.lora_int_id)
             elif lora is not None and os.path.isdir(os.path.expanduser(lora.lora_path)):
-                # Seen now: its first request may come long after its files were written over. One of a hub is not:
-                # vLLM is about to fetch it.
+                # Examined now: its first request may come long after its files were written over. An adapter of a hub
+                # is not examined yet: vLLM is about to fetch it.
                 self.adapter(lora)
         else:
             self.identity.changed(f"vLLM's workers did {name}")
 
     def _leave_out(self, number: int) -> None:
-        """Requests that are named by the content of the adapter of this number go on with another one: from now on
-        nothing is loaded or stored for them."""
+        """The adapter with this number was replaced while requests are named by its old content: from now on nothing is
+        loaded or stored for these requests."""
         for request_id, (request, tokens) in self._requests.items():
             if tokens.lora is not None and request.lora_request.lora_int_id == number:
                 controls = replace(tokens.controls, loads=False, stores=False)
@@ -132,7 +132,7 @@ def note_resets(kv_cache_manager: Any, engine: Engine) -> None:
         is_empty, half, weights = reset(), engine.scheduler, engine.weights
         if is_empty and half is not None and weights is not None and not engine.off:
             try:
-                weights.follow(half)  # first: blocks of weights from before a change are what vLLM has just forgotten
+                weights.follow(half)  # first: vLLM has just forgotten the blocks of weights from before a change
                 half.engine_emptied()
             except Exception as error:  # noqa: BLE001  # as in `guarded`
                 engine.turn_off(f"noting vLLM's reset raised {type(error).__name__}: {error}", error)
@@ -155,15 +155,15 @@ def _watch(vllm_config: Any) -> None:
         def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
             if _leaves_weights_alone(self, method) and method != "add_lora":
                 return call(self, method, *args, **kwargs)
-            given = kwargs.get("args", args[1] if len(args) > 1 else ())
+            call_args = kwargs.get("args", args[1] if len(args) > 1 else ())
             if method == "add_lora":  # a later change of the files may or may not be loaded
-                _tell(self, method, given)
+                _notify(self, method, call_args)
                 return call(self, method, *args, **kwargs)
             try:
                 return call(self, method, *args, **kwargs)
             finally:
-                # Even if it failed: some workers may have done it. After the call, because steps are planned after it.
-                _tell(self, method, given)
+                # Even if the call failed: some workers may have done it. Notified after it, as steps are planned then.
+                _notify(self, method, call_args)
 
         collective_rpc._kv_watched = True  # type: ignore[attr-defined]
         executor.collective_rpc = collective_rpc
@@ -192,13 +192,13 @@ def declared_calls(extension: str) -> frozenset[str]:
         return frozenset()
 
 
-def _tell(executor: Any, method: object, args: Any) -> None:
+def _notify(executor: Any, method: object, args: Any) -> None:
     try:
         transfer = executor.vllm_config.kv_transfer_config  # None: an engine without a connector in the same process
-        watching = None if transfer is None else _WATCHES.get(str(transfer.engine_id))
-        if watching is not None:
-            watching.called(method, tuple(args))
+        weights = None if transfer is None else _WATCHES.get(str(transfer.engine_id))
+        if weights is not None:
+            weights.called(method, tuple(args))
     except Exception as error:  # noqa: BLE001  # the engine's own call must not fail because of us
         _log.exception("a call to vLLM's workers was not understood, so no stored chunk may be used: %s", error)
-        for each in list(_WATCHES.values()):
-            each.identity.changed("a call to vLLM's workers was not understood")
+        for weights in list(_WATCHES.values()):
+            weights.identity.changed("a call to vLLM's workers was not understood")
