@@ -22,10 +22,10 @@ class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ByteCoder:
-    """Safe to call from several threads at once."""
+    """Codes bytes as frames. Safe to call from several threads at once."""
 
     def __init__(self, codec: str) -> None:
-        """codec: the one that needs it, for the error.
+        """codec: the codec that needs the coder, for the error.
 
         Raises:
             ConfigError: the package zstandard is not installed.
@@ -42,11 +42,11 @@ class ByteCoder:
             write_content_size=1,
             write_checksum=0,
         )
-        self._mine = Contexts(self._zstandard, parameters, FRAME_SYMBOLS)
+        self._contexts = Contexts(self._zstandard, parameters, FRAME_SYMBOLS)
 
     def encode(self, symbols: Bytes) -> bytes:
-        """A frame of at most `FRAME_SYMBOLS`."""
-        frame: bytes = self._mine.compressor.compress(symbols)
+        """The frame of at most `FRAME_SYMBOLS` symbols."""
+        frame: bytes = self._contexts.compressor.compress(symbols)
         return frame
 
     def decode(self, frame: memoryview | Bytes, symbols: int) -> Bytes:
@@ -54,13 +54,13 @@ class ByteCoder:
         memory that it names.
 
         Raises:
-            CodecError: it is not a frame of that many symbols.
+            CodecError: the bytes are not a frame of that many symbols.
         """
         try:
-            said = self._zstandard.get_frame_parameters(frame)
-            if said.content_size != symbols or said.window_size > FRAME_SYMBOLS:
-                raise CodecError(f"a frame of {said.content_size} bytes instead of {symbols}")
-            decoded = self._mine.decompressor.decompress(frame, max_output_size=symbols, allow_extra_data=False)
+            header = self._zstandard.get_frame_parameters(frame)
+            if header.content_size != symbols or header.window_size > FRAME_SYMBOLS:
+                raise CodecError(f"a frame of {header.content_size} bytes instead of {symbols}")
+            decoded = self._contexts.decompressor.decompress(frame, max_output_size=symbols, allow_extra_data=False)
         except self._zstandard.ZstdError as error:
             raise CodecError(f"not a zstd frame: {error}") from error
         if len(decoded) != symbols:

@@ -1,6 +1,6 @@
 """Caches whose tiers use the codec `kvtc`: which calibration, and how such caches are separated from all others.
 
-What an engine loads from such a tier is an approximation, and so is what it computes behind it. So the calibration's
+What an engine loads from such a tier is an approximation, and so is what it computes from that. So the calibration's
 name is part of the fingerprint of the engine's chunks, as the kind of a format is: keys, headers, pools and namespaces
 of tiers differ from those of exact caches and of other calibrations (docs/adr/0034).
 """
@@ -22,16 +22,16 @@ def calibration_of(tiers: Sequence[Mapping[str, object]]) -> Calibration | None:
     Raises:
         ConfigError: the file cannot be used, or two tiers name different ones.
     """
-    found = {one.id: one for one in map(read_calibration, dict.fromkeys(_paths(tiers)))}
-    if len(found) > 1:
+    by_id = {calibration.id: calibration for calibration in map(read_calibration, dict.fromkeys(_paths(tiers)))}
+    if len(by_id) > 1:
         raise ConfigError("tiers: all that use codec kvtc must name the same calibration")
-    return next(iter(found.values()), None)
+    return next(iter(by_id.values()), None)
 
 
 def fingerprint_of(calibration: Calibration | None, fingerprint: str, division: Division | None = None) -> str:
     """The fingerprint of chunks that may have been through tiers with this calibration.
 
-    fingerprint: of their format.
+    fingerprint: the fingerprint of their format.
     division: how they divide the calibration's model.
     """
     words = [] if calibration is None else [calibration.name]

@@ -26,10 +26,10 @@ from kv_tiers.codecs.rotation import Frequencies, Numbers
 _MAGIC: Final = b"kv-kvtc\n"
 VERSION: Final = 2
 VERSION_FOR_RANKS: Final = 3
-"""Of a file whose blocks are smaller than usual, so that ranks have whole ones; the file contains their size."""
+"""The version of a file whose blocks are smaller than usual, so that ranks have whole blocks; it has their size."""
 VERSION_FOR_ORDER: Final = 4
-"""Of a file for a model that does not turn the halves of whole heads; the file contains what is turned, and the size of
-blocks."""
+"""The version of a file for a model that does not turn the halves of whole heads; it contains what is turned, and the
+size of blocks."""
 _TURNING: Final = ("rotated", "neighbours")
 _HEAD: Final = struct.Struct("<8sII")
 _DIGEST_BYTES: Final = 32
@@ -40,7 +40,7 @@ ITEMSIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 BLOCK_CHANNELS: Final = 192
 """The most channels that are transformed together: more would gain a few per cent, and time grows with them."""
 _MOST_CHANNELS: Final = 256
-"""The most for channels of one head, because its halves apart take 5 % more bytes at a third more divergence."""
+"""The most channels of a block of one head, because its halves apart take 5 % more bytes at a third more divergence."""
 MATRIX_BITS: Final = 14
 """Fractional bits of the forward matrices."""
 _LARGEST_ROW: Final = 1.125
@@ -61,11 +61,11 @@ def block_channels(heads: int, head_dim: int) -> int:
 class Shape:
     """What a calibration is for.
 
-    model: as it was named.
-    dtype: of the stored KV.
-    heads, head_dim: of keys and of values, in every layer.
+    model: the model's name.
+    dtype: the dtype of the stored KV.
+    heads, head_dim: the shape of keys and of values, in every layer.
     max_tokens: the longest prompt.
-    step: of a symbol, in standard deviations of all of a layer's keys, or values.
+    step: the step of a symbol, in standard deviations of all of a layer's keys, or values.
     tables: for each layer, which frequencies rotate its keys.
     block_channels: how many adjacent channels of a plane are transformed together: an even divisor of their number. 0:
         as many as are worthwhile.
@@ -112,15 +112,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Calibration:
-    """shape: what it is for.
+    """A model's principal components.
 
-    frequencies: [tables, head_dim / 2].
-    means: of keys at position 0 and of values, [blocks, channels].
+    shape: what the calibration is for.
+    frequencies: radians per token, [tables, head_dim / 2].
+    means: the means of keys at position 0 and of values, [blocks, channels].
     forward: channels to components, in units of 2 ** -`MATRIX_BITS`, [blocks, components, channels], int16.
-    backward: its inverse, [blocks, channels, components], int8.
-    scales: of each channel of `backward`, by which whole steps become numbers, [blocks, channels].
-    deviations: of each component, [blocks, components].
-    widths: of a step, [blocks].
+    backward: the inverse of `forward`, [blocks, channels, components], int8.
+    scales: for each channel of `backward`, the factor by which whole steps become numbers, [blocks, channels].
+    deviations: the standard deviation of each component, [blocks, components].
+    widths: the width of a step, [blocks].
     """
 
     shape: Shape
@@ -135,20 +136,20 @@ class Calibration:
     @property
     def content(self) -> bytes:
         """The file, without the digest at its end."""
-        described = {name: getattr(self.shape, name) for name in Shape.__slots__}
+        description = {name: getattr(self.shape, name) for name in Shape.__slots__}
         version = VERSION_FOR_ORDER
         if self.shape.order.is_usual:
             is_usual = self.shape.block_channels == block_channels(self.shape.heads, self.shape.head_dim)
             version = VERSION if is_usual else VERSION_FOR_RANKS
             for name in (*_TURNING, "block_channels") if is_usual else _TURNING:
-                del described[name]
-        text = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
+                del description[name]
+        text = json.dumps(description, separators=(",", ":"), sort_keys=True).encode()
         arrays = (self.frequencies, *self._by_block)
         types = _layout(self.shape)
-        packed = [np.ascontiguousarray(one, dtype) for one, (dtype, _) in zip(arrays, types, strict=True)]
-        assert [one.shape for one in packed] == [shape for _, shape in types]
+        packed = [np.ascontiguousarray(array, dtype) for array, (dtype, _) in zip(arrays, types, strict=True)]
+        assert [array.shape for array in packed] == [shape for _, shape in types]
         head = _HEAD.pack(_MAGIC, version, len(text))
-        return b"".join([head, text, *(one.tobytes() for one in packed)])
+        return b"".join([head, text, *(array.tobytes() for array in packed)])
 
     @cached_property
     def id(self) -> bytes:
@@ -156,13 +157,13 @@ class Calibration:
 
     @property
     def name(self) -> str:
-        """Its name in fingerprints and in the judge's findings."""
+        """The calibration's name in fingerprints and in the judge's findings."""
         return f"kvtc-{self.id.hex()}"
 
     def write(self, path: Path) -> None:
         """
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         content = self.content
         path.write_bytes(content + hashlib.sha256(content).digest())
@@ -173,11 +174,10 @@ class Calibration:
         return self.means, self.forward, self.backward, self.scales, self.deviations, self.widths
 
     def part(self, layers: Sequence[int], heads: range) -> "Calibration":
-        """The part for some layers, in this order, and some heads: a calibration like any other, with a name of its
-        own.
+        """The part for some layers, in this order, and some heads: a calibration like any other, with its own name.
 
         Raises:
-            ConfigError: channels of other heads are transformed together with these.
+            ConfigError: channels of other heads are transformed together with channels of these.
         """
         shape = self.shape
         if tuple(layers) == tuple(range(shape.layers)) and heads == range(shape.heads):
@@ -193,8 +193,11 @@ class Calibration:
         tables = [shape.tables[layer] for layer in layers]
         used = list(dict.fromkeys(tables))
         blocks = slice(first // channels, end // channels)
-        cut = [one.reshape(PARTS, shape.layers, -1, *one.shape[1:])[:, list(layers), blocks] for one in self._by_block]
-        its_shape = replace(
+        cuts = [
+            array.reshape(PARTS, shape.layers, -1, *array.shape[1:])[:, list(layers), blocks]
+            for array in self._by_block
+        ]
+        part_shape = replace(
             shape,
             layers=len(tables),
             heads=len(heads),
@@ -202,9 +205,12 @@ class Calibration:
             block_channels=channels,
         )
         return Calibration(
-            its_shape,
+            part_shape,
             self.frequencies[used],
-            *(some.reshape(its_shape.blocks, *one.shape[1:]) for some, one in zip(cut, self._by_block, strict=True)),
+            *(
+                cut.reshape(part_shape.blocks, *array.shape[1:])
+                for cut, array in zip(cuts, self._by_block, strict=True)
+            ),
         )
 
 
@@ -230,27 +236,27 @@ def read_calibration(path: str | Path) -> Calibration:
             text = file.read(text_bytes)
             shape = _shape(text, where, version)
             layout = _layout(shape)
-            wanted = _HEAD.size + text_bytes + sum(_nbytes(*one) for one in layout) + _DIGEST_BYTES
-            if size != wanted:
-                raise ConfigError(f"{where}: it has {size} bytes instead of {wanted}")
-            rest = file.read(wanted)
+            expected_bytes = _HEAD.size + text_bytes + sum(_nbytes(*spec) for spec in layout) + _DIGEST_BYTES
+            if size != expected_bytes:
+                raise ConfigError(f"{where}: it has {size} bytes instead of {expected_bytes}")
+            body = file.read(expected_bytes)
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}") from error
-    digest = hashlib.sha256(head + text + rest[:-_DIGEST_BYTES]).digest()
-    if digest != rest[-_DIGEST_BYTES:]:
+    digest = hashlib.sha256(head + text + body[:-_DIGEST_BYTES]).digest()
+    if digest != body[-_DIGEST_BYTES:]:
         raise ConfigError(f"{where}: its checksum is wrong; it is damaged")
     arrays: list[Any] = []
-    at = 0
+    offset = 0
     for dtype, dimensions in layout:
-        arrays.append(np.frombuffer(rest, dtype, math.prod(dimensions), at).reshape(dimensions))
-        at += _nbytes(dtype, dimensions)
-    read = Calibration(shape, *arrays)
-    if not all(np.isfinite(array).all() for array in arrays) or not (read.widths > 0).all():
+        arrays.append(np.frombuffer(body, dtype, math.prod(dimensions), offset).reshape(dimensions))
+        offset += _nbytes(dtype, dimensions)
+    calibration = Calibration(shape, *arrays)
+    if not all(np.isfinite(array).all() for array in arrays) or not (calibration.widths > 0).all():
         raise ConfigError(f"{where}: it has numbers that are not finite, or widths that are not positive")
-    norms = np.square(read.forward.astype(np.float64)).sum(2).max()
+    norms = np.square(calibration.forward.astype(np.float64)).sum(2).max()
     if norms > (_LARGEST_ROW * (1 << MATRIX_BITS)) ** 2:
         raise ConfigError(f"{where}: its components are not close to orthonormal")
-    return read
+    return calibration
 
 
 def _layout(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
@@ -274,32 +280,32 @@ def _nbytes(dtype: str, dimensions: tuple[int, ...]) -> int:
 def _shape(text: bytes, where: str, version: int) -> Shape:
     for_ranks, for_order = version == VERSION_FOR_RANKS, version == VERSION_FOR_ORDER
     try:
-        said: Any = json.loads(text)
-        if ("block_channels" in said) != (for_ranks or for_order):
+        fields: Any = json.loads(text)
+        if ("block_channels" in fields) != (for_ranks or for_order):
             raise ValueError("block_channels")
-        if any((name in said) != for_order for name in _TURNING):
+        if any((name in fields) != for_order for name in _TURNING):
             raise ValueError("rotated")
-        shape = Shape(**{**said, "tables": tuple(said["tables"])})
-        whole = {name: getattr(shape, name) for name in ("layers", "heads", "head_dim", "max_tokens")}
-        whole |= {"tables": len(shape.tables)}
-        if not all(type(value) is int and 0 < value <= _LIMITS[name] for name, value in whole.items()):
-            raise ValueError(f"sizes {whole}")
+        shape = Shape(**{**fields, "tables": tuple(fields["tables"])})
+        sizes = {name: getattr(shape, name) for name in ("layers", "heads", "head_dim", "max_tokens")}
+        sizes |= {"tables": len(shape.tables)}
+        if not all(type(value) is int and 0 < value <= _LIMITS[name] for name, value in sizes.items()):
+            raise ValueError(f"sizes {sizes}")
         if not all(type(table) is int and 0 <= table < len(shape.tables) for table in shape.tables):
             raise ValueError("tables")
         if shape.dtype not in ITEMSIZES or shape.head_dim % 2 or len(shape.tables) != shape.layers:
             raise ValueError("shape")
-        turned, neighbours = shape.rotated, shape.neighbours
-        if type(turned) is not int or not 0 < turned <= shape.head_dim or turned % 2 or type(neighbours) is not bool:
+        rotated, neighbours = shape.rotated, shape.neighbours
+        if type(rotated) is not int or not 0 < rotated <= shape.head_dim or rotated % 2 or type(neighbours) is not bool:
             raise ValueError("rotated")
-        if for_order and (said["rotated"] == 0 or shape.order.is_usual):
+        if for_order and (fields["rotated"] == 0 or shape.order.is_usual):
             raise ValueError("rotated")  # such a file has another version
         block = shape.block_channels
         is_even_part = type(block) is int and 0 < block <= _MOST_CHANNELS and block % 2 == 0
         if not is_even_part or shape.heads * shape.head_dim % block:
             raise ValueError("block_channels")
-        if for_order and said["block_channels"] == 0:
+        if for_order and fields["block_channels"] == 0:
             raise ValueError("block_channels")
-        if for_ranks and said["block_channels"] in (0, block_channels(shape.heads, shape.head_dim)):
+        if for_ranks and fields["block_channels"] in (0, block_channels(shape.heads, shape.head_dim)):
             raise ValueError("block_channels")  # such a file has the other version
         if type(shape.step) is not float or not 0 < shape.step < 1000 or not isinstance(shape.model, str):
             raise ValueError("step")

@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ChannelOrder:
-    """rotated: how many of a head's elements are turned, the first ones; even. neighbours: 2 j with 2 j + 1, and not
-    j with j + rotated / 2."""
+    """The order of a head's channels.
+
+    rotated: how many of a head's first elements are turned; even.
+    neighbours: whether element 2 j is turned with 2 j + 1, and not j with j + rotated / 2.
+    """
 
     head_dim: int
     rotated: int
@@ -23,29 +26,29 @@ class ChannelOrder:
 
     @property
     def is_usual(self) -> bool:
-        """Kernels take such keys as they are."""
+        """Whether kernels take such keys without reordering."""
         return self.rotated == self.head_dim and not self.neighbours
 
     def ordered(self, stored: NDArray[Any], out: NDArray[Any]) -> None:
-        """From a model's order to that of kernels. Both [..., head_dim]."""
-        for there, here in self._moves():
-            out[..., there] = stored[..., here]
+        """Copy channels from the model's order to that of kernels. Both [..., head_dim]."""
+        for kernel, model in self._moves():
+            out[..., kernel] = stored[..., model]
 
     def restored(self, ordered: NDArray[Any], out: NDArray[Any]) -> None:
-        """The reverse."""
-        for there, here in self._moves():
-            out[..., here] = ordered[..., there]
+        """The reverse of `ordered`."""
+        for kernel, model in self._moves():
+            out[..., model] = ordered[..., kernel]
 
     def _moves(self) -> list[tuple[slice, slice]]:
-        """Where runs of channels are in the order of kernels, and where in the model's."""
+        """Where runs of channels are in the order of kernels, and where in the model's order."""
         half, turned, end = self.head_dim // 2, self.rotated // 2, self.head_dim
-        left = self.rotated + half - turned
-        firsts, seconds = slice(0, turned), slice(turned, self.rotated)
+        middle = self.rotated + half - turned
+        first_elements, second_elements = slice(0, turned), slice(turned, self.rotated)
         if self.neighbours:
-            firsts, seconds = slice(0, self.rotated, 2), slice(1, self.rotated, 2)
+            first_elements, second_elements = slice(0, self.rotated, 2), slice(1, self.rotated, 2)
         return [
-            (slice(0, turned), firsts),
-            (slice(turned, half), slice(self.rotated, left)),
-            (slice(half, half + turned), seconds),
-            (slice(half + turned, end), slice(left, end)),
+            (slice(0, turned), first_elements),
+            (slice(turned, half), slice(self.rotated, middle)),
+            (slice(half, half + turned), second_elements),
+            (slice(half + turned, end), slice(middle, end)),
         ]

@@ -1,7 +1,7 @@
 """The kernels in C, from a library that this package's build compiles if there is a compiler.
 
-The sources are those in C in this folder, of which `int8.c` and `copies.c` are for `kv_cuda`, which finds them by the
-entry point `kv_cuda.kernels`.
+The sources are the C files in this folder. Two of them, `int8.c` and `copies.c`, are for `kv_cuda`, which finds their
+functions by the entry point `kv_cuda.kernels`.
 
 They are called through ctypes, which releases the interpreter's lock during a call. Every array is passed with its
 size, and the C functions compare all sizes before they touch anything.
@@ -28,9 +28,9 @@ _log = limited_logger(__name__)
 
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
-"""In the order in which `hatch_build.py` compiles them and takes their checksum."""
+"""The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
 _VERSION: Final = 9
-"""Of the functions' arguments; `KV_VERSION` in the sources."""
+"""The version of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
 """`KV_MISFIT` in the sources, and so on."""
 _DAMAGED, _FULL = -2, -3
@@ -58,22 +58,22 @@ _ARGUMENTS: Final = {
 
 
 class CompiledKernels:
-    """`Kernels`."""
+    """`Kernels` in C."""
 
     name = "compiled"
 
     def __init__(self, library: Path) -> None:
         """
         Raises:
-            OSError: it cannot be loaded: it does not exist, or is for another processor.
-            MisuseError: it was compiled from another version of the source.
+            OSError: the library cannot be loaded: it does not exist, or is for another processor.
+            MisuseError: the library was compiled from another version of the source.
         """
         loaded = ctypes.CDLL(str(library))
         loaded.kv_version.restype = loaded.kv_source.restype = ctypes.c_int64
         if loaded.kv_version() != _VERSION:
             raise MisuseError(f"{library} was compiled from another version of its source: install kv-tiers again")
         self.source_checksum: int = loaded.kv_source()
-        """zlib.crc32 of the sources that it was compiled from; 0: not known."""
+        """zlib.crc32 of the sources that the library was compiled from; 0: not known."""
         self._functions: dict[str, Any] = {}
         for name, (numbers, arrays) in _ARGUMENTS.items():
             function = getattr(loaded, f"kv_{name}")
@@ -106,8 +106,9 @@ class CompiledKernels:
         to_middle: bool,
     ) -> tuple[int, int, int]:
         counts = np.empty(3, np.int64)
-        known = _NONE if nibbles is None else nibbles
-        if self.call("restore", int(to_middle), symbols, known, exponents, packed, words, missing, counts) == _DAMAGED:
+        nibbles = _NONE if nibbles is None else nibbles
+        arrays = (symbols, nibbles, exponents, packed, words, missing, counts)
+        if self.call("restore", int(to_middle), *arrays) == _DAMAGED:
             check_exponents(exponents)
         return int(counts[0]), int(counts[1]), int(counts[2])
 
@@ -128,56 +129,56 @@ class CompiledKernels:
         return counts
 
     def project(self, transform: Transform, words: Words, turns: NDArray[np.float32], rows: Rows, exact: int) -> bool:
-        own = (transform.tables, transform.means, transform.steps, transform.forward, transform.places)
-        described, scratch = transform.described(rows.shape[1], exact), np.empty(transform.scratch_bytes, np.uint8)
-        return self.call("project", described, words, turns, *own, rows, scratch) == 0
+        arrays = (transform.tables, transform.means, transform.steps, transform.forward, transform.places)
+        description, scratch = transform.described(rows.shape[1], exact), np.empty(transform.scratch_bytes, np.uint8)
+        return self.call("project", description, words, turns, *arrays, rows, scratch) == 0
 
     def project_back(self, transform: Transform, rows: Rows, turns: NDArray[np.float32], words: Words) -> None:
-        own = (transform.tables, transform.means, transform.scales, transform.backward, transform.small)
-        described, scratch = transform.described(rows.shape[1], 0), np.empty(transform.scratch_bytes, np.uint8)
-        self.call("project_back", described, rows, turns, *own, transform.places, words, scratch)
+        arrays = (transform.tables, transform.means, transform.scales, transform.backward, transform.small)
+        description, scratch = transform.described(rows.shape[1], 0), np.empty(transform.scratch_bytes, np.uint8)
+        self.call("project_back", description, rows, turns, *arrays, transform.places, words, scratch)
 
     def encode_rows(self, rows: Rows, codes: RowCodes, out: Bytes) -> int | None:
         tokens = rows.shape[1]
         scratch = np.empty(2 * group_numbers(tokens), np.uint32)
-        own = (codes.kinds, codes.costs, codes.coded)
-        size = self.call("encode_rows", tokens, rows, *own, scratch, out)
+        tables = (codes.kinds, codes.costs, codes.coded)
+        size = self.call("encode_rows", tokens, rows, *tables, scratch, out)
         return None if size == _FULL else size
 
     def decode_rows(self, payload: Bytes, codes: RowCodes, rows: Rows) -> None:
         tokens = rows.shape[1]
         scratch = np.empty(group_numbers(tokens), np.uint8)
-        own = (codes.kinds, codes.lookup, codes.pairs, codes.unpacking)
-        if self.call("decode_rows", tokens, payload, *own, scratch, rows):
+        tables = (codes.kinds, codes.lookup, codes.pairs, codes.unpacking)
+        if self.call("decode_rows", tokens, payload, *tables, scratch, rows):
             raise CodecError(DAMAGED)
 
     def call(self, name: str, *arguments: int | NDArray[Any] | tuple[int, int]) -> int:
         """Call a function by its name in the source, without `kv_`; returns its result.
 
-        arguments: its number, if it takes one, and its arrays, or the address and size in bytes of each.
+        arguments: a number, if the function takes one, and its arrays, or the address and size in bytes of each.
 
         Raises:
             MisuseError: the arrays' sizes do not fit each other.
         """
         flat: list[int | bytes] = []
-        for one in arguments:
-            if isinstance(one, np.ndarray):
+        for argument in arguments:
+            if isinstance(argument, np.ndarray):
                 # numpy's own way takes 1 µs, and a section has many arrays: that would be a tenth of its time.
-                if one.flags.writeable:
-                    flat += _addressof(_at(one)), one.nbytes  # refuses what is not contiguous
-                elif isinstance(base := cast(object, one.base), bytes) and len(base) == one.nbytes:
-                    flat += base, one.nbytes
+                if argument.flags.writeable:
+                    flat += _addressof(_at(argument)), argument.nbytes  # refuses what is not contiguous
+                elif isinstance(base := cast(object, argument.base), bytes) and len(base) == argument.nbytes:
+                    flat += base, argument.nbytes
                 else:
-                    assert one.flags.c_contiguous
-                    flat += one.ctypes.data, one.nbytes
-            elif isinstance(one, int):
-                flat.append(one)
+                    assert argument.flags.c_contiguous
+                    flat += argument.ctypes.data, argument.nbytes
+            elif isinstance(argument, int):
+                flat.append(argument)
             else:
-                flat += one
-        answer: int = self._functions[name](*flat)
-        if answer == MISFIT:
+                flat += argument
+        result: int = self._functions[name](*flat)
+        if result == MISFIT:
             raise MisuseError(f"kernel {name}: arrays whose sizes do not match")
-        return answer
+        return result
 
 
 @cache

@@ -31,11 +31,11 @@ _RUN: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4})(?:/(\d{1,4}))?)?")
 class GroupLayers:
     """A group of an engine's layers, as this process's rank has it.
 
-    name: for errors, such as "group 0 (window:512)".
-    format: of its chunks.
+    name: the group's name in errors, such as "group 0 (window:512)".
+    format: the format of its chunks.
     layers: the numbers of its layers in the model, in the order of the chunk. They may begin above 0 and have gaps:
         only their order counts. (): the engine does not report them; a model's only group has all layers in order.
-    is_state: its chunks are states, which no codec of keys and values can encode.
+    is_state: whether its chunks are states, which no codec of keys and values can encode.
     """
 
     name: str
@@ -46,12 +46,13 @@ class GroupLayers:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """
-    groups: by the keys' groups, which layers chunks of the first stage have, counted among all layers that have keys.
-        None: chunks of this group are stored unencoded.
-    stages: the number of pipeline stages. All have equally many layers, each those after the stage before it.
-    shards: the number in each stage. All have equally many adjacent heads. With more shards than heads, several shards
-        have the same head.
+    """The division of a model's layers and heads between chunks.
+
+    groups: for each group of the keys, which layers chunks of the first stage have, counted among all layers that have
+        keys. None: chunks of this group are stored unencoded.
+    stages: the number of pipeline stages. All have equally many layers, each those after the previous stage's.
+    shards: the number of shards in each stage. All have equally many adjacent heads. With more shards than heads,
+        several shards have the same head.
     """
 
     groups: tuple[tuple[int, ...] | None, ...]
@@ -94,13 +95,15 @@ class Division:
         """The part of a calibration, which was checked before, for chunks of one of `shares`."""
         layers = self.groups[group]
         assert layers is not None
-        stage, of_stage = divmod(shard, self.shards)
+        stage, shard_of_stage = divmod(shard, self.shards)
         shape = calibration.shape
-        before, first = stage * (shape.layers // self.stages), of_stage * shape.heads // self.shards
-        return calibration.part([before + layer for layer in layers], range(first, first + self._heads(shape)))
+        first_layer, first_head = stage * (shape.layers // self.stages), shard_of_stage * shape.heads // self.shards
+        return calibration.part(
+            [first_layer + layer for layer in layers], range(first_head, first_head + self._heads(shape))
+        )
 
     def _heads(self, shape: Shape) -> int:
-        """The number in each shard."""
+        """The number of heads in each shard."""
         return max(1, shape.heads // self.shards)
 
 
@@ -108,15 +111,15 @@ def division_in(fingerprint: str) -> Division | None:
     """The division in a fingerprint, unchecked; None: there is none, and chunks have all layers and heads.
 
     Raises:
-        ConfigError: it is malformed.
+        ConfigError: the division is malformed.
     """
-    said = next((word for word in fingerprint.split() if word.startswith(_MARK)), None)
-    if said is None:
+    word = next((word for word in fingerprint.split() if word.startswith(_MARK)), None)
+    if word is None:
         return None
-    matched = _TEXT.fullmatch(said)
-    if matched is None or not int(matched[1]) or not int(matched[2]):
-        raise ConfigError(f"codec kvtc: {said!r} does not say which layers chunks have")
-    return Division(tuple(map(_read, matched[3].split(";"))), int(matched[1]), int(matched[2]))
+    match = _TEXT.fullmatch(word)
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise ConfigError(f"codec kvtc: {word!r} does not say which layers chunks have")
+    return Division(tuple(map(_read, match[3].split(";"))), int(match[1]), int(match[2]))
 
 
 def divide(
@@ -126,67 +129,73 @@ def divide(
 
     groups: in the order of the keys, from any rank: they are the same for all ranks, except for the layers' numbers if
         there are stages.
-    shards: of each chunk, of all stages together.
+    shards: the number of shards of each chunk, of all stages together.
 
     Raises:
         ConfigError: a group's chunks cannot be encoded, or the calibration is not of this model.
     """
-    shape, of_stage = calibration.shape, shards // stages
+    shape, shards_per_stage = calibration.shape, shards // stages
     coded = [group for group in groups if not group.is_state]
     if not coded:
         raise ConfigError("codec kvtc is for keys and values, and this model has only states: leave it out")
     if len(coded) == 1 and not coded[0].layers:
         coded = [replace(coded[0], layers=tuple(range(coded[0].format.layers)))]
     for group in coded:
-        one = group.format
-        if one.kind != "canonical" or one.parts != ("k", "v"):
+        fmt = group.format
+        if fmt.kind != "canonical" or fmt.parts != ("k", "v"):
             raise ConfigError(
                 f"codec kvtc needs keys and values in format canonical; the chunks of {group.name} are "
-                f"{'+'.join(one.parts)} in format {one.kind}"
+                f"{'+'.join(fmt.parts)} in format {fmt.kind}"
             )
-        if len(group.layers) != one.layers:
+        if len(group.layers) != fmt.layers:
             raise ConfigError(f"codec kvtc: the engine does not say which layers the chunks of {group.name} have")
-        if (one.heads, one.head_dim, one.dtype) != (max(1, shape.heads // of_stage), shape.head_dim, shape.dtype):
+        if (fmt.heads, fmt.head_dim, fmt.dtype) != (
+            max(1, shape.heads // shards_per_stage),
+            shape.head_dim,
+            shape.dtype,
+        ):
             raise _another_model(
                 shape,
-                f"the chunks of {group.name} have {one.layers} layers of {one.heads} heads of {one.head_dim} in "
-                f"{one.dtype}",
-                of_stage,
+                f"the chunks of {group.name} have {fmt.layers} layers of {fmt.heads} heads of {fmt.head_dim} in "
+                f"{fmt.dtype}",
+                shards_per_stage,
             )
     numbers = sorted(number for group in coded for number in group.layers)
     if len(numbers) * stages != shape.layers or len(set(numbers)) < len(numbers):
-        raise _another_model(shape, f"this engine has {len(numbers) * stages} with keys", of_stage)
-    places = {number: place for place, number in enumerate(numbers)}
-    of_groups = iter(tuple(places[number] for number in group.layers) for group in coded)
-    made = Division(tuple(None if group.is_state else next(of_groups) for group in groups), stages, of_stage)
-    made.check(shape)
-    return None if made == Division((tuple(range(shape.layers)),)) else made
+        raise _another_model(shape, f"this engine has {len(numbers) * stages} with keys", shards_per_stage)
+    indexes = {number: index for index, number in enumerate(numbers)}
+    layers_of_groups = iter(tuple(indexes[number] for number in group.layers) for group in coded)
+    division = Division(
+        tuple(None if group.is_state else next(layers_of_groups) for group in groups), stages, shards_per_stage
+    )
+    division.check(shape)
+    return None if division == Division((tuple(range(shape.layers)),)) else division
 
 
-def _another_model(shape: Shape, found: str, ranks: int) -> ConfigError:
+def _another_model(shape: Shape, engine_has: str, ranks: int) -> ConfigError:
     of_ranks = f" among {ranks} ranks" if ranks > 1 else ""
     return ConfigError(
         f"codec kvtc: the calibration is of {shape.model}, with {shape.layers} layers of {shape.heads} heads of "
-        f"{shape.head_dim} in {shape.dtype}{of_ranks}; {found}. Write one for the engine's model with `kv judge`; "
+        f"{shape.head_dim} in {shape.dtype}{of_ranks}; {engine_has}. Write one for the engine's model with `kv judge`; "
         "a draft's layers beside the model's are not supported"
     )
 
 
 def _spelled(layers: tuple[int, ...] | None) -> str:
-    """Runs of equal distances: 0-4,6-10 or 0-54/6."""
+    """Layers as text, in runs of equal distances: 0-4,6-10 or 0-54/6."""
     if layers is None:
         return _STORED_AS_IT_IS
-    runs, at = [], 0
-    while at < len(layers):
-        step = layers[at + 1] - layers[at] if at + 1 < len(layers) else 0
-        end = at + 1
+    runs, start = [], 0
+    while start < len(layers):
+        step = layers[start + 1] - layers[start] if start + 1 < len(layers) else 0
+        end = start + 1
         while step > 0 and end < len(layers) and layers[end] - layers[end - 1] == step:
             end += 1
-        if end - at < 3 and step != 1:
-            end = at + 1
-        first, last = layers[at], layers[end - 1]
+        if end - start < 3 and step != 1:
+            end = start + 1
+        first, last = layers[start], layers[end - 1]
         runs.append(str(first) if first == last else f"{first}-{last}" + (f"/{step}" if step > 1 else ""))
-        at = end
+        start = end
     return ",".join(runs)
 
 
@@ -195,10 +204,10 @@ def _read(text: str) -> tuple[int, ...] | None:
         return None
     layers: list[int] = []
     for run in text.split(","):
-        matched = _RUN.fullmatch(run)
-        if matched is None or matched[3] == "0":
+        match = _RUN.fullmatch(run)
+        if match is None or match[3] == "0":
             raise ConfigError(f"codec kvtc: {text!r} does not say which layers chunks have")
-        first, last, step = int(matched[1]), int(matched[2] or matched[1]), int(matched[3] or 1)
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         layers += range(first, last + 1, step)
     if not 0 < len(layers) <= _MOST_LAYERS:
         raise ConfigError(f"codec kvtc: {text!r} does not say which layers chunks have")

@@ -26,7 +26,7 @@ _FRAME_BYTES: Final = struct.Struct("<I")
 _BLOCK_NUMBERS: Final = FRAME_SYMBOLS
 """Part of the encoding: every block but the last has this many numbers, and each has a frame of its own."""
 _SAMPLE: Final = (16, 256)
-"""From how many places, and how many consecutive numbers from each."""
+"""From how many places the sample is taken, and how many consecutive numbers from each."""
 _WORTH_BITS: Final = 0.25
 """By how much a number must get smaller, in bits, for encoding its chunk to be tried at all."""
 _WORDS: Final = {BFLOAT16: "<u2", FLOAT16: "<u2", FLOAT32: "<u4"}
@@ -61,52 +61,52 @@ class FloatsCodec:
         words = np.frombuffer(chunk, _WORDS[kind], len(chunk) // _itemsize(kind))
         tail = chunk[words.nbytes :]
         _HEAD.pack_into(out, 0, kind)
-        at, written = _HEAD.size, np.frombuffer(out, np.uint8)
+        offset, written = _HEAD.size, np.frombuffer(out, np.uint8)
         for first in range(0, words.size, _BLOCK_NUMBERS):
             block = words[first : first + _BLOCK_NUMBERS]
             coded = np.empty(block.size, np.uint8)
             rest = np.empty(_rest_bytes(kind, block.size), np.uint8)
             self.kernels.split(kind, block, coded, rest)
             frame = self._coder.encode(coded)
-            end = at + _FRAME_BYTES.size + len(frame) + rest.size
+            end = offset + _FRAME_BYTES.size + len(frame) + rest.size
             if end + len(tail) > len(out):
                 return None
-            _FRAME_BYTES.pack_into(out, at, len(frame))
-            at += _FRAME_BYTES.size
-            out[at : at + len(frame)] = frame
+            _FRAME_BYTES.pack_into(out, offset, len(frame))
+            offset += _FRAME_BYTES.size
+            out[offset : offset + len(frame)] = frame
             written[end - rest.size : end] = rest  # without the interpreter's lock
-            at = end
-        out[at : at + len(tail)] = tail
-        return at + len(tail)
+            offset = end
+        out[offset : offset + len(tail)] = tail
+        return offset + len(tail)
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         if len(payload) < _HEAD.size or (kind := payload[0]) not in _WORDS or any(payload[1 : _HEAD.size]):
             raise CodecError("it does not begin as a payload of this codec does")
         words = np.frombuffer(out, _WORDS[kind], len(out) // _itemsize(kind))
-        at = _HEAD.size
+        offset = _HEAD.size
         for first in range(0, words.size, _BLOCK_NUMBERS):
             block = words[first : first + _BLOCK_NUMBERS]
-            if len(payload) - at < _FRAME_BYTES.size:
-                raise CodecError(f"it ends after {at} bytes, where a frame begins")
-            (frame_bytes,) = _FRAME_BYTES.unpack_from(payload, at)
-            at += _FRAME_BYTES.size
-            rest_at = at + frame_bytes
-            end = rest_at + _rest_bytes(kind, block.size)
+            if len(payload) - offset < _FRAME_BYTES.size:
+                raise CodecError(f"it ends after {offset} bytes, where a frame begins")
+            (frame_bytes,) = _FRAME_BYTES.unpack_from(payload, offset)
+            offset += _FRAME_BYTES.size
+            rest_offset = offset + frame_bytes
+            end = rest_offset + _rest_bytes(kind, block.size)
             if end > len(payload):
                 raise CodecError(f"it ends after {len(payload)} bytes, within a block that ends at {end}")
-            coded = self._coder.decode(payload[at:rest_at], block.size)
-            self.kernels.join(kind, coded, np.frombuffer(payload, np.uint8, end - rest_at, rest_at), block)
-            at = end
+            coded = self._coder.decode(payload[offset:rest_offset], block.size)
+            self.kernels.join(kind, coded, np.frombuffer(payload, np.uint8, end - rest_offset, rest_offset), block)
+            offset = end
         tail = out[words.nbytes :]
-        if len(payload) - at != len(tail):
-            raise CodecError(f"{len(payload) - at} bytes after the numbers instead of {len(tail)}")
-        tail[:] = payload[at:]
+        if len(payload) - offset != len(tail):
+            raise CodecError(f"{len(payload) - offset} bytes after the numbers instead of {len(tail)}")
+        tail[:] = payload[offset:]
 
     def _likeliest(self, chunk: memoryview) -> int | None:
-        """The type of its numbers: the one with the smallest result, judged by a sample. None: no type makes it
-        smaller.
+        """The type of the chunk's numbers: the one with the smallest result, judged by a sample. None: no type makes
+        the chunk smaller.
         """
-        best, most = None, _WORTH_BITS / 32
+        best, best_saving = None, _WORTH_BITS / 32
         for kind, word in _WORDS.items():
             itemsize = _itemsize(kind)
             words = np.frombuffer(chunk, word, len(chunk) // itemsize)
@@ -120,8 +120,8 @@ class FloatsCodec:
             counts = self.kernels.histogram(coded)
             share = counts[counts > 0] / sample.size
             saved = (8 + float((share * np.log2(share)).sum())) / (8 * itemsize)
-            if saved > most:
-                best, most = kind, saved
+            if saved > best_saving:
+                best, best_saving = kind, saved
         return best
 
 

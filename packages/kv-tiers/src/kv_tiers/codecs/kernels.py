@@ -29,13 +29,13 @@ SECTION_NUMBERS: Final = 1 << 17
 SCALED_NUMBERS: Final = 256
 """Numbers of a chunk of the codec `progressive` that share a step; a section is a whole number of these."""
 LEAST_EXPONENT: Final = 8
-"""Of a step, so that numbers of exponent 0, which have no leading one, lie far below every step."""
+"""The least exponent of a step, so that numbers of exponent 0, which have no leading one, lie far below every step."""
 MOST_EXPONENT: Final = 240
-"""Of a step, so that no approximation is infinite."""
+"""The largest exponent of a step, so that no approximation is infinite."""
 ESCAPED: Final = 255
 """The symbol of a number of 1984 steps or more, which the first part holds unchanged."""
 ALL_MISSING: Final = 8
-"""Bits of a number whose leading one is in neither the first part nor the second: it is stored unchanged."""
+"""Missing bits of a number whose leading one is in neither the first part nor the second: it is stored unchanged."""
 
 
 def packed_room(numbers: int) -> int:
@@ -69,7 +69,7 @@ class Kernels(Protocol):
         """
 
     def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
-        """The reverse."""
+        """The reverse of `split`."""
 
     def cut(
         self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
@@ -78,8 +78,8 @@ class Kernels(Protocol):
         and how many are `ALL_MISSING`.
 
         offset: how far the step lies above the mean exponent of its numbers, in 256ths of a bit.
-        exponents: n / `SCALED_NUMBERS`, of the steps. symbols: n. nibbles: n / 2, those of the first half in the lower
-        bits. missing: n, how many bits of each number are in neither.
+        exponents: n / `SCALED_NUMBERS`, the exponents of the steps. symbols: n. nibbles: n / 2, those of the first half
+        in the lower bits. missing: n, how many bits of each number are in neither symbols nor nibbles.
         """
 
     def restore(
@@ -93,8 +93,8 @@ class Kernels(Protocol):
         missing: Bytes,
         to_middle: bool,
     ) -> tuple[int, int, int]:
-        """Restore the numbers, and how many bits each misses in symbols and nibbles. Returns how many are `ESCAPED`,
-        how many are `ALL_MISSING`, and how many bits the others miss together.
+        """Restore the numbers, and how many bits of each symbols and nibbles lack. Returns how many numbers are
+        `ESCAPED`, how many are `ALL_MISSING`, and how many bits all others lack together.
 
         nibbles: None if they are not known: each number is then assumed to be in the middle of its step.
         packed: the missing bits, and perhaps more behind them; bits that it lacks are 0.
@@ -105,9 +105,9 @@ class Kernels(Protocol):
         """
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
-        """The missing bits of all numbers but those that are `ALL_MISSING`, one behind the other from bit 0 up.
+        """The missing bits of all numbers but those that are `ALL_MISSING`, one after the other from bit 0 up.
 
-        room: of `packed_room(n)` bytes, where they are put.
+        room: memory of `packed_room(n)` bytes for the result.
         """
 
     def select(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[Bytes, Bytes]:
@@ -121,20 +121,20 @@ class Kernels(Protocol):
 
     def project(self, transform: "Transform", words: Words, turns: NDArray[np.float32], rows: Rows, exact: int) -> bool:
         """Turn keys back, subtract means and divide into components' steps, as specified in docs/formats/kvtc.md.
-        Returns whether all numbers are near enough to their means.
+        Returns whether all numbers are close enough to their means.
 
         words: [planes × tokens × channels]. turns: cosines and sines of the chunk's positions, [tables, 2, head_dim /
         2, tokens, to a whole tile of 64]. exact: number of first tokens whose steps are 0.
         """
 
     def project_back(self, transform: "Transform", rows: Rows, turns: NDArray[np.float32], words: Words) -> None:
-        """The reverse."""
+        """The reverse of `project`."""
 
     def encode_rows(self, rows: Rows, codes: "RowCodes", out: Bytes) -> int | None:
         """Encode rows as prefix codes. Returns how many bytes they take; None: there is no room for them."""
 
     def decode_rows(self, payload: Bytes, codes: "RowCodes", rows: Rows) -> None:
-        """The reverse.
+        """The reverse of `encode_rows`.
 
         Raises:
             CodecError: these are not the bytes of this many rows.
@@ -142,7 +142,7 @@ class Kernels(Protocol):
 
 
 def kernels_here() -> list[Kernels]:
-    """All that this machine has, the fastest first."""
+    """All kernels that this machine has, the fastest first."""
     from kv_tiers.codecs.compiled_kernels import installed_kernels
     from kv_tiers.codecs.numpy_kernels import NumpyKernels
 

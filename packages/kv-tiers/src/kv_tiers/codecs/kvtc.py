@@ -38,7 +38,7 @@ _HEAD: Final = struct.Struct(f"<BBxxIQ{ID_BYTES}s")
 HEAD_BYTES: Final = _HEAD.size + SEAL_BYTES
 _NO_NUMBERS: Final[Numbers] = np.empty((0, 0), np.float32)
 MOST_TOKENS: Final = 1 << 17
-"""Of a chunk."""
+"""The most tokens of a chunk."""
 _FINDING_LAYERS: Final = 4
 _FINDING_TOKENS: Final = 64
 """A chunk's position is found from this many layers and tokens."""
@@ -83,20 +83,20 @@ class DividedKvtc:
         """
         division.check(calibration.shape)
         self.calibration = calibration
-        # All of them now, while no request is waiting: together they are no larger than the calibration.
+        # All codecs are made now, while no request is waiting: together they are no larger than the calibration.
         self._codecs: dict[tuple[int, int], KvtcCodec] = {}
-        made: dict[bytes, KvtcCodec] = {}
+        codecs: dict[bytes, KvtcCodec] = {}
         for group, shard in division.shares:
             part = division.part(calibration, group, shard)
-            if part.id not in made:
-                made[part.id] = KvtcCodec(part)
-            self._codecs[group, shard] = made[part.id]
+            if part.id not in codecs:
+                codecs[part.id] = KvtcCodec(part)
+            self._codecs[group, shard] = codecs[part.id]
 
     def of_share(self, group: int, shard: int) -> Codec | None:
         return self._codecs.get((group, shard))
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
-        return None  # its share is not known
+        return None  # the chunk's group and shard are not known
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         raise CodecError("the rank whose share it is was not given")
@@ -116,8 +116,8 @@ class KvtcCodec:
         self._transform = transform_of(calibration)
         self._codes = row_codes()
         self._finder = _Finder(calibration)
-        self._turners = [Turner(one) for one in calibration.frequencies]
-        self._mine = threading.local()
+        self._turners = [Turner(frequencies) for frequencies in calibration.frequencies]
+        self._local = threading.local()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         with np.errstate(all="ignore"):  # from numbers that have no steps
@@ -191,23 +191,23 @@ class KvtcCodec:
         return out
 
     def _restore(self, ordered: Words, out: Words) -> None:
-        """The reverse. Both in the shape of `Shape.planes`."""
+        """The reverse of `_ordered`. Both in the shape of `Shape.planes`."""
         layers = self._shape.layers
         self._shape.order.restored(ordered[:layers], out[:layers])
         out[layers:] = ordered[layers:]
 
     def _turns(self, first: int, tokens: int) -> Numbers:
         """[tables, 2, head_dim / 2, tokens, to a whole tile]"""
-        made = np.empty((len(self._turners), 2, self._shape.head_dim // 2, -(-tokens // TILE) * TILE), np.float32)
-        for turner, table in zip(self._turners, made, strict=True):
+        tables = np.empty((len(self._turners), 2, self._shape.head_dim // 2, -(-tokens // TILE) * TILE), np.float32)
+        for turner, table in zip(self._turners, tables, strict=True):
             turner.fill(first, table)
-        return made
+        return tables
 
     def _rows(self, tokens: int) -> Rows:
         """This thread's steps, reused because fresh pages cost more than the work done in them."""
-        rows: Rows | None = getattr(self._mine, "rows", None)
+        rows: Rows | None = getattr(self._local, "rows", None)
         if rows is None or rows.shape[1] != tokens:
-            rows = self._mine.rows = np.empty((self._transform.places.size, tokens), np.int16)
+            rows = self._local.rows = np.empty((self._transform.places.size, tokens), np.int16)
         return rows
 
 
@@ -224,8 +224,8 @@ class _Finder:
         shape = calibration.shape
         means = calibration.means.reshape(PARTS * shape.layers, shape.heads, shape.head_dim)[: shape.layers]
         widths = calibration.widths.reshape(PARTS * shape.layers, -1)[: shape.layers, 0]
-        clear = (means**2).sum((1, 2)) / widths**2
-        self._layers = np.argsort(-clear, kind="stable")[:_FINDING_LAYERS]
+        clarity = (means**2).sum((1, 2)) / widths**2
+        self._layers = np.argsort(-clarity, kind="stable")[:_FINDING_LAYERS]
         self._means = {int(layer): _points(means[layer]) / widths[layer] ** 2 for layer in self._layers}
         self._turns: dict[int, tuple[int, tuple[Numbers, Numbers]]] = {}
         self._phases: tuple[int, Numbers] = 0, np.empty((0, 0), np.float32)
@@ -235,33 +235,33 @@ class _Finder:
         tokens: int = stored.shape[1]
         if exact == tokens:
             return 0
-        every = max(1, tokens // _FINDING_TOKENS)
-        seen = np.zeros(self._calibration.frequencies.shape, np.complex128)
+        stride = max(1, tokens // _FINDING_TOKENS)
+        sums = np.zeros(self._calibration.frequencies.shape, np.complex128)
         for layer, mean in self._means.items():
             table = self._shape.tables[layer]
-            numbers = wide(stored[layer, exact::every], self._shape.dtype)
+            numbers = wide(stored[layer, exact::stride], self._shape.dtype)
             cos, sin = self._turns_of(table, tokens)
-            seen[table] += (np.conj(mean) * _turned_back_sum(numbers, cos[exact::every], sin[exact::every])).sum(0)
-        parts = np.concatenate((seen.real.reshape(-1), seen.imag.reshape(-1)), dtype=np.float32)
+            sums[table] += (np.conj(mean) * _turned_back_sum(numbers, cos[exact::stride], sin[exact::stride])).sum(0)
+        real_and_imaginary = np.concatenate((sums.real.reshape(-1), sums.imag.reshape(-1)), dtype=np.float32)
         # Not `@`: the threads of BLAS, one for each processor, would go on for a while looking for more to do.
-        scores = np.einsum("pj,j->p", self._phases_of(tokens), parts)
+        scores = np.einsum("pj,j->p", self._phases_of(tokens), real_and_imaginary)
         return int(np.argmax(np.nan_to_num(scores, nan=-np.inf))) * tokens
 
     def _turns_of(self, table: int, tokens: int) -> tuple[Numbers, Numbers]:
-        """For the places in a chunk, each [tokens, head_dim / 2]."""
-        known, found = self._turns.get(table, (0, (_NO_NUMBERS, _NO_NUMBERS)))
-        if known != tokens:
+        """Cosines and sines for the places in a chunk, each [tokens, head_dim / 2]."""
+        known_tokens, cached = self._turns.get(table, (0, (_NO_NUMBERS, _NO_NUMBERS)))
+        if known_tokens != tokens:
             cos, sin = turns(self._calibration.frequencies[table], 0, tokens)
-            found = cos[:, 0], sin[:, 0]
-            self._turns[table] = tokens, found
-        return found
+            cached = cos[:, 0], sin[:, 0]
+            self._turns[table] = tokens, cached
+        return cached
 
     def _phases_of(self, tokens: int) -> Numbers:
-        """[positions, 2 × tables × head_dim / 2]: of the turns back from all positions at which such chunks begin the
-        cosines, then the sines.
+        """[positions, 2 × tables × head_dim / 2]: the cosines, then the sines, of the turns back from all positions at
+        which such chunks begin.
         """
-        known, phases = self._phases
-        if known != tokens:
+        known_tokens, phases = self._phases
+        if known_tokens != tokens:
             count = max(1, -(-self._shape.max_tokens // tokens))
             angles = np.arange(count)[:, None] * tokens * self._calibration.frequencies.reshape(1, -1)
             phases = np.concatenate((np.cos(angles), np.sin(angles)), 1, dtype=np.float32)
@@ -278,8 +278,8 @@ def _turned_back_sum(numbers: Numbers, cos: Numbers, sin: Numbers) -> NDArray[np
     half = numbers.shape[-1] // 2
     low, high = numbers[..., :half], numbers[..., half:]
 
-    def summed(of: Numbers, by: Numbers) -> NDArray[Any]:
-        product: NDArray[Any] = np.einsum("thj,tj->hj", of, by)
+    def summed(elements: Numbers, factors: Numbers) -> NDArray[Any]:
+        product: NDArray[Any] = np.einsum("thj,tj->hj", elements, factors)
         return product
 
     turned: NDArray[np.complex64] = summed(low, cos) + summed(high, sin) + 1j * (summed(high, cos) - summed(low, sin))

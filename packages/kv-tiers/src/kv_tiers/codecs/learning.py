@@ -16,7 +16,7 @@ SINKS: Final = 4
 unchanged; four are as good as sixteen."""
 _LARGEST_BYTE: Final = 127
 _LEAST_DEVIATION: Final = 1e-6
-"""Of a layer's numbers; with a smaller one, all of them count as the mean."""
+"""The least standard deviation of a layer's numbers; with a smaller one, all of them count as the mean."""
 
 
 class Learning:
@@ -36,28 +36,28 @@ class Learning:
         neighbours: bool = False,
     ) -> None:
         """
-        frequencies: for each layer, those by which it rotates keys, in radians per token, [head_dim / 2], in
+        frequencies: for each layer, the frequencies by which it rotates keys, in radians per token, [head_dim / 2], in
             the order of `ChannelOrder`.
+        ranks: among how many ranks a model's heads may be divided: no component spans the heads of two ranks.
         rotated, neighbours: as in `Shape`.
-        ranks: among how many a model's heads may be divided: no component spans the heads of two ranks.
 
         Raises:
             ConfigError: heads cannot be divided this way.
         """
         if ranks < 1 or (heads % ranks and ranks % heads):
             raise ConfigError(f"{ranks} ranks cannot have equal parts of {heads} heads")
-        each = [tuple(float(one) for one in layer) for layer in frequencies]
-        known = list(dict.fromkeys(each))
-        self._frequencies = np.array(known, np.float64)
+        by_layer = [tuple(float(frequency) for frequency in layer) for layer in frequencies]
+        tables = list(dict.fromkeys(by_layer))
+        self._frequencies = np.array(tables, np.float64)
         self._shape = Shape(
             model=model,
             dtype=dtype,
-            layers=len(each),
+            layers=len(by_layer),
             heads=heads,
             head_dim=head_dim,
             max_tokens=max_tokens,
             step=1.0,
-            tables=tuple(known.index(layer) for layer in each),
+            tables=tuple(tables.index(layer) for layer in by_layer),
             block_channels=block_channels(max(1, heads // ranks), head_dim),
             rotated=rotated,
             neighbours=neighbours,
@@ -71,17 +71,17 @@ class Learning:
         """Add a context, from its first token on. layers: keys as stored, and values, [tokens, heads, head_dim].
 
         Raises:
-            ConfigError: they are of another shape, or not finite.
+            ConfigError: the arrays have another shape, or numbers that are not finite.
         """
         shape = self._shape
         tokens = len(layers[0][0])
         if len(layers) != shape.layers or any(
-            one.shape != (tokens, shape.heads, shape.head_dim) for layer in layers for one in layer
+            array.shape != (tokens, shape.heads, shape.head_dim) for layer in layers for array in layer
         ):
             raise ConfigError("codec kvtc is for models whose layers all have the same number and size of heads")
         tables = [turns(frequencies, 0, tokens) for frequencies in self._frequencies]
         channels = shape.block_channels
-        of_layer = shape.heads * shape.head_dim // channels
+        blocks_per_layer = shape.heads * shape.head_dim // channels
         for number, pair in enumerate(layers):
             for part, numbers in enumerate(pair):
                 wide = np.ascontiguousarray(numbers, np.float32)
@@ -95,9 +95,9 @@ class Learning:
                     shape.order.ordered(wide, keys)
                     wide = turn_back(keys, *tables[shape.tables[number]])
                 plane = wide[SINKS:].reshape(tokens - SINKS, -1).astype(np.float64)
-                for at in range(of_layer):
-                    flat = plane[:, at * channels : (at + 1) * channels]
-                    block = (part * shape.layers + number) * of_layer + at
+                for index in range(blocks_per_layer):
+                    flat = plane[:, index * channels : (index + 1) * channels]
+                    block = (part * shape.layers + number) * blocks_per_layer + index
                     self._sums[block] += flat.sum(0)
                     self._products[block] += flat.T @ flat
         self._tokens += tokens - SINKS
@@ -106,13 +106,13 @@ class Learning:
     def check_step(step: float) -> None:
         """
         Raises:
-            ConfigError: it is out of range for `learnt`.
+            ConfigError: the step is out of range for `learnt`.
         """
         if not 0.01 <= step <= 4:
             raise ConfigError(f"a step of {step:g} standard deviations; choose one of 0.01 to 4, such as 0.4")
 
     def learnt(self, step: float) -> Calibration:
-        """step: of a symbol, in standard deviations of all of a layer's keys, or values.
+        """The calibration. step: the step of a symbol, in standard deviations of all of a layer's keys, or values.
 
         Raises:
             ConfigError: too few tokens were added, or the step is out of range.
@@ -125,11 +125,11 @@ class Learning:
         covariances = self._products / self._tokens - means[:, :, None] * means[:, None, :]
         variances, bases = np.linalg.eigh(covariances)
         variances, bases = np.maximum(variances[:, ::-1], 0), bases[:, :, ::-1]
-        of_layers = np.sqrt(variances.reshape(2 * shape.layers, -1).mean(1)).repeat(shape.blocks // (2 * shape.layers))
-        widths: Numbers = (step * np.maximum(of_layers, _LEAST_DEVIATION)).astype(np.float32)
+        deviations = np.sqrt(variances.reshape(2 * shape.layers, -1).mean(1)).repeat(shape.blocks // (2 * shape.layers))
+        widths: Numbers = (step * np.maximum(deviations, _LEAST_DEVIATION)).astype(np.float32)
         scales = np.abs(bases).max(2, keepdims=True) / _LARGEST_BYTE
         backward = np.rint(bases / scales)
-        # The inverse of the decoding matrix, so that rounding that to bytes adds no error to that of components' steps.
+        # The inverse of the decoding matrix as rounded to bytes, so that this rounding adds no error to the steps'.
         forward = np.linalg.inv(backward * scales) * (1 << MATRIX_BITS)
         return Calibration(
             replace(shape, step=float(step)),

@@ -26,38 +26,38 @@ from kv_tiers.codecs.numpy_rows import decode_rows, encode_rows
 from kv_tiers.codecs.numpy_transform import project, project_back
 
 _CACHED: Final = 1 << 15
-"""How many numbers are worked on at a time, so that numpy's passes over them stay in the processor's cache."""
+"""How many numbers are processed at a time, so that numpy's passes over them stay in the processor's cache."""
 _RUN: Final = 8
 """Numbers whose missing bits, 56 at most, are moved together in 64."""
 _ONE: Final = np.uint64(1)
 
 
 class NumpyKernels:
-    """`Kernels`."""
+    """`Kernels` in numpy."""
 
     name = "numpy"
 
     def split(self, kind: int, words: Words, coded: Bytes, rest: Bytes) -> None:
         planes = _planes(kind, rest, words.size)
-        for some in _pieces(words.size):
-            _SPLITS[kind](words[some], coded[some], [plane[some] for plane in planes])
+        for piece in _pieces(words.size):
+            _SPLITS[kind](words[piece], coded[piece], [plane[piece] for plane in planes])
 
     def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
         planes = _planes(kind, rest, words.size)
-        for some in _pieces(words.size):
-            _JOINS[kind](coded[some], [plane[some] for plane in planes], words[some])
+        for piece in _pieces(words.size):
+            _JOINS[kind](coded[piece], [plane[piece] for plane in planes], words[piece])
 
     def cut(
         self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
     ) -> tuple[int, int]:
         _check(words, symbols, exponents, missing)
-        own = (words >> 7).astype(np.uint8).reshape(-1, SCALED_NUMBERS)
-        sums = own.sum(1, dtype=np.uint32) + np.uint32(offset)
+        number_exponents = (words >> 7).astype(np.uint8).reshape(-1, SCALED_NUMBERS)
+        sums = number_exponents.sum(1, dtype=np.uint32) + np.uint32(offset)
         exponents[...] = np.clip(sums // SCALED_NUMBERS, LEAST_EXPONENT, MOST_EXPONENT)
         wide = np.empty(words.size, np.uint8)
-        for some in _pieces(words.size):
-            steps = exponents[some.start // SCALED_NUMBERS : some.stop // SCALED_NUMBERS]
-            _cut(words[some], steps, symbols[some], wide[some], missing[some])
+        for piece in _pieces(words.size):
+            steps = exponents[piece.start // SCALED_NUMBERS : piece.stop // SCALED_NUMBERS]
+            _cut(words[piece], steps, symbols[piece], wide[piece], missing[piece])
         half = words.size // 2
         nibbles[...] = wide[:half] | wide[half:] << 4
         return int(np.count_nonzero(symbols == ESCAPED)), int(np.count_nonzero(missing == ALL_MISSING))
@@ -79,9 +79,9 @@ class NumpyKernels:
         if nibbles is not None:
             half = words.size // 2
             wide[:half], wide[half:] = nibbles & 15, nibbles >> 4
-        for some in _pieces(words.size):
-            steps = exponents[some.start // SCALED_NUMBERS : some.stop // SCALED_NUMBERS]
-            _restore(symbols[some], wide[some], steps, words[some], missing[some], to_middle=to_middle)
+        for piece in _pieces(words.size):
+            steps = exponents[piece.start // SCALED_NUMBERS : piece.stop // SCALED_NUMBERS]
+            _restore(symbols[piece], wide[piece], steps, words[piece], missing[piece], to_middle=to_middle)
         escaped, whole = np.count_nonzero(symbols == ESCAPED), np.count_nonzero(missing == ALL_MISSING)
         return int(escaped), int(whole), _unpack(packed, missing, words)
 
@@ -89,18 +89,18 @@ class NumpyKernels:
         bits, starts, sizes = _runs(missing)
         low = (words & 0xFF).astype(np.uint64).reshape(-1, _RUN) & ((_ONE << bits) - _ONE)
         runs, filled = np.zeros(len(bits), np.uint64), np.zeros(len(bits), np.uint64)
-        for place in range(_RUN):
-            runs |= low[:, place] << filled
-            filled += bits[:, place]
+        for index in range(_RUN):
+            runs |= low[:, index] << filled
+            filled += bits[:, index]
         runs <<= starts & np.uint64(7)
         # Adjacent runs may share a byte, but no bit of it, so sums, exact in float64, combine them.
-        first_bytes, of_runs = (starts >> np.uint64(3)).astype(np.intp), runs.astype("<u8").view(np.uint8)
+        first_bytes, bytes_of_runs = (starts >> np.uint64(3)).astype(np.intp), runs.astype("<u8").view(np.uint8)
         packed = np.zeros((sizes + 7) // 8 + _RUN)
-        for place in range(_RUN):
-            packed += np.bincount(first_bytes + place, of_runs[place::_RUN], len(packed))
-        used = room[: packed.size - _RUN]
-        used[...] = packed[:-_RUN]
-        return used
+        for index in range(_RUN):
+            packed += np.bincount(first_bytes + index, bytes_of_runs[index::_RUN], len(packed))
+        result = room[: packed.size - _RUN]
+        result[...] = packed[:-_RUN]
+        return result
 
     def select(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[Bytes, Bytes]:
         halves = words[marks == mark].view(np.uint8)
@@ -109,10 +109,10 @@ class NumpyKernels:
         return halves[::2].copy(), halves[1::2].copy()
 
     def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
-        wanted = marks == mark
-        if not lower.size == upper.size == np.count_nonzero(wanted):  # numpy would repeat a single one
+        is_marked = marks == mark
+        if not lower.size == upper.size == np.count_nonzero(is_marked):  # numpy would repeat a single one
             raise MisuseError(f"{lower.size} and {upper.size} bytes for a different number of places")
-        words[wanted] = upper.astype("<u2") << 8 | lower
+        words[is_marked] = upper.astype("<u2") << 8 | lower
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         counts: NDArray[np.int64] = np.bincount(symbols, minlength=256)
@@ -142,15 +142,15 @@ def _check(words: Words, symbols: Bytes, exponents: Bytes, missing: Bytes) -> No
 
 
 def _runs(missing: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
-    """[n / 8, 8]: how many bits each number misses, `ALL_MISSING` being none; [n / 8]: where the bits of eight numbers
-    begin; and how many all are."""
+    """[n / 8, 8]: how many bits each number misses, where `ALL_MISSING` counts as none; [n / 8]: where the bits of
+    eight numbers begin; and the number of all bits."""
     bits = (missing & 7).astype(np.uint64).reshape(-1, _RUN)
     ends = bits.sum(1, dtype=np.uint64).cumsum(dtype=np.uint64)
     return bits, np.append(np.uint64(0), ends[:-1]), int(ends[-1])
 
 
 def _unpack(packed: Bytes, missing: Bytes, words: Words) -> int:
-    """Set missing bits in words that have zeros there. Returns how many they are."""
+    """Set the missing bits in words that have zeros in their place. Returns the number of these bits."""
     if not packed.size:
         return int((missing & 7).sum(dtype=np.int64))
     bits, starts, sizes = _runs(missing)
@@ -159,9 +159,9 @@ def _unpack(packed: Bytes, missing: Bytes, words: Words) -> int:
     from_each_byte = np.ndarray(padded.size - 7, "<u8", padded.data, strides=(1,))
     runs = from_each_byte[(starts >> np.uint64(3)).astype(np.intp)] >> (starts & np.uint64(7))
     low = np.empty(bits.shape, np.uint64)
-    for place in range(_RUN):
-        low[:, place] = runs & ((_ONE << bits[:, place]) - _ONE)
-        runs >>= bits[:, place]
+    for index in range(_RUN):
+        low[:, index] = runs & ((_ONE << bits[:, index]) - _ONE)
+        runs >>= bits[:, index]
     np.bitwise_or(words, low.reshape(-1).astype("<u2"), out=words)
     return sizes
 
@@ -221,9 +221,9 @@ _JOINS: Final = {BFLOAT16: _join_bfloat16, FLOAT16: _join_float16, FLOAT32: _joi
 def _cut(words: Words, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes) -> None:
     # A number is its significand (its leading one and seven bits) times 2 ** (its exponent - 134), and a step
     # 2 ** (the step's exponent - 127): the whole steps are the significand, moved by so many bits.
-    own = np.bitwise_and(words >> 7, 0xFF).view(np.int16).reshape(-1, SCALED_NUMBERS)
-    moved = ((exponents.astype(np.int16) + 7)[:, None] - own).reshape(-1)
-    # At most five bits of the significand are in the symbol, and what they were moved up by is added to them.
+    number_exponents = np.bitwise_and(words >> 7, 0xFF).view(np.int16).reshape(-1, SCALED_NUMBERS)
+    moved = ((exponents.astype(np.int16) + 7)[:, None] - number_exponents).reshape(-1)
+    # At most five bits of the significand are in the symbol; the distance that they were moved up by is added to them.
     clipped = np.clip(moved, 3, ALL_MISSING + 4)
     sixteenths = np.right_shift((words & 0x7F | 0x80) << 4, clipped.view(np.uint16))
     steps = (sixteenths >> 4) + (np.maximum(3 - moved, 0) << 4).view(np.uint16)
@@ -243,7 +243,7 @@ def _restore(
     sixteenths = (steps << 4 | nibbles).astype(np.float32)  # exact, and brings the leading one to its place
     if to_middle:
         sixteenths += np.float32(0.5)
-    np.maximum(sixteenths, np.float32(0.25), out=sixteenths)  # of zero, whose bits are stored unchanged
+    np.maximum(sixteenths, np.float32(0.25), out=sixteenths)  # for zeros, whose bits are stored unchanged
     high = (sixteenths.view(np.uint32) >> 16).astype(np.uint16)
     np.clip(np.int16(ALL_MISSING + 126) - (high >> 7).view(np.int16), 0, ALL_MISSING, out=missing, casting="unsafe")
     high += moved_up << 7

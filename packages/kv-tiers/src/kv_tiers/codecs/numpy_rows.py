@@ -29,14 +29,14 @@ def group_numbers(tokens: int) -> int:
 
 def encode_rows(rows: Rows, codes: RowCodes, out: Bytes) -> int | None:
     """Like `Kernels.encode_rows`."""
-    flat, group, at = rows.reshape(-1), group_numbers(rows.shape[1]), 0
+    flat, group, offset = rows.reshape(-1), group_numbers(rows.shape[1]), 0
     for start in range(0, flat.size, group):
-        piece = _encoded_group(_zigzag(flat[start : start + group]), codes, out.size - at)
+        piece = _encoded_group(_zigzag(flat[start : start + group]), codes, out.size - offset)
         if piece is None:
             return None
-        out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-        at += len(piece)
-    return at
+        out[offset : offset + len(piece)] = np.frombuffer(piece, np.uint8)
+        offset += len(piece)
+    return offset
 
 
 def decode_rows(payload: Bytes, codes: RowCodes, rows: Rows) -> None:
@@ -44,12 +44,12 @@ def decode_rows(payload: Bytes, codes: RowCodes, rows: Rows) -> None:
     groups = _groups(payload, codes, rows)
     flat = rows.reshape(-1)
     packed = _unpacked_lanes(payload, codes, groups)
-    for group, its in zip(groups, packed, strict=True):
+    for group, group_bytes in zip(groups, packed, strict=True):
         numbers = flat[group.start : group.start + group.numbers]
         if group.code == _ALL_ZERO:
             numbers[:] = 0
         else:
-            _fill(group, its, payload, codes, numbers)
+            _fill(group, group_bytes, payload, codes, numbers)
 
 
 def _zigzag(whole: NDArray[np.int16]) -> NDArray[np.uint16]:
@@ -75,15 +75,15 @@ def _encoded_group(symbols: NDArray[np.uint16], codes: RowCodes, room: int) -> b
     padded = np.append(symbols, np.zeros(-symbols.size % together, np.uint16)).reshape(-1, together)
     packed = np.where((padded < base).all(1), (padded * base ** np.arange(together)).sum(1), ESCAPED)
     packed[codes.words[code][packed] == 0] = ESCAPED
-    of_lane = -(-len(packed) // LANES)
-    lanes = [_stream(packed[at * of_lane : (at + 1) * of_lane], codes.words[code]) for at in range(LANES)]
+    per_lane = -(-len(packed) // LANES)
+    lanes = [_stream(packed[number * per_lane : (number + 1) * per_lane], codes.words[code]) for number in range(LANES)]
     escaped = padded[packed == ESCAPED]
     head = _HEAD.pack(code, *map(len, lanes), len(escaped))
     # As in C, which needs to be sure of room before it writes a lane.
     needed = len(head) + len(low)
-    for at, lane in enumerate(lanes):
-        some = min(of_lane, max(0, len(packed) - at * of_lane))
-        if room < needed + some * LONGEST_BITS // 8 + 16:
+    for number, lane in enumerate(lanes):
+        count = min(per_lane, max(0, len(packed) - number * per_lane))
+        if room < needed + count * LONGEST_BITS // 8 + 16:
             return None
         needed += len(lane)
     if room < needed + escaped.nbytes:
@@ -92,29 +92,33 @@ def _encoded_group(symbols: NDArray[np.uint16], codes: RowCodes, room: int) -> b
 
 
 def _sampled(count: int) -> NDArray[np.int64]:
-    """Which of this many numbers decide on the code, as in C: one of every sixteen, at a different place each time."""
+    """Which of this many numbers decide on the code, as in C: one of every sixteen, at a different place in each."""
     number = np.arange(-(-count // SAMPLED))
     places = number * SAMPLED + number * 5 % SAMPLED
     return places[places < count]
 
 
 def _stream(packed: NDArray[np.int64], words: NDArray[np.uint32]) -> bytes:
-    its = words[packed].astype(np.int64)
-    ends = (its >> 16).cumsum()
-    starts = ends - (its >> 16)
-    moved = (its & 0xFFFF) << (starts & 7)
+    selected = words[packed].astype(np.int64)
+    ends = (selected >> 16).cumsum()
+    starts = ends - (selected >> 16)
+    moved = (selected & 0xFFFF) << (starts & 7)
     total = int(ends[-1]) if ends.size else 0
     # Adjacent codes may share a byte, but no bit of it, so sums, exact in float64, combine them.
-    put = np.zeros((total + 7) // 8 + 3)
-    for place in range(3):
-        put += np.bincount((starts >> 3) + place, moved >> 8 * place & 0xFF, len(put))
-    return put[: (total + 7) // 8].astype(np.uint8).tobytes()
+    sums = np.zeros((total + 7) // 8 + 3)
+    for index in range(3):
+        sums += np.bincount((starts >> 3) + index, moved >> 8 * index & 0xFF, len(sums))
+    return sums[: (total + 7) // 8].astype(np.uint8).tobytes()
 
 
 @dataclass(slots=True)
 class _Group:
-    """start, numbers: where in the rows it begins, and how many numbers it has. count: of bytes. The others: where in
-    the payload its low bits, lanes and escaped symbols begin, and how large they are."""
+    """A group of numbers with one code.
+
+    start, numbers: where in the rows it begins, and how many numbers it has.
+    count: its number of bytes.
+    The other fields: where in the payload its low bits, lanes and escaped symbols begin, and how large they are.
+    """
 
     start: int
     numbers: int
@@ -128,57 +132,57 @@ class _Group:
 
 
 def _groups(payload: Bytes, codes: RowCodes, rows: Rows) -> list[_Group]:
-    found, at, size = [], 0, group_numbers(rows.shape[1])
+    groups, offset, size = [], 0, group_numbers(rows.shape[1])
     for start in range(0, rows.size, size):
-        if payload.size - at < _HEAD.size:
+        if payload.size - offset < _HEAD.size:
             raise CodecError(DAMAGED)
-        code, *lane_bytes, escapes = _HEAD.unpack_from(payload.data, at)
-        at += _HEAD.size
+        code, *lane_bytes, escapes = _HEAD.unpack_from(payload.data, offset)
+        offset += _HEAD.size
         group = _Group(start, min(size, rows.size - start), code)
-        found.append(group)
+        groups.append(group)
         if code == _ALL_ZERO:
             continue
         if code >= len(codes.kinds):
             raise CodecError(DAMAGED)
         _, together, low_bits = map(int, codes.kinds[code])
-        group.count, group.low_at = -(-group.numbers // together), at
-        at += (group.numbers + 1) // 2 if low_bits else 0
-        group.lanes_at = tuple(at + sum(lane_bytes[:lane]) for lane in range(LANES))
+        group.count, group.low_at = -(-group.numbers // together), offset
+        offset += (group.numbers + 1) // 2 if low_bits else 0
+        group.lanes_at = tuple(offset + sum(lane_bytes[:lane]) for lane in range(LANES))
         group.lane_bytes = tuple(lane_bytes)
-        at += sum(lane_bytes)
-        group.escapes_at, group.escapes = at, escapes
-        at += 2 * together * escapes
-        if at > payload.size or escapes > group.count:
+        offset += sum(lane_bytes)
+        group.escapes_at, group.escapes = offset, escapes
+        offset += 2 * together * escapes
+        if offset > payload.size or escapes > group.count:
             raise CodecError(DAMAGED)
-    if at != payload.size:
+    if offset != payload.size:
         raise CodecError(DAMAGED)
-    return found
+    return groups
 
 
 def _unpacked_lanes(payload: Bytes, codes: RowCodes, groups: list[_Group]) -> list[Bytes]:
     """The bytes of each group. All lanes of all groups of equal size are decoded side by side."""
     padded = np.append(payload, np.zeros(8, np.uint8))
     from_each_byte = np.ndarray(payload.size + 5, "<u4", padded.data, strides=(1,))
-    made: list[Bytes] = [np.empty(0, np.uint8)] * len(groups)
+    unpacked: list[Bytes] = [np.empty(0, np.uint8)] * len(groups)
     for count in {group.count for group in groups if group.count}:
-        its = [number for number, group in enumerate(groups) if group.count == count]
-        lookup = np.array([groups[one].code for one in its], np.int64) << LONGEST_BITS
-        bits = 8 * np.array([groups[one].lanes_at for one in its], np.int64).T
-        ends = bits // 8 + np.array([groups[one].lane_bytes for one in its], np.int64).T
-        of_lane = -(-count // LANES)
-        packed = np.zeros((LANES, of_lane, len(its)), np.uint8)
-        for place in range(of_lane):
-            lanes = sum(lane * of_lane + place < count for lane in range(LANES))
-            here = bits[:lanes]
-            seen = from_each_byte[np.minimum(here >> 3, payload.size)] >> (here & 7).astype(np.uint32)
-            word = codes.lookup.reshape(-1)[lookup + (seen & (1 << LONGEST_BITS) - 1)]
-            packed[:lanes, place] = word >> 8
+        members = [number for number, group in enumerate(groups) if group.count == count]
+        lookup = np.array([groups[number].code for number in members], np.int64) << LONGEST_BITS
+        bits = 8 * np.array([groups[number].lanes_at for number in members], np.int64).T
+        ends = bits // 8 + np.array([groups[number].lane_bytes for number in members], np.int64).T
+        per_lane = -(-count // LANES)
+        packed = np.zeros((LANES, per_lane, len(members)), np.uint8)
+        for step in range(per_lane):
+            lanes = sum(lane * per_lane + step < count for lane in range(LANES))
+            positions = bits[:lanes]
+            window = from_each_byte[np.minimum(positions >> 3, payload.size)] >> (positions & 7).astype(np.uint32)
+            word = codes.lookup.reshape(-1)[lookup + (window & (1 << LONGEST_BITS) - 1)]
+            packed[:lanes, step] = word >> 8
             bits[:lanes] += word & 0xFF
         if ((bits + 7) // 8 != ends).any():
             raise CodecError(DAMAGED)
-        for at, one in enumerate(its):
-            made[one] = packed[:, :, at].reshape(-1)[:count]
-    return made
+        for index, number in enumerate(members):
+            unpacked[number] = packed[:, :, index].reshape(-1)[:count]
+    return unpacked
 
 
 def _fill(group: _Group, packed: Bytes, payload: Bytes, codes: RowCodes, numbers: NDArray[np.int16]) -> None:

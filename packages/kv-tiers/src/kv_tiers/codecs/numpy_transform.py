@@ -22,40 +22,40 @@ def project(transform: Transform, words: Words, turns: Numbers, rows: Rows, exac
     """Like `Kernels.project`."""
     shape = transform.shape
     channels = shape.block_channels
-    for plane, its in enumerate(shape.planes(words)):
-        numbers = wide(its, shape.dtype)
+    for plane, stored in enumerate(shape.planes(words)):
+        numbers = wide(stored, shape.dtype)
         if plane < shape.layers:
-            numbers = turn_back(numbers, *_tables(turns, shape.tables[plane], len(its)))
+            numbers = turn_back(numbers, *_tables(turns, shape.tables[plane], len(stored)))
         flat = numbers.reshape(len(numbers), -1) - transform.means[plane]
-        for at, block in enumerate(_blocks(transform, plane)):
-            some = flat[:, at * channels : (at + 1) * channels] * transform.steps[block]
-            some[:exact] = 0
-            bits = _precision(some)
+        for index, block in enumerate(_blocks(transform, plane)):
+            scaled = flat[:, index * channels : (index + 1) * channels] * transform.steps[block]
+            scaled[:exact] = 0
+            bits = _precision(scaled)
             if bits is None:
                 return False
-            whole = np.rint(np.ldexp(some, bits)).astype(np.float64)
+            whole = np.rint(np.ldexp(scaled, bits)).astype(np.float64)
             sums = (whole @ transform.forward[block].T.astype(np.float64)).astype(np.int64)
             shift = MATRIX_BITS + bits
-            found = (sums + (1 << (shift - 1))) >> shift
-            if np.abs(found).max() > LARGEST_STEPS:
+            whole_steps = (sums + (1 << (shift - 1))) >> shift
+            if np.abs(whole_steps).max() > LARGEST_STEPS:
                 return False
-            rows[transform.places[block]] = found.T
+            rows[transform.places[block]] = whole_steps.T
     return True
 
 
 def project_back(transform: Transform, rows: Rows, turns: Numbers, words: Words) -> None:
     """Like `Kernels.project_back`."""
     shape = transform.shape
-    for plane, its in enumerate(shape.planes(words)):
+    for plane, stored in enumerate(shape.planes(words)):
         sums = [
             rows[transform.places[block]].T.astype(np.float64) @ transform.backward[block].T.astype(np.float64)
             for block in _blocks(transform, plane)
         ]
         numbers = np.concatenate(sums, 1).astype(np.float32) * transform.scales[plane] + transform.means[plane]
-        numbers = numbers.reshape(its.shape)
+        numbers = numbers.reshape(stored.shape)
         if plane < shape.layers:
-            numbers = turn(numbers, *_tables(turns, shape.tables[plane], len(its)))
-        _narrow(numbers, its, shape.dtype)
+            numbers = turn(numbers, *_tables(turns, shape.tables[plane], len(stored)))
+        _narrow(numbers, stored, shape.dtype)
 
 
 def wide(stored: NDArray[Any], dtype: str) -> Numbers:
@@ -66,12 +66,12 @@ def wide(stored: NDArray[Any], dtype: str) -> Numbers:
 
 
 def _narrow(numbers: Numbers, stored: NDArray[Any], dtype: str) -> None:
-    """The reverse, rounded to the nearest."""
+    """The reverse of `wide`, rounded to the nearest."""
     if dtype == "bfloat16":
         bits = numbers.view(np.uint32)
         stored[:] = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
     elif dtype == "float16":
-        # Half a step more would be infinite.
+        # Rounding a larger number could make it infinite.
         stored.view("<f2")[:] = np.clip(numbers, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
     else:
         stored.view("<f4")[:] = numbers

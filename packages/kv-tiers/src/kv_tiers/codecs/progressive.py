@@ -76,7 +76,7 @@ class ProgressiveCodec:
         """kernels: None for the fastest available; all produce the same bytes. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
         self.kernels = kernels or best_kernels()
-        self._mine = threading.local()
+        self._local = threading.local()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         words = np.frombuffer(chunk, "<u2", len(chunk) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
@@ -91,15 +91,15 @@ class ProgressiveCodec:
             return None
         if HEAD_BYTES + sum(sizes) > len(out):
             return None
-        at, sums, written = HEAD_BYTES, [], np.frombuffer(out, np.uint8)
+        end, sums, written = HEAD_BYTES, [], np.frombuffer(out, np.uint8)
         for part in parts:
-            start = at
+            start = end
             for piece in filter(len, part):
-                written[at : at + len(piece)] = np.frombuffer(piece, np.uint8)  # without the interpreter's lock
-                at += len(piece)
-            sums.append(xxhash.xxh3_64_intdigest(out[start:at]))
+                written[end : end + len(piece)] = np.frombuffer(piece, np.uint8)  # without the interpreter's lock
+                end += len(piece)
+            sums.append(xxhash.xxh3_64_intdigest(out[start:end]))
         out[:HEAD_BYTES] = seal(HEAD.pack(VERSION, len(chunk), *sizes, *sums))
-        return at
+        return end
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         if self.decode_prefix(payload, out) < PARTS:
@@ -110,19 +110,19 @@ class ProgressiveCodec:
         parts, is_longer = _parts_in(prefix, len(out))
         missing = self._scratch().missing
         words = np.frombuffer(out, "<u2", len(out) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
-        first, *more = map(_Cursor, parts)
+        first, *later = map(_Cursor, parts)
         for start in range(0, words.size, _SECTION):
-            self._decode_section(words[start : start + _SECTION], first, more, missing)
+            self._decode_section(words[start : start + _SECTION], first, later, missing)
         out[words.nbytes :] = first.take(len(out) - words.nbytes).data
-        if is_longer or any(cursor.rest.size for cursor in (first, *more)):
+        if is_longer or any(cursor.rest.size for cursor in (first, *later)):
             raise CodecError("there are bytes after its numbers")
         return len(parts)
 
     def _scratch(self) -> "_Scratch":
         try:
-            scratch: _Scratch = self._mine.scratch
+            scratch: _Scratch = self._local.scratch
         except AttributeError:
-            scratch = self._mine.scratch = _Scratch()
+            scratch = self._local.scratch = _Scratch()
         return scratch
 
     def _parts(self, words: Words, offset: int, tail: bytes, scratch: "_Scratch") -> tuple[list[bytes | Bytes], ...]:
@@ -162,19 +162,19 @@ class ProgressiveCodec:
         lower, upper = self.kernels.select(words, marks, mark, count)
         return *self._framed(upper), lower
 
-    def _decode_section(self, words: Words, first: "_Cursor", more: Sequence["_Cursor"], scratch: Bytes) -> None:
-        """Decode some numbers from the parts that are there: the first, and those behind it."""
+    def _decode_section(self, words: Words, first: "_Cursor", later: Sequence["_Cursor"], scratch: Bytes) -> None:
+        """Decode some numbers from the parts that are complete: the first, and later ones."""
         exponents = first.take(words.size // SCALED_NUMBERS)
         symbols = self._coder.decode(first.take_frame(), words.size)
-        nibbles = more[0].take(words.size // 2) if more else None
+        nibbles = later[0].take(words.size // 2) if later else None
         missing = scratch[: words.size]
-        packed = more[1].rest if len(more) == 2 else _NOTHING
+        packed = later[1].rest if len(later) == 2 else _NOTHING
         escaped, whole, bits = self.kernels.restore(
-            symbols, nibbles, exponents, packed, words=words, missing=missing, to_middle=len(more) == 1
+            symbols, nibbles, exponents, packed, words=words, missing=missing, to_middle=len(later) == 1
         )
-        if len(more) == 2:
-            more[1].take((bits + 7) // 8)
-            self._place(more[1], whole, missing, ALL_MISSING, words)
+        if len(later) == 2:
+            later[1].take((bits + 7) // 8)
+            self._place(later[1], whole, missing, ALL_MISSING, words)
         self._place(first, escaped, symbols, ESCAPED, words)
 
     def _place(self, cursor: "_Cursor", count: int, marks: Bytes, mark: int, words: Words) -> None:
@@ -197,8 +197,8 @@ class ProgressiveCodec:
         def fits(offset: int) -> bool:
             self.kernels.cut(sample, offset, exponents=exponents, symbols=symbols, nibbles=nibbles, missing=missing)
             shares = self.kernels.histogram(symbols) / sample.size
-            seen = shares[shares > 0]
-            bits = 8 / SCALED_NUMBERS + _CODER_BITS + 12 * shares[ESCAPED] - float((seen * np.log2(seen)).sum())
+            nonzero = shares[shares > 0]
+            bits = 8 / SCALED_NUMBERS + _CODER_BITS + 12 * shares[ESCAPED] - float((nonzero * np.log2(nonzero)).sum())
             return bool(bits * words.size < 8 * room)
 
         return _OFFSETS[bisect_left(_OFFSETS, True, key=fits) :]
@@ -208,50 +208,50 @@ def _parts_in(prefix: memoryview, chunk_bytes: int) -> tuple[list[memoryview], b
     """The parts that are complete in a prefix, verified, and whether it continues behind the last part.
 
     Raises:
-        CodecError: the head or one of them is damaged, or not even the first is complete.
+        CodecError: the head or a part is damaged, or not even the first part is complete.
     """
     fields = unseal(prefix[:HEAD_BYTES]) if len(prefix) >= HEAD_BYTES else None
     if fields is None:
         raise CodecError("it does not begin as a payload of this codec does")
-    version, said_bytes, *rest = HEAD.unpack(fields)
-    if version != VERSION or said_bytes != chunk_bytes:
-        raise CodecError(f"version {version}, of a chunk of {said_bytes} bytes instead of {chunk_bytes}")
+    version, stated_bytes, *sizes_and_checksums = HEAD.unpack(fields)
+    if version != VERSION or stated_bytes != chunk_bytes:
+        raise CodecError(f"version {version}, of a chunk of {stated_bytes} bytes instead of {chunk_bytes}")
     parts: list[memoryview] = []
-    at = HEAD_BYTES
-    for size, checksum in zip(rest[:PARTS], rest[PARTS:], strict=True):
-        part = prefix[at : at + size]
+    offset = HEAD_BYTES
+    for size, checksum in zip(sizes_and_checksums[:PARTS], sizes_and_checksums[PARTS:], strict=True):
+        part = prefix[offset : offset + size]
         if len(part) < size:
             break
         if xxhash.xxh3_64_intdigest(part) != checksum:
             raise CodecError(f"part {len(parts) + 1} has a wrong checksum")
         parts.append(part)
-        at += size
+        offset += size
     if not parts:
         raise CodecError(f"it ends after {len(prefix)} bytes, within its first part")
-    return parts, len(parts) == PARTS and at < len(prefix)
+    return parts, len(parts) == PARTS and offset < len(prefix)
 
 
 class _Cursor:
     """Reads one part of a payload from its start, a piece at a time.
 
-    All of it is one array: to make one of each piece would take a twentieth of the time of decoding.
+    The part is one array: making an array of each piece would take a twentieth of the time of decoding.
     """
 
     def __init__(self, part: memoryview) -> None:
-        self._part, self._at = np.frombuffer(part, np.uint8), 0
+        self._part, self._offset = np.frombuffer(part, np.uint8), 0
 
     @property
     def rest(self) -> Bytes:
-        """What is left."""
-        return self._part[self._at :]
+        """The bytes that were not taken yet."""
+        return self._part[self._offset :]
 
     def take(self, nbytes: int) -> Bytes:
         """
         Raises:
             CodecError: there are fewer bytes left.
         """
-        start = self._at
-        self._at = end = start + nbytes
+        start = self._offset
+        self._offset = end = start + nbytes
         if end > self._part.size:
             raise CodecError(f"a part ends {end - self._part.size} bytes too early")
         return self._part[start:end]
@@ -265,7 +265,7 @@ class _Cursor:
 class _Scratch:
     """One thread's memory, reused because fresh pages cost more than the work done in them.
 
-    symbols, missing: of a section. nibbles, packed: of a chunk, section after section.
+    symbols, missing: those of a section. nibbles, packed: those of a chunk, section after section.
     """
 
     def __init__(self) -> None:

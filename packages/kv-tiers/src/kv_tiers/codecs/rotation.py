@@ -15,7 +15,7 @@ Frequencies = NDArray[np.float64]
 _Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Cosines and sines."""
 MOST_POSITION_BITS: Final = 32
-"""A payload says the first position in so many."""
+"""Bits of the first position in a payload."""
 _HALVED: Final = 6
 """How often an angle is halved: its series is then exact to float64."""
 
@@ -27,7 +27,7 @@ def turns(frequencies: Frequencies, first: int, tokens: int) -> tuple[Numbers, N
     """
     doubled = _unit(frequencies)
     start = np.ones_like(frequencies), np.zeros_like(frequencies)
-    cos, sin = (one[None] for one in start)
+    cos, sin = (part[None] for part in start)
     for bit in range(max(first, tokens).bit_length()):
         if first >> bit & 1:
             start = _product(start, doubled)
@@ -45,7 +45,7 @@ class Turner:
     """
 
     def __init__(self, frequencies: Frequencies) -> None:
-        self._powers = [_unit(frequencies)]  # of 2 ** bit positions
+        self._powers = [_unit(frequencies)]  # the turns by 2 ** bit positions
         for _ in range(MOST_POSITION_BITS - 1):
             self._powers.append(_product(self._powers[-1], self._powers[-1]))
         self._places: tuple[int, _Points] | None = None
@@ -60,25 +60,25 @@ class Turner:
         out[0], out[1] = _product((cos, sin), (start[0][:, None], start[1][:, None]))
 
     def _places_of(self, tokens: int) -> _Points:
-        """[head_dim / 2, tokens]: from position 0 on."""
-        known = self._places
-        if known is None or known[0] != tokens:
+        """[head_dim / 2, tokens]: the points of the positions from 0 on."""
+        cached = self._places
+        if cached is None or cached[0] != tokens:
             cos, sin = (np.ones_like(self._powers[0][0])[:, None], np.zeros_like(self._powers[0][0])[:, None])
             for power in self._powers:
                 if cos.shape[1] >= tokens:
                     break
-                more = _product((cos, sin), (power[0][:, None], power[1][:, None]))
-                cos, sin = (np.concatenate(pair, 1) for pair in zip((cos, sin), more, strict=True))
-            known = self._places = (
+                next_points = _product((cos, sin), (power[0][:, None], power[1][:, None]))
+                cos, sin = (np.concatenate(pair, 1) for pair in zip((cos, sin), next_points, strict=True))
+            cached = self._places = (
                 tokens,
                 (np.ascontiguousarray(cos[:, :tokens]), np.ascontiguousarray(sin[:, :tokens])),
             )
-        return known[1]
+        return cached[1]
 
 
-def _product(one: _Points, other: _Points) -> _Points:
+def _product(left: _Points, right: _Points) -> _Points:
     """The product of points of the plane, as complex numbers."""
-    return one[0] * other[0] - one[1] * other[1], one[0] * other[1] + one[1] * other[0]
+    return left[0] * right[0] - left[1] * right[1], left[0] * right[1] + left[1] * right[0]
 
 
 def _unit(frequencies: Frequencies) -> _Points:
@@ -98,7 +98,7 @@ def turn_back(numbers: Numbers, cos: Numbers, sin: Numbers) -> Numbers:
 
 
 def turn(numbers: Numbers, cos: Numbers, sin: Numbers) -> Numbers:
-    """The reverse of `turn_back`."""
+    """Turn keys from position 0 to these positions: the reverse of `turn_back`."""
     half = numbers.shape[-1] // 2
     low, high = numbers[..., :half], numbers[..., half:]
     turned = np.empty_like(numbers)

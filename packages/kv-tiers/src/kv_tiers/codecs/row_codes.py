@@ -18,27 +18,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONGEST_BITS: Final = 12
-"""Of a code."""
+"""The longest code."""
 ESCAPED: Final = 255
 """The byte of numbers that have no code of their own."""
 LOW_BITS: Final = 4
-"""Of a number's symbol, stored uncoded where numbers are largest."""
+"""Bits of a number's symbol that are stored uncoded where numbers are largest."""
 _SINGLE: Final = 32
 COSTED_CLASSES: Final = _SINGLE + 4 * 11
 """Symbols of a class cost about the same: each symbol below 32 is one, then each quarter of a power of two."""
 MOST_TOGETHER: Final = 8
 SAMPLED: Final = 16
-"""One symbol of every this many decides which code a group has."""
+"""One of every so many symbols decides which code a group has."""
 _COST_UNIT: Final = 64
-"""Of a bit."""
+"""Costs are in this fraction of a bit."""
 _ONE: Final = 1 << 48
 _LEAST_SCALE, _SCALE_UNIT, _GROWTH = 200, 4096, (23, 20)
-"""Of the first distribution, in parts of a step, and from one to the next."""
+"""The scale of the first distribution, the parts of a step that it is counted in, and its growth to the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How numbers become bytes. base: a byte holds symbols below it. together: how many. low_bits: stored uncoded."""
+    """How numbers become bytes. base: a byte holds symbols below this. together: the number of symbols in a byte.
+    low_bits: the bits of a symbol that are stored uncoded."""
 
     base: int
     together: int
@@ -54,7 +55,7 @@ _CODES_OF_KINDS: Final = (9, 3, 10, 15, 13)
 class RowCodes:
     """kinds: base, together and low bits of each code, uint8 [codes, 3].
 
-    costs: of a symbol, in 64ths of a bit, uint32 [codes, `COSTED_CLASSES`].
+    costs: the cost of a symbol, in 64ths of a bit, uint32 [codes, `COSTED_CLASSES`].
     words: for each byte its code, from bit 0 up, and from bit 16 on its length, uint32 [codes, 256].
     coded: the same, with the code of `ESCAPED` for bytes that have none: from bit 0 on its length, bit 7 if the byte is
         escaped, and from bit 8 on the code, uint32 [codes, 256].
@@ -77,7 +78,7 @@ class RowCodes:
 def row_codes() -> RowCodes:
     """All codes, created when they are first needed, in some 0.1 s."""
     kinds = [kind for kind, count in zip(KINDS, _CODES_OF_KINDS, strict=True) for _ in range(count)]
-    made = RowCodes(
+    codes = RowCodes(
         np.array([(kind.base, kind.together, kind.low_bits) for kind in kinds], np.uint8),
         np.empty((len(kinds), COSTED_CLASSES), np.uint32),
         np.zeros((len(kinds), 256), np.uint32),
@@ -90,14 +91,14 @@ def row_codes() -> RowCodes:
     for number, kind in enumerate(kinds):
         weights = _symbol_weights(scale, kind)
         lengths = code_lengths(_byte_weights(weights, kind))
-        made.costs[number] = _costs(weights, kind, lengths)
-        _assign(lengths, made.words[number], made.lookup[number])
-        made.pairs[number] = _pairs(made.lookup[number])
-        made.coded[number] = _coded(made.words[number])
+        codes.costs[number] = _costs(weights, kind, lengths)
+        _assign(lengths, codes.words[number], codes.lookup[number])
+        codes.pairs[number] = _pairs(codes.lookup[number])
+        codes.coded[number] = _coded(codes.words[number])
         scale = scale * _GROWTH[0] // _GROWTH[1]
-    for field in fields(made):
-        getattr(made, field.name).flags.writeable = False
-    return made
+    for field in fields(codes):
+        getattr(codes, field.name).flags.writeable = False
+    return codes
 
 
 def _symbol_weights(scale: int, kind: Kind) -> list[int]:
@@ -116,21 +117,21 @@ def _symbol_weights(scale: int, kind: Kind) -> list[int]:
     for below, above in pairwise(upper):
         shares += [above - below, above - below]
     step = 1 << kind.low_bits
-    return [max(1, sum(shares[at * step : (at + 1) * step])) for at in range(kind.base)]
+    return [max(1, sum(shares[symbol * step : (symbol + 1) * step])) for symbol in range(kind.base)]
 
 
 def _byte_weights(weights: list[int], kind: Kind) -> dict[int, int]:
     """The weights of the bytes that have codes, and of `ESCAPED`."""
-    found = {}
+    byte_weights = {}
     for symbols in product(range(kind.base), repeat=kind.together):
         weight = _ONE
         for symbol in symbols:
             weight = weight * weights[symbol] // _ONE
         # A rarer byte is escaped: otherwise the minimal shares of rare bytes would make all codes longer.
         if weight << (LONGEST_BITS + 3 if kind.together > 1 else LONGEST_BITS + 1) >= _ONE:
-            found[sum(symbol * kind.base**place for place, symbol in enumerate(symbols))] = weight
-    found[ESCAPED] = max(1, _ONE - sum(found.values()))
-    return found
+            byte_weights[sum(symbol * kind.base**place for place, symbol in enumerate(symbols))] = weight
+    byte_weights[ESCAPED] = max(1, _ONE - sum(byte_weights.values()))
+    return byte_weights
 
 
 def code_lengths(weights: dict[int, int]) -> dict[int, int]:
@@ -150,7 +151,7 @@ def code_lengths(weights: dict[int, int]) -> dict[int, int]:
         used += 1 << LONGEST_BITS - lengths[byte]
     rarest = sorted(weights, key=lambda byte: (weights[byte], byte))
     while used > 1 << LONGEST_BITS:
-        byte = next(one for one in rarest if lengths[one] < LONGEST_BITS)
+        byte = next(byte for byte in rarest if lengths[byte] < LONGEST_BITS)
         lengths[byte] += 1
         used -= 1 << LONGEST_BITS - lengths[byte]
     for byte in reversed(rarest):
@@ -163,11 +164,11 @@ def code_lengths(weights: dict[int, int]) -> dict[int, int]:
 
 def _assign(lengths: dict[int, int], words: NDArray[np.uint32], lookup: NDArray[np.uint16]) -> None:
     """Canonical codes: by length, then by byte. Their first bit is bit 0."""
-    code, before = 0, 0
-    for byte in sorted(lengths, key=lambda one: (lengths[one], one)):
+    code, previous_length = 0, 0
+    for byte in sorted(lengths, key=lambda byte: (lengths[byte], byte)):
         length = lengths[byte]
-        code <<= length - before
-        before = length
+        code <<= length - previous_length
+        previous_length = length
         reverse = int(format(code, f"0{length}b")[::-1], 2)
         words[byte] = length << 16 | reverse
         lookup[reverse :: 1 << length] = byte << 8 | length
@@ -177,15 +178,15 @@ def _assign(lengths: dict[int, int], words: NDArray[np.uint32], lookup: NDArray[
 def _pairs(lookup: NDArray[np.uint16]) -> NDArray[np.uint32]:
     first = lookup.astype(np.uint32)
     second = first[np.arange(lookup.size, dtype=np.uint32) >> (first & 0xFF)]
-    both = (first & 0xFF) + (second & 0xFF)
-    alone = first & 0xFF | 1 << 8 | (first >> 8) << 16
-    two = both | 2 << 8 | (first >> 8) << 16 | (second >> 8) << 24
-    made: NDArray[np.uint32] = np.where(both <= LONGEST_BITS, two, alone)
-    return made
+    total_bits = (first & 0xFF) + (second & 0xFF)
+    one_byte = first & 0xFF | 1 << 8 | (first >> 8) << 16
+    two_bytes = total_bits | 2 << 8 | (first >> 8) << 16 | (second >> 8) << 24
+    pairs: NDArray[np.uint32] = np.where(total_bits <= LONGEST_BITS, two_bytes, one_byte)
+    return pairs
 
 
 def _costs(weights: list[int], kind: Kind, lengths: dict[int, int]) -> NDArray[np.uint32]:
-    """By the distribution. An encoder may choose any code, so a difference in the last place does no harm."""
+    """Costs by the distribution. An encoder may choose any code, so a difference in the last place does no harm."""
     escape = (lengths[ESCAPED] + 16 * kind.together + kind.low_bits) * _COST_UNIT
     costs = np.full(COSTED_CLASSES, escape, np.uint32)
     for number in range(COSTED_CLASSES):
@@ -206,13 +207,13 @@ def class_of(symbols: NDArray[np.uint16]) -> NDArray[np.int64]:
 
 def _coded(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
     is_escaped = (words == 0) | (np.arange(words.size) == ESCAPED)
-    its = np.where(is_escaped, words[ESCAPED], words)
-    made: NDArray[np.uint32] = its >> 16 | is_escaped.astype(np.uint32) << 7 | (its & 0xFFFF) << 8
-    return made
+    codes = np.where(is_escaped, words[ESCAPED], words)
+    coded: NDArray[np.uint32] = codes >> 16 | is_escaped.astype(np.uint32) << 7 | (codes & 0xFFFF) << 8
+    return coded
 
 
 def _unpacking(kind: Kind) -> NDArray[np.int16]:
     symbols = np.arange(256)[:, None] // kind.base ** np.arange(MOST_TOGETHER, dtype=np.int64).clip(0, 7) % kind.base
     symbols[:, kind.together :] = 0
-    made: NDArray[np.int16] = ((symbols >> 1) ^ -(symbols & 1)).astype(np.int16)
-    return made
+    numbers: NDArray[np.int16] = ((symbols >> 1) ^ -(symbols & 1)).astype(np.int16)
+    return numbers

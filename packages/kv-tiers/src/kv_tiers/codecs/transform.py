@@ -10,22 +10,27 @@ from kv_tiers.codecs.calibration import MATRIX_BITS, Calibration, Shape
 from kv_tiers.codecs.rotation import Numbers
 
 DTYPES: Final = ("", "bfloat16", "float16", "float32")
-"""By their number in the kernels' description of a shape."""
+"""The dtypes, by their number in the kernels' description of a shape."""
 TILE: Final = 64
 """Tokens that are processed at a time, and share the precision that their numbers are rounded to."""
 FINEST, COARSEST = 4, -2
 """Numbers are rounded to 1 / 2 ** 4 of a step, or coarser, to 2 ** 2 steps, where one is far from its mean."""
 LARGEST: Final = 7 << 10
-"""Of a number rounded this way. It keeps sums of products below 2 ** 31, even with 256 channels."""
+"""The largest number after this rounding. It keeps sums of products below 2 ** 31, even with 256 channels."""
 LARGEST_STEPS: Final = 32767
 assert MATRIX_BITS + COARSEST > 0
 
 
 @dataclass(frozen=True)
 class Transform:
-    """steps: in a unit, [blocks]. scales: for the results of `backward`, [planes, channels]. forward: [blocks,
-    components, channels], int16. backward: [blocks, channels, components], int16; small: the same as bytes, each row
-    padded with zeros to a multiple of four. places: the row of each component, [blocks, components], int32.
+    """A calibration's arrays, as the kernels take them.
+
+    steps: the number of steps in a unit, [blocks].
+    scales: factors for the results of `backward`, [planes, channels].
+    forward: [blocks, components, channels], int16.
+    backward: [blocks, channels, components], int16.
+    small: `backward` as bytes, each row padded with zeros to a multiple of four.
+    places: the row of each component, [blocks, components], int32.
     """
 
     shape: Shape
@@ -39,7 +44,7 @@ class Transform:
     places: NDArray[np.int32]
 
     def described(self, tokens: int, exact: int) -> NDArray[np.int64]:
-        """For the kernels in C. exact: how many of the first tokens have no steps."""
+        """The sizes that the kernels in C take. exact: how many of the first tokens have no steps."""
         shape = self.shape
         sizes = (shape.layers, tokens, shape.heads, shape.head_dim, shape.block_channels, exact, 1 + max(shape.tables))
         return np.array([DTYPES.index(shape.dtype), *sizes], np.int64)

@@ -50,45 +50,45 @@ class ZstdCodec:
         parameters = self._zstandard.ZstdCompressionParameters.from_level(
             config.level, window_log=_MAX_WINDOW_BYTES.bit_length() - 1, write_content_size=1, write_checksum=0
         )
-        self._mine = Contexts(self._zstandard, parameters, _MAX_WINDOW_BYTES)
+        self._contexts = Contexts(self._zstandard, parameters, _MAX_WINDOW_BYTES)
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
-        source = self._mine.compressor.stream_reader(chunk, size=chunk.nbytes)
-        at = 0
-        while read := source.readinto(out[at:]):
-            at += read
-            if at == len(out):
-                return None  # there may be more of it
-        return at
+        source = self._contexts.compressor.stream_reader(chunk, size=chunk.nbytes)
+        written = 0
+        while read := source.readinto(out[written:]):
+            written += read
+            if written == len(out):
+                return None  # the frame may be longer
+        return written
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         # As a stream: the one-shot function allocates as much as the frame claims.
-        source = self._mine.decompressor.stream_reader(payload)
-        at = 0
+        source = self._contexts.decompressor.stream_reader(payload)
+        decoded = 0
         try:
-            while at < len(out) and (read := source.readinto(out[at:])):
-                at += read
-            more = source.read(1)
+            while decoded < len(out) and (read := source.readinto(out[decoded:])):
+                decoded += read
+            extra = source.read(1)
         except self._zstandard.ZstdError as error:
             raise CodecError(f"not a zstd frame: {error}") from error
-        if at < len(out) or more:
-            raise CodecError(f"a frame of {at}{' and more' if more else ''} bytes instead of {len(out)}")
+        if decoded < len(out) or extra:
+            raise CodecError(f"a frame of {decoded}{' and more' if extra else ''} bytes instead of {len(out)}")
 
 
 class Contexts(threading.local):
     """zstandard's compressor and decompressor for each thread, as neither may be used by two threads at a time."""
 
     def __init__(self, zstandard: Any, parameters: Any, max_window_size: int) -> None:
-        """Arguments as in the library. A thread's contexts are created on first use."""
+        """The arguments are the library's. A thread's contexts are created on first use."""
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=max_window_size)
 
 
 def zstandard_for(codec: str) -> Any:
-    """The library, which a codec needs.
+    """The library zstandard, for this codec.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the library is not installed.
     """
     try:
         import zstandard

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LaneCounts:
-    """All but `queued` only grow.
+    """A snapshot. All counts but `queued` only grow.
 
     queued: chunks to be loaded or stored, and queries, at the moment of the snapshot.
     loaded, absent, damaged, read_failed: chunks that were to be loaded, by outcome.
     stored, refused: chunks that were to be stored, by outcome.
-    approximate: of those loaded, the chunks of which only first parts were read.
-    discarded: chunks.
+    approximate: loaded chunks of which only first parts were read.
+    discarded: chunks that the tier discarded.
     downs: how often the tier failed after it had served.
     seconds_loading, seconds_storing: time in the tier's calls, summed over all threads.
     """

@@ -23,7 +23,7 @@ class Health(Enum):
 
     @property
     def serves(self) -> bool:
-        """Whether loads are sent to it, and stores tried."""
+        """Whether loads and stores are sent to the tier."""
         return self is Health.UP or self is Health.FULL
 
 
@@ -47,7 +47,7 @@ class HealthTracker:
             return Health.CLOSED
         if self.retry_at_s is not None:
             return Health.DOWN
-        if self.hangs(running_since_s):  # so it cannot even be probed
+        if self.hangs(running_since_s):  # such a tier cannot even be probed
             return Health.STUCK
         return Health.FULL if self.full else Health.UP
 
@@ -81,7 +81,7 @@ class HealthTracker:
         self._next_backoff_s = self._first_backoff_s
 
     def probe_due_in_s(self) -> float | None:
-        """Seconds until it may be probed; None if it is not down, or is being probed."""
+        """Seconds until the tier may be probed; None if it is not down, or is being probed."""
         if self.retry_at_s is None or self.is_probing:
             return None
         return max(0.0, self.retry_at_s - self._clock.now_s())
@@ -98,13 +98,13 @@ def release_frames(error: BaseException) -> None:
     collector runs, and a pool cannot be unmapped until then.
     """
     pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     while pending:
-        one = pending.pop()
-        if one is None or id(one) in seen:
+        exception = pending.pop()
+        if exception is None or id(exception) in seen_ids:
             continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        pending += (one.__cause__, one.__context__)
-        if isinstance(one, BaseExceptionGroup):
-            pending += one.exceptions
+        seen_ids.add(id(exception))
+        traceback.clear_frames(exception.__traceback__)
+        pending += (exception.__cause__, exception.__context__)
+        if isinstance(exception, BaseExceptionGroup):
+            pending += exception.exceptions

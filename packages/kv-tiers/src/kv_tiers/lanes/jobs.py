@@ -27,7 +27,7 @@ MAX_DISCARDS: Final = 100_000
 """If more keys than this wait to be discarded by a tier that does not answer, it is cleared instead once it answers."""
 
 REMOVE_AGAIN_S: Final = 60.0
-"""After how long removals that a tier refused are retried: we may have been granted the permission."""
+"""After how long removals that a tier refused are retried: permission may have been granted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class FirstBytes:
 class Arrival:
     """The outcome of loading one chunk.
 
-    checksum: of its bytes if it was loaded (for `Read.as_stored`, the payload).
-    parts: it was loaded, and decoded from this many first parts alone; 0: from all of it.
-    first_bytes: those parts as they were read, if `Load.keeps`.
+    checksum: the checksum of its bytes if it was loaded (for `Read.as_stored`, of the payload).
+    parts: the number of first parts from which alone it was decoded; 0: it was decoded from all of them.
+    first_bytes: these parts as they were read, if `Load.keeps`.
     """
 
     key: ChunkKey
@@ -66,8 +66,11 @@ class Arrival:
 
 @dataclass(slots=True)
 class Load:
-    """share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
-    keeps: return `Arrival.first_bytes`."""
+    """Load chunks.
+
+    share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
+    keeps: whether to return `Arrival.first_bytes`.
+    """
 
     reads: list[Read]
     done: Callable[[list[Arrival]], None]
@@ -79,10 +82,10 @@ class Load:
 class Rest:
     """Load the whole of one payload, in steps, while the lane has nothing else to do.
 
-    bytes_read: how many of the payload's first bytes are in the pages of `read`, with its header.
-    first_bytes: bytes that were read earlier and are still to be copied there.
     done: receives the outcome. None: other work comes first; pass the rest to the lane again later to continue.
-    in_one: read the payload again from its beginning in one call, because the result of the steps was wrong.
+    bytes_read: how many of the payload's first bytes are in the pages of `read`, with its header.
+    first_bytes: bytes that were read earlier and are still to be copied into these pages.
+    in_one: whether to read the payload again from its beginning in one call, because the result of steps was wrong.
     """
 
     read: Read
@@ -102,7 +105,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Store:
-    """dropped: those of its keys that were discarded since it was submitted."""
+    """Store chunks. dropped: the keys of its chunks that were discarded after it was submitted."""
 
     chunks: list[Outgoing]
     done: Callable[[list[StoreOutcome]], None]
@@ -125,7 +128,7 @@ class ClearTenant:
 
 
 class Probe:
-    """Checks whether a tier that failed is back."""
+    """Check whether a tier that failed is back."""
 
 
 Submitted = Load | Ask | Store
@@ -137,8 +140,8 @@ class OnlyHidden:
     """The chunks that are no longer read from a tier that others fill and that we do not change, until this process
     ends.
 
-    Which chunks a tier had when it was cleared is not known, so after a clear nothing there is read. More than
-    `MAX_DISCARDS` keys count as everything, too.
+    Which chunks a tier had when it was cleared is not known, so after a clear nothing is read from it. More than
+    `MAX_DISCARDS` keys count as a clear, too.
     """
 
     def __init__(self) -> None:
@@ -173,7 +176,7 @@ class Jobs:
     def __init__(
         self, *, max_load_chunks: int, max_store_chunks: int, max_stores: int, only_hides: bool = False
     ) -> None:
-        """max_stores: how many may be in progress at a time. only_hides: nothing is ever removed from the tier."""
+        """max_stores: how many stores may be in progress at a time. only_hides: nothing is removed from the tier."""
         self._hidden = OnlyHidden() if only_hides else None
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._max_stores = max_stores
@@ -181,14 +184,14 @@ class Jobs:
         """The rest that is being read, which no request is waiting for."""
         self._loads: deque[Load | Ask] = deque()
         self._stores: deque[Store] = deque()
-        self._load_chunks = self._store_chunks = 0  # waiting and in progress
+        self._load_chunks = self._store_chunks = 0  # of jobs that wait or are in progress
         self._storing: dict[int, Store] = {}
         self._discards: dict[ChunkKey, None] = {}
         self._discarding: set[ChunkKey] = set()
         self._clear_next = self._clearing = False
         self._tenants_to_clear: dict[bytes, None] = {}
         self._clearing_tenants: set[bytes] = set()
-        self._removals_from_s = 0.0  # they were refused, and are retried then
+        self._removals_from_s = 0.0  # when removals that were refused are retried
 
     @property
     def queued(self) -> int:
@@ -201,15 +204,15 @@ class Jobs:
 
     @property
     def is_clearing(self) -> bool:
-        """Nothing may be found, and nothing submitted."""
+        """Whether everything is being cleared: nothing may be found, and nothing submitted."""
         return self._clearing or self._clear_next
 
     def has_submitted(self) -> bool:
-        """Submitted jobs are waiting."""
+        """Whether submitted jobs are waiting."""
         return bool(self._loads or self._stores)
 
     def has_any(self, now_s: float) -> bool:
-        """Jobs are waiting, other than refused removals that are not due yet."""
+        """Whether jobs are waiting, other than refused removals that are not due yet."""
         return self.has_submitted() or (self._has_removals() and now_s >= self._removals_from_s)
 
     def submit(self, job: Submitted) -> bool:
@@ -242,11 +245,11 @@ class Jobs:
         if self._hidden is not None:
             self._hidden.discard(keys)
             return
-        gone = dict.fromkeys(keys)
-        self._discards.update(gone)
+        discarded = dict.fromkeys(keys)
+        self._discards.update(discarded)
         for job in (*self._stores, *self._storing.values()):
-            # Only its own, as a store that hangs is told of every key that is discarded meanwhile.
-            job.dropped.update(chunk.key for chunk in job.chunks if chunk.key in gone)
+            # Only keys of this job: a store that hangs would otherwise collect every key that is discarded meanwhile.
+            job.dropped.update(chunk.key for chunk in job.chunks if chunk.key in discarded)
         if len(self._discards) > MAX_DISCARDS:
             self.clear()
 
@@ -290,17 +293,17 @@ class Jobs:
             return "all of its chunks"
         tenants = self._tenants_to_clear.keys() | self._clearing_tenants
         keys = self._discards.keys() | self._discarding
-        said = [f"the chunks of tenant {tag.hex()}" for tag in sorted(tenants)]
-        return ", ".join([*said, f"{len(keys)} discarded chunks"] if keys else said)
+        descriptions = [f"the chunks of tenant {tag.hex()}" for tag in sorted(tenants)]
+        return ", ".join([*descriptions, f"{len(keys)} discarded chunks"] if keys else descriptions)
 
-    def say_unremoved(self, tier: str) -> None:
-        """Log what the tier of this name has not removed, as nothing will hide it any more."""
-        if left := self.unremoved():
+    def log_unremoved(self, tier: str) -> None:
+        """Log what the tier of this name has not removed, because nothing hides it after this process."""
+        if unremoved := self.unremoved():
             _log.warning(
                 "tier %s is closed before it has removed %s, for which it was down, too slow or not permitted to; the "
                 "next process that opens it finds what is left there: clear it again then",
                 tier,
-                left,
+                unremoved,
             )
 
     def _has_removals(self) -> bool:
@@ -322,8 +325,9 @@ class Jobs:
         return None
 
     def _next_store(self) -> Store | None:
-        """What waits while the tier is being cleared was cleared with it, and begins only to be answered: a tier may
-        refuse to be cleared for good, and the chunks' slots in the pool are in use until then."""
+        """The store that may begin. Chunks of stores that wait while the tier is being cleared are cleared with it;
+        these stores begin only to be answered: a tier may refuse to be cleared for good, and the chunks' slots in the
+        pool are in use until then."""
         if self._stores and len(self._storing) < self._max_stores:
             first = self._stores[0]
             if not any(chunk.key in self._discarding for chunk in first.chunks):
@@ -363,8 +367,8 @@ class Jobs:
                 self._load_chunks -= _load_chunks(job)
 
     def refused_removal(self, job: Removal, now_s: float) -> str:
-        """The tier refused this: it is retried after `REMOVE_AGAIN_S`, with all further removals until then. Returns
-        what stays hidden, in words."""
+        """The tier refused this removal: it is retried after `REMOVE_AGAIN_S`, together with all removals requested
+        until then. Returns what stays hidden, in words."""
         self._removals_from_s = now_s + REMOVE_AGAIN_S
         self.requeue(job)
         return self.unremoved()
@@ -383,12 +387,12 @@ class Jobs:
         return key.tenant in self._tenants_to_clear or key.tenant in self._clearing_tenants
 
     def _is_of_cleared(self, job: Submitted) -> bool:
-        """Whether it concerns chunks of a tenant whose clearing has not ended."""
+        """Whether the job concerns chunks of a tenant whose clearing has not ended."""
         if not self._tenants_to_clear and not self._clearing_tenants:
             return False
         if isinstance(job, Ask):
             return any(map(self._is_being_cleared, job.keys))
-        return any(self._is_being_cleared(one.key) for one in (job.reads if isinstance(job, Load) else job.chunks))
+        return any(self._is_being_cleared(item.key) for item in (job.reads if isinstance(job, Load) else job.chunks))
 
 
 def _load_chunks(job: Load | Ask) -> int:

@@ -76,11 +76,11 @@ class Lane:
         self.name = tier.name
         self.holds_is_local = tier.holds_is_local
         self.events = UNWATCHED
-        """Where its health and damage are published; set by the cache above."""
+        """Where the tier's health and damage are published; set by the cache above."""
         self.when_idle: Callable[[], Rest | None] = lambda: None
         """Called without a lock, on a thread of the lane, after `has_rests` and while the last call returned a rest."""
         self.when_done: Callable[[], object] = lambda: None
-        """Called in the same way after every job: stores that were refused before it may now be taken."""
+        """Called in the same way after every job: stores that were refused before may now be taken."""
         self._turns = RestTurns()
         self._noticed = Health.UP
         payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
@@ -114,7 +114,7 @@ class Lane:
             raise
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of these a load would find. Only for a tier that answers from memory."""
+        """Which of these chunks a load would find. Only for a tier that answers from memory."""
         with self._changed:
             if not self._health().serves or self._jobs.is_clearing:
                 return [False] * len(keys)
@@ -173,7 +173,7 @@ class Lane:
             return not self._jobs.queued and not self._is_busy()
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
-        """From now on these are not found here. The tier discards them as soon as it can. Never refused."""
+        """From now on these chunks are not found here. The tier discards them as soon as it can. Never refused."""
         with self._changed:
             self._jobs.discard(keys)
             self._changed.notify()
@@ -224,27 +224,27 @@ class Lane:
         return self.tier.usage()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or running. False: something still was when the time was up."""
-        until = time.monotonic() + timeout_s
+        """Wait until nothing is queued or running. False: something still is when the time is up."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._is_busy() or self._jobs.has_any(self._clock.now_s()):
-                left = until - time.monotonic()
-                if left <= 0 or not self._health().serves:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or not self._health().serves:
                     return not self._is_busy() and not self._jobs.has_submitted()
-                self._changed.wait(min(left, 0.05))
+                self._changed.wait(min(remaining_s, 0.05))
         return True
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Refuse queued jobs, wait for running ones, close the tier. False: a call has not returned, and has memory."""
+        """Refuse queued jobs, wait for running ones, close the tier. False: a call still runs, and uses its memory."""
         with self._changed:
             self._tracker.is_closed = True
             waiting = self._jobs.take_submitted()
             self._changed.notify_all()
         for job in waiting:
             self._refuse(job, "the cache was closed")
-        has_ended = self._workers.join(max(timeout_s, 0.5))  # a thread that is idle ends at once, but not in no time
+        has_ended = self._workers.join(max(timeout_s, 0.5))  # even an idle thread takes a moment to end
         with self._changed:
-            self._jobs.say_unremoved(self.name)
+            self._jobs.log_unremoved(self.name)
         if not has_ended:
             _log.warning("tier %s does not return from a call; it is not waited for", self.name)
             return False
@@ -262,7 +262,7 @@ class Lane:
                     return False
                 self._begin(job)
             if self._run(job):
-                return True  # else it was a rest's turn and there was none; something else may be waiting
+                return True  # else it was a rest's turn and there was no rest; something else may be waiting
 
     # Under `_changed`.
 
@@ -285,7 +285,7 @@ class Lane:
             return True
 
     def _is_busy(self) -> bool:
-        """With something other than a rest."""
+        """Whether something other than a rest is running."""
         return len(self._running) > (self._jobs.rest is not None)
 
     def _choose(self) -> Job | Probe | RestTurn | None:
@@ -337,7 +337,7 @@ class Lane:
             del job  # or its memory stays in use while this thread waits for the next
 
     def _take_rest(self) -> Rest | None:
-        """Begin the rest that `when_idle` returns; None: there is none, or there is other work by now."""
+        """Begin the rest that `when_idle` returns; None: it returned none, or there is other work by now."""
         rest = self._workers.call(self.when_idle)
         with self._changed:
             self._turns.answered(was_there=rest is not None)
@@ -349,15 +349,15 @@ class Lane:
             self._workers.call(rest.done, None)
         return None
 
-    def _run(self, begun: Job | Probe | RestTurn) -> bool:
-        """False: there was nothing to do."""
-        if (job := self._take_rest() if isinstance(begun, RestTurn) else begun) is None:
+    def _run(self, chosen: Job | Probe | RestTurn) -> bool:
+        """Do a job and answer it. False: there was nothing to do."""
+        if (job := self._take_rest() if isinstance(chosen, RestTurn) else chosen) is None:
             return False
         try:
             answer = self._do(job)
         except BaseException as error:  # noqa: BLE001  # a bug in a tier costs only its chunks, a Rust panic too
             answer = self._failed(job, error)
-        if isinstance(job, Rest):  # before its end, when `when_idle` may be called again, which needs the outcome
+        if isinstance(job, Rest):  # before the rest ends: `when_idle` may be called then, and needs the outcome
             answer()
         with self._changed:
             self._end(job)
@@ -388,7 +388,7 @@ class Lane:
                 outcomes = self._moving.store(job)
                 with self._changed:
                     self._counts.seconds_storing += self._clock.now_s() - began
-                self._see_whether_full()
+                self._update_full()
                 return lambda: self._workers.call(job.done, outcomes)
             case Rest():
                 arrival = self._moving.rest(job, lambda: not self._may_rest(self._turns.may_step))
@@ -408,23 +408,23 @@ class Lane:
                 with self._changed:
                     self._tracker.probed()
                     self._health()
-                self._see_whether_full()
+                self._update_full()
                 if not self.events.is_logged:
-                    _log.warning("tier %s is back", self.name)  # as visible as that it was down
+                    _log.warning("tier %s is back", self.name)  # as visible as the line that it was down
         return lambda: None
 
     def _then(self, answer: Callable[[], object], failures: Sequence[str]) -> Callable[[], None]:
-        """failures: why chunks could not be read, if there were any."""
+        """The answer, followed by the consequences of failures: why chunks could not be read, if any could not."""
         refuse = self._go_down("; ".join(failures)) if failures else lambda: None
 
-        def both() -> None:
+        def answer_and_refuse() -> None:
             answer()
             refuse()
 
-        return both
+        return answer_and_refuse
 
     def _faults(self, arrivals: Sequence[Arrival]) -> list[str]:
-        """Discard damaged chunks. Returns why some could not be read."""
+        """Discard damaged chunks. Returns why others could not be read."""
         wrong, failures = self._moving.faults(arrivals)
         for key, reason in wrong.items():
             level = logging.DEBUG if self.events.is_logged else logging.WARNING
@@ -440,7 +440,7 @@ class Lane:
         """A share that this lane may read: the smallest part if `None` or a smaller one is requested."""
         return self._least_share if share is None else min(share, self._least_share)
 
-    def _see_whether_full(self) -> None:
+    def _update_full(self) -> None:
         full = self.tier.usage().full
         with self._changed:
             if full and not self._tracker.full and not self.events.is_logged:
@@ -448,38 +448,38 @@ class Lane:
             self._tracker.full = full
             self._health()
 
-    def _go_down(self, why: str, down: Job | None = None) -> Callable[[], None]:
+    def _go_down(self, why: str, failed_job: Job | None = None) -> Callable[[], None]:
         """Send the tier nothing for a while. Returns a function to call without the lock: it refuses the waiting jobs.
 
-        down: the job that the tier did not do.
+        failed_job: the job that the tier did not do.
         """
         with self._changed:
             is_first = self._tracker.failed(why)
             self._counts.downs += is_first
             self._health()
-            if down is not None:
-                self._jobs.requeue(down)
+            if failed_job is not None:
+                self._jobs.requeue(failed_job)
             waiting = self._jobs.take_submitted()
             self._changed.notify_all()  # a thread must probe it, and the call may have failed on a caller's thread
         if is_first and not self.events.is_logged:
             _log.warning("tier %s is down: %s", self.name, why)
 
         def refuse() -> None:
-            for refused in waiting if down is None else (down, *waiting):
+            for refused in waiting if failed_job is None else (failed_job, *waiting):
                 self._refuse(refused, f"tier {self.name} is down: {why}")
 
         return refuse
 
     def _failed(self, job: Job | Probe, error: BaseException) -> Callable[[], None]:
-        why = str(error)
+        why, tier = str(error), self.name
         if isinstance(error, RemovalRefusedError) and not isinstance(job, Probe | Load | Ask | Store | Rest):
             with self._changed:
-                left = self._jobs.refused_removal(job, self._clock.now_s())
-            _log.warning("tier %s does not permit removals: %s; hidden instead until it does: %s", self.name, why, left)
+                hidden = self._jobs.refused_removal(job, self._clock.now_s())
+            _log.warning("tier %s does not permit removals: %s; hidden instead until it does: %s", tier, why, hidden)
             return lambda: None
         if not isinstance(error, TierDown):
             # As text: a traceback retained by a log handler would keep the memory of the call in use.
-            _log.error("tier %s raised a non-TierDown error, a bug in it:\n%s", self.name, traceback.format_exc())
+            _log.error("tier %s raised a non-TierDown error, a bug in it:\n%s", tier, traceback.format_exc())
             why = f"{type(error).__name__}: {error}"
         release_frames(error)
         return self._go_down(why, None if isinstance(job, Probe) else job)

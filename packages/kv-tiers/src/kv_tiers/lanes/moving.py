@@ -41,7 +41,7 @@ class Moving:
         counts: LaneCounts,
         changed: Condition,
     ) -> None:
-        """jobs, speed, counts: the lane's, used under its lock, which is `changed`."""
+        """jobs, speed, counts: the lane's objects, used under its lock, which is `changed`."""
         self.decodes = False
         self._tier = tier
         self._payloads = payloads
@@ -58,7 +58,7 @@ class Moving:
     def load(self, job: Load) -> list[Arrival]:
         """The outcome of each read."""
         with self._changed:
-            # A load that is based on an answer from before the discard would bring these back.
+            # A load that is based on an answer from before a discard would bring the discarded chunks back.
             wanted = [read for read in job.reads if not self._jobs.is_hidden(read.key)]
 
         def was_read(outcomes: Sequence[LoadOutcome]) -> None:
@@ -66,8 +66,8 @@ class Moving:
             with self._changed:
                 self._speed.was_read(id(job), nbytes, self._clock.now_s())
 
-        brought = self._brought(job, wanted, was_read)
-        arrivals = [brought.get(id(read)) or Arrival(read.key, Absent()) for read in job.reads]
+        by_read = self._load_reads(job, wanted, was_read)
+        arrivals = [by_read.get(id(read)) or Arrival(read.key, Absent()) for read in job.reads]
         with self._changed:
             self._counts.loaded += sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
             self._counts.absent += sum(isinstance(arrival.outcome, Absent) for arrival in arrivals)
@@ -76,17 +76,18 @@ class Moving:
 
     def learn(self, job: Load, arrivals: Sequence[Arrival], now_s: float) -> None:
         """Learn how long the load took, and how large the stored payloads are. Under the lane's lock."""
-        came = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
-        stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if came else 0
+        all_loaded = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
+        stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if all_loaded else 0
         self.decodes = self.decodes or 0 < stored_bytes < sum(map(chunk_bytes, job.reads))
-        self._speed.ended(id(job), now_s, brought=came, stored_bytes=stored_bytes)
+        self._speed.ended(id(job), now_s, brought=all_loaded, stored_bytes=stored_bytes)
 
     def rest(self, rest: Rest, must_stop: Callable[[], bool]) -> Arrival | None:
-        """The outcome. None: it had to stop early. must_stop: called before every step, under the lock."""
-        if (known := rest.first_bytes) is not None:
-            rest.read.header[:], rest.first_bytes = known.header, None
-            rest.bytes_read = len(known.payload)
-            rest.read.pages[: rest.bytes_read] = known.payload
+        """Read the rest; its outcome. None: it had to stop early. must_stop: called before every step, under the
+        lock."""
+        if (first_bytes := rest.first_bytes) is not None:
+            rest.read.header[:], rest.first_bytes = first_bytes.header, None
+            rest.bytes_read = len(first_bytes.payload)
+            rest.read.pages[: rest.bytes_read] = first_bytes.payload
         arrival: Arrival | None = None
         while arrival is None:
             with self._changed:
@@ -98,9 +99,9 @@ class Moving:
         return arrival
 
     def faults(self, arrivals: Sequence[Arrival]) -> tuple[dict[ChunkKey, str], list[str]]:
-        """Which of these are damaged, and why; and why some could not be read, which is a fault of the device."""
-        wrong = {arrival.key: one.reason for arrival in arrivals if isinstance(one := arrival.outcome, Damaged)}
-        failures = [one.reason for arrival in arrivals if isinstance(one := arrival.outcome, ReadFailed)]
+        """Which of these chunks are damaged, and why; and why others could not be read, a fault of the device."""
+        wrong = {arrival.key: outcome.reason for arrival in arrivals if isinstance(outcome := arrival.outcome, Damaged)}
+        failures = [outcome.reason for arrival in arrivals if isinstance(outcome := arrival.outcome, ReadFailed)]
         with self._changed:
             self._counts.damaged += len(wrong)
             self._counts.read_failed += len(failures)
@@ -118,7 +119,7 @@ class Moving:
             self._counts.refused += len(outcomes) - stored
         return outcomes
 
-    def _brought(
+    def _load_reads(
         self, job: Load, wanted: Sequence[Read], was_read: Callable[[Sequence[LoadOutcome]], None]
     ) -> dict[int, Arrival]:
         """The outcomes of these reads of a load, by the id of the read. was_read: called with each answer."""
@@ -130,26 +131,28 @@ class Moving:
             arrivals = self._payloads.approximations(wanted, prefixes, keeps=job.keeps)
             wanted = [read for read in wanted if id(read) not in arrivals]
         if wanted:
-            whole = self._tier.load(wanted)
-            was_read(whole)
-            arrivals.update((id(read), self._arrival(read, one)) for read, one in zip(wanted, whole, strict=True))
+            outcomes = self._tier.load(wanted)
+            was_read(outcomes)
+            arrivals.update(
+                (id(read), self._arrival(read, outcome)) for read, outcome in zip(wanted, outcomes, strict=True)
+            )
         return arrivals
 
     def _step(self, rest: Rest) -> Arrival | None:
-        """Read a little more of it. None: there is more to read."""
+        """Read one step of the payload. None: there is more to read."""
         read = rest.read
         if rest.in_one or not isinstance(self._tier, ReadsRests) or not isinstance(self._tier, ReadsPrefixes):
             return self._arrival(read, self._tier.load([read])[0])
         if rest.bytes_read:
-            upto = min(rest.bytes_read + STEP_BYTES, chunk_header.stored_bytes_in(read.header))
-            outcome = self._tier.load_rests([replace(read, wanted_bytes=upto, from_bytes=rest.bytes_read)])[0]
+            upto_bytes = min(rest.bytes_read + STEP_BYTES, chunk_header.stored_bytes_in(read.header))
+            outcome = self._tier.load_rests([replace(read, wanted_bytes=upto_bytes, from_bytes=rest.bytes_read)])[0]
         else:
-            upto = chunk_header.prefix_bytes(min(STEP_BYTES, chunk_bytes(read)), chunk_bytes(read))
-            outcome = self._tier.load_prefixes([replace(read, wanted_bytes=upto)])[0]
+            upto_bytes = chunk_header.prefix_bytes(min(STEP_BYTES, chunk_bytes(read)), chunk_bytes(read))
+            outcome = self._tier.load_prefixes([replace(read, wanted_bytes=upto_bytes)])[0]
         if not isinstance(outcome, Loaded):
             return Arrival(read.key, outcome)
         rest.bytes_read = outcome.nbytes
-        if outcome.nbytes == upto and upto < _stored_bytes(read):
+        if outcome.nbytes == upto_bytes and upto_bytes < _stored_bytes(read):
             return None
         arrival = self._arrival(read, Loaded(outcome.nbytes))
         if isinstance(arrival.outcome, Damaged):

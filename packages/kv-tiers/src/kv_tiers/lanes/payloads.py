@@ -52,23 +52,23 @@ class Payloads:
         self._format_id = format_id
         self._codec = codec
         self._find_codec = find_codec
-        self._known: dict[str, Codec | str] = {} if codec is None else {codec.name: codec}
-        self._mine = threading.local()
+        self._decoders: dict[str, Codec | str] = {} if codec is None else {codec.name: codec}
+        self._local = threading.local()
 
     def writes(self, chunks: Sequence[Outgoing]) -> list[Write]:
         """The writes for the tier. Encoded payloads are in this thread's memory until its next call."""
-        return [self._write(chunk, at) for at, chunk in enumerate(chunks)]
+        return [self._write(chunk, number) for number, chunk in enumerate(chunks)]
 
     def arrival(self, read: Read, loaded: Loaded, name: str) -> Arrival:
         """The outcome for a chunk that the tier reports as loaded: verified, and decoded into the read's own pages.
 
-        name: the tier's, for the log.
+        name: the tier's name, for the log.
         """
         if self._drops_parts and loaded.nbytes < chunk_header.stored_bytes_in(read.header):
-            # A reader of payloads is not informed that only a part is left.
-            left = Arrival(read.key, Absent()) if read.as_stored else self.approximation(read, loaded)
-            if left is not None:
-                return left
+            # A reader of payloads gets no partial ones: it could not tell that only a part is left.
+            partial = Arrival(read.key, Absent()) if read.as_stored else self.approximation(read, loaded)
+            if partial is not None:
+                return partial
         payload = read.pages[: loaded.nbytes]
         header = chunk_header.verify(
             read.header,
@@ -105,8 +105,8 @@ class Payloads:
         return {read: arrival for read, arrival in arrivals.items() if arrival is not None}
 
     def approximation(self, read: Read, loaded: Loaded, *, keeps: bool = False) -> Arrival | None:
-        """Like `arrival`, for a chunk whose `first_parts` were read, decoded from those. None: it has none, or is
-        absent.
+        """Like `arrival`, for a chunk whose `first_parts` were read, decoded from these parts. None: the chunk has no
+        such parts, or their codec is not here.
 
         The checksum is that of the approximation's bytes, which are what the pool holds from now on.
         """
@@ -132,14 +132,14 @@ class Payloads:
         first_bytes = FirstBytes(bytes(read.header), bytes(copied)) if keeps else None
         return Arrival(read.key, Loaded(size), checksum_of(chunk), parts, first_bytes)
 
-    def _write(self, chunk: Outgoing, at: int) -> Write:
-        bytes_ = chunk.pages[: chunk.nbytes]
+    def _write(self, chunk: Outgoing, number: int) -> Write:
+        chunk_view = chunk.pages[: chunk.nbytes]
         codec = None if self._codec is None else _of_share(self._codec, chunk.key)
         if codec is not None and chunk.nbytes > PAGE_BYTES:
-            out = self._buffer(at, len(chunk.pages))
-            # At least a page less, or nothing is saved on any medium.
+            out = self._buffer(number, len(chunk.pages))
+            # The payload must be at least a page smaller, or nothing is saved on any medium.
             encode = codec.encode_first if chunk.parent is None and isinstance(codec, EncodesFirst) else codec.encode
-            stored_bytes = encode(bytes_, out[: chunk.nbytes - PAGE_BYTES])
+            stored_bytes = encode(chunk_view, out[: chunk.nbytes - PAGE_BYTES])
             if stored_bytes is not None:
                 checksum, pieces = checksums_of(out[:stored_bytes], chunk.nbytes)
                 header = Header(
@@ -150,11 +150,11 @@ class Payloads:
                     self._format_id,
                     codec.name,
                     checksum,
-                    checksum_of(bytes_) if codec.is_lossless else None,
+                    checksum_of(chunk_view) if codec.is_lossless else None,
                     pieces,
                 )
                 return Write(chunk.key, chunk.parent, make_header(header), out, stored_bytes)
-        header_bytes = pack_header(chunk.key, chunk.parent, bytes_, self._format_id)
+        header_bytes = pack_header(chunk.key, chunk.parent, chunk_view, self._format_id)
         return Write(chunk.key, chunk.parent, header_bytes, chunk.pages, chunk.nbytes)
 
     def _decode(self, whole: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
@@ -180,22 +180,22 @@ class Payloads:
 
     def _decoder(self, name: str) -> Codec | str:
         """The codec, or why there is none."""
-        if name not in self._known:
+        if name not in self._decoders:
             try:
-                self._known[name] = self._find_codec(name)
+                self._decoders[name] = self._find_codec(name)
             except ConfigError as error:
-                self._known[name] = str(error)
-        return self._known[name]
+                self._decoders[name] = str(error)
+        return self._decoders[name]
 
-    def _buffer(self, at: int, nbytes: int) -> memoryview:
-        """This thread's buffer number `at`, of this many bytes in whole pages."""
+    def _buffer(self, number: int, nbytes: int) -> memoryview:
+        """This thread's buffer of this number, with this many bytes in whole pages."""
         try:
-            buffers: list[memoryview] = self._mine.buffers
+            buffers: list[memoryview] = self._local.buffers
         except AttributeError:
-            buffers = self._mine.buffers = []
-        while len(buffers) <= at:
+            buffers = self._local.buffers = []
+        while len(buffers) <= number:
             buffers.append(memoryview(mmap.mmap(-1, nbytes)))
-        return buffers[at]
+        return buffers[number]
 
 
 def _of_share(codec: Codec, key: ChunkKey) -> Codec | None:

@@ -36,8 +36,8 @@ class _UnderWay:
     chunk_bytes: size of its chunks in the pool.
     share: as for `LoadSpeed.seconds`.
     link_bytes: bytes expected to be read; once read, the actual number.
-    upto_bytes: those plus the bytes that had been submitted before and were not read yet.
-    expected_s: the estimate for it.
+    upto_bytes: `link_bytes` plus the bytes that had been submitted before and were not read yet.
+    expected_s: the estimate for this load.
     read_s: when it had been read; None: not yet, or not reported.
     """
 
@@ -58,7 +58,7 @@ class LoadSpeed:
         self._decoding: dict[int, Estimator] = {}  # by share
         self._of_chunk: dict[int, float] = {}  # by share: bytes read per byte of the chunks
         self._under_way: dict[int, _UnderWay] = {}  # by number, oldest first
-        self._bytes = 0  # of those, bytes that are still to be read
+        self._bytes = 0  # bytes of these loads that are still to be read
         self._not_counted = 0  # loads since the last sample
 
     def seconds(self, nbytes: int, now_s: float, share: int = 1, last_bytes: int | None = None) -> float | None:
@@ -75,14 +75,14 @@ class LoadSpeed:
             oldest = next(iter(self._under_way.values()))
             age_s = now_s - oldest.began_s
             if estimate is None:
-                # A load that was answered with nothing is about to end, and says nothing about the time per byte.
+                # A load of which no bytes came is about to end, and says nothing about the time per byte.
                 return age_s * link_bytes / oldest.upto_bytes if age_s > _SOON_S and oldest.upto_bytes else None
             if oldest.expected_s is not None and age_s > oldest.expected_s > 0.0:
                 estimate *= age_s / oldest.expected_s
         return estimate
 
     def began(self, number: int, nbytes: int, now_s: float, share: int = 1) -> None:
-        """number: distinguishes it from other loads in flight. nbytes: size of its chunks."""
+        """A load was submitted. number: distinguishes it from other loads in flight. nbytes: size of its chunks."""
         link_bytes = max(1, self._link_bytes(nbytes, share))
         expected_s = self._reading.seconds((1.0, self._bytes + link_bytes))
         if expected_s is not None:
@@ -91,7 +91,7 @@ class LoadSpeed:
         self._under_way[number] = _UnderWay(now_s, nbytes, share, link_bytes, self._bytes, expected_s)
 
     def was_read(self, number: int, nbytes: int, now_s: float) -> None:
-        """The tier has delivered this many more bytes of it; what remains is to decode them."""
+        """The tier has delivered this many more bytes of the load; they remain to be decoded."""
         if (load := self._under_way.get(number)) is None:
             return
         if load.read_s is None:
@@ -105,8 +105,8 @@ class LoadSpeed:
     def ended(self, number: int, now_s: float, *, brought: bool, stored_bytes: int = 0) -> None:
         """The load has ended.
 
-        brought: all of it is here. Loads that failed or were refused are ignored.
-        stored_bytes: of the chunks' whole payloads; 0: not known.
+        brought: whether all its chunks were loaded. Loads that failed or were refused are ignored.
+        stored_bytes: size of the chunks' whole payloads; 0: not known.
         """
         if (load := self._under_way.pop(number, None)) is None:
             return
@@ -132,20 +132,20 @@ class LoadSpeed:
         loads are read is not included. trust: from now on accept the result, however few loads it is based on."""
         if trust:
             self._reading.trust()
-        known = self._reading.coefficients
-        return None if known is None else (known[0], known[1] * self._link_bytes(1 << 30, share) / (1 << 30))
+        learnt = self._reading.coefficients
+        return None if learnt is None else (learnt[0], learnt[1] * self._link_bytes(1 << 30, share) / (1 << 30))
 
     def _link_bytes(self, nbytes: int, share: int) -> int:
         """Bytes that cross the link for chunks of this size."""
-        of_chunk = self._of_chunk.get(share)
-        if of_chunk is None:
-            of_chunk = min(1.0 / share, self._of_chunk.get(1, 1.0))
-        return int(nbytes * of_chunk)
+        ratio = self._of_chunk.get(share)
+        if ratio is None:
+            ratio = min(1.0 / share, self._of_chunk.get(1, 1.0))
+        return int(nbytes * ratio)
 
-    def _learn_size(self, share: int, of_chunk: float) -> None:
-        if of_chunk > 0.0:
-            before = self._of_chunk.setdefault(share, of_chunk)
-            self._of_chunk[share] = before + _FADES * (of_chunk - before)
+    def _learn_size(self, share: int, ratio: float) -> None:
+        if ratio > 0.0:
+            previous = self._of_chunk.setdefault(share, ratio)
+            self._of_chunk[share] = previous + _FADES * (ratio - previous)
 
     def _decoding_s(self, nbytes: int, share: int) -> float:
         """Decoding time of one load. For a share that has not been decoded yet it is assumed to follow the square root
@@ -153,7 +153,7 @@ class LoadSpeed:
         """
         if share in self._decoding:
             return self._decoding[share].seconds((1.0, nbytes)) or 0.0
-        known = min(self._decoding, key=lambda other: abs(other - share), default=None)
-        if known is None:
+        nearest = min(self._decoding, key=lambda measured: abs(measured - share), default=None)
+        if nearest is None:
             return 0.0
-        return sqrt(known / share) * (self._decoding[known].seconds((1.0, nbytes)) or 0.0)
+        return sqrt(nearest / share) * (self._decoding[nearest].seconds((1.0, nbytes)) or 0.0)

@@ -14,7 +14,7 @@ _TIMES: Final = 9
 
 
 class RestTurn:
-    """In place of a job: call `Lane.when_idle` for one."""
+    """Chosen in place of a job: `Lane.when_idle` is to be called for a rest."""
 
 
 class RestTurns:
@@ -26,7 +26,7 @@ class RestTurns:
         self._step_began_s: float | None = None
 
     def wanted(self, now_s: float) -> None:
-        """There may be rests."""
+        """There may be rests to read."""
         if not (self._are_wanted or self._is_asking or self._is_reading):
             self._due_s = max(self._due_s, now_s + LEAST_S)
         self._are_wanted = True
@@ -39,17 +39,17 @@ class RestTurns:
         self._is_asking, self._are_wanted = True, False
 
     def answered(self, *, was_there: bool) -> None:
-        """was_there: there was one, so there may be more."""
+        """`when_idle` has returned. was_there: whether it returned a rest, so that there may be more."""
         self._is_asking, self._are_wanted = False, self._are_wanted or was_there
 
     def begins(self) -> None:
         self._is_reading, self._step_began_s = True, None
 
     def may_step(self, now_s: float, is_idle: bool) -> bool:
-        """Whether to read a step of it now."""
+        """Whether to read a step of the rest now."""
         is_due = now_s >= self._due_s
         if is_due:
-            self._due_s = math.inf  # until this has ended
+            self._due_s = math.inf  # until this rest has ended
         if is_due or is_idle:
             self._step_began_s = now_s
         return is_due or is_idle

@@ -1,6 +1,6 @@
-"""The threads of a lane, and what they call that was given to the lane: a bug in it must not end a thread.
+"""The threads of a lane, and their calls of functions that the lane was given: a bug in one must not end a thread.
 
-Nothing would call the tier then, while its lane would still take jobs: chunks would count as arriving for good.
+Otherwise nothing would call the tier, while its lane still took jobs: chunks would count as arriving for good.
 """
 
 import threading
@@ -22,7 +22,7 @@ class Workers:
     """The threads of one lane, all of which run `work` until it returns."""
 
     def __init__(self, tier: str, count: int, work: Callable[[], None]) -> None:
-        """tier: its name. count: 0: the caller does the work."""
+        """tier: the tier's name. count: the number of threads; 0: the caller does the work."""
         self._tier, self._count, self._work = tier, count, work
         self._started: list[threading.Thread] = []
 
@@ -37,15 +37,15 @@ class Workers:
             self._started.append(thread)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all have ended. False: one does not."""
+        """Wait until all threads have ended. False: one has not."""
         join_all(self._started, timeout_s)
         return not any(thread.is_alive() for thread in self._started)
 
-    def call(self, given: Callable[..., R], *args: object) -> R | None:
-        """The result of what was given to the lane to be called. None: it raised, which is logged; without threads,
+    def call(self, function: Callable[..., R], *args: object) -> R | None:
+        """Call a function that was given to the lane; its result. None: it raised, which is logged; without threads,
         the caller gets the exception."""
         try:
-            return given(*args)
+            return function(*args)
         except Exception as error:
             if not self._count:
                 raise
