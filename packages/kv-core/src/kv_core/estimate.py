@@ -66,7 +66,7 @@ class Estimator:
         sample, seconds = tuple(features), max(seconds, _SHORTEST_S)
         self._last.append((sample, seconds))
         expected = None if self._published is None else self._expected(self._published, sample)
-        if expected is not None and (recent := self._since_a_change(log(seconds / expected))):
+        if expected is not None and (recent := self._samples_since_change(log(seconds / expected))):
             self._forget()
             for recent_sample, recent_s in recent:
                 self._count(recent_sample, recent_s, recent_s)
@@ -113,7 +113,7 @@ class Estimator:
     def _expected(coefficients: tuple[float, ...], sample: Sequence[float]) -> float:
         return max(_dot(coefficients, sample), _SHORTEST_S)
 
-    def _since_a_change(self, ratio: float) -> list[tuple[tuple[float, ...], float]]:
+    def _samples_since_change(self, ratio: float) -> list[tuple[tuple[float, ...], float]]:
         """The last samples, if what is measured has changed before them; else none. ratio: the last sample's."""
         ratios, published = self._ratios, self._published
         if self._ratios_by is published or published is None:
@@ -181,10 +181,10 @@ def _difference(old: Sequence[float], new: Sequence[float], point: Sequence[floa
     return abs(new_s - old_s) / max(old_s, 1e-12)
 
 
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+def _solve(matrix: list[list[float]], rhs: list[float]) -> list[float] | None:
     """By Gaussian elimination; None: the matrix is singular, or nearly so."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(rhs)
+    rows = [[*row, value] for row, value in zip(matrix, rhs, strict=True)]
     for diagonal in range(size):
         pivot = rows[diagonal][diagonal]  # the diagonal suffices for a positive definite matrix
         if pivot <= 1e-12 * matrix[diagonal][diagonal]:

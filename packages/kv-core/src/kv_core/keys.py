@@ -349,8 +349,8 @@ def tenant_tag(salt: str | None) -> bytes:
     return hashlib.sha256(_TENANT_MESSAGE + struct.pack("<Q", len(encoded)) + encoded).digest()[:TENANT_BYTES]
 
 
-def _numbers(which: int | Iterable[int]) -> list[int]:
-    return list(range(which)) if isinstance(which, int) else list(which)
+def _numbers(count_or_numbers: int | Iterable[int]) -> list[int]:
+    return list(range(count_or_numbers)) if isinstance(count_or_numbers, int) else list(count_or_numbers)
 
 
 def _check_tags(tags: tuple[tuple[str, str], ...]) -> None:

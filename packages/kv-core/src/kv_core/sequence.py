@@ -69,11 +69,11 @@ class KeySequence:
                 self._tail = chunk
                 return []
             digests.append(self._extend(self._parent, chunk, len(self._digests) * step))
-        whole = start + (len(new_tokens) - start) // step * step
+        whole_end = start + (len(new_tokens) - start) // step * step
         parent = digests[-1] if digests else self._parent
-        digests += self._extend_whole(parent, new_tokens, start, whole, self.tokens + start)
-        tail = list(part_of(new_tokens, whole, len(new_tokens)))
-        pack_tokens(tail, self.tokens + whole)
+        digests += self._extend_whole(parent, new_tokens, start, whole_end, self.tokens + start)
+        tail = list(part_of(new_tokens, whole_end, len(new_tokens)))
+        pack_tokens(tail, self.tokens + whole_end)
         self._tail = tail
         self._digests += digests
         return digests

@@ -38,22 +38,22 @@ def sliceable(tokens: Tokens) -> Sequence[int]:
     Raises:
         InputError: not a flat sequence of tokens.
     """
-    given: Any = tokens
-    if isinstance(given, (list, tuple)):
-        return given
-    kind = type(given).__name__
-    if isinstance(given, (str, bytes, bytearray)):
+    container: Any = tokens
+    if isinstance(container, (list, tuple)):
+        return container
+    kind = type(container).__name__
+    if isinstance(container, (str, bytes, bytearray)):
         raise InputError(f"tokens were given as {kind}; give token ids, not text: {_ADVICE}")
-    axes = getattr(given, "ndim", 1)
+    axes = getattr(container, "ndim", 1)
     if axes != 1:
         raise InputError(f"tokens were given as an array of {axes} axes; give one row at a time")
-    if hasattr(given, "tolist") and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-        array: Sequence[int] = given
+    if hasattr(container, "tolist") and hasattr(container, "__getitem__") and hasattr(container, "__len__"):
+        array: Sequence[int] = container
         return array
-    if isinstance(given, Sequence):
-        return list(given)
+    if isinstance(container, Sequence):
+        return list(container)
     try:
-        return memoryview(given)
+        return memoryview(container)
     except (TypeError, ValueError, BufferError):
         raise InputError(f"tokens were given as {kind}; give a list, a tuple or an array of ids") from None
 

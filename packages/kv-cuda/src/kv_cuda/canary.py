@@ -120,13 +120,13 @@ def _may_fit(group: LayerGroup, layout: PagedLayout) -> bool:
 
 def _fits(group: LayerGroup, layout: PagedLayout) -> bool:
     """Whether engine and layout agree in every layer and both directions."""
-    whole = torch.arange(group.block_tokens)
+    in_order = torch.arange(group.block_tokens)
     first, second = blocks = [1, group.blocks - 1]
     # A whole block in order, then part of another in random order: a wrong offset, stride or permutation shows.
     scattered = torch.randperm(group.block_tokens, generator=torch.Generator().manual_seed(1))[
         : group.block_tokens // 2 + 1
     ]
-    slots = torch.cat([first * group.block_tokens + whole, second * group.block_tokens + scattered])
+    slots = torch.cat([first * group.block_tokens + in_order, second * group.block_tokens + scattered])
     for layer, tensor in enumerate(group.tensors):
         engine_rows, cached_rows = _rows(group, layout, len(slots), layer)
         with kept_pages([tensor], blocks, group.blocks):

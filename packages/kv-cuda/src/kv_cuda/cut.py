@@ -23,7 +23,11 @@ def cuts(layer_bytes: Sequence[int], layers: Sequence[int]) -> tuple[int, list[l
     layer_bytes: for each group, the bytes that one layer adds to its payload. layers: for each group, its number.
     """
     largest = max(layer_bytes)
-    sizes = {nbytes * count for nbytes, most in zip(layer_bytes, layers, strict=True) for count in range(1, most + 1)}
+    sizes = {
+        nbytes * count
+        for nbytes, layer_count in zip(layer_bytes, layers, strict=True)
+        for count in range(1, layer_count + 1)
+    }
     choices = []
     for slot_bytes in sorted(size for size in sizes if size >= largest):
         parts = sum(_parts(nbytes, count, slot_bytes) for nbytes, count in zip(layer_bytes, layers, strict=True))
@@ -33,7 +37,7 @@ def cuts(layer_bytes: Sequence[int], layers: Sequence[int]) -> tuple[int, list[l
     least = min(total_bytes for total_bytes, _, _ in allowed)
     _, _, slot_bytes = min((choice[1], choice[0], choice[2]) for choice in allowed if choice[0] <= least * (1 + _WORTH))
     parts_of = [
-        _even(count, _parts(nbytes, count, slot_bytes)) for nbytes, count in zip(layer_bytes, layers, strict=True)
+        _even_sizes(count, _parts(nbytes, count, slot_bytes)) for nbytes, count in zip(layer_bytes, layers, strict=True)
     ]
     return max(nbytes * max(parts) for nbytes, parts in zip(layer_bytes, parts_of, strict=True)), parts_of
 
@@ -42,7 +46,7 @@ def _parts(layer_bytes: int, layers: int, slot_bytes: int) -> int:
     return -(-layers // (slot_bytes // layer_bytes))
 
 
-def _even(layers: int, parts: int) -> list[int]:
+def _even_sizes(layers: int, parts: int) -> list[int]:
     """Sizes as equal as whole layers allow, the larger ones first."""
     return [layers // parts + (number < layers % parts) for number in range(parts)]
 

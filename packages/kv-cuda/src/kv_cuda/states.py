@@ -58,7 +58,7 @@ def prove_states(group: StateGroup) -> Proof | Refusal:
     if group.blocks < 4:
         return Refusal(f"the engine's cache has {group.blocks} blocks, and the canary needs 4")
     try:
-        if (why := _why_not_inside(group)) is not None:
+        if (why := _why_not_contained(group)) is not None:
             return Refusal(f"the canary cannot find the engine's states: {why}")
         layout = _layout(group)
         # One "token" is one whole state, and its slot the number of its block.
@@ -86,7 +86,7 @@ def _layout(group: StateGroup) -> PagedLayout:
     )
 
 
-def _why_not_inside(group: StateGroup) -> str | None:
+def _why_not_contained(group: StateGroup) -> str | None:
     """None if in every block the states are exactly the bytes that we would copy."""
     for tensor, views in zip(group.tensors, group.views, strict=True):
         start, stride = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()

@@ -114,7 +114,7 @@ class LayerwisePromised:
         return report
 
 
-def _given_up(self: "LayerwiseRank") -> RankAnswer:
+def _all_given_up(self: "LayerwiseRank") -> RankAnswer:
     """While the cache of this rank is off: nothing is copied any more, and nothing is ready."""
     worker = self._engine.worker
     return RankAnswer() if worker is None else RankAnswer(worker.layers.give_up())
@@ -172,7 +172,7 @@ class LayerwiseRank:
         self._last_answer = answer
         return answer
 
-    @guarded(_given_up)
+    @guarded(_all_given_up)
     def _answer(self) -> RankAnswer:
         worker, pools = self._engine.worker, self._engine.pools
         if worker is None or pools is None:

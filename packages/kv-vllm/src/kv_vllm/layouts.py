@@ -53,13 +53,13 @@ def read_groups(
     return groups
 
 
-def _split_by_form(needed: NeededLayers, kv_caches: Mapping[str, torch.Tensor]) -> Iterator[NeededLayers]:
+def _split_by_form(layers: NeededLayers, kv_caches: Mapping[str, torch.Tensor]) -> Iterator[NeededLayers]:
     """Separate layers with different numbers of heads, or different sizes."""
     names: dict[Any, list[str]] = {}
-    for name in needed.names:
+    for name in layers.names:
         tensor = kv_caches[name]
         names.setdefault((tensor.shape, tensor.stride(), tensor.dtype), []).append(name)
-    return (replace(needed, names=tuple(same_form)) for same_form in names.values())
+    return (replace(layers, names=tuple(same_form)) for same_form in names.values())
 
 
 def _read_group(

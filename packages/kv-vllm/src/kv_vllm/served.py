@@ -89,7 +89,7 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
             # The layers of a draft model are in the chunks too; its weights are named below.
             "draft": [vllm_config.speculative_config.method, draft.model, draft.revision] if draft else None,
             "kv_scales": kv_scales,
-            "settings": _settings_that_count(vllm_config),
+            "settings": _changed_settings(vllm_config),
         },
         max_tokens=model.max_model_len,
         read_config=config,
@@ -97,7 +97,7 @@ def served_model(vllm_config: Any, *, kv_scales: str) -> ServedModel:
     )
 
 
-def _settings_that_count(vllm_config: Any) -> dict[str, object]:
+def _changed_settings(vllm_config: Any) -> dict[str, object]:
     """The settings that the user has changed, by their names."""
     changed: dict[str, object] = {}
     for section, fields in COUNTED.items():

@@ -125,15 +125,15 @@ class SchedulerFigures:
 
     def _pool(self) -> dict[str, int]:
         if isinstance(self._cache, LocalCache):
-            used = self._cache.pool.slots_used
+            used_slots = self._cache.pool.slots_used
         elif time.monotonic() < self._pool_at_s and self._half.tracked_phases():
             return {}
         else:
             self._pool_at_s = time.monotonic() + _POOL_EVERY_S
-            used = self._cache.counts().slots_used
+            used_slots = self._cache.counts().slots_used
         self._pool_is_old = False
         pool = self._cache.pool
-        return {"pool_used_bytes": used * pool.slot_bytes, "pool_bytes": pool.slots * pool.slot_bytes}
+        return {"pool_used_bytes": used_slots * pool.slot_bytes, "pool_bytes": pool.slots * pool.slot_bytes}
 
 
 OFF: Final[Mapping[str, int]] = {"on": 0}

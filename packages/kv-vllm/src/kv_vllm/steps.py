@@ -68,7 +68,7 @@ class StepReader:
                     Scheduled(request_tokens, computed_tokens, block_state.get_block_ids(request_id), states)
                 )
             self._quiet.looked_at(request_tokens, computed_tokens)
-        self._look_at_absent(counts, requests)
+        self._examine_absent(counts, requests)
         return Step(scheduled, tokens, most, pairs)
 
     def planned(self, step: Step, plan: StepPlan) -> None:
@@ -77,7 +77,7 @@ class StepReader:
             counts = step.most_tokens >= MIN_PREFILL_TOKENS and not plan.loads
             costs.step_scheduled(step.tokens, step.pairs, counts=counts)
 
-    def _look_at_absent(
+    def _examine_absent(
         self, scheduled_tokens: Mapping[str, int], requests: Mapping[str, tuple[Any, RequestTokens]]
     ) -> None:
         """Examine requests that are running but not in this step: they may be in the next one."""

@@ -75,9 +75,9 @@ class HandOvers:
         chunk_tokens, tokens = self._shape.chunk_tokens, request.controls.awaits_tokens
         if self._shape.chunk.is_plain:
             return tracked.promised_chunks < tokens // chunk_tokens + bool(tracked.tail)
-        wanted = min(tokens, tracked.keys.tokens - 1) // chunk_tokens
-        held = max(tracked.promised_chunks, tracked.junction // chunk_tokens)
-        return bool(self._shape.chunk.whole_groups) and held < wanted
+        wanted_chunks = min(tokens, tracked.keys.tokens - 1) // chunk_tokens
+        held_chunks = max(tracked.promised_chunks, tracked.junction // chunk_tokens)
+        return bool(self._shape.chunk.whole_groups) and held_chunks < wanted_chunks
 
     def awaits(self, request: RequestTokens, tracked: Tracked, costs: EngineCosts | None) -> bool:
         """Whether to ask the cache again before the request is computed or loaded. It waits once, and never for longer

@@ -55,23 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     except (InputError, ConfigError) as error:
-        return _complain(str(error))
+        return _report_error(str(error))
     except BrokenPipeError:
         sys.stdout = io.StringIO()  # the reader is gone; keep the interpreter from flushing into it at exit
         return 0
     except OSError as error:
         if error.filename is None and error.errno in _NO_ROOM:
             sys.stdout = io.StringIO()  # as above
-            return _complain(f"the output cannot be written: {error.strerror}")
-        return _complain(f"{error.filename or 'input'}: {error.strerror or error}")
+            return _report_error(f"the output cannot be written: {error.strerror}")
+        return _report_error(f"{error.filename or 'input'}: {error.strerror or error}")
     except UnicodeDecodeError:
-        return _complain("the input is not UTF-8 text; give token ids as numbers")
+        return _report_error("the input is not UTF-8 text; give token ids as numbers")
     except KeyboardInterrupt:
         return 130
     return status
 
 
-def _complain(text: str) -> int:
+def _report_error(text: str) -> int:
     print(f"kv: error: {text}", file=sys.stderr)
     return 2
 
@@ -235,10 +235,10 @@ def _keys(args: argparse.Namespace) -> int:
         for digest in sequence.append(tokens):
             write(_Printed(chunk, chunk * scheme.chunk_tokens, scheme.chunk_tokens, digest), space, tenant)
             chunk += 1
-    whole = chunk * scheme.chunk_tokens
-    tail = sequence.tokens - whole
+    whole_tokens = chunk * scheme.chunk_tokens
+    tail = sequence.tokens - whole_tokens
     if args.partial and (tail_digest := sequence.tail_digest()) is not None:
-        write(_Printed(chunk, whole, tail, tail_digest), space, tenant)
+        write(_Printed(chunk, whole_tokens, tail, tail_digest), space, tenant)
     elif tail and args.output == "table":
         print(
             f"{tail} tokens after the last whole chunk of {scheme.chunk_tokens} have no key (--partial gives them one)"
@@ -316,16 +316,16 @@ def prompt_tokens(args: argparse.Namespace) -> Iterator[list[int]]:
     if args.text is None:
         if args.tokenizer is not None or args.no_special_tokens:
             raise InputError("--tokenizer and --no-special-tokens go with --text")
-        with _opened(args.file) as stream:
+        with _open_text(args.file) as stream:
             yield from read_tokens(stream)
         return
     if args.tokenizer is None:
         raise InputError("--text needs --tokenizer, the model's tokenizer.json")
-    with _opened(args.text) as stream:
+    with _open_text(args.text) as stream:
         yield _tokenized(stream.read(), args.tokenizer, special=not args.no_special_tokens)
 
 
-def _opened(path: str) -> AbstractContextManager[TextIO]:
+def _open_text(path: str) -> AbstractContextManager[TextIO]:
     if path == "-" and sys.stdin is None:
         raise InputError("standard input is closed; name a file instead of -")
     return nullcontext(sys.stdin) if path == "-" else Path(path).open(encoding="utf-8")

@@ -148,7 +148,7 @@ class CpuCopier:
         nbytes = view.nbytes // self._aligned * self._aligned
         if view.readonly or not nbytes:
             raise InputError(f"pool {pool!r} is read-only or too small: {view.nbytes} bytes")
-        self._keep(pool, torch.frombuffer(view, dtype=torch.uint8, count=nbytes))
+        self._register(pool, torch.frombuffer(view, dtype=torch.uint8, count=nbytes))
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
         """Register a pool that is a tensor, uint8 in one axis, on the engine's device. The copier keeps it alive.
@@ -159,9 +159,9 @@ class CpuCopier:
         data = device_pool(pool, memory, self._device).bytes
         if data.storage_offset() % self._aligned or data.numel() < self._aligned:
             raise InputError(f"pool {pool!r} does not begin at an element of {self._aligned} bytes, or is empty")
-        self._keep(pool, data[: data.numel() // self._aligned * self._aligned])
+        self._register(pool, data[: data.numel() // self._aligned * self._aligned])
 
-    def _keep(self, pool: str, memory: torch.Tensor) -> None:
+    def _register(self, pool: str, memory: torch.Tensor) -> None:
         self._pool_bytes[pool] = memory.numel()
         if self._compiled:
             self._pools[pool] = memory.data_ptr(), memory.numel()
@@ -197,7 +197,7 @@ class CpuCopier:
         if not self._in_thread(chunks):
             self._copy_all(chunks, to_engine=True)
             return [_DONE] * self._layout.layers
-        copy = self._copy_of_layer(chunks, self._way(chunks, to_engine=True))
+        copy = self._copy_of_layer(chunks, self._copy_way(chunks, to_engine=True))
         return copy_behind([partial(copy, layer) for layer in range(self._layout.layers)])
 
     def store_layers(self, plan: TransferPlan) -> "_LayersBehind | None":
@@ -218,8 +218,8 @@ class CpuCopier:
 
     def _in_thread(self, chunks: Sequence[ChunkWork]) -> bool:
         """Whether a thread can make this copy, and whether that pays."""
-        whole = bool(self._compiled) and not any(work.parts for work in chunks)
-        return whole and self._pays_behind(len(chunks) * self._format.nbytes)
+        is_whole = bool(self._compiled) and not any(work.parts for work in chunks)
+        return is_whole and self._pays_behind(len(chunks) * self._format.nbytes)
 
     def _copy_of(
         self, compiled: Sequence[CompiledBlocks], chunks: Sequence[ChunkWork], way: CopyWay
@@ -247,14 +247,14 @@ class CpuCopier:
         few_bytes = len(chunks) * self._format.nbytes <= _MAX_BYTES_OF_ONE_THREAD
         in_c = bool(self._compiled) and (few_bytes or torch.get_num_threads() <= _MAX_THREADS_AS_QUICK)
         if in_c:
-            self._copy_compiled(self._compiled, chunks, self._pools, self._way(chunks, to_engine=to_engine))
+            self._copy_compiled(self._compiled, chunks, self._pools, self._copy_way(chunks, to_engine=to_engine))
         for work in chunks:
             if not in_c:
                 self._move_whole(work, to_engine=to_engine)
             if work.parts:
                 self._move_parts(work, to_engine=to_engine)
 
-    def _way(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> CopyWay:
+    def _copy_way(self, chunks: Sequence[ChunkWork], *, to_engine: bool) -> CopyWay:
         if to_engine and len(chunks) * self._format.nbytes >= _MIN_STREAMED_BYTES:
             return CopyWay.TO_ENGINE_STREAMED
         return CopyWay(to_engine)

@@ -264,7 +264,7 @@ class GpuCopier(AttachesPools):
         for (copy_path, programs), run in groupby(groups, lambda group: (group.copy_path, group.programs)):
             adjacent = list(run)
             if lists is None or copy_path == "driver":
-                self._drive(adjacent, checked, spans, pipeline, to_engine=to_engine)
+                self._copy_by_driver(adjacent, checked, spans, pipeline, to_engine=to_engine)
             elif copy_path == "direct":
                 tokens = lists[:, adjacent[0].start : adjacent[-1].start + adjacent[-1].tokens]
                 for span in spans:
@@ -291,7 +291,7 @@ class GpuCopier(AttachesPools):
         addresses = [0 if group.copy_path == "staged" else checked.chunks[group.extent].data_ptr() for group in groups]
         return np.repeat(np.array(addresses, np.int64), [group.end - group.first for group in groups])
 
-    def _drive(
+    def _copy_by_driver(
         self,
         groups: Sequence[_Group],
         checked: _Checked,
@@ -383,8 +383,8 @@ class _CopyPipeline:
 
     def _unused_list(self) -> int:
         """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""
-        for number, used in enumerate(self._used):
-            if number != self._list and used.done():
+        for number, event in enumerate(self._used):
+            if number != self._list and event.done():
                 return number
         self._add_list()
         self.kernels.follow_current()  # the memory's previous user may still access it

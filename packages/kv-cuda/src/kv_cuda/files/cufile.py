@@ -88,15 +88,15 @@ class CuFiles:
         self._kvikio = kvikio
 
     def open(self, path: str, *, writable: bool) -> OpenFile:
-        with _failing(f"open {path}"):
+        with _raising_os_error(f"open {path}"):
             return _CuFile(self._kvikio.CuFile(path, "r+" if writable else "r"), path)
 
     def register(self, memory: torch.Tensor) -> None:
-        with _failing("register memory"):
+        with _raising_os_error("register memory"):
             self._kvikio.memory_register(memory)
 
     def unregister(self, memory: torch.Tensor) -> None:
-        with _failing("unregister memory"):
+        with _raising_os_error("unregister memory"):
             self._kvikio.memory_deregister(memory)
 
     def close(self) -> None:
@@ -108,11 +108,11 @@ class _CuFile:
         self._file, self._path = file, path
 
     def read(self, memory: torch.Tensor, offset: int) -> Transfer:
-        with _failing(f"read {self._path}"):
+        with _raising_os_error(f"read {self._path}"):
             return _Pending(self._file.pread(memory, memory.numel(), offset), self._path)
 
     def write(self, memory: torch.Tensor, offset: int) -> Transfer:
-        with _failing(f"write {self._path}"):
+        with _raising_os_error(f"write {self._path}"):
             return _Pending(self._file.pwrite(memory, memory.numel(), offset), self._path)
 
     def close(self) -> None:
@@ -124,12 +124,12 @@ class _Pending:
         self._future, self._path = future, path
 
     def wait(self) -> int:
-        with _failing(f"transfer bytes of {self._path}"):
+        with _raising_os_error(f"transfer bytes of {self._path}"):
             return int(self._future.get())
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
+def _raising_os_error(what: str) -> Iterator[None]:
     """kvikio reports failures by several exceptions: raise `OSError` instead."""
     try:
         yield

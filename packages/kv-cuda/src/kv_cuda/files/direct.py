@@ -141,7 +141,7 @@ class DirectCopier:
         if any(chunk.file.checksum is None for chunk in chunks):
             raise InputError("an extent without a checksum is reserved room, with no chunk to load")
         events: list[Event] = [DoneEvent()]
-        failed = self._carry(chunks, "load", lambda ring, batch, failed: events.extend(ring.load(batch, failed)))
+        failed = self._transfer_all(chunks, "load", lambda ring, batch, failed: events.extend(ring.load(batch, failed)))
         outcomes: list[LoadOutcome] = [Absent()] * len(files)
         for chunk in chunks:
             outcomes[chunk.index] = failed.get(chunk.index, Loaded(chunk.file.nbytes))
@@ -164,7 +164,7 @@ class DirectCopier:
         first_token, last_token = first_chunk * size, (first_chunk + len(files)) * size
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
         written: list[bytes | None] = [None] * len(files)
-        failed = self._carry(chunks, "store", lambda ring, batch, failed: ring.store(batch, written, failed))
+        failed = self._transfer_all(chunks, "store", lambda ring, batch, failed: ring.store(batch, written, failed))
         for index, failure in failed.items():
             _log.warning("a chunk could not be written: %s", failure.reason)
             written[index] = None
@@ -235,13 +235,13 @@ class DirectCopier:
             chunks.append(_Chunk(index, file, plan.copies))
         return chunks
 
-    def _carry(self, chunks: Sequence[_Chunk], direction: Direction, transfer: _Transfer) -> _Failures:
+    def _transfer_all(self, chunks: Sequence[_Chunk], direction: Direction, transfer: _Transfer) -> _Failures:
         """Use the direct path where possible, the staged one for the rest and for failures. Returns why some failed."""
         failed_direct: _Failures = {}
         direct = self._direct
         remaining = list(chunks)
         if direct is not None:
-            batch = [chunk for chunk in chunks if self._goes_direct(chunk.file, direction)]
+            batch = [chunk for chunk in chunks if self._may_go_direct(chunk.file, direction)]
             transfer(direct, batch, failed_direct)
             arrived = {chunk.index for chunk in batch} - failed_direct.keys()
             remaining = [chunk for chunk in chunks if chunk.index not in arrived]
@@ -256,7 +256,7 @@ class DirectCopier:
             direct.close()
         return failed
 
-    def _goes_direct(self, file: FileExtent, direction: Direction) -> bool:
+    def _may_go_direct(self, file: FileExtent, direction: Direction) -> bool:
         return file.offset % PAGE_BYTES == 0 and self._copy_paths.takes_direct(direction, file.path)
 
 
@@ -302,7 +302,7 @@ class _Ring:
         """Load chunks; the events of the scattered ones, in order."""
         events = []
         halves = self._halves(chunks)
-        with self._finishing():
+        with self._awaiting_transfers():
             for number, (half, batch) in enumerate(halves):
                 self._free[half].wait()
                 self._begin(half, batch, writing=False)
@@ -315,7 +315,7 @@ class _Ring:
     def store(self, chunks: Sequence[_Chunk], written: list[bytes | None], failed: _Failures) -> None:
         """written: receives the checksums, by the chunks' `index`, including those of chunks that fail."""
         halves = self._halves(chunks)
-        with self._finishing():
+        with self._awaiting_transfers():
             for number, (half, batch) in enumerate(halves):
                 self._free[half].wait()
                 first = half * self._half_chunks
@@ -324,9 +324,9 @@ class _Ring:
                     written[chunk.index] = checksum
                 self._begin(half, batch, writing=True)
                 if number:
-                    self._arrived(*halves[number - 1], failed)
+                    self._wait_for_chunks(*halves[number - 1], failed)
             if halves:
-                self._arrived(*halves[-1], failed)
+                self._wait_for_chunks(*halves[-1], failed)
 
     def close(self) -> None:
         self._copier.detach(self.name)  # waits for the copies
@@ -343,7 +343,7 @@ class _Ring:
         return [(start // step % 2, chunks[start : start + step]) for start in range(0, len(chunks), step)]
 
     @contextmanager
-    def _finishing(self) -> Iterator[None]:
+    def _awaiting_transfers(self) -> Iterator[None]:
         """No transfer outlives the call, however it ends: the files are released after it and may then be reused."""
         try:
             yield
@@ -358,14 +358,14 @@ class _Ring:
         """Begin to move whole pages of every chunk between its file and its row."""
         for row, chunk in enumerate(chunks, half * self._half_chunks):
             try:
-                file = self._opened(chunk.file.path, writable=writing)
+                file = self._open_file(chunk.file.path, writable=writing)
                 move = file.write if writing else file.read
                 transfer = move(self._rows[row], chunk.file.offset)
             except OSError as error:
                 transfer = _FailedTransfer(error)
             self._transfers[half].append(transfer)
 
-    def _arrived(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[tuple[int, _Chunk]]:
+    def _wait_for_chunks(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[tuple[int, _Chunk]]:
         """The chunks whose bytes were all moved, with their rows."""
         arrived = []
         for row, (chunk, transfer) in enumerate(
@@ -385,7 +385,7 @@ class _Ring:
         return arrived
 
     def _scatter(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
-        arrived = self._arrived(half, chunks, failed)
+        arrived = self._wait_for_chunks(half, chunks, failed)
         if not arrived:
             return []
         first = half * self._half_chunks
@@ -412,7 +412,7 @@ class _Ring:
         ]
         return TransferPlan(tuple(copies), self._format.chunk_tokens)
 
-    def _opened(self, path: str, *, writable: bool) -> OpenFile:
+    def _open_file(self, path: str, *, writable: bool) -> OpenFile:
         """The open file: one for all its chunks, reopened when another file has replaced it."""
         status = os.stat(path)
         key = (path, status.st_dev, status.st_ino, writable)

@@ -86,15 +86,15 @@ class Model:
         attention = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
         if len(attention) != len(cache.layers) or any(layer.keys.shape[2] != len(tokens) for layer in attention):
             raise ConfigError(f"model {self.name} stores something other than all keys and values: it cannot be judged")
-        return self._stored(attention)
+        return self._as_stored(attention)
 
     def attended(self, tokens: Sequence[int]) -> Layers:
         """Like `computed`, but only for the layers with attention; those with states are left out."""
-        cache = self._fresh()
+        cache = self._empty_cache()
         self._forward(tokens, cache)
-        return self._stored([cache.layers[number] for number in self._attention()])
+        return self._as_stored([cache.layers[number] for number in self._attention_layers()])
 
-    def _stored(self, attention: Sequence[Any]) -> Layers:
+    def _as_stored(self, attention: Sequence[Any]) -> Layers:
         for number, layer in enumerate(attention):
             keys, values = layer.keys.shape, layer.values.shape
             if keys != values:
@@ -132,7 +132,7 @@ class Model:
         tables = []
         try:
             embedding, config = self._model.base_model.rotary_emb, self._model.config
-            for number in self._attention():
+            for number in self._attention_layers():
                 # Gemma rotates layers with a sliding window differently from those without.
                 kind = [config.layer_types[number]] if hasattr(embedding, "layer_types") else []
                 cos, sin = embedding(dummy, positions, *kind)
@@ -151,16 +151,16 @@ class Model:
     def keys_at(self, tokens: Sequence[int], first: int) -> list[Any]:
         """The keys of each layer with attention, [heads, tokens, head_dim], float32, of a text that begins at this
         position."""
-        cache = self._fresh()
+        cache = self._empty_cache()
         self._forward(tokens, cache, first)
-        return [cache.layers[number].keys[0].float().cpu().numpy() for number in self._attention()]
+        return [cache.layers[number].keys[0].float().cpu().numpy() for number in self._attention_layers()]
 
     @property
     def max_tokens(self) -> int:
         """The longest prompt that the model supports."""
         return int(getattr(self._model.config.get_text_config(), "max_position_embeddings", 1 << 17))
 
-    def _attention(self) -> list[int]:
+    def _attention_layers(self) -> list[int]:
         from transformers.cache_utils import DynamicLayer
 
         layers = self._as_configured().layers
@@ -171,7 +171,7 @@ class Model:
 
         return DynamicCache(config=self._model.config)
 
-    def _fresh(self) -> Any:
+    def _empty_cache(self) -> Any:
         """An empty cache, for all tokens in every layer with attention, and for states if there are any."""
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
 

@@ -64,10 +64,10 @@ class Rival:
         self._coder, self._sinks = coder, sinks
 
     def layers(self, layers: Layers) -> Layers:
-        back = [(keys.clone(), values.clone()) for keys, values in layers]
-        for number, layer in enumerate(back):
-            replace_chunks([layer], partial(self._chunk, number, len(back)))
-        return back
+        restored = [(keys.clone(), values.clone()) for keys, values in layers]
+        for number, layer in enumerate(restored):
+            replace_chunks([layer], partial(self._chunk, number, len(restored)))
+        return restored
 
     def _chunk(self, number: int, count: int, exact: torch.Tensor, first: int) -> torch.Tensor:
         decoded = exact.clone()
@@ -107,8 +107,8 @@ def _kivi(plane: Plane, bits: int) -> tuple[Numbers, int]:
     groups = rows.reshape(len(rows), -1, _GROUP)
     zeros = groups.min(-1, keepdims=True)
     scales = ((groups.max(-1, keepdims=True) - zeros) / (2**bits - 1)).astype(np.float16).astype(np.float32) + 1e-30
-    back = (np.clip(np.round((groups - zeros) / scales), 0, 2**bits - 1) * scales + zeros).reshape(rows.shape)
-    return back.T if plane.is_keys else back, rows.size * bits // 8 + 4 * zeros.size
+    decoded = (np.clip(np.round((groups - zeros) / scales), 0, 2**bits - 1) * scales + zeros).reshape(rows.shape)
+    return decoded.T if plane.is_keys else decoded, rows.size * bits // 8 + 4 * zeros.size
 
 
 def _cachegen(plane: Plane) -> tuple[Numbers, int]:
@@ -117,10 +117,10 @@ def _cachegen(plane: Plane) -> tuple[Numbers, int]:
     near = np.repeat(anchors, _ANCHOR_TOKENS, 0)[:CHUNK_TOKENS]
     step = (0.5, 1.0, 1.5)[3 * plane.layer // plane.layers] * float((plane.numbers - near).std())
     bins = np.round((plane.numbers - near) / step)
-    back = near + bins * step
-    back[::_ANCHOR_TOKENS] = anchors
+    decoded = near + bins * step
+    decoded[::_ANCHOR_TOKENS] = anchors
     others = np.delete(bins, np.s_[::_ANCHOR_TOKENS], 0)
-    return back, anchors.size + 2 * scales.size + _coded_bytes(others)
+    return decoded, anchors.size + 2 * scales.size + _coded_bytes(others)
 
 
 def _mantissa(plane: Plane, bits: int) -> tuple[Numbers, int]:
@@ -138,11 +138,13 @@ def _uniform(plane: Plane, step: float) -> tuple[Numbers, int]:
 
 def _coded_bytes(symbols: Numbers) -> int:
     """Coded size of integers [tokens, channels], with adjacent channels coded together."""
-    whole = symbols.astype(np.int64).T
-    zigzag = np.where(whole < 0, -1 - 2 * whole, 2 * whole)
+    integers = symbols.astype(np.int64).T
+    zigzag = np.where(integers < 0, -1 - 2 * integers, 2 * integers)
     high = _compressed_bytes((zigzag >> 8).astype(np.uint8)) if zigzag.max() > 255 else 0
     low = (zigzag & 255).astype(np.uint8)
-    return high + sum(_compressed_bytes(low[at : at + _CODED_CHANNELS]) for at in range(0, len(low), _CODED_CHANNELS))
+    return high + sum(
+        _compressed_bytes(low[first : first + _CODED_CHANNELS]) for first in range(0, len(low), _CODED_CHANNELS)
+    )
 
 
 def _compressed_bytes(symbols: NDArray[np.uint8]) -> int:

@@ -69,10 +69,10 @@ class RoundTrip:
         self._codes: dict[tuple[int, int, str], tuple[ChunkFormat, Codes]] = {}
 
     def layers(self, layers: Layers) -> Layers:
-        back = [(keys.clone(), values.clone()) for keys, values in layers]
-        for layer in back:
+        restored = [(keys.clone(), values.clone()) for keys, values in layers]
+        for layer in restored:
             replace_chunks([layer], self._chunk)
-        return back
+        return restored
 
     def _chunk(self, exact: torch.Tensor, _first: int) -> torch.Tensor:
         stored_format, codes = self._format_and_codes(exact)
@@ -112,16 +112,16 @@ class ThroughCodec:
         self._codec = codec
 
     def layers(self, layers: Layers) -> Layers:
-        back = [(keys.clone(), values.clone()) for keys, values in layers]
-        for shape in dict.fromkeys(keys.shape for keys, _ in back):
-            replace_chunks([layer for layer in back if layer[0].shape == shape], self._chunk)
-        return back
+        restored = [(keys.clone(), values.clone()) for keys, values in layers]
+        for shape in dict.fromkeys(keys.shape for keys, _ in restored):
+            replace_chunks([layer for layer in restored if layer[0].shape == shape], self._chunk)
+        return restored
 
     def _chunk(self, exact: torch.Tensor, first: int) -> torch.Tensor:
         exact = exact.cpu()
         source = exact.view(torch.uint8).reshape(-1).numpy().data
         payload, decoded = memoryview(bytearray(len(source))), torch.empty_like(exact)
-        back = decoded.view(torch.uint8).reshape(-1).numpy().data
+        decoded_bytes = decoded.view(torch.uint8).reshape(-1).numpy().data
         encode = self._codec.encode_first if not first and hasattr(self._codec, "encode_first") else self._codec.encode
         start = time.perf_counter()
         stored_bytes = encode(source, payload)
@@ -129,14 +129,14 @@ class ThroughCodec:
         if stored_bytes is None:  # such a chunk is stored unencoded, and read whole
             self.cost.add(exact, exact, len(source))
             return exact
-        self.cost.add(exact, decoded, self._decode(payload[:stored_bytes], back))
+        self.cost.add(exact, decoded, self._decode(payload[:stored_bytes], decoded_bytes))
         self.cost.encode_s += encoded - start
         self.cost.decode_s += time.perf_counter() - encoded
         return decoded
 
-    def _decode(self, payload: memoryview, back: memoryview) -> int:
+    def _decode(self, payload: memoryview, out: memoryview) -> int:
         """Decode; returns the number of payload bytes read."""
-        self._codec.decode(payload, back)
+        self._codec.decode(payload, out)
         return len(payload)
 
 
@@ -160,9 +160,9 @@ class FirstParts(ThroughCodec):
             raise ConfigError(f"format {FIRST_PARTS} is for bfloat16: judge it with --dtype bfloat16, or leave it out")
         return super().layers(layers)
 
-    def _decode(self, payload: memoryview, back: memoryview) -> int:
-        quarter = len(back) // _APPROXIMATE_SHARE
-        self._codec.decode_prefix(payload[:quarter], back)
+    def _decode(self, payload: memoryview, out: memoryview) -> int:
+        quarter = len(out) // _APPROXIMATE_SHARE
+        self._codec.decode_prefix(payload[:quarter], out)
         return quarter
 
 

@@ -58,7 +58,7 @@ class Codes:
             becomes the result.
         """
         if self._compiled is not None:
-            self._raise(largest, torch.tensor(self._compiled.encode(exact, quantised)))
+            self._raise_to(largest, torch.tensor(self._compiled.encode(exact, quantised)))
             return
         first_tokens, largest_code = self._quantised.exact_tokens, _LARGEST_CODE[self._quantised.kind]
         numbers, (codes, scales, leading, exponents) = self._numbers(exact), self._codes(quantised)
@@ -70,13 +70,15 @@ class Codes:
             wide.copy_(numbers[piece])
             if first_tokens:
                 leading[piece] = numbers[piece, :first_tokens]
-                self._raise(largest, torch.amax(self._channel_peaks(wide[:, :first_tokens]), (0, 1, 2), out=self._peak))
+                self._raise_to(
+                    largest, torch.amax(self._channel_peaks(wide[:, :first_tokens]), (0, 1, 2), out=self._peak)
+                )
                 wide[:, :first_tokens] = 0.0
             peaks = self._channel_peaks(wide[:, first_tokens:])
-            self._raise(largest, torch.amax(peaks, (0, 1, 2), out=self._peak))
+            self._raise_to(largest, torch.amax(peaks, (0, 1, 2), out=self._peak))
             bits = peaks.view(torch.int32)  # of non-negative numbers: exponents, then mantissas
             bits.bitwise_right_shift_(23).sub_(126).clamp_(*_EXPONENTS)
-            self._level(bits)
+            self._equalise(bits)
             exponents[piece] = bits.flatten(1)
             wide.mul_(bits.neg_().add_(127).bitwise_left_shift_(23).view(torch.float32).unsqueeze(1))
             # Two passes over cached memory are many times faster on a CPU than torch's norm and aminmax. NaN stays NaN.
@@ -117,7 +119,7 @@ class Codes:
         torch.amin(wide, 1, out=scratch)
         return torch.maximum(peaks, scratch.neg_(), out=peaks)
 
-    def _level(self, exponents: torch.Tensor) -> None:
+    def _equalise(self, exponents: torch.Tensor) -> None:
         """Give all channels of a head the largest exponent if their exponents differ by at most one: scales of rows
         alone suit that head better. exponents: int32 [planes, heads, head_dim]."""
         count = len(exponents)
@@ -128,7 +130,7 @@ class Codes:
         step.copy_(top.unsqueeze(-1).expand_as(step)).sub_(exponents).mul_(is_level.unsqueeze(-1))
         exponents.add_(step)
 
-    def _raise(self, largest: torch.Tensor, peak: torch.Tensor) -> None:
+    def _raise_to(self, largest: torch.Tensor, peak: torch.Tensor) -> None:
         torch.maximum(largest, peak.div_(_LARGEST_CODE[self._quantised.kind]), out=largest)
 
     def _numbers(self, exact: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,9 @@ class QuantisingCopier(AttachesPools):
         super().__init__(device, max(largest_chunk_bytes, chunk_format.nbytes))
         self._layout, self._format = layout, chunk_format
         canonical = layout.canonical_format(tokens)
-        self._pipelines = {one: _CopyPipeline(one, canonical, chunk_format, exact, device) for one in ("load", "store")}
+        self._pipelines = {
+            name: _CopyPipeline(name, canonical, chunk_format, exact, device) for name in ("load", "store")
+        }
         self._checks: list[_ScaleCheck] = []
 
     def _wait(self) -> None:
@@ -138,17 +140,17 @@ class _CheckedEvent:
     def done(self) -> bool:
         if not self._arrived.done():
             return False
-        self._judge()
+        self._check_scale()
         return True
 
     def wait(self) -> None:
         self._arrived.wait()
-        self._judge()
+        self._check_scale()
 
     def hold_engine(self) -> None:
         self._arrived.hold_engine()
 
-    def _judge(self) -> None:
+    def _check_scale(self) -> None:
         if self._largest is None:
             self._largest = float(self._check.on_host)
             self._used.append(self._check)
@@ -217,7 +219,7 @@ class _CopyPipeline:
         """The turn, its staging for exact and for quantised bytes, and the codes that convert them."""
         if self._staging is None:
             exact, quantised = (
-                torch.empty((_STAGED_CHUNKS, _rounded(chunk_format.nbytes)), dtype=torch.uint8, device=self._device)
+                torch.empty((_STAGED_CHUNKS, _round_up(chunk_format.nbytes)), dtype=torch.uint8, device=self._device)
                 for chunk_format in (self._exact, self._quantised)
             )
             self._copier.attach_tensor(self._name, exact.view(-1))
@@ -230,9 +232,9 @@ class _CopyPipeline:
 
     def _staged(self, turn: int, copies: Sequence[Copy]) -> TransferPlan:
         """The same tokens and slots, with the staging buffer in place of the pool."""
-        extent = HostExtent(self._name, turn * _rounded(self._exact.nbytes), self._exact.nbytes)
+        extent = HostExtent(self._name, turn * _round_up(self._exact.nbytes), self._exact.nbytes)
         return TransferPlan(tuple(replace(copy, extent=extent) for copy in copies), self._exact.chunk_tokens)
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED

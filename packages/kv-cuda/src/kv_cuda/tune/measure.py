@@ -100,8 +100,8 @@ def measure_layout(
         for memory in (pool, device_memory)
     )
     for copy_path in copy_paths:
-        only = ((0, copy_path),)
-        copier = GpuCopier(layout, list(cache), chunk_format, copy_paths=CopyPaths(load=only, store=only))
+        table = ((0, copy_path),)
+        copier = GpuCopier(layout, list(cache), chunk_format, copy_paths=CopyPaths(load=table, store=table))
         copier.attach("pool", pool.numpy().data)
         moves: list[tuple[Direction, Callable[[TransferPlan], object], list[torch.Tensor], list[torch.Tensor]]] = [
             ("load", lambda plan, copier=copier: copier.load(plan).wait(), device_chunks, host_chunks),  # type: ignore[misc]

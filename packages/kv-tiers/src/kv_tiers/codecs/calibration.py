@@ -53,8 +53,8 @@ _MAX_DESCRIPTION_BYTES: Final = 1 << 16
 def block_channels(heads: int, head_dim: int) -> int:
     """The largest worthwhile block of a plane with these heads, or of a rank's share of one."""
     channels = heads * head_dim
-    most = min(max(BLOCK_CHANNELS, head_dim), _MOST_CHANNELS, channels)
-    return max(count for count in range(2, most + 1, 2) if channels % count == 0)
+    max_channels = min(max(BLOCK_CHANNELS, head_dim), _MOST_CHANNELS, channels)
+    return max(count for count in range(2, max_channels + 1, 2) if channels % count == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Calibration:
                 "--calibrate --ranks`"
             )
         tables = [shape.tables[layer] for layer in layers]
-        used = list(dict.fromkeys(tables))
+        used_tables = list(dict.fromkeys(tables))
         blocks = slice(first // channels, end // channels)
         cuts = [
             array.reshape(PARTS, shape.layers, -1, *array.shape[1:])[:, list(layers), blocks]
@@ -201,12 +201,12 @@ class Calibration:
             shape,
             layers=len(tables),
             heads=len(heads),
-            tables=tuple(used.index(table) for table in tables),
+            tables=tuple(used_tables.index(table) for table in tables),
             block_channels=channels,
         )
         return Calibration(
             part_shape,
-            self.frequencies[used],
+            self.frequencies[used_tables],
             *(
                 cut.reshape(part_shape.blocks, *array.shape[1:])
                 for cut, array in zip(cuts, self._by_block, strict=True)
@@ -219,32 +219,32 @@ def read_calibration(path: str | Path) -> Calibration:
     Raises:
         ConfigError: there is no such file, or it is damaged or not written by `kv judge`.
     """
-    where = f"calibration {path}"
+    label = f"calibration {path}"
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size:
-                raise ConfigError(f"{where}: it is not a file of `kv judge --calibrate`")
+                raise ConfigError(f"{label}: it is not a file of `kv judge --calibrate`")
             magic, version, text_bytes = _HEAD.unpack(head)
             if magic != _MAGIC or text_bytes > _MAX_DESCRIPTION_BYTES:
-                raise ConfigError(f"{where}: it is not a file of `kv judge --calibrate`")
+                raise ConfigError(f"{label}: it is not a file of `kv judge --calibrate`")
             if version not in (VERSION, VERSION_FOR_RANKS, VERSION_FOR_ORDER):
                 raise ConfigError(
-                    f"{where}: version {version}; this release reads versions {VERSION} to {VERSION_FOR_ORDER}"
+                    f"{label}: version {version}; this release reads versions {VERSION} to {VERSION_FOR_ORDER}"
                 )
             text = file.read(text_bytes)
-            shape = _shape(text, where, version)
+            shape = _shape(text, label, version)
             layout = _layout(shape)
             expected_bytes = _HEAD.size + text_bytes + sum(_nbytes(*spec) for spec in layout) + _DIGEST_BYTES
             if size != expected_bytes:
-                raise ConfigError(f"{where}: it has {size} bytes instead of {expected_bytes}")
+                raise ConfigError(f"{label}: it has {size} bytes instead of {expected_bytes}")
             body = file.read(expected_bytes)
     except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}") from error
+        raise ConfigError(f"{label}: {error.strerror}") from error
     digest = hashlib.sha256(head + text + body[:-_DIGEST_BYTES]).digest()
     if digest != body[-_DIGEST_BYTES:]:
-        raise ConfigError(f"{where}: its checksum is wrong; it is damaged")
+        raise ConfigError(f"{label}: its checksum is wrong; it is damaged")
     arrays: list[Any] = []
     offset = 0
     for dtype, dimensions in layout:
@@ -252,10 +252,10 @@ def read_calibration(path: str | Path) -> Calibration:
         offset += _nbytes(dtype, dimensions)
     calibration = Calibration(shape, *arrays)
     if not all(np.isfinite(array).all() for array in arrays) or not (calibration.widths > 0).all():
-        raise ConfigError(f"{where}: it has numbers that are not finite, or widths that are not positive")
+        raise ConfigError(f"{label}: it has numbers that are not finite, or widths that are not positive")
     norms = np.square(calibration.forward.astype(np.float64)).sum(2).max()
     if norms > (_LARGEST_ROW * (1 << MATRIX_BITS)) ** 2:
-        raise ConfigError(f"{where}: its components are not close to orthonormal")
+        raise ConfigError(f"{label}: its components are not close to orthonormal")
     return calibration
 
 
@@ -277,7 +277,7 @@ def _nbytes(dtype: str, dimensions: tuple[int, ...]) -> int:
     return np.dtype(dtype).itemsize * math.prod(dimensions)
 
 
-def _shape(text: bytes, where: str, version: int) -> Shape:
+def _shape(text: bytes, label: str, version: int) -> Shape:
     for_ranks, for_order = version == VERSION_FOR_RANKS, version == VERSION_FOR_ORDER
     try:
         fields: Any = json.loads(text)
@@ -310,5 +310,5 @@ def _shape(text: bytes, where: str, version: int) -> Shape:
         if type(shape.step) is not float or not 0 < shape.step < 1000 or not isinstance(shape.model, str):
             raise ValueError("step")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{where}: it is not a file of `kv judge --calibrate`: {error!r}") from error
+        raise ConfigError(f"{label}: it is not a file of `kv judge --calibrate`: {error!r}") from error
     return shape

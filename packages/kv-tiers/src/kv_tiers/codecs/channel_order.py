@@ -31,15 +31,15 @@ class ChannelOrder:
 
     def ordered(self, stored: NDArray[Any], out: NDArray[Any]) -> None:
         """Copy channels from the model's order to that of kernels. Both [..., head_dim]."""
-        for kernel, model in self._moves():
+        for kernel, model in self._channel_runs():
             out[..., kernel] = stored[..., model]
 
     def restored(self, ordered: NDArray[Any], out: NDArray[Any]) -> None:
         """The reverse of `ordered`."""
-        for kernel, model in self._moves():
+        for kernel, model in self._channel_runs():
             out[..., model] = ordered[..., kernel]
 
-    def _moves(self) -> list[tuple[slice, slice]]:
+    def _channel_runs(self) -> list[tuple[slice, slice]]:
         """Where runs of channels are in the order of kernels, and where in the model's order."""
         half, turned, end = self.head_dim // 2, self.rotated // 2, self.head_dim
         middle = self.rotated + half - turned

@@ -62,7 +62,7 @@ class Division:
     @property
     def text(self) -> str:
         """One word, for fingerprints."""
-        return f"{_MARK}{self.stages}x{self.shards}:" + ";".join(map(_spelled, self.groups))
+        return f"{_MARK}{self.stages}x{self.shards}:" + ";".join(map(_to_text, self.groups))
 
     def check(self, shape: Shape) -> None:
         """
@@ -119,7 +119,7 @@ def division_in(fingerprint: str) -> Division | None:
     match = _TEXT.fullmatch(word)
     if match is None or not int(match[1]) or not int(match[2]):
         raise ConfigError(f"codec kvtc: {word!r} does not say which layers chunks have")
-    return Division(tuple(map(_read, match[3].split(";"))), int(match[1]), int(match[2]))
+    return Division(tuple(map(_from_text, match[3].split(";"))), int(match[1]), int(match[2]))
 
 
 def divide(
@@ -181,7 +181,7 @@ def _another_model(shape: Shape, engine_has: str, ranks: int) -> ConfigError:
     )
 
 
-def _spelled(layers: tuple[int, ...] | None) -> str:
+def _to_text(layers: tuple[int, ...] | None) -> str:
     """Layers as text, in runs of equal distances: 0-4,6-10 or 0-54/6."""
     if layers is None:
         return _STORED_AS_IT_IS
@@ -199,7 +199,7 @@ def _spelled(layers: tuple[int, ...] | None) -> str:
     return ",".join(runs)
 
 
-def _read(text: str) -> tuple[int, ...] | None:
+def _from_text(text: str) -> tuple[int, ...] | None:
     if text == _STORED_AS_IT_IS:
         return None
     layers: list[int] = []

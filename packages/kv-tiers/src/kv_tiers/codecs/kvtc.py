@@ -241,7 +241,7 @@ class _Finder:
             table = self._shape.tables[layer]
             numbers = wide(stored[layer, exact::stride], self._shape.dtype)
             cos, sin = self._turns_of(table, tokens)
-            sums[table] += (np.conj(mean) * _turned_back_sum(numbers, cos[exact::stride], sin[exact::stride])).sum(0)
+            sums[table] += (np.conj(mean) * _sum_turned_back(numbers, cos[exact::stride], sin[exact::stride])).sum(0)
         real_and_imaginary = np.concatenate((sums.real.reshape(-1), sums.imag.reshape(-1)), dtype=np.float32)
         # Not `@`: the threads of BLAS, one for each processor, would go on for a while looking for more to do.
         scores = np.einsum("pj,j->p", self._phases_of(tokens), real_and_imaginary)
@@ -269,7 +269,7 @@ class _Finder:
         return phases
 
 
-def _turned_back_sum(numbers: Numbers, cos: Numbers, sin: Numbers) -> NDArray[np.complex64]:
+def _sum_turned_back(numbers: Numbers, cos: Numbers, sin: Numbers) -> NDArray[np.complex64]:
     """[heads, head_dim / 2]: the sum of tokens turned back to position 0, each pair of elements that are turned
     together as a point.
 

@@ -57,7 +57,7 @@ def _zigzag(whole: NDArray[np.int16]) -> NDArray[np.uint16]:
     return ((whole << 1) ^ (whole >> 15)).view(np.uint16)
 
 
-def _straight(symbols: NDArray[np.uint16]) -> NDArray[np.int16]:
+def _unzigzag(symbols: NDArray[np.uint16]) -> NDArray[np.int16]:
     return ((symbols >> 1) ^ -(symbols & 1)).view(np.int16)
 
 
@@ -203,4 +203,4 @@ def _fill(group: _Group, packed: Bytes, payload: Bytes, codes: RowCodes, numbers
         nibbles = np.stack((low & _LOW, low >> LOW_BITS), 1).reshape(-1)[: group.numbers]
         symbols <<= LOW_BITS
         symbols |= nibbles
-    numbers[:] = _straight(symbols)
+    numbers[:] = _unzigzag(symbols)

@@ -33,8 +33,8 @@ def project(transform: Transform, words: Words, turns: Numbers, rows: Rows, exac
             bits = _precision(scaled)
             if bits is None:
                 return False
-            whole = np.rint(np.ldexp(scaled, bits)).astype(np.float64)
-            sums = (whole @ transform.forward[block].T.astype(np.float64)).astype(np.int64)
+            rounded = np.rint(np.ldexp(scaled, bits)).astype(np.float64)
+            sums = (rounded @ transform.forward[block].T.astype(np.float64)).astype(np.int64)
             shift = MATRIX_BITS + bits
             whole_steps = (sums + (1 << (shift - 1))) >> shift
             if np.abs(whole_steps).max() > LARGEST_STEPS:
@@ -90,12 +90,12 @@ def _tables(turns: Numbers, table: int, tokens: int) -> tuple[Numbers, Numbers]:
 
 def _precision(numbers: Numbers) -> NDArray[np.int64] | None:
     """The bits below a step that each token's numbers are rounded to, [tokens, 1]; None: one is too far off."""
-    far = np.abs(numbers).max(1)
-    far = np.where(np.isnan(far), np.float32(np.inf), far)
-    tiles = np.maximum.reduceat(far, range(0, len(far), TILE))
+    peaks = np.abs(numbers).max(1)
+    peaks = np.where(np.isnan(peaks), np.float32(np.inf), peaks)
+    tiles = np.maximum.reduceat(peaks, range(0, len(peaks), TILE))
     bits = np.full(len(tiles), FINEST, np.int64)
     for finer in range(FINEST, COARSEST, -1):
         bits[np.ldexp(tiles, finer) > LARGEST] = finer - 1
     if not (np.ldexp(tiles, bits) <= LARGEST).all():
         return None
-    return bits.repeat(TILE)[: len(far), None]
+    return bits.repeat(TILE)[: len(peaks), None]

@@ -141,11 +141,11 @@ class ProgressiveCodec:
                 section, offset, exponents=exponents, symbols=symbols, nibbles=nibbles, missing=missing
             )
             first += exponents, *self._framed(symbols)
-            first += self._whole(section, symbols, ESCAPED, escaped)
+            first += self._unchanged(section, symbols, ESCAPED, escaped)
             second.append(nibbles)
             room = scratch.packed[start // _SECTION * packed_room(_SECTION) :][: packed_room(n)]
             third.append(self.kernels.pack(section, missing, room))
-            third += self._whole(section, missing, ALL_MISSING, whole)
+            third += self._unchanged(section, missing, ALL_MISSING, whole)
         first.append(tail)
         return first, second, third
 
@@ -153,7 +153,7 @@ class ProgressiveCodec:
         frame = self._coder.encode(symbols) if symbols.size else b""
         return _FRAME_BYTES.pack(len(frame)), frame
 
-    def _whole(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[bytes | Bytes, ...]:
+    def _unchanged(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[bytes | Bytes, ...]:
         """The numbers with this mark, of the given count, unchanged, except that their upper bytes, which have few
         different values, are coded.
         """

@@ -145,20 +145,20 @@ def code_lengths(weights: dict[int, int]) -> dict[int, int]:
         for byte in joined:
             lengths[byte] += 1
         heapq.heappush(heap, (first[0] + second[0], min(first[1], second[1]), joined))
-    used = 0
+    used_codes = 0
     for byte, length in lengths.items():
         lengths[byte] = min(length, LONGEST_BITS)
-        used += 1 << LONGEST_BITS - lengths[byte]
+        used_codes += 1 << LONGEST_BITS - lengths[byte]
     rarest = sorted(weights, key=lambda byte: (weights[byte], byte))
-    while used > 1 << LONGEST_BITS:
+    while used_codes > 1 << LONGEST_BITS:
         byte = next(byte for byte in rarest if lengths[byte] < LONGEST_BITS)
         lengths[byte] += 1
-        used -= 1 << LONGEST_BITS - lengths[byte]
+        used_codes -= 1 << LONGEST_BITS - lengths[byte]
     for byte in reversed(rarest):
-        while lengths[byte] > 1 and used + (1 << LONGEST_BITS - lengths[byte]) <= 1 << LONGEST_BITS:
-            used += 1 << LONGEST_BITS - lengths[byte]
+        while lengths[byte] > 1 and used_codes + (1 << LONGEST_BITS - lengths[byte]) <= 1 << LONGEST_BITS:
+            used_codes += 1 << LONGEST_BITS - lengths[byte]
             lengths[byte] -= 1
-    assert used == 1 << LONGEST_BITS
+    assert used_codes == 1 << LONGEST_BITS
     return lengths
 
 

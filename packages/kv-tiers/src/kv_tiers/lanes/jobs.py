@@ -151,11 +151,11 @@ class OnlyHidden:
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
         self._keys.update(keys)
-        self._bound()
+        self._limit()
 
     def clear_tenant(self, tenant: bytes) -> None:
         self._tenants.add(tenant)
-        self._bound()
+        self._limit()
 
     def clear(self) -> None:
         self.all = True
@@ -165,7 +165,7 @@ class OnlyHidden:
     def has(self, key: ChunkKey) -> bool:
         return self.all or key in self._keys or key.tenant in self._tenants
 
-    def _bound(self) -> None:
+    def _limit(self) -> None:
         if len(self._keys) + len(self._tenants) > MAX_DISCARDS:
             self.clear()
 

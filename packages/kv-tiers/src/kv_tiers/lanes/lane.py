@@ -425,15 +425,15 @@ class Lane:
 
     def _faults(self, arrivals: Sequence[Arrival]) -> list[str]:
         """Discard damaged chunks. Returns why others could not be read."""
-        wrong, failures = self._moving.faults(arrivals)
-        for key, reason in wrong.items():
+        damaged, failures = self._moving.faults(arrivals)
+        for key, reason in damaged.items():
             level = logging.DEBUG if self.events.is_logged else logging.WARNING
             _log.log(level, "tier %s: chunk %s: %s; it is discarded", self.name, key.hex(), reason)
-        if wrong:
+        if damaged:
             if self.events.on:
-                reasons = "; ".join(sorted(set(wrong.values())))
-                self.events.publish(events.Damaged(self.name, list(wrong), reasons))
-            self.discard(wrong)
+                reasons = "; ".join(sorted(set(damaged.values())))
+                self.events.publish(events.Damaged(self.name, list(damaged), reasons))
+            self.discard(damaged)
         return failures
 
     def _share(self, share: int | None) -> int:

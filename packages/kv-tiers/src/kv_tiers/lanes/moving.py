@@ -100,19 +100,21 @@ class Moving:
 
     def faults(self, arrivals: Sequence[Arrival]) -> tuple[dict[ChunkKey, str], list[str]]:
         """Which of these chunks are damaged, and why; and why others could not be read, a fault of the device."""
-        wrong = {arrival.key: outcome.reason for arrival in arrivals if isinstance(outcome := arrival.outcome, Damaged)}
+        damaged = {
+            arrival.key: outcome.reason for arrival in arrivals if isinstance(outcome := arrival.outcome, Damaged)
+        }
         failures = [outcome.reason for arrival in arrivals if isinstance(outcome := arrival.outcome, ReadFailed)]
         with self._changed:
-            self._counts.damaged += len(wrong)
+            self._counts.damaged += len(damaged)
             self._counts.read_failed += len(failures)
-        return wrong, list(dict.fromkeys(failures))
+        return damaged, list(dict.fromkeys(failures))
 
     def store(self, job: Store) -> list[StoreOutcome]:
         with self._changed:
             chunks = [chunk for chunk in job.chunks if chunk.key not in job.dropped]
         writes = self._payloads.writes(chunks)
-        answers = dict(zip([write.key for write in writes], self._tier.store(writes) if writes else (), strict=True))
-        outcomes = [answers.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
+        outcome_of = dict(zip([write.key for write in writes], self._tier.store(writes) if writes else (), strict=True))
+        outcomes = [outcome_of.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
         with self._changed:
             self._counts.stored += stored

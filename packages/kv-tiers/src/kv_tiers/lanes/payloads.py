@@ -157,10 +157,10 @@ class Payloads:
         header_bytes = pack_header(chunk.key, chunk.parent, chunk_view, self._format_id)
         return Write(chunk.key, chunk.parent, header_bytes, chunk.pages, chunk.nbytes)
 
-    def _decode(self, whole: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
-        codec = _of_share(whole, read.key)
+    def _decode(self, model_codec: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
+        codec = _of_share(model_codec, read.key)
         if codec is None:
-            return Arrival(read.key, Damaged(f"{whole.name} encodes no chunks of group {read.key.group}"))
+            return Arrival(read.key, Damaged(f"{model_codec.name} encodes no chunks of group {read.key.group}"))
         try:
             codec.decode(self._copied(payload, read), chunk := read.pages[: header.decoded_bytes])
         except CodecError as error:
