@@ -130,13 +130,13 @@ def choose_wait(costs: Costs, chunk_tokens: int, have: int, waits: Iterable[Wait
     best: Wait | None = None
     best_gain_s = 0.0
     for wait in waits:
-        gain_s = gain_by_waiting_s(costs, chunk_tokens, have, wait)
+        gain_s = won_by(costs, chunk_tokens, have, wait)
         if wait.seconds <= max_wait_s and gain_s > 0.0 and gain_s >= best_gain_s:
             best, best_gain_s = wait, gain_s
     return best
 
 
-def gain_by_waiting_s(costs: Costs, chunk_tokens: int, have: int, wait: Wait) -> float:
+def won_by(costs: Costs, chunk_tokens: int, have: int, wait: Wait) -> float:
     """Seconds by which the first token comes sooner with this wait than if all beyond `have` chunks is computed."""
     first_token, last_token = have * chunk_tokens, wait.chunks * chunk_tokens
     compute_s = costs.compute_s(first_token, last_token) or 0.0

@@ -96,7 +96,7 @@ class ChainScheme:
 
     @property
     def name(self) -> str:
-        """For `KeySpace.chain`: what besides the secret makes digests comparable."""
+        """The value of `KeySpace.chain`: what besides the secret makes digests comparable."""
         return f"{self.algorithm}:{self.chunk_tokens}"
 
     @property
@@ -137,7 +137,7 @@ class ChainScheme:
 
         This is the loop that long prompts spend their time in.
 
-        position: of tokens[start] in the prompt, for error messages.
+        position: the position of tokens[start] in the prompt, for error messages.
         """
         step = self.chunk_tokens
         pack = narrow_packer(step)

@@ -43,7 +43,7 @@ class LoadFailed:
     """At least one of the chunks is not held; nothing is leased.
 
     missing: the chunks that are not held.
-    reason: for a log.
+    reason: why, as text for a log.
     """
 
     missing: tuple[ChunkKey, ...]
@@ -73,7 +73,7 @@ class CacheCounts:
     When the cache is idle, `read_leases == write_leases == 0`, `slots_used == chunks_resident`, and `chunks_committed +
     chunks_adopted == chunks_resident + chunks_evicted + chunks_forgotten + chunks_damaged`.
 
-    slots_total, slots_used: of the pool.
+    slots_total, slots_used: slots of the pool, all and used ones.
     chunks_resident: chunks that lookups can find.
     chunks_reserved: chunks whose bytes are still to come.
     read_leases, write_leases: open leases; reads include promises.
@@ -167,8 +167,8 @@ class CacheService(Protocol):
         Chunks already held are touched, and never evicted to make room for their own descendants. A write lease does
         not expire, because its writer may still be writing. It ends by `commit`, by `release`, or with its holder.
 
-        keys: of one shard and all groups of layers: first the groups that need the whole prefix, chunk by chunk from
-            the prompt's first, then what the engine has of the others, group by group.
+        keys: keys of one shard and all groups of layers: first the groups that need the whole prefix, chunk by chunk
+            from the prompt's first, then what the engine has of the others, group by group.
         hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this
             time or until they have been read once, even if the holder ends: they are for another engine. Holds
             are limited to half of the pool; chunks beyond that may be evicted as usual.

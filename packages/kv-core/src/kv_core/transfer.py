@@ -41,7 +41,7 @@ class TransferPlan:
         return chunks
 
     def repeated(self) -> "TransferPlan":
-        """For a plan that gathers the first tokens of one chunk: the same, with the rest of the chunk filled by
+        """For a plan that gathers the first tokens of one chunk: the same plan, with the rest of the chunk filled by
         repeating these tokens, so that the chunk contains nothing of another request.
         """
         copies = list(self.copies)

@@ -54,8 +54,8 @@ class LayerGroup:
     origin: what makes opaque blocks of two engines interchangeable.
     row_dtype: the dtype of the rows that the engine's update takes.
     row_shape: the shape of such a row, (heads, head_dim) per token.
-    scales: of a quantised cache, by layer: the divisors of K and V before they are stored. () where the cache holds the
-        rows unchanged.
+    scales: for each layer of a quantised cache, the divisors of K and V before they are stored. () where the cache
+        holds the rows unchanged.
     coverage: which part of a prefix these layers need.
     table: the engine's block table that they use.
     table_tokens: tokens per block of that table, which consists of a whole number of consecutive blocks of the tensors;

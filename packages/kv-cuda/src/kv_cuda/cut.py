@@ -20,7 +20,8 @@ MOST_GROUPS: Final = 64
 def cuts(layer_bytes: Sequence[int], layers: Sequence[int]) -> tuple[int, list[list[int]]]:
     """The size of a slot and, for each group, the number of layers in each of its parts.
 
-    layer_bytes: for each group, the bytes that one layer adds to its payload. layers: for each group, its number.
+    layer_bytes: for each group, the bytes that one layer adds to its payload. layers: for each group, the number of its
+    layers.
     """
     largest = max(layer_bytes)
     sizes = {

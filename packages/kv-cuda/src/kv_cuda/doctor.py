@@ -22,7 +22,7 @@ _LOCKED_ENOUGH: Final = 1 << 30
 
 
 def check(options: DoctorOptions) -> Iterator[Finding]:
-    """For the entry-point group `kv_core.doctor`."""
+    """The check for the entry-point group `kv_core.doctor`."""
     yield Finding("ok", "kv-cuda", f"{version_of('kv-cuda')} on torch {torch.__version__}")
     if not torch.cuda.is_available():
         yield _no_gpu()

@@ -364,7 +364,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _start_holding(self) -> None:
-        """For workers whose stores continue after the step. Others finish them in it, and so do all if none may be in
+        """Hold blocks if workers' stores continue after the step. Others finish in it, as all do if none may be in
         flight, or if their reports may never come: an engine in its caller's process is stepped only for requests."""
         facts, scheduler = self._engine.facts, self._scheduler
         stores_behind = facts is not None and facts.stores_behind and self._settings.stores_in_flight_bytes != 0

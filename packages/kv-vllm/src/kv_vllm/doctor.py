@@ -9,7 +9,7 @@ from kv_vllm.version import installed_version
 
 
 def check(options: DoctorOptions) -> Iterator[Finding]:
-    """For the entry-point group `kv_core.doctor`."""
+    """The check for the entry-point group `kv_core.doctor`."""
     del options
     yield judged(installed_version())
 

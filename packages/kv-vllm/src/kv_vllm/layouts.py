@@ -150,7 +150,7 @@ def mla_layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iter
 def layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iterator[PagedLayout]:
     """Every reading of blocks of shape (kv_heads, block_tokens, 2 × head_dim) at these strides, the plain one first.
 
-    stride: of (blocks, kv_heads, block_tokens, 2 × head_dim), in elements. sizes: the other fields of the layout.
+    stride: strides of (blocks, kv_heads, block_tokens, 2 × head_dim), in elements. sizes: the layout's other fields.
     """
     block, head, token, dim = stride
     tokens, head_dim = int(sizes["block_tokens"]), int(sizes["head_dim"])

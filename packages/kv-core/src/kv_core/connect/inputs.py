@@ -51,7 +51,7 @@ class EngineState:
 class Scheduled:
     """A request in this step.
 
-    request: as it was looked up.
+    request: the request as it was looked up.
     computed_tokens: how many of its first tokens are computed after the forward pass.
     blocks: its block tables.
     states: its states that the engine hands over.

@@ -106,7 +106,8 @@ def load_from(group: GroupShape, first_token: int, last_token: int) -> int:
 def stored_from(group: GroupShape, table: Sequence[int], chunks: int, chunk_tokens: int) -> int:
     """The first of the trailing chunks of which the engine still has all bytes that a hit can need.
 
-    table: of a request whose first `chunks` chunks are computed. The engine has freed the blocks before its window.
+    table: the block table of a request whose first `chunks` chunks are computed. The engine has freed the blocks before
+        its window.
     """
     first = chunks
     for chunk in reversed(range(chunks)):

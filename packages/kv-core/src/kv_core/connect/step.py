@@ -164,7 +164,7 @@ class StepReport:
     """Loads that ended since the last report.
 
     finished: requests whose wait is over.
-    failed: those of them that have to be computed.
+    failed: requests among these whose tokens have to be computed.
     """
 
     finished: frozenset[str] = frozenset()

@@ -37,7 +37,7 @@ class Tracked:
     tiers: for each promised chunk, the tier that it came from.
     junction: the boundary, in tokens, where other prompts diverge from it while a window or a state is missing there.
     offered_from: the number of tokens that the engine had itself when it was offered more.
-    offered_tokens: the number of tokens that it was offered.
+    offered_tokens: the number of tokens that it was offered beyond these.
     layerwise: the lease of the chunks offered to it, if they are to be loaded in the step itself.
     has_loaded: whether a load was begun, so that its blocks may hold loaded tokens.
     stored_chunks: number of leading chunks that are stored or need not be.

@@ -148,7 +148,7 @@ class WorkerHalf:
     def finish_stores(self, *, wait: bool = True) -> None:
         """Publish what has been gathered.
 
-        wait: for all of it; the engine may then reuse the blocks. False: the engine holds the blocks until
+        wait: wait for all copies; the engine may then reuse the blocks. False: the engine holds the blocks until
             `stored_through` shows that they are no longer needed.
         """
         self._stores.finish(wait=wait)

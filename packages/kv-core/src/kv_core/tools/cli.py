@@ -170,8 +170,8 @@ def prompt_scheme(args: argparse.Namespace) -> ChainScheme:
 class PromptSpace:
     """The key space and group of the options.
 
-    fingerprint: of the key space.
-    shards: how many each chunk has.
+    fingerprint: the fingerprint of the key space.
+    shards: the number of shards of each chunk.
     described: everything that the fingerprint represents; None if the user gave the fingerprint alone.
     """
 

@@ -260,7 +260,7 @@ class CpuCopier:
         return CopyWay(to_engine)
 
     def _in_c(self, runs: Sequence[Sequence[torch.Tensor]]) -> list[CompiledBlocks]:
-        """For each part's runs of layers; empty: there are no functions in C."""
+        """The functions in C for each part's runs of layers; empty: there are none."""
         return [
             CompiledBlocks(self._kernels, part_runs, self._format.layer_bytes // part.word.itemsize)
             for part, part_runs in zip(self._parts, runs, strict=True)

@@ -89,7 +89,8 @@ _Transfer = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
 
 
 class DirectCopier:
-    """For one group of layers. Calls block as long as file I/O does: make them on a thread that may wait, one by one.
+    """Copies between files and the blocks of one group of layers. Calls block as long as file I/O does: make them on a
+    thread that may wait, one by one.
 
     Loads and stores run after everything in the calling thread's current stream at the time of the call.
     """
@@ -105,7 +106,7 @@ class DirectCopier:
     ) -> None:
         """
         copier: the group's copier, for that format and device. No other thread may use it during a call.
-        cufile: from `find_cufile`, or any `Files` for memory of the device.
+        cufile: the result of `find_cufile`, or any `Files` for memory of the device.
         """
         self._copier, self._format = copier, chunk_format
         self._copy_paths = FileCopyPaths() if copy_paths is None else copy_paths

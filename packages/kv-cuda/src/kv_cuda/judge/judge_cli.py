@@ -14,7 +14,7 @@ from kv_core.format import QUANTISED, is_quantised_kind
 from kv_cuda.judge.verdict import FIRST_PARTS
 
 STEP = 0.4
-"""Of the codec `kvtc`: chunks become about six times smaller."""
+"""The default step of the codec `kvtc`, with which chunks become about six times smaller."""
 
 if TYPE_CHECKING:
     from kv_cuda.judge.verdict import Verdict

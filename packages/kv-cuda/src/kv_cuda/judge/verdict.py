@@ -22,7 +22,7 @@ class Finding:
     bits: stored bits per number of KV, everything included.
     kl: mean Kullback-Leibler divergence of the next token's distribution from exact KV's, in nats.
     top1: how often the likeliest next token is the same, from 0 to 1.
-    perplexity: of the continuations, relative to exact KV's: 0.01 is one per cent worse.
+    perplexity: change of the continuations' perplexity relative to exact KV's: 0.01 is one per cent worse.
     greedy: fraction of the greedily generated tokens, up to the first difference, that equal those from exact KV, from
         0 to 1.
     worst: the largest error of a number, relative to the largest number of its head and token.

@@ -30,7 +30,7 @@ _PIECE_NUMBERS: Final = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 class Codes:
-    """For one chunk format on one device. For one queue at a time: it has one set of scratch memory."""
+    """Encodes and decodes one chunk format on one device. For one queue at a time: it has one set of scratch memory."""
 
     def __init__(
         self, exact: ChunkFormat, quantised: ChunkFormat, device: torch.device, *, may_compile: bool = True

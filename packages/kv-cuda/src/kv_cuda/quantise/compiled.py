@@ -8,7 +8,7 @@ from kv_cuda.kernels import Kernels, installed_kernels
 
 
 class CompiledCodes:
-    """For one pair of formats. For one thread at a time: it has one scratch buffer."""
+    """Quantises in C for one pair of formats. For one thread at a time: it has one scratch buffer."""
 
     def __init__(self, exact: ChunkFormat, quantised: ChunkFormat, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -127,8 +127,8 @@ def divide(
 ) -> Division | None:
     """How this engine divides the calibration's model; None: not at all, its chunks have all layers and heads.
 
-    groups: in the order of the keys, from any rank: they are the same for all ranks, except for the layers' numbers if
-        there are stages.
+    groups: the groups in the order of the keys, from any rank: they are the same for all ranks, except for the layers'
+        numbers if there are stages.
     shards: the number of shards of each chunk, of all stages together.
 
     Raises:

@@ -71,7 +71,7 @@ def make_kvtc_codec(options: Mapping[str, object], context: TierContext | None) 
 
 
 class DividedKvtc:
-    """For engines whose chunks each have some of the model's layers or heads: a codec for each group and shard."""
+    """The codec for engines whose chunks each have some of a model's layers or heads: a codec per group and shard."""
 
     name = "kvtc"
     is_lossless = False
@@ -103,7 +103,7 @@ class DividedKvtc:
 
 
 class KvtcCodec:
-    """For chunks in the canonical order of the calibration's model, of any number of tokens."""
+    """The codec for chunks in the canonical order of the calibration's model, of any number of tokens."""
 
     name = "kvtc"
     is_lossless = False

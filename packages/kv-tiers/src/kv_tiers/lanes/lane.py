@@ -67,11 +67,11 @@ class Lane:
         clock: Clock | None = None,
     ) -> None:
         """codec, find_codec: as for `Payloads`.
-        approximate: of chunks that have parts, only first parts may be read. Only for a tier that `ReadsPrefixes`.
+        approximate: whether only first parts may be read of chunks that have parts; the tier must be a `ReadsPrefixes`.
         drops_parts: as for `Payloads`.
         only_hides: others fill this tier: discarded or cleared chunks stay there, but are no longer found by us.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that need a fixed order.
-        clock: for the back-off, and for calls that hang. Drains and closes use the system's clock."""
+        clock: times the back-off, and calls that hang. Drains and closes use the system's clock."""
         self.tier = tier
         self.name = tier.name
         self.holds_is_local = tier.holds_is_local

@@ -147,9 +147,9 @@ class RowKernel:
 
 
 def row_kernel(layout: PagedLayout, shape: CopyShape, tensors: Sequence[torch.Tensor], plane_bytes: int) -> RowKernel:
-    """For a cache of this layout, seen as `shape`.
+    """The kernel for a cache of this layout, seen as `shape`.
 
-    tensors: in the layout's order. plane_bytes: between a chunk's planes. Chunks must begin at multiples of
+    tensors: in the layout's order. plane_bytes: distance between a chunk's planes. Chunks must begin at multiples of
         `RowKernel.aligned`.
 
     Raises:
