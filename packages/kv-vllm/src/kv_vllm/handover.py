@@ -52,8 +52,9 @@ def with_handover(controls: Controls, params: object, prompt_tokens: int, settin
         return replace(controls, hands_over_tokens=prompt_tokens)
     if params.get("do_remote_prefill") is True:
         stated = params.get("remote_num_tokens")
-        is_count = isinstance(stated, int) and not isinstance(stated, bool) and stated >= 0
-        return replace(controls, awaits_tokens=min(stated if is_count else prompt_tokens - 1, prompt_tokens))
+        if not isinstance(stated, int) or isinstance(stated, bool) or stated < 0:
+            stated = prompt_tokens - 1
+        return replace(controls, awaits_tokens=min(stated, prompt_tokens))
     return controls
 
 
