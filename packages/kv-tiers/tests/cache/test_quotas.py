@@ -179,7 +179,7 @@ def test_a_quota_holds_the_lock_for_a_few_chunks_at_a_time(monkeypatch: pytest.M
 
     def turn() -> None:
         shares = cache._host._shares
-        moved = shares.common.slots_used if shares._own == {} else shares._own[ANN].slots_used
+        moved = shares.common.slots_used if shares._quota_shares == {} else shares._quota_shares[ANN].slots_used
         seen.append((moved, cache.counts().slots_used))
 
     cache._host._shares._account_at = scanned = ReadOutsideTheLock(cache._host._shares._account_at)

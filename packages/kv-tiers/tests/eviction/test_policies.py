@@ -413,7 +413,7 @@ def watch_returns(returns: Returns, back: Likes, never: Likes, rounds: int) -> N
         for role, traits in never:
             returns.watch(role, returns.factors(traits), now)
         while waiting and waiting[0][0] <= now - 30:
-            returns.came_back(waiting.pop(0)[1], now)
+            returns.observe_return(waiting.pop(0)[1], now)
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ class Source:
             self._dropped()
 
     def changes_since(self, upto: int) -> Changes:
-        """The keys that entered and left the pool since then. The first call starts the record.
+        """The keys that entered and left the pool since `upto`. The first call starts the record.
 
         upto: as in the last answer; 0 at first.
         """
@@ -128,7 +128,7 @@ class EventBus:
         self._max_queued = max_queued
         self._interval_s = interval_s
         self.now_s: Callable[[], float] = time.monotonic if clock is None else clock.now_s
-        self._lock = threading.Lock()  # of everything below; publishing takes it only to count dropped events
+        self._lock = threading.Lock()  # guards everything below; publishing takes it only to count dropped events
         self._sources: WeakSet[Source] = WeakSet()  # a server opens and closes many caches
         self._subscribers: tuple[Subscriber, ...] = ()
         self._failed_before: set[int] = set()
@@ -137,9 +137,9 @@ class EventBus:
         self.failures = 0
         """How often a subscriber raised."""
         self._thread: threading.Thread | None = None
-        self._asleep = threading.Lock()  # taken, but to wake the thread; a `threading.Event` has a lock to wait for
+        self._asleep = threading.Lock()  # held, except to wake the thread: setting a `threading.Event` may have to wait
         self._asleep.acquire()
-        self._hurry = threading.Event()  # somebody waits
+        self._hurry = threading.Event()  # set: a caller waits for the delivery
         self._sleeps = False
         self._closed = False
 
@@ -202,7 +202,7 @@ class EventBus:
             self._call(subscriber, subscriber.close)
 
     def _switch(self, source: Source) -> None:
-        """Switch it on if there are subscribers, else off."""
+        """Switch the source on if there are subscribers, else off."""
         source._is_subscribed = bool(self._subscribers) and not self._closed
         source.on = source._is_subscribed or source._changes is not None
         source.on_requests = source._is_subscribed and any(
@@ -248,7 +248,7 @@ class EventBus:
         self._sleeps = False
 
     def _rouse(self) -> None:
-        with suppress(RuntimeError):  # another one has woken it
+        with suppress(RuntimeError):  # another thread has woken it
             self._asleep.release()
 
     def _flush_all(self, subscribers: tuple[Subscriber, ...]) -> None:

@@ -49,7 +49,7 @@ class ChangeLog:
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
         self._lock = threading.Lock()
-        self._kept: deque[Change] = deque()
+        self._changes: deque[Change] = deque()
         self._keys = 0
         self._upto = 0
 
@@ -57,24 +57,24 @@ class ChangeLog:
         """Record the changes to the pool in this event. Called under the cache's lock: nothing here waits."""
         match event:
             case Committed(keys=keys) | Promoted(keys=keys) if keys:
-                self._keep(Change(True, keys))
+                self._append(Change(True, keys))
             case Evicted(tier=tier, keys=keys) | Damaged(tier=tier, keys=keys) if keys and tier == POOL:
-                self._keep(Change(False, keys))
+                self._append(Change(False, keys))
             case Forgotten(keys=keys, everything=everything) if keys or everything:
-                self._keep(Change(False, keys))
+                self._append(Change(False, keys))
 
     def since(self, upto: int) -> Changes:
         """upto: as in the last answer; 0 at first."""
         with self._lock:
-            first = self._upto - len(self._kept)
+            first = self._upto - len(self._changes)
             is_whole = first <= upto <= self._upto
-            wanted = self._upto - upto if is_whole else len(self._kept)
-            return Changes(self._upto, is_whole, tuple(self._kept)[len(self._kept) - wanted :])
+            count = self._upto - upto if is_whole else len(self._changes)
+            return Changes(self._upto, is_whole, tuple(self._changes)[len(self._changes) - count :])
 
-    def _keep(self, change: Change) -> None:
+    def _append(self, change: Change) -> None:
         with self._lock:
-            self._kept.append(change)
+            self._changes.append(change)
             self._upto += 1
             self._keys += 1 + len(change.keys)
             while self._keys > self._max_keys:
-                self._keys -= 1 + len(self._kept.popleft().keys)
+                self._keys -= 1 + len(self._changes.popleft().keys)

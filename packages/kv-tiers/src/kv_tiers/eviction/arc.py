@@ -36,20 +36,20 @@ class ArcPolicy:
         self._links.chain(slots)
         for key, slot in zip(reversed(keys), reversed(slots), strict=True):
             self._key_at[slot] = key
-            chosen = self._list_of[slot] = self._list_for(key)
-            self._chunks[chosen] += 1
-            self._oldest_first[chosen][slot] = None
+            list_index = self._list_of[slot] = self._list_for(key)
+            self._chunks[list_index] += 1
+            self._oldest_first[list_index][slot] = None
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         self._offered = None
         for slot in reversed(slots):
-            before = self._list_of[slot]
-            if before == _ONCE:
+            list_index = self._list_of[slot]
+            if list_index == _ONCE:
                 self._list_of[slot] = _AGAIN
                 self._chunks[_ONCE] -= 1
                 self._chunks[_AGAIN] += 1
             if slot not in self._links.excluded:
-                self._oldest_first[before].pop(slot, None)
+                self._oldest_first[list_index].pop(slot, None)
                 self._links.waiting.discard(slot)
                 self._oldest_first[_AGAIN][slot] = None
 
@@ -64,22 +64,22 @@ class ArcPolicy:
                 order.move_to_end(slot)
 
     def removed(self, slot: int) -> None:
-        of = self._list_of.pop(slot)
+        list_index = self._list_of.pop(slot)
         key = self._key_at.pop(slot)
-        self._chunks[of] -= 1
+        self._chunks[list_index] -= 1
         if slot == self._offered:  # evicted, not forgotten
-            self._ghosts[of][key] = None
+            self._ghosts[list_index][key] = None
             self._trim()
         self._offered = None
-        self._oldest_first[of].pop(slot, None)  # waiting and excluded ones are in no order
+        self._oldest_first[list_index].pop(slot, None)  # waiting and excluded ones are in no order
         self._offer_again(self._links.removed(slot))
 
     def victim(self) -> int | None:
         if self._offered is None:
-            first = _ONCE if self._chunks[_ONCE] > self._once_target else _AGAIN
-            self._offered = self._oldest(first)
+            preferred = _ONCE if self._chunks[_ONCE] > self._once_target else _AGAIN
+            self._offered = self._oldest(preferred)
             if self._offered is None:
-                self._offered = self._oldest(1 - first)
+                self._offered = self._oldest(1 - preferred)
         return self._offered
 
     def exclude(self, slot: int) -> None:
@@ -95,26 +95,26 @@ class ArcPolicy:
 
     def _list_for(self, key: ChunkKey) -> int:
         """The list for an arrival; adapts the lengths of the lists if the chunk has been here before."""
-        once, again = self._ghosts
-        if key in once:
-            self._once_target = min(self._capacity, self._once_target + max(1.0, len(again) / len(once)))
-            del once[key]
+        once_ghosts, again_ghosts = self._ghosts
+        if key in once_ghosts:
+            self._once_target = min(self._capacity, self._once_target + max(1.0, len(again_ghosts) / len(once_ghosts)))
+            del once_ghosts[key]
             return _AGAIN
-        if key in again:
-            self._once_target = max(0.0, self._once_target - max(1.0, len(once) / len(again)))
-            del again[key]
+        if key in again_ghosts:
+            self._once_target = max(0.0, self._once_target - max(1.0, len(once_ghosts) / len(again_ghosts)))
+            del again_ghosts[key]
             return _AGAIN
         return _ONCE
 
     def _trim(self) -> None:
-        once, again = self._ghosts
-        while once and self._chunks[_ONCE] + len(once) > self._capacity:
-            once.popitem(last=False)
-        while again and len(once) + len(again) > self._capacity:
-            again.popitem(last=False)
+        once_ghosts, again_ghosts = self._ghosts
+        while once_ghosts and self._chunks[_ONCE] + len(once_ghosts) > self._capacity:
+            once_ghosts.popitem(last=False)
+        while again_ghosts and len(once_ghosts) + len(again_ghosts) > self._capacity:
+            again_ghosts.popitem(last=False)
 
-    def _oldest(self, of: int) -> int | None:
-        order = self._oldest_first[of]
+    def _oldest(self, list_index: int) -> int | None:
+        order = self._oldest_first[list_index]
         while order:
             slot = next(iter(order))
             if not self._links.is_followed(slot):
@@ -124,7 +124,7 @@ class ArcPolicy:
         return None
 
     def _offer_again(self, slot: int | None) -> None:
-        """The last chunk that followed this one has left."""
+        """Offer a parent again (None: there is none), whose last follower has left."""
         if slot is not None:
             order = self._oldest_first[self._list_of[slot]]
             order[slot] = None

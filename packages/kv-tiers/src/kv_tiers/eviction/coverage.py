@@ -15,7 +15,7 @@ from kv_core.keys import ChunkKey, keys_in
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.eviction.policy import EvictionPolicy
 
-_MOST_GROUPS = 1 << 12
+_MAX_GROUPS = 1 << 12
 """Number of groups that are remembered; further ones are left to the policy."""
 
 
@@ -32,7 +32,7 @@ class BoundedGroups:
 
     def note(self, keys: Sequence[ChunkKey], shape: ChunkShape) -> None:
         """keys: of a lookup, chunk-major."""
-        if keys and not shape.is_plain and len(self._known) < _MOST_GROUPS:
+        if keys and not shape.is_plain and len(self._known) < _MAX_GROUPS:
             space_id = keys[0].space_id
             if self._shapes.get(space_id) == shape:
                 return
@@ -77,20 +77,20 @@ class CoveragePolicy:
             return
         # A chunk that came before its group was known stays with the policy.
         self.bounded_slots.update(slot for key, slot in zip(keys, slots, strict=True) if self._bounded.has(key))
-        recent, keys, slots = self._parted(keys, slots)
+        recent, keys, slots = self._partition(keys, slots)
         if slots:
             self.policy.added(keys, slots)
-        # In the reverse order of a prefix: of a window the last chunks are worth most.
+        # In the reverse order of a prefix, because the last chunks of a window are worth most.
         self._recent.added((), recent[::-1])
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        recent, keys, slots = self._parted(keys, slots)
+        recent, keys, slots = self._partition(keys, slots)
         if slots:
             self.policy.used(keys, slots)
         self._recent.used((), recent[::-1])
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        recent, keys, slots = self._parted(keys, slots)
+        recent, keys, slots = self._partition(keys, slots)
         if slots:
             self.policy.extended(keys, slots)
         self._recent.extended((), recent[::-1])
@@ -105,13 +105,13 @@ class CoveragePolicy:
             self.policy.removed(slot)
 
     def victim(self) -> int | None:
-        chosen = self.policy.victim()
+        victim = self.policy.victim()
         if not self.bounded_slots:
-            return chosen
-        oldest = self._recent.victim()
-        if oldest is None or chosen is None:
-            return chosen if oldest is None else oldest
-        return oldest if self._used_at(oldest) <= self._used_at(chosen) else chosen
+            return victim
+        oldest_bounded = self._recent.victim()
+        if oldest_bounded is None or victim is None:
+            return victim if oldest_bounded is None else oldest_bounded
+        return oldest_bounded if self._used_at(oldest_bounded) <= self._used_at(victim) else victim
 
     def demote(self, slots: Sequence[int]) -> None:
         """Make these chunks of bounded groups the next victims, because the chunk that they need is gone."""
@@ -124,7 +124,7 @@ class CoveragePolicy:
         (self._recent if slot in self.bounded_slots else self.policy).exclude(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
-        recent, _, slots = self._parted((), slots)
+        recent, _, slots = self._partition((), slots)
         if slots:
             self.policy.reinsert(slots)
         self._recent.reinsert(recent[::-1])
@@ -132,28 +132,28 @@ class CoveragePolicy:
     def _used_at(self, slot: int) -> int:
         return self._last_use[slot] if slot < len(self._last_use) else 0
 
-    def _parted(
+    def _partition(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> tuple[list[int], Sequence[ChunkKey], Sequence[int]]:
-        """The slots of bounded groups, and the others with their keys. All of them are used now."""
+        """The slots of bounded groups, then the keys and slots of the others. All of these chunks count as used now."""
         if not self._bounded:
             return [], keys, slots
         self._now = now = self._now + 1
         bounded_slots, last_use = self.bounded_slots, self._last_use
-        if slots and (more := max(slots) + 1 - len(last_use)) > 0:
-            last_use += [0] * (more + len(last_use) // 8)
+        if slots and (missing := max(slots) + 1 - len(last_use)) > 0:
+            last_use += [0] * (missing + len(last_use) // 8)
         for slot in slots:
             last_use[slot] = now
         # In a lookup, bounded groups come last.
-        first = len(slots)
-        while first and slots[first - 1] in bounded_slots:
-            first -= 1
-        others = slots[:first]
-        if bounded_slots.isdisjoint(others):
-            return list(slots[first:]), keys[:first], others
-        apart = [at for at, slot in enumerate(slots) if slot not in bounded_slots]
+        split = len(slots)
+        while split and slots[split - 1] in bounded_slots:
+            split -= 1
+        unbounded = slots[:split]
+        if bounded_slots.isdisjoint(unbounded):
+            return list(slots[split:]), keys[:split], unbounded
+        indexes = [index for index, slot in enumerate(slots) if slot not in bounded_slots]
         recent = [slot for slot in slots if slot in bounded_slots]
-        return recent, [keys[at] for at in apart] if keys else (), [slots[at] for at in apart]
+        return recent, [keys[index] for index in indexes] if keys else (), [slots[index] for index in indexes]
 
 
 def _group_of(key: ChunkKey) -> bytes:

@@ -29,12 +29,12 @@ class Links:
 
     def chain(self, slots: Sequence[int]) -> None:
         """Record that these chunks follow each other. They are in the order of their prompt."""
-        number, parent = self._number, self._parent
-        for before, slot in itertools.pairwise(slots):
-            if slot in number and before in number and not self._has_parent(slot):
-                parent[slot] = before, number[before]
+        number_of, parent_of = self._number, self._parent
+        for parent, slot in itertools.pairwise(slots):
+            if slot in number_of and parent in number_of and not self._has_parent(slot):
+                parent_of[slot] = parent, number_of[parent]
                 if slot not in self.excluded:
-                    self._followers[before] = self._followers.get(before, 0) + 1
+                    self._followers[parent] = self._followers.get(parent, 0) + 1
 
     def is_followed(self, slot: int) -> bool:
         return slot in self._followers
@@ -73,5 +73,5 @@ class Links:
         return parent
 
     def _has_parent(self, slot: int) -> bool:
-        known = self._parent.get(slot)
-        return known is not None and self._number.get(known[0]) == known[1]
+        link = self._parent.get(slot)
+        return link is not None and self._number.get(link[0]) == link[1]

@@ -58,6 +58,6 @@ class MruPolicy:
             self._youngest_last[slot] = None
 
     def _offer_again(self, slot: int | None) -> None:
-        """The last chunk that followed this one has left."""
+        """Offer a parent again (None: there is none), whose last follower has left."""
         if slot is not None:
             self._youngest_last[slot] = None

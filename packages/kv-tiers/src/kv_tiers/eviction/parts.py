@@ -39,12 +39,12 @@ class PartsPolicy:
         self._orders[0].added(keys, slots)
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        for step, its_keys, its_slots in self._by_step(keys, slots):
-            self._orders[step].used(its_keys, its_slots)
+        for step, step_keys, step_slots in self._by_step(keys, slots):
+            self._orders[step].used(step_keys, step_slots)
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        for step, its_keys, its_slots in self._by_step(keys, slots):
-            self._orders[step].extended(its_keys, its_slots)
+        for step, step_keys, step_slots in self._by_step(keys, slots):
+            self._orders[step].extended(step_keys, step_slots)
 
     def removed(self, slot: int) -> None:
         self._orders[self._step_of.pop(slot, 0)].removed(slot)
@@ -56,18 +56,19 @@ class PartsPolicy:
         self._orders[self.step(slot)].exclude(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
-        for step, _, its_slots in self._by_step((), slots):
-            self._orders[step].reinsert(its_slots)
+        for step, _, step_slots in self._by_step((), slots):
+            self._orders[step].reinsert(step_slots)
 
     def _by_step(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[int, Sequence[ChunkKey], Sequence[int]]]:
-        """Steps, and their chunks. keys: of the slots, perhaps followed by further ones of the prompt; or none."""
+        """The chunks of each step. keys: those of the slots, perhaps followed by more of the prompt; or none."""
         if self._step_of.keys().isdisjoint(slots):
             return [(0, keys, slots)] if slots else []
-        found: list[tuple[int, Sequence[ChunkKey], Sequence[int]]] = []
+        groups: list[tuple[int, Sequence[ChunkKey], Sequence[int]]] = []
         for step in range(len(self._orders)):
-            at = [number for number, slot in enumerate(slots) if self.step(slot) == step]
-            if at:
-                found.append((step, [keys[number] for number in at] if keys else (), [slots[number] for number in at]))
-        return found
+            indexes = [index for index, slot in enumerate(slots) if self.step(slot) == step]
+            if indexes:
+                step_keys = [keys[index] for index in indexes] if keys else ()
+                groups.append((step, step_keys, [slots[index] for index in indexes]))
+        return groups

@@ -29,7 +29,7 @@ parameters that it does not take."""
 GROUP: Final = "kv_tiers.policies"
 DEFAULT_POLICY: Final = "prefix"
 
-_OURS: dict[str, Callable[[int], EvictionPolicy]] = {
+_BUILT_IN: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda capacity_chunks: LruPolicy(),
     "arc": ArcPolicy,
     "lfu": lambda capacity_chunks: LfuPolicy(),
@@ -37,7 +37,7 @@ _OURS: dict[str, Callable[[int], EvictionPolicy]] = {
     "prefix": PrefixPolicy,
     "mru": lambda capacity_chunks: MruPolicy(),
 }
-POLICY_NAMES: tuple[str, ...] = tuple(_OURS)
+POLICY_NAMES: tuple[str, ...] = tuple(_BUILT_IN)
 
 
 def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
@@ -50,10 +50,10 @@ def make_policy(spec: PolicySpec, capacity_chunks: int) -> EvictionPolicy:
     name = parameters.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(f"policy: say its name, such as name: {DEFAULT_POLICY}")
-    ours = _OURS.get(name)
-    if ours is None:
+    make_built_in = _BUILT_IN.get(name)
+    if make_built_in is None:
         factory: PolicyFactory = load_plugin(GROUP, "eviction policy", name, built_in=POLICY_NAMES)
         return factory(capacity_chunks, parameters)
     if parameters:
         raise ConfigError(f"the eviction policy {name!r} has no parameters; leave out {', '.join(sorted(parameters))}")
-    return ours(capacity_chunks)
+    return make_built_in(capacity_chunks)

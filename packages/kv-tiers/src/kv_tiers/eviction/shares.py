@@ -74,14 +74,14 @@ class Shares:
         self.over: set[Share] = set()
         """Shares that exceed their size since a quota was set."""
         self._make_policy = make_policy
-        self._own: dict[bytes, Share] = {}
+        self._quota_shares: dict[bytes, Share] = {}
         self._accounts: dict[bytes, _Account] = {}
         self._account_at: list[_Account | None] = [None] * slots
         self._moving: _Move | None = None
 
     def of(self, tenant: bytes) -> Share:
         """The share to which this tenant's chunks belong."""
-        return self._own.get(tenant, self.common)
+        return self._quota_shares.get(tenant, self.common)
 
     def at(self, slot: int) -> Share:
         """The share to which this taken slot belongs."""
@@ -93,10 +93,10 @@ class Shares:
         """From now on the slots belong to this tenant, and to no other."""
         account = self._accounts.get(tenant) or _Account(tenant, self.of(tenant))
         for slot in slots:
-            before = self._account_at[slot]
-            if before is account:
+            previous = self._account_at[slot]
+            if previous is account:
                 continue
-            if before is not None:
+            if previous is not None:
                 self.left(slot)
             account.slots_used += 1
             account.share.slots_used += 1
@@ -117,7 +117,7 @@ class Shares:
     def uses(self) -> list[SlotUse]:
         """The use of every tenant that has a slot or a quota, by tag."""
         used = Counter({tenant: account.slots_used for tenant, account in self._accounts.items()})
-        quotas = {tenant: own.slots for tenant, own in self._own.items()}
+        quotas = {tenant: share.slots for tenant, share in self._quota_shares.items()}
         if (move := self._moving) is not None:
             used[move.account.tenant] += move.account.slots_used
             if not move.new.is_common:
@@ -139,18 +139,18 @@ class Shares:
             ConfigError: the other quotas leave less than that.
         """
         assert self._moving is None
-        own = self._own.get(tenant)
-        free = self.common.slots + (0 if own is None else own.slots)
+        share = self._quota_shares.get(tenant)
+        free = self.common.slots + (0 if share is None else share.slots)
         if slots is not None and slots > free:
             raise ConfigError(f"a quota of {slots} chunks, where the other quotas leave {free}")
-        if own is None and slots is not None:
-            own = self._own[tenant] = Share(self._make_policy(max(1, slots)), 0)
-            self._begin_move(tenant, self.common, own, slots)
-        elif own is not None and slots is None:
-            del self._own[tenant]
-            self._begin_move(tenant, own, self.common, own.slots)
-        elif own is not None and slots is not None:
-            own.slots, self.common.slots = slots, free - slots
+        if share is None and slots is not None:
+            share = self._quota_shares[tenant] = Share(self._make_policy(max(1, slots)), 0)
+            self._begin_move(tenant, self.common, share, slots)
+        elif share is not None and slots is None:
+            del self._quota_shares[tenant]
+            self._begin_move(tenant, share, self.common, share.slots)
+        elif share is not None and slots is not None:
+            share.slots, self.common.slots = slots, free - slots
             self.note_over()
 
     def to_move(self) -> list[int]:
@@ -159,10 +159,10 @@ class Shares:
         account = None if self._moving is None else self._moving.account
         if account is None or not account.slots_used:
             return []
-        return [slot for slot, one in enumerate(self._account_at) if one is account]
+        return [slot for slot, owner in enumerate(self._account_at) if owner is account]
 
     def move(self, slot: int, key: ChunkKey | None) -> bool:
-        """Move one of `to_move`. key: of the chunk there, if it can be found. False: the slot has changed hands."""
+        """Move one of `to_move`. key: of the chunk there, if it can be found. False: the tenant has lost the slot."""
         move = self._moving
         assert move is not None
         account = self._account_at[slot]
@@ -173,89 +173,91 @@ class Shares:
         self.took([slot], account.tenant)
         if key is not None:
             move.new.policy.added([key], [slot])
-        self._hand_over(1)
+        self._transfer(1)
         return True
 
     def end_move(self) -> None:
         """Everything in `to_move` has been moved."""
         if self._moving is not None:
-            self._hand_over(self._moving.owed)
+            self._transfer(self._moving.owed)
             self._moving = None
             self.note_over()
 
     def _begin_move(self, tenant: bytes, old: Share, new: Share, slots: int) -> None:
         account = self._accounts.pop(tenant, None) or _Account(tenant, old)
         self._moving = _Move(account, new, slots)
-        self._hand_over(max(0, old.slots - old.slots_used))
+        self._transfer(max(0, old.slots - old.slots_used))
 
-    def _hand_over(self, slots: int) -> None:
+    def _transfer(self, slots: int) -> None:
+        """Take up to this many slots from the size of the old share and add them to that of the new one."""
         move = self._moving
         assert move is not None
-        given = min(slots, move.owed)
-        move.owed -= given
-        move.account.share.slots -= given
-        move.new.slots += given
+        moved = min(slots, move.owed)
+        move.owed -= moved
+        move.account.share.slots -= moved
+        move.new.slots += moved
 
     def note_over(self) -> None:
         """Find the shares that exceed their size. For use after rare operations, because it examines all shares."""
-        self.over.update(share for share in (self.common, *self._own.values()) if share.slots_used > share.slots)
+        shares = (self.common, *self._quota_shares.values())
+        self.over.update(share for share in shares if share.slots_used > share.slots)
 
     # As an `EvictionPolicy`.
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        for share, its_keys, its_slots in self._parted(keys, slots):
-            share.policy.added(its_keys, its_slots)
+        for share, share_keys, share_slots in self._by_share(keys, slots):
+            share.policy.added(share_keys, share_slots)
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        for share, its_keys, its_slots in self._of_prompt(keys, slots):
-            share.policy.used(its_keys, its_slots)
+        for share, share_keys, share_slots in self._by_share_of_prompt(keys, slots):
+            share.policy.used(share_keys, share_slots)
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        for share, its_keys, its_slots in self._of_prompt(keys, slots):
-            share.policy.extended(its_keys, its_slots)
+        for share, share_keys, share_slots in self._by_share_of_prompt(keys, slots):
+            share.policy.extended(share_keys, share_slots)
 
     def removed(self, slot: int) -> None:
         self.at(slot).policy.removed(slot)
 
     def victim(self) -> int | None:
         """A victim of any share. To make room for a chunk, use its share's policy instead."""
-        offers = (share.policy.victim() for share in (self.common, *self._own.values()))
+        offers = (share.policy.victim() for share in (self.common, *self._quota_shares.values()))
         return next((slot for slot in offers if slot is not None), None)
 
     def exclude(self, slot: int) -> None:
         self.at(slot).policy.exclude(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
-        if not self._own and self._moving is None:
+        if not self._quota_shares and self._moving is None:
             self.common.policy.reinsert(slots)
             return
-        of_share: dict[Share, list[int]] = {}
+        slots_by_share: dict[Share, list[int]] = {}
         for slot in slots:
-            of_share.setdefault(self.at(slot), []).append(slot)
-        for share, its_slots in of_share.items():
-            share.policy.reinsert(its_slots)
+            slots_by_share.setdefault(self.at(slot), []).append(slot)
+        for share, share_slots in slots_by_share.items():
+            share.policy.reinsert(share_slots)
 
-    def _of_prompt(
+    def _by_share_of_prompt(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
-        """Like `_parted`. Policies do not see a prompt that has been moved in part, because none has it from its first
-        chunk on.
+        """Like `_by_share`. Policies do not see a prompt that has been moved in part, because none has it from its
+        first chunk on.
         """
-        parts = self._parted(keys, slots)
+        parts = self._by_share(keys, slots)
         return parts if len(parts) == 1 or self._moving is None else []
 
-    def _parted(
+    def _by_share(
         self, keys: Sequence[ChunkKey], slots: Sequence[int]
     ) -> list[tuple[Share, Sequence[ChunkKey], Sequence[int]]]:
-        """By share. A prompt belongs to one tenant and so to one share; other lists may span several."""
-        if not self._own and self._moving is None:
+        """The chunks of each share. A prompt belongs to one tenant, so to one share; other lists may span several."""
+        if not self._quota_shares and self._moving is None:
             return [(self.common, keys, slots)]
         shares = {account.share for account in set(map(self._account_at.__getitem__, slots)) if account is not None}
         if len(shares) == 1:
             return [(shares.pop(), keys, slots)]
-        of_share: dict[Share, tuple[list[ChunkKey], list[int]]] = {}
+        by_share: dict[Share, tuple[list[ChunkKey], list[int]]] = {}
         for key, slot in zip(keys, slots, strict=False):
-            its_keys, its_slots = of_share.setdefault(self.at(slot), ([], []))
-            its_keys.append(key)
-            its_slots.append(slot)
-        return [(share, its_keys, its_slots) for share, (its_keys, its_slots) in of_share.items()]
+            share_keys, share_slots = by_share.setdefault(self.at(slot), ([], []))
+            share_keys.append(key)
+            share_slots.append(slot)
+        return [(share, share_keys, share_slots) for share, (share_keys, share_slots) in by_share.items()]

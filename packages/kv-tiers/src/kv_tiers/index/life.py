@@ -59,7 +59,9 @@ _NEXT: Final = {
 }
 
 
-_AFTER: Final = {event: {now: then for (now, on), then in _NEXT.items() if on is event} for event in Event}
+_NEXT_BY_EVENT: Final = {
+    event: {state: next_state for (state, on), next_state in _NEXT.items() if on is event} for event in Event
+}
 
 
 def advance(life: list[Life], slots: Sequence[int], event: Event) -> None:
@@ -68,9 +70,9 @@ def advance(life: list[Life], slots: Sequence[int], event: Event) -> None:
     Raises:
         MisuseError: a slot's state does not allow the event. That slot and those after it are unchanged.
     """
-    after = _AFTER[event]
+    next_state = _NEXT_BY_EVENT[event]
     for slot in slots:
         try:
-            life[slot] = after[life[slot]]
+            life[slot] = next_state[life[slot]]
         except KeyError:
             raise MisuseError(f"a chunk that is {life[slot].name} cannot {event.name}") from None

@@ -5,7 +5,7 @@ from typing import Final
 
 from kv_tiers.index.residency import Residency
 
-_AT_ONCE: Final = 256
+_BATCH_CHUNKS: Final = 256
 """Chunks that are ranked each time the lock is taken."""
 
 
@@ -19,18 +19,18 @@ def most_worth_first(index: Residency, lock: threading.Lock) -> list[int]:
     try:
         while True:
             with lock:
-                some = index.set_aside(_AT_ONCE)
-            if not some:
+                batch = index.set_aside(_BATCH_CHUNKS)
+            if not batch:
                 break
-            for slot in some:
+            for slot in batch:
                 order.pop(slot, None)  # it was used meanwhile
                 order[slot] = None
     finally:
         best_first = list(reversed(order))
-        for at in reversed(range(0, len(best_first), _AT_ONCE)):
+        for start in reversed(range(0, len(best_first), _BATCH_CHUNKS)):
             with lock:
-                index.take_back(best_first[at : at + _AT_ONCE])
+                index.take_back(best_first[start : start + _BATCH_CHUNKS])
     with lock:
-        everywhere = map(index.find, index.keys())
-        in_use = [slot for slot in everywhere if slot is not None and slot not in order]
+        resident = map(index.find, index.keys())
+        in_use = [slot for slot in resident if slot is not None and slot not in order]
     return [*in_use, *best_first]

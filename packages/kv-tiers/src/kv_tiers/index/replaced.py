@@ -16,9 +16,10 @@ class Replaced:
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the last exchange of bytes that were being read."""
-        self._of: dict[int, list[tuple[int, int]]] = {}  # by slot: the numbers of exchanges, and where old bytes are
-        self._chunks: dict[int, tuple[int, ChunkKey]] = {}  # by where they are: the slot and chunk that they were of
+        """The number of the last exchange of bytes that were being read."""
+        # By slot: the number of each exchange, and the slot that has had the old bytes since.
+        self._moved_to: dict[int, list[tuple[int, int]]] = {}
+        self._chunks: dict[int, tuple[int, ChunkKey]] = {}  # by slot with old bytes: the chunk's slot, and the chunk
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -33,35 +34,36 @@ class Replaced:
     def add(self, slot: int, key: ChunkKey, to: int) -> None:
         """From now on the bytes of this chunk that are being read are in the slot `to`."""
         self.number += 1
-        self._of.setdefault(slot, []).append((self.number, to))
+        self._moved_to.setdefault(slot, []).append((self.number, to))
         self._chunks[to] = slot, key
 
-    def drop(self, at: int) -> None:
+    def drop(self, old_slot: int) -> None:
         """The replaced bytes in this slot are no longer being read."""
-        slot, _ = self._chunks.pop(at)
-        left = [one for one in self._of[slot] if one[1] != at]
-        if left:
-            self._of[slot] = left
+        slot, _ = self._chunks.pop(old_slot)
+        remaining = [move for move in self._moved_to[slot] if move[1] != old_slot]
+        if remaining:
+            self._moved_to[slot] = remaining
         else:
-            del self._of[slot]
+            del self._moved_to[slot]
 
     def of(self, key: ChunkKey) -> list[int]:
         """The slots that have replaced bytes of this chunk."""
-        return [at for at, (_, its_key) in self._chunks.items() if its_key == key]
+        return [old_slot for old_slot, (_, replaced_key) in self._chunks.items() if replaced_key == key]
 
     def keys(self) -> list[ChunkKey]:
         """The chunks that have replaced bytes."""
         return [key for _, key in self._chunks.values()]
 
-    def key_of(self, at: int) -> ChunkKey:
+    def key_of(self, old_slot: int) -> ChunkKey:
         """The chunk to which the replaced bytes in this slot belong."""
-        return self._chunks[at][1]
+        return self._chunks[old_slot][1]
 
     def bytes_at(self, slots: Sequence[int], since: int) -> Sequence[int]:
         """Where the bytes that were in each of these slots when they were leased for reading are now.
 
         since: `number` at that time.
         """
-        if not self._of:
+        if not self._moved_to:
             return slots
-        return [next((at for number, at in self._of.get(slot, ()) if number > since), slot) for slot in slots]
+        moved_to = self._moved_to
+        return [next((place for number, place in moved_to.get(slot, ()) if number > since), slot) for slot in slots]

@@ -54,12 +54,12 @@ class Residency:
 
     def grow(self, slots: int) -> None:
         """Have at least this many slots: those of a large medium then take memory only once they are used."""
-        more = slots - len(self._life)
-        if more > 0:
-            self._life += [Life.ABSENT] * more
-            self._key_at += [None] * more
-            self._leases += [0] * more
-            self._runs += [None] * more
+        missing = slots - len(self._life)
+        if missing > 0:
+            self._life += [Life.ABSENT] * missing
+            self._key_at += [None] * missing
+            self._leases += [0] * missing
+            self._runs += [None] * missing
 
     @property
     def chunks_resident(self) -> int:
@@ -76,8 +76,8 @@ class Residency:
         return len(self._excluded)
 
     def by_group(self) -> tuple[int, ...]:
-        """How many chunks are resident of each group of layers, each once, however many of its shards are. May be
-        called without the lock."""
+        """How many chunks of each group of layers are resident, each counted once, however many of its shards are. May
+        be called without the lock."""
         groups: Counter[int] = Counter()
         for share, chunks in list(self._resident_of.items()):
             group = int.from_bytes(share[:2], "big")
@@ -85,7 +85,7 @@ class Residency:
         return tuple(groups[group] for group in range(max(groups, default=-1) + 1))
 
     def payload_bytes(self, bytes_of: Callable[[int], int]) -> int:
-        """Of all resident chunks, groups and shards. bytes_of: a group's size."""
+        """The bytes of all resident chunks, in all groups and shards. bytes_of: the size of a group's chunks."""
         return sum(chunks * bytes_of(int.from_bytes(share[:2], "big")) for share, chunks in self._resident_of.items())
 
     def keys(self) -> list[ChunkKey]:
@@ -105,30 +105,31 @@ class Residency:
     def leading(self, keys: Sequence[ChunkKey]) -> list[int]:
         """The slots of the leading run of resident keys. The list is shared: do not modify it."""
         key_at, find = self._key_at.__getitem__, self._slot_of.get
-        found: list[int] = []
+        slots: list[int] = []
         pieces = branch = 0
-        while (at := len(found)) < len(keys):
-            slot = find(keys[at])
+        while (position := len(slots)) < len(keys):
+            slot = find(keys[position])
             if slot is None:
                 break
             pieces += 1
             if pieces == 2:
-                branch = at
+                branch = position
             run = self._runs[slot]
             if run is None:
-                found.append(slot)
+                slots.append(slot)
                 continue
-            run = run[: len(keys) - at]
-            wanted = keys[at : at + len(run)]
-            there = list(map(key_at, run))
-            if there != wanted:
-                del run[next(n for n, key in enumerate(wanted) if there[n] != key) :]
-            found += run
+            run = run[: len(keys) - position]
+            expected_keys = keys[position : position + len(run)]
+            present_keys = list(map(key_at, run))
+            if present_keys != expected_keys:
+                del run[next(n for n, key in enumerate(expected_keys) if present_keys[n] != key) :]
+            slots += run
         if pieces > 1:
-            # Remembered from the start and from where prompts part, so that two alternating prompts both stay quick.
-            self._runs[found[0]] = found
-            self._runs[found[branch]] = found[branch:]
-        return found
+            # Remembered from the start and from where prompts diverge, so that lookups of two alternating prompts both
+            # stay quick.
+            self._runs[slots[0]] = slots
+            self._runs[slots[branch]] = slots[branch:]
+        return slots
 
     def find(self, key: ChunkKey) -> int | None:
         return self._slot_of.get(key)
@@ -136,8 +137,8 @@ class Residency:
     def resident(self, keys: Sequence[ChunkKey]) -> tuple[list[ChunkKey], list[int]]:
         """Those of the keys that are resident, in any position, and their slots."""
         slot_of = self._slot_of
-        there = [key for key in keys if key in slot_of]
-        return there, [slot_of[key] for key in there]
+        resident_keys = [key for key in keys if key in slot_of]
+        return resident_keys, [slot_of[key] for key in resident_keys]
 
     def key_at(self, slot: int) -> ChunkKey | None:
         """The key of the resident chunk in this slot, if there is one."""
@@ -158,8 +159,7 @@ class Residency:
             leases[slot] += 1
 
     def lease_bytes(self, slots: Sequence[int]) -> int:
-        """Lease these to read their bytes, or have them read; returns the `since` of `bytes_at`, which ends the
-        lease."""
+        """Lease these slots so that their bytes can be read; returns the `since` that `bytes_at` needs."""
         leases = self._leases
         for slot in slots:
             leases[slot] += _READ + 1
@@ -178,7 +178,7 @@ class Residency:
         if not self._replaced:
             return list(slots)
         pairs = zip(slots, bytes_at, strict=True)
-        return [slot for slot, at in pairs if at == slot or self._key_at[slot] == self._replaced.key_of(at)]
+        return [slot for slot, place in pairs if place == slot or self._key_at[slot] == self._replaced.key_of(place)]
 
     def unlease_bytes(self, bytes_at: Sequence[int]) -> list[int]:
         """End one read lease on each; returns the slots that this frees."""
@@ -191,7 +191,7 @@ class Residency:
             for slot in slots:
                 leases[slot] -= weight
             return []
-        freed, back = [], []
+        freed, unleased = [], []
         for slot in slots:
             leases[slot] -= weight
             if leases[slot]:
@@ -201,13 +201,13 @@ class Residency:
                 freed.append(slot)
             elif slot in self._excluded:
                 self._excluded.remove(slot)
-                back.append(slot)
-        if back:
-            self._policy.reinsert(back)
+                unleased.append(slot)
+        if unleased:
+            self._policy.reinsert(unleased)
         return freed
 
     def touch(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """A request looked these up, and these are the leading ones that it hit."""
+        """A request looked up `keys`; `slots` are those of the leading chunks that it hit."""
         self._policy.used(keys, slots)
 
     def extend(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -227,21 +227,21 @@ class Residency:
         """
         freed = [slot for slot in slots if self._life[slot] is Life.ORPHANED] if self._orphans else []
         self._orphans -= len(freed)
-        live_keys, live = list(keys), list(slots)
+        live_keys, live_slots = list(keys), list(slots)
         if freed:
             live_keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in freed]
-            live = [slot for slot in slots if slot not in freed]
+            live_slots = [slot for slot in slots if slot not in freed]
         self._move(slots, Event.COMMIT)
-        for key, slot in zip(live_keys, live, strict=True):
+        for key, slot in zip(live_keys, live_slots, strict=True):
             del self._writing[key]
             self._key_at[slot] = key
-        self._slot_of.update(zip(live_keys, live, strict=True))
+        self._slot_of.update(zip(live_keys, live_slots, strict=True))
         self._resident_of.update([key[_SHARE_AT] for key in live_keys])
         if self.journal is not None:
             self.journal.note(live_keys)
-        if live:
-            self._runs[live[0]] = live
-            self._policy.added(live_keys, live)
+        if live_slots:
+            self._runs[live_slots[0]] = live_slots
+            self._policy.added(live_keys, live_slots)
         return freed
 
     def abort(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -352,20 +352,20 @@ class Residency:
 
     def take_back(self, slots: Sequence[int]) -> None:
         """Offer these slots from `set_aside` again, the last of them first."""
-        back = [slot for slot in slots if slot in self._excluded and not self._leases[slot]]
-        self._excluded.difference_update(back)
-        if back:
-            self._policy.reinsert(back)
+        available = [slot for slot in slots if slot in self._excluded and not self._leases[slot]]
+        self._excluded.difference_update(available)
+        if available:
+            self._policy.reinsert(available)
 
     def parents(self) -> dict[int, int]:
         """By slot, the slot of the chunk before it in a prompt, as far as runs show. May be called without the lock, so
         the result is only a hint."""
         parents: dict[int, int] = {}
         for run in self._runs:
-            for before, slot in pairwise(run or ()):
-                key, its_parent = self._key_at[slot], self._key_at[before]
-                if key is not None and its_parent is not None and key[:_CHAIN_BYTES] == its_parent[:_CHAIN_BYTES]:
-                    parents[slot] = before
+            for parent_slot, slot in pairwise(run or ()):
+                key, parent_key = self._key_at[slot], self._key_at[parent_slot]
+                if key is not None and parent_key is not None and key[:_CHAIN_BYTES] == parent_key[:_CHAIN_BYTES]:
+                    parents[slot] = parent_slot
         return parents
 
     def is_leased(self, slot: int) -> bool:
@@ -387,10 +387,10 @@ class Residency:
         """Hide the chunk from lookups, and make all reads of it void. Returns its slot if it was resident; the slot may
         already be free.
         """
-        for at in self._replaced.of(key) if self._replaced else ():
-            if at not in self._leaving:
-                self._move([at], Event.FORGET)
-                self._leaving.add(at)
+        for old_slot in self._replaced.of(key) if self._replaced else ():
+            if old_slot not in self._leaving:
+                self._move([old_slot], Event.FORGET)
+                self._leaving.add(old_slot)
         if (slot := self._writing.pop(key, None)) is not None:
             self._move([slot], Event.FORGET)
             self._orphans += 1
@@ -422,9 +422,9 @@ class Residency:
 
     def tails_first(self, slots: Iterable[int]) -> list[int]:
         """The same slots, tails before heads as far as runs show. May be called without the lock."""
-        among = dict.fromkeys(slots)
-        runs = [self._runs[slot] or () for slot in among]
-        heads_first = dict.fromkeys(slot for run in (*runs, among) for slot in run if slot in among)
+        requested = dict.fromkeys(slots)
+        runs = [self._runs[slot] or () for slot in requested]
+        heads_first = dict.fromkeys(slot for run in (*runs, requested) for slot in run if slot in requested)
         return list(reversed(heads_first))
 
     def has_moved(self, slot: int) -> None:

@@ -96,12 +96,15 @@ class PopulatedAhead:
         madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap's own would hold the GIL meanwhile
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         # Used slots are populated already, or will be before this thread reaches them.
-        while not self._is_over and (at := max(self._populated, self._used // PAGE_BYTES * PAGE_BYTES)) < self._target:
+        while not self._is_over:
+            offset = max(self._populated, self._used // PAGE_BYTES * PAGE_BYTES)
+            if offset >= self._target:
+                break
             began_s = time.monotonic()
             # Up to a multiple of the slice's size in memory, so that no slice crosses the end of a huge page.
-            nbytes = min(SLICE_BYTES - (address + at) % SLICE_BYTES, self._bytes - at)
-            if madvise(address + at, nbytes, _MADV_POPULATE_WRITE) == 0:
-                self._populated = at + nbytes
+            nbytes = min(SLICE_BYTES - (address + offset) % SLICE_BYTES, self._bytes - offset)
+            if madvise(address + offset, nbytes, _MADV_POPULATE_WRITE) == 0:
+                self._populated = offset + nbytes
             elif ctypes.get_errno() != errno.EINTR:
                 _log.debug("the host pool is not populated ahead: %s", os.strerror(ctypes.get_errno()))
                 self._is_over = True

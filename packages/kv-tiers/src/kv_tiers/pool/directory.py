@@ -90,11 +90,11 @@ class Directory:
         self._mapping = mapping
         self._sizes = sizes
         self._slots = slots
-        meaning = fingerprint if sizes.are_equal else f"{fingerprint}\0{sizes.spelled()}"
-        described = _HEADER.pack(
-            _MAGIC, VERSION, 0, sizes.largest, slot_bytes, slots, hashlib.sha256(meaning.encode()).digest()
+        format_text = fingerprint if sizes.are_equal else f"{fingerprint}\0{sizes.spelled()}"
+        fields = _HEADER.pack(
+            _MAGIC, VERSION, 0, sizes.largest, slot_bytes, slots, hashlib.sha256(format_text.encode()).digest()
         )
-        self._header = seal(described)
+        self._header = seal(fields)
         self._next_number = 0
 
     def is_ours(self) -> bool:
@@ -110,9 +110,9 @@ class Directory:
 
     def records(self) -> list[Record]:
         """All valid records, by slot. An invalid one belongs to no chunk."""
-        read = [record for slot in range(self._slots) if (record := self._read(slot)) is not None]
-        self._next_number = max((record.number + 1 for record in read), default=0)
-        return read
+        records = [record for slot in range(self._slots) if (record := self._read(slot)) is not None]
+        self._next_number = max((record.number + 1 for record in records), default=0)
+        return records
 
     def write(self, slot: int, key: ChunkKey, parent: int, digest: bytes) -> None:
         """Record a chunk whose bytes are in its slot."""
@@ -143,8 +143,8 @@ class Directory:
 
     def _write(self, slot: int, record: Record) -> None:
         key, nbytes = record.key, self._sizes.of(record.key)
-        where = record.parent, record.parts, nbytes, record.number
-        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), *where, record.digest, key)
+        numbers = record.parent, record.parts, nbytes, record.number
+        fields = _RECORD.pack(_RECORD_MAGIC, VERSION, len(key), *numbers, record.digest, key)
         start = HEADER_BYTES + slot * RECORD_BYTES
         self._mapping[start : start + RECORD_BYTES] = seal(fields, seed=slot)
 

@@ -37,7 +37,7 @@ _log = limited_logger(__name__)
 __all__ = ("PAGE_BYTES", "HostPool", "check_capacity", "pool_path", "slot_bytes_for")
 
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
-"""The file system is full, or this user or control group has what it may have of it."""
+"""The file system is full, or this user or control group has used up its quota of it."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
@@ -71,10 +71,10 @@ class HostPool:
         self.directory: Directory | None = None
         self._mapping = mapping
         self._file = file
-        self._slots_from = 0
+        self._slots_offset = 0
         self._can_run_dry = file >= 0
         if keeps_directory:
-            self._slots_from = nbytes_for(slots)
+            self._slots_offset = nbytes_for(slots)
             self.directory = Directory(
                 mapping,
                 sizes=self.sizes,
@@ -82,7 +82,7 @@ class HostPool:
                 slots=slots,
                 fingerprint=fingerprint,
             )
-        self.view = memoryview(mapping)[self._slots_from :]
+        self.view = memoryview(mapping)[self._slots_offset :]
         """The slots' bytes, writable; offsets of extents count from its start. Release everything derived from it."""
         self._closed = False
         self._taken = bytearray(slots)
@@ -91,7 +91,7 @@ class HostPool:
         self._untouched_from = 0
         self._backed = bytearray(slots)
         self._places = Places(name, self.sizes, self.slot_bytes, slots)
-        self._ahead = PopulatedAhead(mapping, self._slots_from, slots * self.slot_bytes)
+        self._ahead = PopulatedAhead(mapping, self._slots_offset, slots * self.slot_bytes)
         if not keeps_directory:
             self._ahead.reached(0)
 
@@ -246,33 +246,33 @@ class HostPool:
         """
         if not self._can_run_dry:
             return set()
-        short: set[int] = set()
+        unbacked: set[int] = set()
         for slot in slots:
             place = self._places.at(slot)
             if not self._backed[place]:
                 try:
-                    os.posix_fallocate(self._file, self._slots_from + place * self.slot_bytes, self.slot_bytes)
+                    os.posix_fallocate(self._file, self._slots_offset + place * self.slot_bytes, self.slot_bytes)
                     self._backed[place] = 1
                 except OSError as error:
                     if error.errno not in _NO_ROOM:
                         raise
-                    short.add(slot)
-        if short:
+                    unbacked.add(slot)
+        if unbacked:
             _log.warning(
                 "pool %s has no memory for more chunks, as its file system (%s) or this control group is full; free "
                 "some, or write a smaller capacity",
                 self.name,
                 _parent(),
             )
-        return short
+        return unbacked
 
     def place(self, slot: int) -> int:
         """The position of this slot in `view`, counted in slots, which is also that of its record in the directory."""
         return self._places.at(slot)
 
-    def swap(self, one: int, other: int) -> None:
-        """Have two slots change places: from now on each has the other's bytes, which stay where they are in memory."""
-        self._places.swap(one, other)
+    def swap(self, first: int, second: int) -> None:
+        """Exchange the places of two slots: each then has the other's bytes, which stay where they are in memory."""
+        self._places.swap(first, second)
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """The extents of these chunks in these slots, each of its own size."""
@@ -302,7 +302,7 @@ class HostPool:
             self.view.release()
             self._mapping.close()
         except BufferError:
-            self.view = memoryview(self._mapping)[self._slots_from :]
+            self.view = memoryview(self._mapping)[self._slots_offset :]
             raise BufferError(
                 f"pool {self.name!r} cannot be unmapped: an array or memoryview made from its view still exists; "
                 "release it, then close again"
@@ -325,7 +325,7 @@ class HostPool:
             # With another geometry, any byte may lie where we would look for a record.
             os.ftruncate(self._file, 0)
             os.ftruncate(self._file, nbytes)
-            os.posix_fallocate(self._file, 0, self._slots_from)
+            os.posix_fallocate(self._file, 0, self._slots_offset)
         self.directory.begin()
 
 
@@ -403,15 +403,15 @@ def _open_private(path: Path) -> int:
 
 
 def _map_file(file: int, path: Path, nbytes: int, slots_bytes: int) -> mmap.mmap:
-    found, space = os.fstat(file), os.fstatvfs(file)
-    free = space.f_bavail * space.f_frsize + found.st_blocks * 512
+    status, file_system = os.fstat(file), os.fstatvfs(file)
+    free = file_system.f_bavail * file_system.f_frsize + status.st_blocks * 512
     if nbytes > free:
         raise ConfigError(
             f"the pool's file {path} needs {spelled(nbytes)} and its file system has {spelled(free)} free; write a "
             f"capacity of {spelled(free // 2)} or less, or no name for a pool outside that file system"
         )
     try:
-        if found.st_size != nbytes:
+        if status.st_size != nbytes:
             os.ftruncate(file, nbytes)
         os.posix_fallocate(file, 0, nbytes - slots_bytes)  # the directory is written to at any time: see `back`
         return mmap.mmap(file, nbytes)

@@ -36,14 +36,14 @@ class Places:
         """The place of this slot, counted in slots."""
         return self._moved.get(slot, slot)
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, first: int, second: int) -> None:
         """Have two slots change places."""
-        for slot, place in ((one, self.at(other)), (other, self.at(one))):
+        for slot, place in ((first, self.at(second)), (second, self.at(first))):
             if slot == place:
                 self._moved.pop(slot, None)
             else:
                 self._moved[slot] = place
-        self._extents[one], self._extents[other] = self._extents[other], self._extents[one]
+        self._extents[first], self._extents[second] = self._extents[second], self._extents[first]
 
     def extent(self, slot: int, nbytes: int) -> HostExtent:
         extent = self._extents[slot]
@@ -54,5 +54,5 @@ class Places:
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """The extents of these chunks, each of its own size."""
         sizes = self._sizes
-        each: Iterable[int] = repeat(sizes.largest) if sizes.are_equal else map(sizes.of, keys)
-        return tuple(map(self.extent, slots, each))
+        payload_bytes: Iterable[int] = repeat(sizes.largest) if sizes.are_equal else map(sizes.of, keys)
+        return tuple(map(self.extent, slots, payload_bytes))

@@ -35,47 +35,50 @@ def read_secret(path: Path, what: str, *, empty_hint: str = "write the secret in
         ConfigError: there is no such file, others have access to it, or it is empty. The text does not contain the
             secret.
     """
-    said = f"{what} {path}"
+    description = f"{what} {path}"
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         # A socket or a device without a driver cannot even be opened.
         why = "it is not a file" if error.errno == errno.ENXIO else error.strerror
-        raise ConfigError(f"{said} cannot be read: {why}") from None
+        raise ConfigError(f"{description} cannot be read: {why}") from None
     try:
-        _check_link(path, said)
-        _check_secret(os.fstat(file), path, said)
+        _check_link(path, description)
+        _check_secret(os.fstat(file), path, description)
         secret = os.read(file, MAX_SECRET_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{said} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{description} cannot be read: {error.strerror}") from None
     finally:
         os.close(file)
     if len(secret) > MAX_SECRET_BYTES:
-        raise ConfigError(f"{said} has more than {MAX_SECRET_BYTES} bytes; name the file that the secret is in")
+        raise ConfigError(f"{description} has more than {MAX_SECRET_BYTES} bytes; name the file that the secret is in")
     secret = secret.removesuffix(b"\n").removesuffix(b"\r")
     if not secret:
-        raise ConfigError(f"{said} is empty; {empty_hint}")
+        raise ConfigError(f"{description} is empty; {empty_hint}")
     return secret
 
 
-def _check_link(path: Path, said: str) -> None:
+def _check_link(path: Path, description: str) -> None:
     """The owner of a link chooses which of our files is read, and sent."""
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{said} is a link of user {found.st_uid}, who could point it anywhere; name the file itself")
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
+        owner = f"user {status.st_uid}"
+        raise ConfigError(f"{description} is a link of {owner}, who could point it anywhere; name the file itself")
 
 
-def _check_secret(found: os.stat_result, path: Path, said: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{said} is not a file")
-    if found.st_uid not in (os.geteuid(), 0):
+def _check_secret(status: os.stat_result, path: Path, description: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{description} is not a file")
+    if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
-            f"{said} is a file of user {found.st_uid}; run chown {os.geteuid()} {path} and chmod 600 {path}"
+            f"{description} is a file of user {status.st_uid}; run chown {os.geteuid()} {path} and chmod 600 {path}"
         )
-    mode = stat.S_IMODE(found.st_mode)
+    mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
-        can = "be read" if mode & 0o044 else "be changed" if mode & 0o022 else "be run"
-        raise ConfigError(f"{said} can {can} by others: run chmod 600 {path} (mode {mode:04o}; {_KUBERNETES})")
+        access = "be read" if mode & 0o044 else "be changed" if mode & 0o022 else "be run"
+        raise ConfigError(
+            f"{description} can {access} by others: run chmod 600 {path} (mode {mode:04o}; {_KUBERNETES})"
+        )
 
 
 def own_directory(path: Path, remedy: str, *, parents: bool = False) -> None:
@@ -87,9 +90,9 @@ def own_directory(path: Path, remedy: str, *, parents: bool = False) -> None:
         ConfigError: it is not ours alone.
         OSError: it cannot be created.
     """
-    for missing in [above for above in reversed(path.parents) if parents and not above.exists()] + [path]:
+    for directory in [parent for parent in reversed(path.parents) if parents and not parent.exists()] + [path]:
         with suppress(FileExistsError):
-            missing.mkdir(mode=0o700)
+            directory.mkdir(mode=0o700)
     _check_directory(path.lstat(), path, remedy)
 
 
@@ -99,13 +102,13 @@ def open_own_directory(path: Path, remedy: str) -> int:
     Raises:
         ConfigError, OSError: as for `own_directory`.
     """
-    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        _check_directory(os.fstat(opened), path, remedy)
+        _check_directory(os.fstat(descriptor), path, remedy)
     except ConfigError:
-        os.close(opened)
+        os.close(descriptor)
         raise
-    return opened
+    return descriptor
 
 
 def open_own_file(path: Path, flags: int, remedy: str, *, directory: int | None = None) -> int:
@@ -128,21 +131,21 @@ def open_own_file(path: Path, flags: int, remedy: str, *, directory: int | None 
             if not stat.S_ISREG(path.lstat().st_mode):
                 raise _not_ours(path, remedy) from None
         raise
-    found = os.fstat(file)
-    is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
-    if not is_plain or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o177:
+    status = os.fstat(file)
+    is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+    if not is_plain or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o177:
         os.close(file)
         raise _not_ours(path, remedy)
     return file
 
 
-def open_locked(path: Path, open_it: Callable[[], int]) -> int | None:
+def open_locked(path: Path, open_file: Callable[[], int]) -> int | None:
     """Open the file at this path and lock it. None: another process or descriptor has the lock.
 
-    A file that was removed before it was locked protects nothing; the one that is there then is opened instead.
+    A file that was removed before it was locked protects nothing, so the file that has replaced it is opened instead.
     """
     while True:
-        file = open_it()
+        file = open_file()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file), path.lstat()):
@@ -164,8 +167,8 @@ def _not_ours(path: Path, remedy: str) -> ConfigError:
     )
 
 
-def _check_directory(found: os.stat_result, path: Path, remedy: str) -> None:
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+def _check_directory(status: os.stat_result, path: Path, remedy: str) -> None:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"{path} is not a directory of this user closed to others (0700), so what lies there cannot be trusted; "
             f"{remedy}"

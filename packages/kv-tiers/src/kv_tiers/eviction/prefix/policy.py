@@ -24,12 +24,12 @@ from kv_tiers.eviction.prefix.tree import PrefixTree
 class _Session:
     """What a request that stores more of its prompt reveals about its session.
 
-    turns: how often it has returned.
-    known: how many of the chunks just added had been stored before.
+    turns: how often the session has returned.
+    stored_before: how many of the chunks just added had been stored before.
     """
 
     turns: int
-    known: int
+    stored_before: int
 
 
 class PrefixPolicy:
@@ -45,9 +45,9 @@ class PrefixPolicy:
         self._tree = PrefixTree(self._queues, self._watch, self._unwatch)
         self._excluded: set[int] = set()
         self._ghosts: OrderedDict[ChunkKey, Segment] = OrderedDict()  # by the key of the first chunk, oldest first
-        self._returned_ghosts: list[Segment] = []  # those that the chunks added last belong to
-        self._newest: Segment | None = None  # the chunks added last, until it is known what they follow
-        self._offer: Segment | None = None  # whose last chunk is offered as the victim
+        self._returned_ghosts: list[Segment] = []  # the ghosts to which the chunks added last belong
+        self._newest: Segment | None = None  # the chunks added last, until `extended` tells what they follow
+        self._offer: Segment | None = None  # the segment whose last chunk is offered as the victim
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         self._offer = None
@@ -55,7 +55,7 @@ class PrefixPolicy:
         self._returns.advance(self._tree.now)
         self._returned_ghosts = [ghost for key in keys if (ghost := self._ghosts.pop(key, None)) is not None]
         for ghost in self._returned_ghosts:
-            self._came_back(ghost)
+            self._observe_return(ghost)
         segment = self._newest = Segment(None, 0, self._tree.now)
         segment.first_key = keys[0]
         self._tree.assign(slots, segment)
@@ -67,50 +67,50 @@ class PrefixPolicy:
         deepest = self._tree.deepest(slots)
         if deepest.is_last:
             deepest = self._tree.join_parent(deepest)
-        # A prompt that leaves the deepest segment before its middle is another session's, so this one has not returned.
+        # A prompt that leaves the deepest segment before its middle is another session's: this one has not returned.
         reached_middle = 2 * (len(slots) - deepest.start) >= len(deepest.slots)
         for segment in deepest.path():
             if segment is not deepest or reached_middle:
-                self._came_back(segment)
+                self._observe_return(segment)
                 segment.last_use = self._tree.now
                 self._watch(segment)
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """Find the place of the chunks added last: the segment below which they belong, or which they continue.
+        """Find the place of the chunks added last: they continue a segment, or begin one below it.
 
-        The last of them becomes a segment of its own: if it is a partial chunk, it is never requested again.
+        The last of them becomes a segment of its own (`tail`): if it is a partial chunk, it is never requested again.
         """
         newest, self._newest = self._newest, None
         if newest is None or not newest.slots:
             return
-        places = [place for place, slot in enumerate(slots) if slot in newest.slots]
-        if len(places) < len(newest.slots):  # another prompt's; the chunks were added alone, as by an adoption
+        positions = [position for position, slot in enumerate(slots) if slot in newest.slots]
+        if len(positions) < len(newest.slots):  # the call is for another prompt; these were added alone, as if adopted
             return
         self._offer = None
-        first = places[0]
+        start = positions[0]
         *body, last = newest.slots
-        newest.start, newest.end = first, first + len(body)
+        newest.start, newest.end = start, start + len(body)
         session = _Session(
             turns=1 + max((ghost.turns for ghost in self._returned_ghosts), default=-1),
-            known=sum(max(1, ghost.end - ghost.start) for ghost in self._returned_ghosts),
+            stored_before=sum(max(1, ghost.end - ghost.start) for ghost in self._returned_ghosts),
         )
-        parent = self._tree.deepest(slots[:first]) if first else None
-        above: Segment | None
-        if parent is not None and self._continues(parent, first, slots[first - 1]):
-            above = self._append(newest, body, parent, session)
+        parent = self._tree.deepest(slots[:start]) if start else None
+        tail_parent: Segment | None
+        if parent is not None and self._continues(parent, start, slots[start - 1]):
+            tail_parent = self._append(newest, body, parent, session)
         else:
-            if parent is not None and not parent.ends_with(slots[first - 1]):
-                parent = self._tree.split(parent, slots[:first])
-            above = self._branch_off(newest, body, parent, session)
+            if parent is not None and not parent.ends_with(slots[start - 1]):
+                parent = self._tree.split(parent, slots[:start])
+            tail_parent = self._branch_off(newest, body, parent, session)
         tail = Segment(None, newest.end, self._tree.now)
         tail.end, tail.is_last = newest.end + 1, True
-        tail.first_key = keys[first + len(body)] if body else newest.first_key
+        tail.first_key = keys[start + len(body)] if body else newest.first_key
         newest.slots.pop(last, None)
         self._tree.assign([last], tail)
-        self._tree.attach(tail, above)
+        self._tree.attach(tail, tail_parent)
         self._watch(tail)
-        self._describe_session(tail, session.turns, max(0, len(body) + 1 - session.known))
-        if slots[-1] != last:  # the chunks added fill a gap that a forgotten chunk had left
+        self._record_session(tail, session.turns, max(0, len(body) + 1 - session.stored_before))
+        if slots[-1] != last:  # the chunks filled a gap that forgotten ones had left, and others follow them
             self._tree.relink(slots)
 
     def removed(self, slot: int) -> None:
@@ -125,7 +125,7 @@ class PrefixPolicy:
         if segment.slots:
             return
         self._offer = None
-        self._queues.left(segment)
+        self._queues.emptied(segment)
         if was_evicted and segment.first_key is not None:
             segment.parent = None
             self._ghosts[segment.first_key] = segment
@@ -143,7 +143,7 @@ class PrefixPolicy:
         self._excluded.add(slot)
         del segment.slots[slot]
         if not segment.slots:
-            self._queues.left(segment)
+            self._queues.emptied(segment)
 
     def reinsert(self, slots: Sequence[int]) -> None:
         self._offer = None
@@ -158,22 +158,22 @@ class PrefixPolicy:
 
     # Where new chunks belong.
 
-    def _continues(self, parent: Segment, place: int, last_slot: int) -> bool:
-        """Whether chunks from `place` on continue this segment rather than begin a new turn of its session: its evicted
-        tail has returned, or a request stores its prompt in pieces.
+    def _continues(self, parent: Segment, position: int, last_slot: int) -> bool:
+        """Whether chunks from `position` on continue this segment rather than begin a new turn of its session: its
+        evicted tail has returned, or a request stores its prompt in pieces.
         """
         if parent.children or not parent.ends_with(last_slot):
             return False
-        return parent.end > place or (parent.is_last and not parent.uses)
+        return parent.end > position or (parent.is_last and not parent.uses)
 
     def _append(self, newest: Segment, body: Sequence[int], parent: Segment, session: _Session) -> Segment:
         """Add the new chunks to the segment that they continue; returns that segment."""
         session.turns = max(session.turns, parent.turns + (not parent.is_last))
         if parent.is_last:
-            session.known -= parent.grown_by  # chunks that earlier pieces of this request added are new as well
+            session.stored_before -= parent.grown_by  # chunks that earlier pieces of this request added are new as well
             segment = self._tree.join_parent(parent)
         else:
-            session.known += parent.end - newest.start  # the tail that was evicted
+            session.stored_before += parent.end - newest.start  # the tail that was evicted
             segment = parent
         segment.is_last = False
         segment.end = max(segment.end, newest.end)
@@ -184,7 +184,7 @@ class PrefixPolicy:
     def _branch_off(
         self, newest: Segment, body: Sequence[int], parent: Segment | None, session: _Session
     ) -> Segment | None:
-        """Attach the new chunks below `parent`; returns the segment that their last one follows."""
+        """Attach the new chunks below `parent` as a branch; returns the segment that their last chunk follows."""
         if self._returned_ghosts:
             newest.uses, newest.gap = self._returned_ghosts[-1].uses, self._returned_ghosts[-1].gap
         if parent is not None and parent.branches < MAX_OWN_BRANCHES:
@@ -199,19 +199,19 @@ class PrefixPolicy:
     # What is learnt.
 
     def _watch(self, segment: Segment) -> None:
-        """From now on observe its next return, with its present traits."""
+        """Observe when the segment returns next, under its present traits."""
         self._unwatch(segment)
         segment.sample = self._returns.watch(*self._classify(segment), self._tree.now)
         self._queues.add(segment)
 
     def _unwatch(self, segment: Segment) -> None:
         if segment.sample is not None:
-            self._returns.lose(segment.sample)
+            self._returns.stop_watching(segment.sample)
             segment.sample = None
 
-    def _came_back(self, segment: Segment) -> None:
+    def _observe_return(self, segment: Segment) -> None:
         if segment.sample is not None:
-            self._returns.came_back(segment.sample, self._tree.now)
+            self._returns.observe_return(segment.sample, self._tree.now)
             segment.sample = None
         segment.used(self._tree.now)
 
@@ -221,7 +221,7 @@ class PrefixPolicy:
         segment.kind = self._returns.kind(role, factors)
         return role, factors
 
-    def _describe_session(self, tail: Segment, turns: int, grown_by: int) -> None:
+    def _record_session(self, tail: Segment, turns: int, grown_by: int) -> None:
         """Record the session's traits in all segments of the request, up to the first that many sessions share."""
         for segment in tail.path():
             if segment.is_shared:

@@ -30,28 +30,31 @@ class SegmentQueues:
             del segment.queue[segment]
             segment.queue = None
 
-    def left(self, segment: Segment) -> None:
-        """Its last chunk has left."""
+    def emptied(self, segment: Segment) -> None:
+        """The segment's last chunk has left."""
         self.remove(segment)
         if segment.parent is not None:
-            self.child_left(segment.parent)
+            self.child_emptied(segment.parent)
 
-    def child_left(self, parent: Segment) -> None:
-        """It has a child less that has chunks. Without other children it may be chosen again."""
+    def child_emptied(self, parent: Segment) -> None:
+        """A child of this segment has lost its last chunk. If it was the only one, the segment may be chosen again."""
         parent.children -= 1
         if not parent.children and parent.slots and parent.queue is None:
             self.add(parent, oldest=True)
 
     def least_worth(self, now: int, worth: Callable[[Kind, int], float]) -> Segment | None:
-        """worth: of one of this kind, at this age (`Returns.worth`). Ties are broken by the last use."""
-        best, least = None, math.inf
+        """The segment with the lowest value; among equals, the one used longest ago.
+
+        worth: the value of a kind at an age (`Returns.worth`).
+        """
+        cheapest, lowest = None, math.inf
         for kind, queue in self._oldest_first.items():
             while queue:
                 segment = next(iter(queue))
                 if not segment.children:
-                    its_worth = worth(kind, now - segment.last_use)
-                    if best is None or (its_worth, segment.last_use) < (least, best.last_use):
-                        best, least = segment, its_worth
+                    value = worth(kind, now - segment.last_use)
+                    if cheapest is None or (value, segment.last_use) < (lowest, cheapest.last_use):
+                        cheapest, lowest = segment, value
                     break
-                self.remove(segment)  # until its last child has left; then it is the oldest again
-        return best
+                self.remove(segment)  # until its last child is empty; then it is the oldest again
+        return cheapest

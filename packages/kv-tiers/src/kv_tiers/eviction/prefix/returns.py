@@ -1,9 +1,9 @@
 """The probability that something is used again, learnt online by role, age and traits, without prior knowledge.
 
 Each sample is observed from one use to the next, or until it is too old to be informative. For each role and interval
-of age we count how many of those that reached the interval returned within it: a life table, in which censored samples
-do no harm (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958). A role with few samples falls back on the table of all
-roles, and an age that no sample has reached yet on the age before it.
+of age we count how many of the samples that reached the interval returned within it (its *hazard*): a life table, in
+which censored samples do no harm (Kaplan and Meier, J. Am. Stat. Assoc. 53, 1958). A role with few samples falls back
+on the table of all roles, and an age that no sample has reached yet on the age before it.
 
 A trait (a prompt of so many chunks, a turn that added so many) raises or lowers the probability at every age by one
 factor, and the factors of all traits multiply (Cox, "Regression models and life-tables", J. R. Stat. Soc. B 34, 1972).
@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 Trait = tuple[int, ...]
 """A trait and its value, both defined by the caller."""
 
-_PER_OCTAVE: Final = 2
+_INTERVALS_PER_OCTAVE: Final = 2
 _INTERVALS: Final = 18
 _AT_CAPACITY: Final = 10
 """The interval that ends at the age of the tier's capacity; the first ends at a 32nd of it, the last at 11 times."""
@@ -36,8 +36,8 @@ _NEVER: Final = 2e-4
 """The prior probability of a return: almost none."""
 _STEPS_PER_OCTAVE: Final = 2
 _MAX_STEPS: Final = 12
-_MOST: Final = 2.0 ** (_MAX_STEPS / _STEPS_PER_OCTAVE)
-_LEAST: Final = 1 / _MOST
+_MAX_FACTOR: Final = 2.0 ** (_MAX_STEPS / _STEPS_PER_OCTAVE)
+_MIN_FACTOR: Final = 1 / _MAX_FACTOR
 """Probabilities are quantised in steps of half an octave, from a 64th of the role's to 64 times as much."""
 _REFRESH_EVERY: Final = 100
 _LOST: Final = -1
@@ -62,14 +62,17 @@ class Factor:
 
 
 class Sample:
-    """One use, until the next. role, factors: may be corrected as long as nothing has been counted."""
+    """One use, observed until the next. role, factors: may be corrected as long as nothing has been counted.
 
-    __slots__ = ("born", "ended_in", "factors", "role")
+    used_at: when it was. ended_in: the interval of age in which the next use was, or `_LOST`; None: there was none yet.
+    """
 
-    def __init__(self, role: int, factors: list[Factor], born: int) -> None:
+    __slots__ = ("ended_in", "factors", "role", "used_at")
+
+    def __init__(self, role: int, factors: list[Factor], used_at: int) -> None:
         self.role = role
         self.factors = factors
-        self.born = born
+        self.used_at = used_at
         self.ended_in: int | None = None
 
 
@@ -80,23 +83,27 @@ class Returns:
         self._capacity = capacity_chunks
         self._most_samples = max(1024, capacity_chunks)
         self._samples = 0
-        self._ends = [max(1.0, capacity_chunks * 2 ** ((k - _AT_CAPACITY) / _PER_OCTAVE)) for k in range(_INTERVALS)]
-        self._aging: list[deque[Sample]] = [deque() for _ in range(_INTERVALS - 1)]
+        octaves = [(interval - _AT_CAPACITY) / _INTERVALS_PER_OCTAVE for interval in range(_INTERVALS)]
+        self._ends = [
+            max(1.0, capacity_chunks * 2**octave) for octave in octaves
+        ]  # the age at which each interval ends
+        self._aging: list[deque[Sample]] = [deque() for _ in range(_INTERVALS - 1)]  # by the interval they are in
         self._factors: dict[Trait, Factor] = {}
+        # By role and interval: the samples that returned, and those that reached it, weighted by their factors.
         self._returned: dict[int, list[float]] = {_ALL: [0.0] * _INTERVALS}
         self._exposed: dict[int, list[float]] = {_ALL: [0.0] * _INTERVALS}
-        self._chances: dict[int, list[float]] = {}
-        self._worth: dict[Kind, list[float]] = {}
+        self._hazards: dict[int, list[float]] = {}  # cached, by role and interval
+        self._worth: dict[Kind, list[float]] = {}  # cached, by kind and interval
         self._until_refresh = 1
 
     def factors(self, traits: Sequence[Trait]) -> list[Factor]:
-        found = []
+        factors = []
         for trait in traits:
             factor = self._factors.get(trait)
             if factor is None:
                 factor = self._factors[trait] = Factor()
-            found.append(factor)
-        return found
+            factors.append(factor)
+        return factors
 
     def kind(self, role: int, factors: Sequence[Factor]) -> Kind:
         return Kind(role, round(math.log2(_product(factors)) * _STEPS_PER_OCTAVE))
@@ -111,19 +118,19 @@ class Returns:
             self._samples -= 1
         return sample
 
-    def came_back(self, sample: Sample, now: int) -> None:
+    def observe_return(self, sample: Sample, now: int) -> None:
         if sample.ended_in is None:
-            sample.ended_in = self._interval(now - sample.born)
+            sample.ended_in = self._interval(now - sample.used_at)
 
-    def lose(self, sample: Sample) -> None:
-        """The sample is no longer observed: a return would go unnoticed."""
+    def stop_watching(self, sample: Sample) -> None:
+        """End the sample's observation: a return would go unnoticed from now on."""
         sample.ended_in = _LOST
 
     def advance(self, now: int) -> None:
         """Count samples that have reached the end of an interval. Not before: early returns would be counted first."""
         for interval, aging in enumerate(self._aging):
-            born_before = now - self._ends[interval]
-            while aging and aging[0].born < born_before:
+            used_before = now - self._ends[interval]
+            while aging and aging[0].used_at < used_before:
                 sample = aging.popleft()
                 if sample.ended_in is None or sample.ended_in > interval:
                     self._count(sample, interval, 0.0)
@@ -136,33 +143,34 @@ class Returns:
         self._until_refresh -= 1
         if not self._until_refresh:
             self._until_refresh = _REFRESH_EVERY
-            self._chances.clear()
+            self._hazards.clear()
             self._worth.clear()
 
     def worth(self, kind: Kind, age: int) -> float:
         """Expected returns per time of keeping a segment that was last used this long ago."""
         by_interval = self._worth.get(kind)
         if by_interval is None:
-            times = 2.0 ** (kind.step / _STEPS_PER_OCTAVE)
+            factor = 2.0 ** (kind.step / _STEPS_PER_OCTAVE)
             # Several returns within an interval count as one.
-            chances = [-math.expm1(-chance * times) for chance in self._role_chances(kind.role)]
-            by_interval = self._worth[kind] = self._rate(chances)
+            hazards = [-math.expm1(-hazard * factor) for hazard in self._role_hazards(kind.role)]
+            by_interval = self._worth[kind] = self._best_rates(hazards)
         return by_interval[self._interval(age)]
 
     def _interval(self, age: int) -> int:
         if age <= self._ends[0]:
             return 0
-        return min(_INTERVALS - 1, math.ceil(math.log2(age / self._capacity) * _PER_OCTAVE - 1e-9) + _AT_CAPACITY)
+        steps = math.ceil(math.log2(age / self._capacity) * _INTERVALS_PER_OCTAVE - 1e-9)
+        return min(_INTERVALS - 1, steps + _AT_CAPACITY)
 
     def _count(self, sample: Sample, interval: int, returned: float) -> None:
         # A sample that returns does so halfway through the interval on average, and is not exposed for the rest.
         exposed = _product(sample.factors) * (1 - returned / 2)
         role = sample.role
-        expected = exposed * (self._chances.get(role) or self._role_chances(role))[interval]
+        expected = exposed * (self._hazards.get(role) or self._role_hazards(role))[interval]
         for factor in sample.factors:
             factor.returned += returned
-            factor.expected = its_expected = factor.expected + expected / factor.value
-            factor.value = factor.returned / its_expected
+            factor.expected = total_expected = factor.expected + expected / factor.value
+            factor.value = factor.returned / total_expected
         if role not in self._returned:
             self._returned[role], self._exposed[role] = [0.0] * _INTERVALS, [0.0] * _INTERVALS
         if returned:
@@ -171,39 +179,39 @@ class Returns:
         self._exposed[_ALL][interval] += exposed
         self._exposed[role][interval] += exposed
 
-    def _role_chances(self, role: int) -> list[float]:
-        """The probability of returning within each interval, given that it was reached, with all factors 1."""
-        chances = self._chances.get(role)
-        if chances is None:
-            chances = []
-            chance = _NEVER
+    def _role_hazards(self, role: int) -> list[float]:
+        """For each interval, the probability of a return within it, given that it was reached. All factors are 1."""
+        hazards = self._hazards.get(role)
+        if hazards is None:
+            hazards = []
+            hazard = _NEVER
             for returned, exposed in zip(self._returned[_ALL], self._exposed[_ALL], strict=True):
-                chance = (returned + _PRIOR_SAMPLES * chance) / (exposed + _PRIOR_SAMPLES)
-                chances.append(chance)
+                hazard = (returned + _PRIOR_SAMPLES * hazard) / (exposed + _PRIOR_SAMPLES)
+                hazards.append(hazard)
             if role in self._returned:
-                times = 1.0  # as likely as one of any role
+                ratio = 1.0  # of this role's hazards to those of all roles
                 for interval, (returned, exposed) in enumerate(
                     zip(self._returned[role], self._exposed[role], strict=True)
                 ):
-                    expected = exposed * chances[interval]
-                    times = (returned + _PRIOR_RETURNS * times) / (expected + _PRIOR_RETURNS)
-                    chances[interval] *= times
-            self._chances[role] = chances
-        return chances
+                    expected = exposed * hazards[interval]
+                    ratio = (returned + _PRIOR_RETURNS * ratio) / (expected + _PRIOR_RETURNS)
+                    hazards[interval] *= ratio
+            self._hazards[role] = hazards
+        return hazards
 
-    def _rate(self, chances: list[float]) -> list[float]:
-        """At each interval's beginning: the most returns per time, over all times at which to give up."""
+    def _best_rates(self, hazards: list[float]) -> list[float]:
+        """The value at each interval's beginning: the most returns per time, over all times at which to give up."""
         widths = [end - begin for begin, end in zip([0.0, *self._ends], self._ends, strict=False)]
         rates = []
         for first in range(_INTERVALS):
-            still_away, returns, held, best = 1.0, 0.0, 0.0, 0.0
-            for chance, width in zip(chances[first:], widths[first:], strict=True):
-                back = still_away * chance
-                returns += back
-                held += width * (still_away - back / 2)
-                still_away -= back
-                if held and returns > best * held:
-                    best = returns / held
+            still_away, returns, time_kept, best = 1.0, 0.0, 0.0, 0.0
+            for hazard, width in zip(hazards[first:], widths[first:], strict=True):
+                returned = still_away * hazard
+                returns += returned
+                time_kept += width * (still_away - returned / 2)
+                still_away -= returned
+                if time_kept and returns > best * time_kept:
+                    best = returns / time_kept
             rates.append(best)
         return rates
 
@@ -212,4 +220,4 @@ def _product(factors: Sequence[Factor]) -> float:
     product = 1.0
     for factor in factors:
         product *= factor.value
-    return product if _LEAST < product < _MOST else min(_MOST, max(_LEAST, product))
+    return product if _MIN_FACTOR < product < _MAX_FACTOR else min(_MAX_FACTOR, max(_MIN_FACTOR, product))

@@ -19,7 +19,7 @@ class Role(IntEnum):
     FIRST_TURN = 2
     RETURNED = 3
     SHARED = 4
-    UNPLACED = 5  # from an earlier process: its parent is known once it is requested
+    UNPLACED = 5  # from an earlier process; its parent becomes known when it is requested
 
 
 MAX_OWN_BRANCHES: Final = 3
@@ -88,7 +88,7 @@ class Segment:
             segment = segment.parent
 
     def used(self, now: int) -> None:
-        """It was used again."""
+        """Record that the segment was used again."""
         self.uses += 1
         gap = now - self.last_use
         self.gap = gap if self.gap is None else math.sqrt(self.gap * gap + 1)
@@ -103,10 +103,10 @@ class Segment:
         return Role.RETURNED if self.turns else Role.FIRST_TURN
 
     def traits(self, role: Role) -> list[Trait]:
-        """Its traits besides its role, in steps coarse enough that each value has many samples.
+        """The segment's traits besides its role, in steps coarse enough that each value has many samples.
 
-        Length and growth are learnt both over all roles and for this role: everything in a first turn is new, so there
-        the two are equal, and later they are not.
+        Length and growth are learnt both over all roles and for this role: in a first turn everything is new, so the
+        two are equal there, and in later turns they differ.
         """
         length, grown_by = _half_octave(self.length), _half_octave(self.grown_by)
         return [

@@ -1,8 +1,8 @@
 """The tree of prefixes: segments of chunks, each below the one that its prompts have in common.
 
 A new prompt adds a segment below the one that it shares (`attach`); where it diverges in the middle of a segment, that
-segment is split. A segment that no longer differs from its only child takes over the child's chunks (`join`). Chunks
-whose parents were unknown, as after a restart, get their place when they are requested (`relink`).
+segment is split. A segment that no longer differs from its only child takes over the child's chunks (`join_parent`).
+Chunks whose parents were unknown, as after a restart, get their place when they are requested (`relink`).
 
 What segments are worth is not the tree's concern: splits and joins only keep their queues and observations up to date.
 """
@@ -56,51 +56,53 @@ class PrefixTree:
 
     def relink(self, slots: Sequence[int]) -> Segment:
         """Link a prompt that was added chunk by chunk, from an earlier process, or whose forgotten chunk returned."""
-        above = self._segment_of[slots[0]]
-        for place in range(1, len(slots)):
-            segment = self._segment_of[slots[place]]
+        parent = self._segment_of[slots[0]]
+        for position in range(1, len(slots)):
+            segment = self._segment_of[slots[position]]
             # An ancestor may hold this slot already: chunks that were excluded come back in another order.
-            if segment.parent is not above and segment not in above.path():
+            if segment.parent is not parent and segment not in parent.path():
                 if segment.parent is not None and segment.slots:
-                    self._queues.child_left(segment.parent)
-                if not above.ends_with(slots[place - 1]) and slots[place - 1] in above.slots:
-                    above = self.split(above, slots[:place])
-                segment.end += place - segment.start
-                segment.start = place
-                self.attach(segment, above)
+                    self._queues.child_emptied(segment.parent)
+                if not parent.ends_with(slots[position - 1]) and slots[position - 1] in parent.slots:
+                    parent = self.split(parent, slots[:position])
+                segment.end += position - segment.start
+                segment.start = position
+                self.attach(segment, parent)
                 segment = self.join_parent(segment)
-            above = segment
-        return above
+            parent = segment
+        return parent
 
-    def split(self, segment: Segment, before: Sequence[int]) -> Segment:
-        """Cut `segment` after the last of the slots `before`, which hold the beginning of a prompt that diverges there.
+    def split(self, segment: Segment, prefix_slots: Sequence[int]) -> Segment:
+        """Cut `segment` after the last of `prefix_slots`, which hold the beginning of a prompt that diverges there.
         Returns the upper part, which is new.
 
-        The upper part takes the history: the prompt that diverged here has used it. The lower part is stale.
+        The upper part takes the history, because the prompt that diverges has used it. The lower part is stale.
         """
         upper = Segment(segment.parent, segment.start, self.now)
-        upper.end, upper.first_key, upper.branches = len(before), segment.first_key, 1
+        upper.end, upper.first_key, upper.branches = len(prefix_slots), segment.first_key, 1
         upper.turns, upper.length, upper.grown_by = segment.turns, segment.length, segment.grown_by
         upper.uses = max(1, segment.uses)
         upper.gap = self.now - segment.last_use if segment.gap is None else segment.gap
-        used = [slot for slot in before if self._segment_of[slot] is segment]
-        first = next((slot for slot in used if slot in segment.slots), None)
-        above: Iterable[int] = takewhile(lambda slot: slot != first, segment.slots) if first is not None else ()
-        for slot in dict.fromkeys([*above, *used]):
+        upper_slots = [slot for slot in prefix_slots if self._segment_of[slot] is segment]
+        first_resident = next((slot for slot in upper_slots if slot in segment.slots), None)
+        preceding: Iterable[int] = ()
+        if first_resident is not None:
+            preceding = takewhile(lambda slot: slot != first_resident, segment.slots)
+        for slot in dict.fromkeys([*preceding, *upper_slots]):
             self._segment_of[slot] = upper
             if slot in segment.slots:  # else it is excluded
                 del segment.slots[slot]
                 upper.slots[slot] = None
-        upper.children = int(bool(segment.slots))  # all that are left may be excluded
+        upper.children = int(bool(segment.slots))  # 0 if all chunks of the lower part are excluded
         if upper.parent is not None and upper.children and not upper.slots:
-            self._queues.child_left(upper.parent)  # `segment` counted as its child, and the excluded ones do not
-        segment.parent, segment.start, segment.is_stale, segment.first_key = upper, len(before), True, None
+            self._queues.child_emptied(upper.parent)  # `segment` counted as its child; `upper`, without slots, does not
+        segment.parent, segment.start, segment.is_stale, segment.first_key = upper, len(prefix_slots), True, None
         self._watch(segment)
         self._watch(upper)
         return upper
 
     def join_parent(self, segment: Segment) -> Segment:
-        """Join a segment to its parent if nothing distinguishes the two; returns the one that has the chunks then."""
+        """Join a segment to its parent if nothing distinguishes them; returns the segment that has the chunks then."""
         parent = segment.parent
         if parent is None or segment.children or not segment.slots or not parent.slots:
             return segment
