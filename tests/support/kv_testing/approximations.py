@@ -170,8 +170,8 @@ class Small:
         assert_adds_up(counts)
         assert counts.slots_used == counts.chunks_resident
         assert Life.LENT not in self.cache._index._life
-        kept = [one.first_bytes for one in refinements._at.values() if one.first_bytes is not None]
-        assert refinements._kept_bytes == sum(len(first.payload) for first in kept)
+        kept = [one.first_bytes for one in refinements._by_slot.values() if one.first_bytes is not None]
+        assert refinements._cached_bytes == sum(len(first.payload) for first in kept)
 
     def close(self) -> None:
         self.cache.close()

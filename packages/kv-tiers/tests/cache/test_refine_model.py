@@ -216,10 +216,10 @@ class Refining(RuleBasedStateMachine):
         assert replaced >= {slot for slot, life in enumerate(index._life) if life is Life.REPLACED}
         assert all(index.is_read(slot) for slot in replaced)
         assert len(replaced) <= refine._STILL_READ + 1
-        for slot, one in refinements._at.items():
+        for slot, one in refinements._by_slot.items():
             assert index.key_at(slot) == one.key
-        kept = [one.first_bytes for one in refinements._at.values() if one.first_bytes is not None]
-        assert refinements._kept_bytes == sum(len(first.payload) for first in kept)
+        kept = [one.first_bytes for one in refinements._by_slot.values() if one.first_bytes is not None]
+        assert refinements._cached_bytes == sum(len(first.payload) for first in kept)
 
     @invariant()
     def the_pool_knows_which_chunks_are_exact(self) -> None:
@@ -229,7 +229,7 @@ class Refining(RuleBasedStateMachine):
                 slot = self.cache._index.find(key)
                 if slot is not None and key not in self.computed:
                     with pool.chunk(slot, CHUNK_BYTES) as chunk:
-                        assert (chunk == exact(key)) != (slot in refinements._at)
+                        assert (chunk == exact(key)) != (slot in refinements._by_slot)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):

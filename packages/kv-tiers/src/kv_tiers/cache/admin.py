@@ -49,7 +49,7 @@ class Administration:
     def __init__(
         self, cache: CacheService, host: HostTier, index: Residency, shares: Shares, lower: LowerTiers, *, holds: Holds
     ) -> None:
-        """cache: the cache that the other arguments belong to, for operations that an engine could do as well."""
+        """cache: the cache to which the other arguments belong, for operations that an engine could do as well."""
         self._cache = cache
         self._host = host
         self._index = index
@@ -78,19 +78,19 @@ class Administration:
         """
         with self._host.lock:
             self._host.check_open()
-            before = self._pins.pop(name, [])
+            old_slots = self._pins.pop(name, [])
             hit = find_hit(self._index, list(keys), shape)
             if hit.slots:
                 share_at = self._shares.at
                 share = share_at(hit.slots[0])
-                pinned = sum(len(others) for others in self._pins.values() if share_at(others[0]) is share)
+                pinned = sum(len(pin) for pin in self._pins.values() if share_at(pin[0]) is share)
                 room = max(0, share.slots // 2 - pinned)
                 while needed_count(shape, hit.chunks) > room:
                     chunks = fitting(shape, hit.chunks, room)
                     hit = find_hit(self._index, list(keys[: chunks * shape.keys_per_chunk]), shape)
             slots = list(hit.slots)
             self._index.lease(slots)
-            self._host.unlease(before)
+            self._host.unlease(old_slots)
             if slots:
                 self._pins[name] = slots
             return hit.chunks
@@ -113,17 +113,17 @@ class Administration:
         self._holds.drop_forgotten()
         was_forgotten = self._index.was_forgotten
         for name, slots in list(self._pins.items()):
-            gone = [slot for slot in slots if was_forgotten(slot)]
-            if gone:
-                kept = [slot for slot in slots if not was_forgotten(slot)]
-                if kept:
-                    self._pins[name] = kept
+            forgotten = [slot for slot in slots if was_forgotten(slot)]
+            if forgotten:
+                remaining = [slot for slot in slots if not was_forgotten(slot)]
+                if remaining:
+                    self._pins[name] = remaining
                 else:
                     del self._pins[name]
-                self._host.unlease(gone)
+                self._host.unlease(forgotten)
 
     def unpin_all(self) -> None:
-        """The cache is being closed: the slots are freed with all others. Under the lock."""
+        """Forget all pins: the cache is being closed, which frees their slots too. Under the lock."""
         self._pins.clear()
 
     def warm_up(
@@ -141,7 +141,7 @@ class Administration:
                 plan = self._cache.lookup(keys, holder, shape=shape, wait_for_promotion=True)
                 if plan.ended is Ended.PENDING:
                     time.sleep(0.002)
-                elif plan.chunks > best:  # each wait is bounded, ours only by `timeout_s`: wait again from there
+                elif plan.chunks > best:  # the cache bounds each wait, and `timeout_s` all of them: wait once more
                     best = plan.chunks
                     self._promotions.forget_wait(holder)
                 else:
@@ -172,11 +172,11 @@ class Administration:
             places = [
                 TIER if index.find(key) is not None else BEING_WRITTEN if index.is_held(key) else "" for key in keys
             ]
-        lacking = [at for at, place in enumerate(places) if not place]
-        for name, held in self._lower.holding([keys[at] for at in lacking]).items():
-            for at, is_here in zip(lacking, held, strict=True):
-                if is_here and not places[at]:
-                    places[at] = name
+        missing = [position for position, place in enumerate(places) if not place]
+        for name, held in self._lower.holding([keys[position] for position in missing]).items():
+            for position, is_held in zip(missing, held, strict=True):
+                if is_held and not places[position]:
+                    places[position] = name
         return places
 
     def clear_tenant(self, tenant: bytes) -> int:
@@ -226,10 +226,10 @@ class Administration:
                 self._host.check_open()
                 self._shares.set_quota(tenant, slots)
             to_move = self._host.to_move()
-            for at in range(0, len(to_move), AT_ONCE):
+            for start in range(0, len(to_move), AT_ONCE):
                 with self._host.lock:
                     self._host.check_open()
-                    self._host.move(to_move[at : at + AT_ONCE])
+                    self._host.move(to_move[start : start + AT_ONCE])
                 _let_others_in()
             with self._host.lock:
                 self._shares.end_move()
@@ -247,8 +247,8 @@ def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
     Raises:
         ConfigError: the quota is negative, or less than one chunk of this size.
     """
-    slots, rest = divmod(quota_bytes, slot_bytes)
-    if slots < 0 or (rest and not slots):
+    slots, remainder = divmod(quota_bytes, slot_bytes)
+    if slots < 0 or (remainder and not slots):
         raise ConfigError(
             f"a quota of {quota_bytes} bytes holds no chunk of this model, which takes {slot_bytes}; "
             "write at least that, or 0 for a tenant that keeps nothing"
@@ -257,5 +257,5 @@ def quota_slots(quota_bytes: int, slot_bytes: int) -> int:
 
 
 def _let_others_in() -> None:
-    """Let waiting threads take the lock just released: without a pause they would not wake before we have it again."""
+    """Let waiting threads take the lock just released: without a pause we would take it again before they wake."""
     time.sleep(0.0001)

@@ -71,21 +71,22 @@ def export_prefix(
         parents: dict[ChunkKey, ChunkKey | None] = {}
         for group, needed in enumerate(shape.needed(chunks)):
             for column in columns_of(group, shape):
-                its_keys = [keys[chunk * shape.keys_per_chunk + column] for chunk in needed]
-                parents.update(zip(its_keys, [None, *its_keys], strict=False))
-        # Lasting, however long the file takes: once a lease has expired, we would write, and vouch for, later content.
+                column_keys = [keys[chunk * shape.keys_per_chunk + column] for chunk in needed]
+                parents.update(zip(column_keys, [None, *column_keys], strict=False))
+        # A lasting lease: if one expired while the file is written, we would write, and vouch for, later content.
         lease = cache.load(list(parents), holder, lasting=True)
         if not isinstance(lease, ReadLease):
             return 0
-        form = chunk_header.format_id(fingerprint)
+        format_id = chunk_header.format_id(fingerprint)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:
             with os.fdopen(handle, "wb") as file:
                 payload_bytes = cache.pool.sizes.total(lease.keys)
-                file.write(seal(_HEADER.pack(_MAGIC, VERSION, _HEADER_BYTES, 0, payload_bytes, len(parents), form)))
+                fields = (_MAGIC, VERSION, _HEADER_BYTES, 0, payload_bytes, len(parents), format_id)
+                file.write(seal(_HEADER.pack(*fields)))
                 for (key, parent), extent in zip(parents.items(), lease.extents, strict=True):
                     with _chunk(cache, extent) as chunk:
-                        file.write(chunk_header.pack_header(key, parent, chunk, form))
+                        file.write(chunk_header.pack_header(key, parent, chunk, format_id))
                         file.write(chunk)
                 if not cache.release(lease):
                     raise InputError("nothing was exported: chunks of the prefix were forgotten meanwhile")
@@ -120,7 +121,7 @@ def import_prefix(cache: LocalCache, path: Path, *, fingerprint: str) -> Importe
 
 @contextmanager
 def _chunk(cache: LocalCache, extent: HostExtent) -> Iterator[memoryview]:
-    """The bytes there, while the body runs.
+    """The bytes of this extent, while the body runs.
 
     Raises:
         MisuseError: the cache is closed. This is checked before each chunk, because a server that stops does not wait
@@ -135,36 +136,37 @@ def _chunk(cache: LocalCache, extent: HostExtent) -> Iterator[memoryview]:
         yield chunk
 
 
-def _read_header(file: BinaryIO, path: Path, form: bytes) -> int:
+def _read_header(file: BinaryIO, path: Path, format_id: bytes) -> int:
     """How many chunks follow."""
     data = file.read(_HEADER_BYTES)
     if len(data) < _HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
         raise InputError(f"{path} is not an exported prefix")
-    _, version, header_bytes, _, payload_bytes, chunks, its_form = _HEADER.unpack(data[: _HEADER.size])
+    _, version, header_bytes, _, payload_bytes, chunks, file_format_id = _HEADER.unpack(data[: _HEADER.size])
     if unseal(data) is None:
         raise InputError(f"{path} is damaged: the checksum of its header is wrong")
     if version != VERSION or header_bytes != _HEADER_BYTES:
         raise InputError(f"{path} is of version {version}; this release reads version {VERSION}: export it again")
-    if its_form != form:
+    if file_format_id != format_id:
         raise InputError(
             f"{path} holds chunks of another format; export it from an engine of the same model, dtype and chunk size"
         )
-    wanted = _HEADER_BYTES + chunks * chunk_header.HEADER_BYTES + payload_bytes
-    there = os.fstat(file.fileno()).st_size
-    if there != wanted:
+    expected_bytes = _HEADER_BYTES + chunks * chunk_header.HEADER_BYTES + payload_bytes
+    actual_bytes = os.fstat(file.fileno()).st_size
+    if actual_bytes != expected_bytes:
         raise InputError(
-            f"{path} has {there} bytes where its header says {wanted}: it was truncated, or is a different file"
+            f"{path} has {actual_bytes} bytes where its header says {expected_bytes}: it was truncated, or is a "
+            "different file"
         )
     return int(chunks)
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A chunk of the file. header: as in the file. at: where its bytes begin."""
+class _FileChunk:
+    """A chunk of the file. header: as in the file. offset: where its bytes begin."""
 
     key: ChunkKey
     header: bytes
-    at: int
+    offset: int
 
 
 @dataclass(slots=True)
@@ -172,75 +174,75 @@ class _Import:
     """The import of one file.
 
     chain: the held keys of the group and shard that is being read.
-    done: chunks of the file that are held.
-    at: where the next one begins.
+    done: number of chunks of the file that are held.
+    offset: where the next chunk begins.
     """
 
     cache: LocalCache
     file: BinaryIO
-    form: bytes
+    format_id: bytes
     holder: str
     chain: list[ChunkKey] = field(default_factory=list)
     done: int = 0
-    at: int = _HEADER_BYTES
+    offset: int = _HEADER_BYTES
 
     def run(self, path: Path) -> Imported:
-        chunks = _read_header(self.file, path, self.form)
+        chunks = _read_header(self.file, path, self.format_id)
         while self.done < chunks:
-            waiting, stopped = self._next_few(min(_BATCH_CHUNKS, chunks - self.done))
-            stopped = self._take(waiting) or stopped
+            batch, stopped = self._next_few(min(_BATCH_CHUNKS, chunks - self.done))
+            stopped = self._take(batch) or stopped
             if stopped:
                 return Imported(self.done, stopped)
         return Imported(self.done, "")
 
-    def _next_few(self, at_most: int) -> tuple[list[_Waiting], str]:
-        """The next chunks of one group and shard, as far as they continue it; and what is wrong, if anything."""
-        found: list[_Waiting] = []
-        while len(found) < at_most:
-            number = self.done + len(found)
-            self.file.seek(self.at)
+    def _next_few(self, at_most: int) -> tuple[list[_FileChunk], str]:
+        """The next chunks of one group and shard, as far as they continue its chain; and what is wrong, if anything."""
+        batch: list[_FileChunk] = []
+        while len(batch) < at_most:
+            number = self.done + len(batch)
+            self.file.seek(self.offset)
             data = self.file.read(chunk_header.HEADER_BYTES)
             header = chunk_header.read_header(data)
             if isinstance(header, Damaged):
-                return found, f"chunk {number} is damaged: {header.reason}"
-            if header.parent is None and (found or self.chain):
-                if found:
+                return batch, f"chunk {number} is damaged: {header.reason}"
+            if header.parent is None and (batch or self.chain):
+                if batch:
                     break
                 self.chain.clear()
-            above = found[-1].key if found else self.chain[-1] if self.chain else None
-            if header.parent != above:
-                return found, f"chunk {number} is damaged: it does not follow the chunk before it"
+            previous = batch[-1].key if batch else self.chain[-1] if self.chain else None
+            if header.parent != previous:
+                return batch, f"chunk {number} is damaged: it does not follow the chunk before it"
             nbytes = self.cache.pool.sizes.of(header.key)
             if header.decoded_bytes != nbytes:
-                return found, f"chunk {number} has {header.decoded_bytes} bytes, and its group's have {nbytes} here"
-            found.append(_Waiting(header.key, data, self.at + chunk_header.HEADER_BYTES))
-            self.at += chunk_header.HEADER_BYTES + nbytes
-        return found, ""
+                return batch, f"chunk {number} has {header.decoded_bytes} bytes, and its group's have {nbytes} here"
+            batch.append(_FileChunk(header.key, data, self.offset + chunk_header.HEADER_BYTES))
+            self.offset += chunk_header.HEADER_BYTES + nbytes
+        return batch, ""
 
-    def _take(self, waiting: Sequence[_Waiting]) -> str:
+    def _take(self, batch: Sequence[_FileChunk]) -> str:
         """Read these chunks into the pool, and count those that are then held. Returns why not all are, or ""."""
-        chain = [*self.chain, *(one.key for one in waiting)]
+        chain = [*self.chain, *(entry.key for entry in batch)]
         lease = self.cache.begin_store(chain, self.holder)
-        number_of = {one.key: number for number, one in enumerate(waiting)}
+        number_of = {entry.key: number for number, entry in enumerate(batch)}
         if not number_of.keys() >= set(lease.keys):
             # Chunks before these were forgotten meanwhile, and their bytes are not at hand.
             self.cache.release(lease)
-            return self._see_what_is_held(chain)
+            return self._count_held(chain)
         for key, extent in zip(lease.keys, lease.extents, strict=True):
-            one = waiting[number_of[key]]
-            self.file.seek(one.at)
+            entry = batch[number_of[key]]
+            self.file.seek(entry.offset)
             with _chunk(self.cache, extent) as chunk:
                 self.file.readinto(chunk)  # type: ignore[attr-defined]  # files from `open` have it
-                damage = chunk_header.check(one.header, chunk, key=key, format_id=self.form)
+                damage = chunk_header.check(entry.header, chunk, key=key, format_id=self.format_id)
             if damage is not None:
                 # A lease is committed as a whole or not at all, so the few chunks before this one are given up too.
                 self.cache.release(lease)
                 return f"chunk {self.done + number_of[key]} is damaged: {damage.reason}"
         self.cache.commit(lease)
-        stopped = self._see_what_is_held(chain)
+        stopped = self._count_held(chain)
         return lease.refused or stopped
 
-    def _see_what_is_held(self, chain: list[ChunkKey]) -> str:
+    def _count_held(self, chain: list[ChunkKey]) -> str:
         """Count the chunks of this chain that are held, and keep them. Returns why not all are, or ""."""
         held = self.cache.lookup(chain, self.holder).chunks
         self.done += held - len(self.chain)

@@ -25,12 +25,12 @@ _log = limited_logger(__name__)
 
 LIMIT_S: Final = 1.0
 """For one tier: no load is started after this time."""
-_LOOK_S: Final = 0.05
-_END_S: Final = 1.0
-_AT_MOST_BYTES: Final = 16 << 20
+_POLL_S: Final = 0.05
+_JOIN_S: Final = 1.0
+_MAX_BYTES: Final = 16 << 20
 _LOADS: Final = (1, 2, 1, 4)
 """Chunks of each load. The sizes differ, because the difference reveals a load's fixed cost. A single chunk may be
-larger than `_AT_MOST_BYTES`."""
+larger than `_MAX_BYTES`."""
 
 
 class BootMeasurement:
@@ -44,12 +44,12 @@ class BootMeasurement:
         self._thread.start()
 
     def stop(self) -> None:
-        """No tier is called from now on, and no load started. One in flight belongs to its lane, and ends with it."""
+        """Call no tier and start no load from now on. A load in flight belongs to its lane, and ends with it."""
         self._is_over.set()
 
     def join(self) -> None:
-        """After `stop`: wait until the thread has noticed, but not long for a tier that does not say what it holds."""
-        self._thread.join(_END_S)
+        """After `stop`: wait until the thread has ended, but not long if a tier is slow to name its chunks."""
+        self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         for lane in self._lanes:
@@ -66,10 +66,10 @@ class BootMeasurement:
         assert isinstance(lane.tier, NamesChunks)
         until_s = self._clock.now_s() + LIMIT_S
         keys = lane.tier.some_keys(sum(_LOADS))
-        most = max(1, _AT_MOST_BYTES // self._slot_bytes)
-        came = threading.Event()
+        max_chunks = max(1, _MAX_BYTES // self._slot_bytes)
+        arrived = threading.Event()
         for number, wanted in enumerate(_LOADS):
-            chunks, keys = keys[: min(wanted, most)], keys[wanted:]
+            chunks, keys = keys[: min(wanted, max_chunks)], keys[wanted:]
             is_late = number > 0 and self._clock.now_s() >= until_s
             if not chunks or is_late or self._is_over.is_set() or not lane.is_idle():
                 break
@@ -78,16 +78,16 @@ class BootMeasurement:
                 Read(
                     key,
                     bytearray(chunk_header.HEADER_BYTES),
-                    memory[at * self._slot_bytes : (at + 1) * self._slot_bytes],
+                    memory[position * self._slot_bytes : (position + 1) * self._slot_bytes],
                     self._sizes.largest,
                     self._sizes.of(key),
                 )
-                for at, key in enumerate(chunks)
+                for position, key in enumerate(chunks)
             ]
-            came.clear()
-            if not lane.load(reads, lambda _arrivals: came.set()):
+            arrived.clear()
+            if not lane.load(reads, lambda _arrivals: arrived.set()):
                 break
-            while not came.wait(_LOOK_S):
+            while not arrived.wait(_POLL_S):
                 if self._is_over.is_set():
                     return
         if (cost := lane.load_cost(trust=True)) is not None:

@@ -34,7 +34,7 @@ _PIECE: Final = 32
 """Chunks per offer."""
 _IN_FLIGHT: Final = 64
 """Chunks that one peer fetches at a time."""
-_ASK_S: Final = 0.02
+_POLL_S: Final = 0.02
 _STALL_S: Final = 30.0
 """A peer that has fetched nothing for this long, although it took an offer or has room, is not waited for."""
 _FULL_S: Final = 2.0
@@ -46,8 +46,8 @@ MAX_CHAIN: Final = 1 << 13
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """Chunks of one chain, from `first` on. left: those whose fate is not known yet. offered_s: when first offered to
-    the current peer."""
+    """Chunks of one chain, from `first` on. left: those whose fate is not known yet. offered_s: when they were first
+    offered to the current peer."""
 
     chain: list[ChunkKey]
     first: int
@@ -150,16 +150,16 @@ class _Work:
         try:
             while True:
                 settled = self._settled()
-                if not self._fill() and not any(self._taken.values()):
+                if not self._queue_offers() and not any(self._taken.values()):
                     break
-                why = self._over(until_s)
+                why = self._stop_reason(until_s)
                 if why:
                     break
                 self._round()
                 if self._settled() > settled:
                     self._progress_s = time.monotonic()
                 else:
-                    self._stop.wait(_ASK_S)
+                    self._stop.wait(_POLL_S)
         except ClosedError as error:
             why = str(error)
         except Exception as error:  # noqa: BLE001  # it is reported, and costs misses elsewhere
@@ -169,8 +169,8 @@ class _Work:
         self._state.phase = "stopped" if why else "drained"
         _log.info("drain: %s", self._state)
 
-    def _over(self, until_s: float) -> str:
-        """Why it ends now; empty: it continues."""
+    def _stop_reason(self, until_s: float) -> str:
+        """Why the drain ends now; empty: it continues."""
         now_s = time.monotonic()
         if self._stop.is_set():
             return "it was ended"
@@ -209,7 +209,7 @@ class _Work:
         self._state.left += len(self._order)
         self._progress_s = time.monotonic()
 
-    def _fill(self) -> bool:
+    def _queue_offers(self) -> bool:
         """Queue offers of those of the next chunks that are on no other host. False: there are no more chunks."""
         if self._todo:
             return True
@@ -217,15 +217,15 @@ class _Work:
             if not self._not_ranked:
                 return False
             self._rank(self._not_ranked.popleft()())
-        keys = self._here([self._order.popleft() for _ in range(min(_WINDOW, len(self._order)))])
+        keys = self._still_here([self._order.popleft() for _ in range(min(_WINDOW, len(self._order)))])
         began_s = time.monotonic()
         wanted = []
-        for key, is_there in zip(keys, self._elsewhere(keys), strict=True):
+        for key, is_there in zip(keys, self._held_elsewhere(keys), strict=True):
             if is_there:
                 self._settle(elsewhere=1)
             else:
                 wanted.append(key)
-        # A peer that does not answer is waited for, and nothing can be taken meanwhile.
+        # Waiting for a peer that does not answer is no lack of progress: nothing can be taken meanwhile.
         self._progress_s += time.monotonic() - began_s
         self._todo += self._offers_of(wanted, set())
         return True
@@ -239,18 +239,19 @@ class _Work:
             )
         return offers
 
-    def _here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those that are still here."""
-        below = self._lower.held_here(keys)
+    def _still_here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of the keys that this host still holds."""
+        held_below = self._lower.held_here(keys)
         with self._host.lock:
             self._host.check_open()
-            here = [k for k, is_below in zip(keys, below, strict=True) if is_below or self._index.find(k) is not None]
+            pairs = zip(keys, held_below, strict=True)
+            here = [key for key, is_below in pairs if is_below or self._index.find(key) is not None]
         self._settle(gone=len(keys) - len(here))
         return here
 
-    def _elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of these a host has that does not leave, too."""
-        found = [False] * len(keys)
+    def _held_elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of these another host has that is not about to leave."""
+        is_elsewhere = [False] * len(keys)
         for tier in self._tiers:
             try:
                 holders = tier.holders(keys)
@@ -258,15 +259,15 @@ class _Work:
                 self._failed[tier.name] = str(error)
                 continue
             stays: dict[str, bool] = {}
-            for at, takers in enumerate(holders):
+            for position, takers in enumerate(holders):
                 for taker in takers:
                     if taker.name not in stays:
-                        stays[taker.name] = self._stays(taker, keys[at])
-                    found[at] = found[at] or stays[taker.name]
-        return found
+                        stays[taker.name] = self._stays(taker, keys[position])
+                    is_elsewhere[position] = is_elsewhere[position] or stays[taker.name]
+        return is_elsewhere
 
     def _stays(self, taker: Taker, held: ChunkKey) -> bool:
-        """Whether a host stays, by its answer to an offer of a chunk that it has."""
+        """Whether a host stays, which its answer to an offer of a chunk that it has shows."""
         try:
             return taker.offer([held], 0).fates == [Fate.HERE]
         except (OSError, InputError) as error:
@@ -283,7 +284,7 @@ class _Work:
         for taker in takers.values():
             taken = self._taken.setdefault(taker.name, [])
             for offer in list(taken):
-                if not self._offer(taker, offer, again=True):
+                if not self._offer(taker, offer, is_repeated=True):
                     taken.remove(offer)
         turns = [taker for taker in takers.values() if taker.name not in self._silent]
         while turns and self._todo and not self._stop.is_set():  # in turn, so that every peer has work
@@ -293,21 +294,21 @@ class _Work:
         """Offer a peer one more piece, if it has capacity and there is one that it has not refused. False: it takes no
         more in this round."""
         taken, room = self._taken[taker.name], self._room()
-        if room == 0 or sum(len(one.left) for one in taken) >= _IN_FLIGHT:
+        if room == 0 or sum(len(queued.left) for queued in taken) >= _IN_FLIGHT:
             return False
-        for offer in [one for one in self._todo if one.refused_by >= takers]:
+        for offer in [queued for queued in self._todo if queued.refused_by >= takers]:
             self._todo.remove(offer)
             self._settle(refused=len(offer.left))
-        found = next((one for one in self._todo if taker.name not in one.refused_by), None)
-        if found is None:
+        next_offer = next((queued for queued in self._todo if taker.name not in queued.refused_by), None)
+        if next_offer is None:
             return False
-        offer = found
+        offer = next_offer
         self._todo.remove(offer)
         if room is not None and room < len(offer.chain) - offer.first:
-            offer, rest = _split(offer, offer.first + room)
-            self._todo.appendleft(rest)
+            offer, remainder = _split(offer, offer.first + room)
+            self._todo.appendleft(remainder)
         offer.offered_s = time.monotonic()
-        if self._offer(taker, offer, again=False):
+        if self._offer(taker, offer, is_repeated=False):
             taken.append(offer)
         return taker.name not in self._silent
 
@@ -316,13 +317,13 @@ class _Work:
         if self._bytes_left is None:
             return None
         sizes = self._host.pool.sizes
-        on_their_way = sum(sizes.total(list(one.left)) for taken in self._taken.values() for one in taken)
-        return max(0, self._bytes_left - on_their_way) // sizes.largest
+        in_flight_bytes = sum(sizes.total(list(offer.left)) for taken in self._taken.values() for offer in taken)
+        return max(0, self._bytes_left - in_flight_bytes) // sizes.largest
 
-    def _offer(self, taker: Taker, offer: _Offer, *, again: bool) -> bool:
+    def _offer(self, taker: Taker, offer: _Offer, *, is_repeated: bool) -> bool:
         """Make an offer, or query its progress. Returns whether the peer is fetching some of it."""
-        if again:
-            gone = offer.left - set(self._here(list(offer.left)))
+        if is_repeated:
+            gone = offer.left - set(self._still_here(list(offer.left)))
             offer.left -= gone
             if not offer.left:
                 return False
@@ -338,8 +339,8 @@ class _Work:
         for key in [key for key in offer.left if fates[key] is Fate.HERE]:
             offer.left.remove(key)
             self._moved_s[taker.name] = now_s
-            if not again:
-                self._settle(elsewhere=1)  # it had it before it was offered
+            if not is_repeated:
+                self._settle(elsewhere=1)  # the peer had the chunk before it was offered
                 continue
             nbytes = self._host.pool.sizes.of(key)
             self._state.moved_bytes += nbytes
@@ -375,10 +376,10 @@ class _Work:
         state.left -= elsewhere + moved + refused + gone
 
 
-def _split(offer: _Offer, at: int) -> tuple[_Offer, _Offer]:
+def _split(offer: _Offer, index: int) -> tuple[_Offer, _Offer]:
     """The part before this index of its chain, and the rest."""
-    before, after = set(offer.chain[offer.first : at]), set(offer.chain[at:])
+    before, after = set(offer.chain[offer.first : index]), set(offer.chain[index:])
     return (
-        _Offer(offer.chain[:at], offer.first, offer.left & before, offer.refused_by),
-        _Offer(offer.chain, at, offer.left & after, offer.refused_by),
+        _Offer(offer.chain[:index], offer.first, offer.left & before, offer.refused_by),
+        _Offer(offer.chain, index, offer.left & after, offer.refused_by),
     )

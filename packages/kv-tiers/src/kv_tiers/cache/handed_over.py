@@ -63,20 +63,20 @@ class HandOverFeed:
         return max(0.0, announced.until_s - self._clock.now_s())
 
     def after(self, number: int, timeout_s: float, max_keys: int) -> tuple[int, list[HandedOver]]:
-        """The valid announcements after this one, oldest first, up to the given number of keys; and the number up to
-        which these are all. Waits until there is one, or the time is up.
+        """The valid announcements after this number, oldest first, with at most `max_keys` keys; and the number up to
+        which they are complete. Waits until there is one, or the time is up.
         """
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while self._number <= number and (left_s := until_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
-            found: list[HandedOver] = []
+            announcements: list[HandedOver] = []
             keys, now_s = 0, self._clock.now_s()
-            for one in self._announced:
-                if one.number <= number or one.until_s <= now_s or len(one.chain) > max_keys:
+            for announcement in self._announced:
+                if announcement.number <= number or announcement.until_s <= now_s or len(announcement.chain) > max_keys:
                     continue
-                keys += len(one.chain)
+                keys += len(announcement.chain)
                 if keys > max_keys:
-                    return found[-1].number, found
-                found.append(one)
-            return self._number, found
+                    return announcements[-1].number, announcements
+                announcements.append(announcement)
+            return self._number, announcements

@@ -61,11 +61,11 @@ def find_hit(index: Residency, keys: list[ChunkKey], shape: ChunkShape) -> Hit:
     slots = slots[: len(needed)] if columns else []
     for group in shape.other_groups:
         first = shape.first_chunk(group, chunks)
-        its_keys = interleaved(
+        group_keys = interleaved(
             [keys[column + first * stride : chunks * stride : stride] for column in columns_of(group, shape)]
         )
-        needed += its_keys
-        slots += [slot for key in its_keys if (slot := find(key)) is not None]
+        needed += group_keys
+        slots += [slot for key in group_keys if (slot := find(key)) is not None]
     assert len(slots) == len(needed)
     return Hit(chunks, prefix, lacking, ended, needed, slots)
 
@@ -79,20 +79,20 @@ def last_boundary(shape: ChunkShape, prefix: int, is_there: Callable[[int], bool
     stride, shards = shape.keys_per_chunk, shape.shards
     others = shape.other_groups
     boundary, lacking = prefix, -1
-    there_from = dict.fromkeys(others, prefix)  # from that chunk to the boundary a group has been found complete
+    complete_from = dict.fromkeys(others, prefix)  # by group: it is complete from this chunk to the boundary
     while boundary:
         for group in others:
-            first, at = shape.first_chunk(group, boundary), min(there_from[group], boundary)
-            while at > first:
-                place = (at - 1) * stride + group * shards
+            first, chunk = shape.first_chunk(group, boundary), min(complete_from[group], boundary)
+            while chunk > first:
+                place = (chunk - 1) * stride + group * shards
                 if not (is_there(place) if shards == 1 else all(map(is_there, range(place, place + shards)))):
                     break
-                at -= 1
-            there_from[group] = at
-            if at > first:
+                chunk -= 1
+            complete_from[group] = chunk
+            if chunk > first:
                 if lacking < 0:
                     lacking = group
-                boundary = there_from[group] = at - 1  # each boundary between needs the missing chunk too
+                boundary = complete_from[group] = chunk - 1  # boundaries in between need the missing chunk as well
                 break
         else:
             break
@@ -131,8 +131,8 @@ def needed_count(shape: ChunkShape, chunks: int) -> int:
 
 def fitting(shape: ChunkShape, chunks: int, room: int) -> int:
     """The longest boundary of at most this many chunks whose hit needs at most `room` keys."""
-    while (beyond := needed_count(shape, chunks) - room) > 0:
-        chunks -= -(-beyond // shape.keys_per_chunk)  # one chunk less saves at most that many keys
+    while (excess := needed_count(shape, chunks) - room) > 0:
+        chunks -= -(-excess // shape.keys_per_chunk)  # one chunk less saves at most that many keys
     return chunks
 
 

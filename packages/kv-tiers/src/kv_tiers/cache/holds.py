@@ -23,7 +23,7 @@ from kv_tiers.index.residency import Residency
 
 @dataclass(slots=True)
 class _Hold:
-    """tenant: of the chunk. until_s: when it ends. due_s: when to look whether it has ended, which may be earlier."""
+    """tenant: of the chunk. until_s: when the hold ends. due_s: when to check that, which may be earlier."""
 
     tenant: bytes
     until_s: float
@@ -58,8 +58,8 @@ class Holds:
         room: dict[int, int] = {}
         new: list[int] = []
         for slot in slots:
-            if (one := self._held.get(slot)) is not None:
-                one.until_s = max(one.until_s, until_s)
+            if (hold := self._held.get(slot)) is not None:
+                hold.until_s = max(hold.until_s, until_s)
                 continue
             key = self._index.key_at(slot)
             assert key is not None
@@ -91,25 +91,25 @@ class Holds:
 
     def expire(self, now_s: float) -> None:
         """End the holds whose time is up."""
-        late: dict[int, None] = {}  # once each: an earlier hold of a slot may have been due at the same time
+        expired: dict[int, None] = {}  # once each: an earlier hold of a slot may have been due at the same time
         while self._due and self._due[0][0] <= now_s:
             due_s, number, slot = heappop(self._due)
-            one = self._held.get(slot)
-            if one is None or one.due_s != due_s:
-                continue  # of an earlier hold of this slot
-            if one.until_s > now_s:
-                one.due_s = one.until_s
-                heappush(self._due, (one.due_s, number, slot))
+            hold = self._held.get(slot)
+            if hold is None or hold.due_s != due_s:
+                continue  # the entry is of an earlier hold of this slot
+            if hold.until_s > now_s:
+                hold.due_s = hold.until_s
+                heappush(self._due, (hold.due_s, number, slot))
             else:
-                late[slot] = None
-        self._let_go(list(late))
+                expired[slot] = None
+        self._let_go(list(expired))
 
     def drop_forgotten(self) -> None:
         """End the holds of chunks that were forgotten."""
         self._let_go([slot for slot in self._held if self._index.was_forgotten(slot)])
 
     def clear(self) -> None:
-        """The cache is being closed: the slots are freed with all others."""
+        """Forget all holds: the cache is being closed, which frees their slots too."""
         self._held.clear()
         self._held_of.clear()
         self._due.clear()

@@ -119,8 +119,8 @@ class HostTier:
         self._index = index
         self._shares = shares
         self._totals = totals
-        of_all = shares.common.policy
-        self._policy_name = policy_name(of_all.policy if isinstance(of_all, CoveragePolicy) else of_all)
+        policy = shares.common.policy
+        self._policy_name = policy_name(policy.policy if isinstance(policy, CoveragePolicy) else policy)
         self._evicted: list[ChunkKey] = []  # not published yet
         self._doubtful: dict[int, _Doubt] = {}  # adopted slots that are not verified yet
         self.is_open = True
@@ -182,12 +182,12 @@ class HostTier:
         skipped: as for `Residency.victim`.
         """
         slots: list[int] = []
-        for tenant, its_keys in groupby(keys, key=itemgetter(TENANT_AT)):
-            wanted = sum(1 for _ in its_keys)
-            found = self._slots_for(tenant, wanted, protected, skipped)
-            self._shares.took(found, tenant)
-            slots += found
-            if len(found) < wanted:
+        for tenant, tenant_keys in groupby(keys, key=itemgetter(TENANT_AT)):
+            wanted = sum(1 for _ in tenant_keys)
+            tenant_slots = self._slots_for(tenant, wanted, protected, skipped)
+            self._shares.took(tenant_slots, tenant)
+            slots += tenant_slots
+            if len(tenant_slots) < wanted:
                 break
         self._index.reserve(keys[: len(slots)], slots)
         self._totals.chunks_reserved_ever += len(slots)
@@ -266,7 +266,7 @@ class HostTier:
         """Evict the chunk in an unleased slot, which the caller then owns. Call `publish_evicted` after the last
         eviction.
         """
-        self._have_evicted({slot: self._index.empty(slot)})
+        self._note_evicted({slot: self._index.empty(slot)})
 
     def publish_evicted(self, cause: events.EvictedFor, holder: Holder = "") -> None:
         """Publish all evictions since the last call, with why and for which holder room was needed."""
@@ -305,12 +305,12 @@ class HostTier:
             share.slots < _EVICTS_FROM or self._index.victim((), set(), share.policy) == slot
         ):
             return None
-        lent = self._slots_for(key.tenant, 1, (), set())
-        if not lent:
+        lent_slots = self._slots_for(key.tenant, 1, (), set())
+        if not lent_slots:
             return None
-        self._shares.took(lent, key.tenant)
-        self._index.lend(lent[0])
-        return lent[0]
+        self._shares.took(lent_slots, key.tenant)
+        self._index.lend(lent_slots[0])
+        return lent_slots[0]
 
     def give_back(self, lent: int) -> None:
         """Free a lent slot."""
@@ -389,10 +389,10 @@ class HostTier:
     def _make_room(self, share: Share, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
         """Empty up to this many slots of this share for the caller, which then calls `publish_evicted`."""
         evicted = self._index.evict(wanted, protected, skipped, share.policy)
-        self._have_evicted(evicted)
+        self._note_evicted(evicted)
         return list(evicted)
 
-    def _have_evicted(self, chunks: Mapping[int, ChunkKey]) -> None:
+    def _note_evicted(self, chunks: Mapping[int, ChunkKey]) -> None:
         """chunks: by the slots where they were."""
         if self.events.on:
             self._evicted += chunks.values()
@@ -414,15 +414,15 @@ class HostTier:
         slots: Sequence[int],
         chain: Sequence[ChunkKey],
         checksums: Sequence[bytes],
-        gone: Collection[int],
+        freed: Collection[int],
     ) -> None:
         directory = self.pool.directory
         assert directory is not None
         parents = parents_of(chain)
         for key, slot, checksum in zip(keys, slots, checksums, strict=True):
-            if slot not in gone:
-                above = None if (parent := parents[key]) is None else self._index.find(parent)
-                place = NO_PARENT if above is None else self.pool.place(above)
+            if slot not in freed:
+                parent_slot = None if (parent := parents[key]) is None else self._index.find(parent)
+                place = NO_PARENT if parent_slot is None else self.pool.place(parent_slot)
                 directory.write(self.pool.place(slot), key, place, checksum)
 
     def _adopt(self) -> None:

@@ -101,13 +101,13 @@ class Leases:
     def promise(self, holder: Holder, slots: list[int], now_s: float) -> Read | None:
         """Replace the holder's promise with these slots; returns the previous promise. No slots: no promise."""
         holding = self._holdings.get(holder)
-        before = None if holding is None or holding.promise is None else self._reads.pop(holding.promise)
+        previous = None if holding is None or holding.promise is None else self._reads.pop(holding.promise)
         if slots:
             self._holding(holder).promise = self._open(holder, slots, "promise", now_s).number
-        elif holding is not None and before is not None:
+        elif holding is not None and previous is not None:
             holding.promise = None
             self._drop_if_empty(holder, holding)
-        return before
+        return previous
 
     def promise_of(self, holder: Holder) -> Read | None:
         holding = self._holdings.get(holder)

@@ -83,14 +83,14 @@ class LocalCache:
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._cold = ColdConfig() if cold is None else cold
         default = partial(make_policy, DEFAULT_POLICY)
-        own = default if share_policy is None else share_policy
+        make_share_policy = default if share_policy is None else share_policy
         self._bounded = BoundedGroups() if bounded is None else bounded
         self._costs: dict[bytes, tuple[Costs, ChunkShape]] = {}
         self._cleared_s: float | None = None
         shares = Shares(
             pool.slots,
             CoveragePolicy(default(pool.slots) if policy is None else policy, self._bounded),
-            lambda slots: CoveragePolicy(own(slots), self._bounded),
+            lambda slots: CoveragePolicy(make_share_policy(slots), self._bounded),
         )
         for tenant, quota_bytes in (quotas or {}).items():
             shares.set_quota(tenant, quota_slots(quota_bytes, pool.slot_bytes))
@@ -111,11 +111,11 @@ class LocalCache:
         self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
         self.offers = Offers(self._host, self._index, self.lower)
         """Takes what other hosts offer before they leave."""
-        self.drain = Drain(self._host, self._index, self.lower, on_change=self._leave)
+        self.drain = Drain(self._host, self._index, self.lower, on_change=self._set_leaving)
         """Passes this host's chunks on before it leaves."""
         self._is_leaving = False
-        self._order = {name: at for at, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
-        self.lower.follow(self._bring)
+        self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
+        self.lower.follow(self._fetch_handed_over)
 
     def lookup(
         self,
@@ -129,8 +129,8 @@ class LocalCache:
     ) -> LookupPlan:
         keys = list(keys)
         lower = self.lower.numbers(tiers)
-        requested, rest = divmod(len(keys), shape.keys_per_chunk)
-        if rest:
+        requested, remainder = divmod(len(keys), shape.keys_per_chunk)
+        if remainder:
             raise MisuseError(
                 f"a lookup of {len(keys)} keys, {shape.keys_per_chunk} a chunk: give all the keys of every chunk"
             )
@@ -209,24 +209,24 @@ class LocalCache:
         now_s = self._clock.now_s()
         with self._lock:
             self._begin(now_s)
-            if hold_s > 0 and not self._is_leaving:  # they may have to be stored, and the tier that loads them be slow
+            if hold_s > 0 and not self._is_leaving:  # another engine waits for these, and the tier may load them slowly
                 self._promotions.yield_to(chain)
-            own_slots = self._host.touch(chain)
-            missing = self._index.not_held(chain) if len(own_slots) < len(chain) else []
+            prompt_slots = self._host.touch(chain)
+            missing = self._index.not_held(chain) if len(prompt_slots) < len(chain) else []
             skipped: set[int] = set()
-            slots = [] if self._is_leaving else self._host.reserve(missing, frozenset(own_slots), skipped)
+            slots = [] if self._is_leaving else self._host.reserve(missing, frozenset(prompt_slots), skipped)
             self._host.publish_evicted("store", holder)
             if skipped:
-                self._index.reinsert([slot for slot in dict.fromkeys(own_slots) if slot in skipped])
+                self._index.reinsert([slot for slot in dict.fromkeys(prompt_slots) if slot in skipped])
             refused = len(missing) - len(slots)
             self._totals.chunks_refused += refused
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
             write.lower = lower
             if hold_s > 0:
                 write.hold_s = hold_s
-                self._hold(list(dict.fromkeys(own_slots)), chain, now_s, hold_s)
+                self._hold(list(dict.fromkeys(prompt_slots)), chain, now_s, hold_s)
             # After the hold, because it may evict chunks that are not held to keep slots free.
-            self._spills.allow(own_slots, chain, lower)
+            self._spills.allow(prompt_slots, chain, lower)
         why = ""
         if refused:
             why = (
@@ -235,12 +235,12 @@ class LocalCache:
             )
             if self._is_leaving:
                 why = "this host is being drained, and takes no new chunks"
-        if short := self.pool.back(slots):
-            unbacked = self._give_up_from(write, min(map(slots.index, short)))
+        if unbacked_slots := self.pool.back(slots):
+            unbacked = self._give_up_from(write, min(map(slots.index, unbacked_slots)))
             why = f"the file system of pool {self.pool.name} has no memory left for {unbacked} of {len(chain)} chunks"
         if self.events.on:
-            without = missing[len(write.keys) :] if why else ()
-            self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, without, why))
+            refused_keys = missing[len(write.keys) :] if why else ()
+            self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, refused_keys, why))
         return WriteLease(LeaseId(write.number), tuple(write.keys), self.pool.extents(write.keys, write.slots), why)
 
     def commit(self, lease: WriteLease) -> None:
@@ -254,15 +254,15 @@ class LocalCache:
                 )
         checksums = self._host.checksums(write.keys, write.slots)
         with self._lock:
-            found = self._host.commit(write.keys, write.slots, write.chain, checksums)
+            findable = self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than the chunks just added, and must not be evicted before them.
             self._host.touch(write.chain)
             if write.hold_s:
-                kept = [slot for key in found if (slot := self._index.find(key)) is not None]
-                self._hold(kept, write.chain, self._clock.now_s(), write.hold_s)
+                held_slots = [slot for key in findable if (slot := self._index.find(key)) is not None]
+                self._hold(held_slots, write.chain, self._clock.now_s(), write.hold_s)
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
-                self.events.publish(events.Committed(write.holder, write.number, found, seconds))
+                self.events.publish(events.Committed(write.holder, write.number, findable, seconds))
             # Last, because it keeps slots free, for which it may evict these chunks too.
             self._spills.committed(write.keys, write.slots, write.chain, lower=write.lower)
 
@@ -415,26 +415,26 @@ class LocalCache:
     def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float) -> None:
         """Hold these chunks of a chain for another engine, and announce the new ones to other hosts."""
         if new := set(self.holds.hold(slots, now_s + hold_s, now_s)):
-            places = [at for at, key in enumerate(chain) if self._index.find(key) in new]
-            self.handed_over.announce(chain[: places[-1] + 1], places[0], now_s + hold_s)
+            positions = [position for position, key in enumerate(chain) if self._index.find(key) in new]
+            self.handed_over.announce(chain[: positions[-1] + 1], positions[0], now_s + hold_s)
 
-    def _bring(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
+    def _fetch_handed_over(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
         """Fetch chunks that another host hands over, and hold them as long as that host does. Takes the lock itself."""
         until_s = self._clock.now_s() + hold_s
         self._promotions.bring(tier, chain, first, lambda slots: self.holds.hold(slots, until_s, self._clock.now_s()))
 
-    def _leave(self, is_leaving: bool) -> None:
+    def _set_leaving(self, is_leaving: bool) -> None:
         """Takes the lock itself."""
         with self._lock:
             self._is_leaving = self.offers.is_refused = is_leaving
 
     def _count_lookup(self, chunks_asked: int, hit: Hit, holder: Holder) -> None:
-        """The lookup has its final answer. Only now is it a use of the hit: a request that waits asks many times."""
+        """Count a lookup at its final answer. Only now is it a use of the hit: a waiting request repeats its lookup."""
         self._totals.lookups += 1
         self._totals.chunks_asked += chunks_asked
         self._totals.chunks_hit += hit.chunks
         promise = self._leases.promise_of(holder)
-        # While it waited without the lock, its promise may have ended, or chunks of it been forgotten.
+        # While the lock was free, the promise may have ended, or some of its chunks may have been forgotten.
         if promise is not None and promise.slots is hit.slots and not self._index.any_forgotten(hit.slots):
             self._index.touch(hit.keys, hit.slots)
 
@@ -450,9 +450,9 @@ class LocalCache:
         if slots:
             # The new lease begins before the old one ends, so that chunks in both are leased throughout.
             self._index.lease(slots)
-        before = self._leases.promise(holder, slots, now_s)
-        if before is not None:
-            self._host.unlease(before.slots)
+        previous = self._leases.promise(holder, slots, now_s)
+        if previous is not None:
+            self._host.unlease(previous.slots)
         tiers = slowest_tiers(hit, shape, self._promotions.sources(slots), self._order.__getitem__, TIER)
         return LookupPlan(holder, hit.chunks, hit.ended, tiers, hit.prefix_chunks, hit.lacking, choice)
 

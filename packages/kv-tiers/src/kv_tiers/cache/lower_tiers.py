@@ -133,7 +133,7 @@ class LowerTiers:
         """Which of these the tiers on this host hold. Takes no lock."""
         held = [False] * len(keys)
         for lane in self.local_lanes():
-            held = [a or b for a, b in zip(held, lane.holds(keys), strict=True)]
+            held = [is_held or lane_holds for is_held, lane_holds in zip(held, lane.holds(keys), strict=True)]
         return held
 
     def remote_tiers_skipped(self) -> list[str]:
@@ -145,8 +145,8 @@ class LowerTiers:
 
         parts: for each, the tier's name, the first chunk, the one after the last, and the number of bytes.
         """
-        places = {lane.name: place for place, lane in enumerate(self._lanes)}
-        known = [Part(places[name], first, end, nbytes) for name, first, end, nbytes in parts if name in places]
+        number_of = {lane.name: number for number, lane in enumerate(self._lanes)}
+        known = [Part(number_of[name], first, end, nbytes) for name, first, end, nbytes in parts if name in number_of]
         best = max((part.end for part in known), default=have)
         wait_s = self._wait_s
         return worth_waiting(self._lanes, known, {}, shape=shape, have=have, best=best, costs=costs, max_wait_s=wait_s)
@@ -216,13 +216,13 @@ class LowerTiers:
             self.refinements.stop()
         self.drain(timeout_s)
         with self._host.lock:
-            left = self.spills.stop()
-        if left:
+            unspilled = self.spills.stop()
+        if unspilled:
             text = (
                 "closing: %d chunks were not stored in the lower tiers after %.1f s; a longer cold.drain_s stores "
                 "more of them"
             )
-            _log.warning(text, left, timeout_s)
+            _log.warning(text, unspilled, timeout_s)
         if self._boot is not None:
             self._boot.join()  # it calls tiers, and none is called while it is closed
         closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, even after one that does not close

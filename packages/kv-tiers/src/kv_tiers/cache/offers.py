@@ -17,7 +17,7 @@ from kv_tiers.eviction.shares import Share
 from kv_tiers.index.residency import Residency
 from kv_tiers.tier import Fate, Taken
 
-_AT_ONCE: Final = 256
+_MAX_REVIEWED: Final = 256
 """Chunks of earlier offers that are re-examined with each offer."""
 
 
@@ -29,7 +29,7 @@ class Offers:
         self._index = index
         self._lower = lower
         self._unused: OrderedDict[ChunkKey, Share] = OrderedDict()  # arriving or here, and not used yet
-        self._of: Counter[Share] = Counter()
+        self._unused_of: Counter[Share] = Counter()
         self.is_refused = False
         """This host is about to leave as well."""
 
@@ -43,38 +43,37 @@ class Offers:
         if not wanted or self.is_refused:
             # What is here will leave, too: of two hosts that leave at once, neither may count on the other.
             return Taken([Fate.NOT_TAKEN] * len(wanted), 0)
-        here = self._lower.held_here(wanted)
+        held_here = self._lower.held_here(wanted)
         tier = self._lower.peers() if fetches else None
         with self._host.lock:
             share = self._host.share_of(wanted[0].tenant)
-            self._look_again()
-            room = 0 if tier is None else max(0, share.slots // 2 - self._of[share])
-            lacking = [
-                key for key, is_here in zip(wanted, here, strict=True) if not is_here and not self._index.is_held(key)
-            ][:room]
-            for key in lacking:
+            self._review_unused()
+            room = 0 if tier is None else max(0, share.slots // 2 - self._unused_of[share])
+            pairs = zip(wanted, held_here, strict=True)
+            missing = [key for key, is_here in pairs if not is_here and not self._index.is_held(key)][:room]
+            for key in missing:
                 self._drop(key)
                 self._unused[key] = share
-                self._of[share] += 1
-        if tier is not None and lacking:
-            self._lower.promotions.bring(tier, chain, first, only=frozenset(lacking))
+                self._unused_of[share] += 1
+        if tier is not None and missing:
+            self._lower.promotions.bring(tier, chain, first, only=frozenset(missing))
         with self._host.lock:
-            for key in lacking:
+            for key in missing:
                 if not self._index.is_held(key):
                     self._drop(key)
-            left = 0 if tier is None else max(0, share.slots // 2 - self._of[share])
-            begun = set(lacking)  # these may have arrived already, but were not here when offered
-            fates = [self._fate(key, is_here, key in begun) for key, is_here in zip(wanted, here, strict=True)]
-            return Taken(fates, left)
+            room_left = 0 if tier is None else max(0, share.slots // 2 - self._unused_of[share])
+            requested = set(missing)  # these may have arrived already, but were not here when they were offered
+            fates = [self._fate(key, is_here, key in requested) for key, is_here in zip(wanted, held_here, strict=True)]
+            return Taken(fates, room_left)
 
     def _fate(self, key: ChunkKey, is_here: bool, is_begun: bool) -> Fate:
         if is_here or (self._index.find(key) is not None and not is_begun):
             return Fate.HERE
         return Fate.COMING if self._index.is_held(key) else Fate.NOT_TAKEN
 
-    def _look_again(self) -> None:
-        """Forget some that have left, or were used: the latter count as this host's own from now on."""
-        for key in [key for key, _ in zip(self._unused, range(_AT_ONCE), strict=False)]:
+    def _review_unused(self) -> None:
+        """Drop chunks that have left the pool or were used, which counts them as this host's own from now on."""
+        for key in [key for key, _ in zip(self._unused, range(_MAX_REVIEWED), strict=False)]:
             slot = self._index.find(key)
             is_used = slot is not None and self._lower.promotions.sources([slot]) == [TIER]
             if is_used or not self._index.is_held(key):
@@ -84,4 +83,4 @@ class Offers:
 
     def _drop(self, key: ChunkKey) -> None:
         if (share := self._unused.pop(key, None)) is not None:
-            self._of[share] -= 1
+            self._unused_of[share] -= 1

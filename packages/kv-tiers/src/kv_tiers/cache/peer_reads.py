@@ -32,8 +32,8 @@ _STAGED: Final = 4
 """Chunks of lower tiers that all peers together may have in memory outside the pool."""
 LOWER_S: Final = 4.0
 """How long a chunk may take to come from a lower tier, including the wait for that memory, which peers on slow lines
-may have for long. A peer waits for five seconds (its `timeout_s`): one that is told in time that a chunk cannot be had
-misses this chunk only, and does not take the whole host to be down."""
+may have for long. A peer waits for five seconds (its `timeout_s`): if it is answered in time that a chunk cannot be
+had, it misses this chunk only, and does not take the whole host to be down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class PeerReads:
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these `read` would find."""
         held: list[bool] = []
-        for at in range(0, len(keys), AT_ONCE):  # others get the lock in between
+        for start in range(0, len(keys), AT_ONCE):  # others get the lock in between
             with self._host.lock:
                 self._host.check_open()
-                held += [self._index.find(key) is not None for key in keys[at : at + AT_ONCE]]
+                held += [self._index.find(key) is not None for key in keys[start : start + AT_ONCE]]
         for lane in self._lanes:
-            lacking = [at for at, is_held in enumerate(held) if not is_held]
-            for at, is_held in zip(lacking, lane.holds([keys[at] for at in lacking]), strict=True):
-                held[at] = is_held
+            missing = [position for position, is_held in enumerate(held) if not is_held]
+            for position, is_held in zip(missing, lane.holds([keys[n] for n in missing]), strict=True):
+                held[position] = is_held
         return held
 
     def track(self) -> Contents:
@@ -133,7 +133,7 @@ class PeerReads:
         try:
             with leased as chunk:
                 yield StoredChunk(chunk, partial(pack_header, key, None, chunk, self._format_id))
-            with self._host.lock:  # after the context: it has been sent
+            with self._host.lock:  # after the context: the chunk has been sent
                 self._holds.read(self._index.still_of([slot], self._index.bytes_at([slot], since)))
         finally:
             with self._host.lock:

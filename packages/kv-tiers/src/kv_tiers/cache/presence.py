@@ -22,7 +22,7 @@ from kv_core.keys import ChunkKey
 from kv_tiers.lanes.lane import Lane
 
 _MIN_LIMIT_S: Final = 0.01
-_ROOM: Final = 1.5
+_HEADROOM: Final = 1.5
 """How many times as long as a tier needed it may take the next time."""
 _MIN_HIT_RATE: Final = 0.05
 _QUICK_S: Final = 0.005
@@ -96,26 +96,26 @@ class Presence:
     def came(self, tier: int, seconds: float) -> None:
         """An answer or chunks came from this tier, this long after they were requested, whether in time or too late."""
         if seconds <= self._wait_s:
-            self.limit_s[tier] = max(self.limit_s[tier], min(_ROOM * seconds, self._wait_s))
+            self.limit_s[tier] = max(self.limit_s[tier], min(_HEADROOM * seconds, self._wait_s))
 
     def find(self, keys: Sequence[ChunkKey], answers: Answers, now_s: float) -> tuple[dict[ChunkKey, int], bool]:
         """The hottest tier of each key that any tier holds; and whether every tier has answered."""
         found: dict[ChunkKey, int] = {}
-        lacking = list(keys)
+        missing = list(keys)
         for tier, lane in enumerate(self._lanes):
-            if not lacking:
+            if not missing:
                 break
             if not answers.may_read(tier):
                 continue
-            held = lane.holds(lacking) if lane.holds_is_local else self._held(tier, lacking, answers, now_s)
+            held = lane.holds(missing) if lane.holds_is_local else self._held(tier, missing, answers, now_s)
             if held is None:
                 return found, False
             found.update(
                 (key, tier)
-                for key, there in zip(lacking, held, strict=True)
-                if there and (tier, key) not in answers.lost
+                for key, is_held in zip(missing, held, strict=True)
+                if is_held and (tier, key) not in answers.lost
             )
-            lacking = [key for key in lacking if key not in found]
+            missing = [key for key in missing if key not in found]
         return found, True
 
     def _held(self, tier: int, keys: Sequence[ChunkKey], answers: Answers, now_s: float) -> list[bool] | None:

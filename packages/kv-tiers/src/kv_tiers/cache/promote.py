@@ -44,8 +44,8 @@ from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read
 
-_MOST_CHUNKS = 256
-"""Chunks of one load, at most. A lane takes four such loads at a time, and a load larger than those together never."""
+_MAX_LOAD_CHUNKS = 256
+"""The most chunks of one load. A lane takes four such loads at a time, and never a load larger than four of them."""
 
 
 class Promotions:
@@ -83,7 +83,7 @@ class Promotions:
         self._arriving: dict[ChunkKey, Job] = {}  # key → the load that is to deliver it
         self._given_up_slots = 0  # still reserved by loads whose chunks others may deliver
         self._probes = [Probes() for _ in self._lanes]
-        # By slot, its chunk and the tier that this came from, until its first use.
+        # By slot, its chunk and the tier that the chunk came from, until the chunk's first use.
         self._source: dict[int, tuple[ChunkKey, str]] = {}
         self.counts = PromoteCounts()
 
@@ -129,7 +129,7 @@ class Promotions:
             return not view.all_answered
         jobs = self._jobs(view, shape, best)
         if not view.all_answered:
-            # Chunks of the whole prefix are needed whatever the others answer; of windows and states only the last.
+            # Whole-prefix groups need their chunks whatever the others answer; windows and states need only the last.
             jobs = [job for job in jobs if job.is_whole]
         limit_s, share = self._wait_s, None
         if costs is not None and costs.compute is not None:
@@ -170,14 +170,14 @@ class Promotions:
         began_s, batch, chain = self._clock.now_s(), self._batch_chunks(self._lanes[tier]), list(chain)
         jobs: list[Job] = []
         with self._host.lock:
-            is_held = self._index.is_held
-            lacking = [at for at in range(first, len(chain)) if self._host.is_open and not is_held(chain[at])]
+            is_held, end = self._index.is_held, len(chain) if self._host.is_open else 0
+            missing = [position for position in range(first, end) if not is_held(chain[position])]
         if only is not None:
-            lacking = [at for at in lacking if chain[at] in only]
-        for at in lacking:
-            if not jobs or jobs[-1].end != at or len(jobs[-1].keys) == batch:
-                jobs.append(Job(tier, at, False, chain, at, [], [], began_s))
-            jobs[-1].keys.append(chain[at])
+            missing = [position for position in missing if chain[position] in only]
+        for position in missing:
+            if not jobs or jobs[-1].end != position or len(jobs[-1].keys) == batch:
+                jobs.append(Job(tier, position, False, chain, position, [], [], began_s))
+            jobs[-1].keys.append(chain[position])
         if jobs:
             self._start(Promotion("handed over", len(chain), on_arrived=on_arrived), jobs)
 
@@ -192,10 +192,10 @@ class Promotions:
         may_wait: the holder continues to wait, so other chunks that arrived for it stay leased.
         """
         if (wait := self._waits.get(holder)) is not None and wait.slots:
-            has = set(slots) if may_wait else set(wait.slots)
-            given = [slot for slot in wait.slots if slot in has]
-            wait.slots = [slot for slot in wait.slots if slot not in has]
-            self._host.unlease(given)
+            leased = set(slots) if may_wait else set(wait.slots)
+            granted = [slot for slot in wait.slots if slot in leased]
+            wait.slots = [slot for slot in wait.slots if slot not in leased]
+            self._host.unlease(granted)
 
     def end(self, holder: Holder) -> None:
         """End the holder's wait. Loads in flight finish regardless. Under the lock."""
@@ -288,9 +288,9 @@ class Promotions:
         return best
 
     def _query(self, view: View, places: Sequence[int], wait: Wait, now_s: float) -> None:
-        lacking = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
-        if lacking:
-            found, all_answered = self._presence.find(lacking, wait.answers, now_s)
+        missing = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
+        if missing:
+            found, all_answered = self._presence.find(missing, wait.answers, now_s)
             view.in_tiers.update(found)
             view.all_answered = view.all_answered and all_answered
 
@@ -320,7 +320,7 @@ class Promotions:
         return sorted(jobs, key=lambda job: (not job.is_whole, job.start))
 
     def _batch_chunks(self, lane: Lane) -> int:
-        return max(1, min(_MOST_CHUNKS, lane.batch_bytes(self._batch_bytes) // self._host.pool.slot_bytes))
+        return max(1, min(_MAX_LOAD_CHUNKS, lane.batch_bytes(self._batch_bytes) // self._host.pool.slot_bytes))
 
     def _worth(
         self, view: View, shape: ChunkShape, jobs: Sequence[Job], costs: Costs, *, have: int, best: int
@@ -429,15 +429,13 @@ class Promotions:
                     del self._arriving[key]
             self._given_up_slots -= job.given_up_slots
             wait = self._waits.get(promotion.holder)
-            came = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
+            is_usable = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
             if wait is not None and (arrivals or not self._lanes[job.tier].health()[0].serves):
-                wait.answers.lost.update(
-                    (job.tier, key) for key, is_here in zip(job.keys, came, strict=True) if not is_here
-                )
-            if job.is_whole and False in came:
-                promotion.broken_at = min(promotion.broken_at, job.start + came.index(False))
-            came = [is_here and job.start + at < promotion.broken_at for at, is_here in enumerate(came)]
-            self._commit(promotion, job, arrivals, came, wait)
+                wait.answers.lost.update((job.tier, key) for key, ok in zip(job.keys, is_usable, strict=True) if not ok)
+            if job.is_whole and False in is_usable:
+                promotion.broken_at = min(promotion.broken_at, job.start + is_usable.index(False))
+            is_usable = [ok and chunk < promotion.broken_at for chunk, ok in enumerate(is_usable, job.start)]
+            self._commit(promotion, job, arrivals, is_usable, wait)
             if job.is_probe:
                 took_s, now_s = self._clock.now_s() - job.began_s, self._clock.now_s()
                 self._probes[job.tier].ended(now_s, was_right=not job.estimated_s or took_s > 0.67 * job.estimated_s)
@@ -447,43 +445,43 @@ class Promotions:
         promotion: Promotion,
         job: Job,
         arrivals: Sequence[Arrival],
-        came: Sequence[bool],
+        is_usable: Sequence[bool],
         wait: Wait | None,
     ) -> None:
-        """Under the lock. came: for each of the job's chunks, whether it can be used."""
+        """Under the lock. is_usable: for each of the job's chunks, whether it arrived and can be used."""
         pairs = list(zip(job.keys, job.slots, strict=True))
-        given_up = [pair for pair, is_here in zip(pairs, came, strict=True) if not is_here]
-        pairs = [pair for pair, is_here in zip(pairs, came, strict=True) if is_here]
+        given_up = [pair for pair, ok in zip(pairs, is_usable, strict=True) if not ok]
+        pairs = [pair for pair, ok in zip(pairs, is_usable, strict=True) if ok]
         keys, slots = [key for key, _ in pairs], [slot for _, slot in pairs]
         self._host.abort([key for key, _ in given_up], [slot for _, slot in given_up])
         self.counts.given_up += len(given_up)
         if pairs:
             chain = job.chain[: job.start + len(job.keys)]
-            arrivals = [arrival for arrival, is_here in zip(arrivals, came, strict=True) if is_here]
+            arrivals = [arrival for arrival, ok in zip(arrivals, is_usable, strict=True) if ok]
             self._host.commit(keys, slots, chain, [arrival.checksum for arrival in arrivals])
             self._refinements.came(job.tier, slots, arrivals, promotion.share)
             self._host.touch(chain[job.touched_from :])
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)
             pairs = [(key, slot) for key, slot in pairs if self._index.key_at(slot) == key]  # not forgotten meanwhile
-            here = [slot for _, slot in pairs]
+            arrived_slots = [slot for _, slot in pairs]
             if promotion.on_arrived is not None:
-                promotion.on_arrived(here)
+                promotion.on_arrived(arrived_slots)
             began_s = job.began_s if wait is None else min(job.began_s, wait.answers.began_s)
             self._presence.came(job.tier, self._clock.now_s() - began_s)
             if wait is not None and not wait.over:
                 self._presence.was_in_time(job.tier)
-                self._index.lease(here)
-                wait.slots += here
+                self._index.lease(arrived_slots)
+                wait.slots += arrived_slots
         if arrivals and self._host.events.on:
-            found = [key for key, _ in pairs]
+            promoted_keys = [key for key, _ in pairs]
             self._host.events.publish(
                 events.Promoted(
                     promotion.holder,
                     self._lanes[job.tier].name,
-                    found,
+                    promoted_keys,
                     len(given_up),
-                    self._host.pool.sizes.total(found),
+                    self._host.pool.sizes.total(promoted_keys),
                     self._clock.now_s() - job.began_s,
                     job.estimated_s,
                 )

@@ -56,7 +56,7 @@ class Job:
     began_s: when the load was submitted.
     estimated_s: the estimate of its duration; None: the tier was not measured yet.
     is_probe: it is loaded only to measure the tier.
-    given_up_slots: of how many chunks, which are no longer awaited: the tier hangs, or an engine stores them. The slots
+    given_up_slots: how many of the chunks are no longer awaited: the tier hangs, or an engine stores them. Their slots
         stay reserved until the load ends.
     """
 

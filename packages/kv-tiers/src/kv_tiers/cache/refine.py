@@ -36,11 +36,11 @@ from kv_tiers.tier import Read, ReadsRests
 
 KEPT_BYTES: Final = 64 << 20
 """Limit of first parts of chunks that are cached in memory outside the pool, so that they need not be read again."""
-_LOOKED_AT: Final = 256
+_MAX_EXAMINED: Final = 256
 """Chunks examined at most in the search for one to refine, which is done under the lock."""
 _STILL_READ: Final = 2
-"""Second slots with old bytes that are still being read. While there are this many, no chunk that is being read is
-refined; while there are more, because a reader came during the last refinement, none is."""
+"""Limit of second slots with old bytes that are still being read. While there are this many, no chunk that is being
+read is refined; while there are more, because a reader came during the last refinement, no chunk at all is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +68,7 @@ class _UnderWay:
     is_paused: it was interrupted, and resumes at the lane's next idle turn.
     """
 
-    of: Approximation
+    approximation: Approximation
     slot: int
     lent: int
     rest: Rest
@@ -85,11 +85,11 @@ class Refinements:
         self._index = index
         self._lanes = list(lanes)
         self._clock = clock
-        self._at: dict[int, Approximation] = {}  # by slot
-        self._wanted: list[OrderedDict[int, Approximation]] = [OrderedDict() for _ in lanes]  # those not tried yet
+        self._by_slot: dict[int, Approximation] = {}
+        self._wanted: list[OrderedDict[int, Approximation]] = [OrderedDict() for _ in lanes]  # by tier: not tried yet
         self._under_way: list[_UnderWay | None] = [None for _ in lanes]
         self._passed_over: set[int] = set()  # slots that were being read, or for which there was no second one
-        self._kept_bytes = 0
+        self._cached_bytes = 0
         self._stopped = False
         self.counts = [0 for _ in lanes]
         """By tier, how often a chunk in the pool got better bytes."""
@@ -102,7 +102,7 @@ class Refinements:
     @property
     def approximations(self) -> int:
         """How many chunks in the pool are approximations of what a tier has."""
-        return len(self._at)
+        return len(self._by_slot)
 
     @property
     def is_at_rest(self) -> bool:
@@ -113,7 +113,7 @@ class Refinements:
         """Whether first parts of this many bytes of chunks are worth caching, and there is room for them."""
         lane = self._lanes[tier]
         is_of_use = len(lane.shares) > 1 and isinstance(lane.tier, ReadsRests)
-        return is_of_use and self._kept_bytes + nbytes // lane.shares[-1] <= KEPT_BYTES
+        return is_of_use and self._cached_bytes + nbytes // lane.shares[-1] <= KEPT_BYTES
 
     def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], share: int | None) -> None:
         """These have become resident.
@@ -122,31 +122,31 @@ class Refinements:
         """
         for slot, arrival in zip(slots, arrivals, strict=True):
             if arrival.parts and self._index.key_at(slot) == arrival.key:
-                one = self._at[slot] = Approximation(arrival.key, tier, arrival.parts)
+                approximation = self._by_slot[slot] = Approximation(arrival.key, tier, arrival.parts)
                 self._host.is_approximate(slot, arrival.parts)
                 if share != 1 and not self._stopped:
-                    self._wanted[tier][slot] = one
-                    self._keep(one, arrival.first_bytes)
-        self._tell([tier])
+                    self._wanted[tier][slot] = approximation
+                    self._cache_first_bytes(approximation, arrival.first_bytes)
+        self._wake_lanes([tier])
 
     def left(self, slots: Collection[int]) -> None:
         """See `SlotWatcher`."""
-        if not self._at:
+        if not self._by_slot:
             return
         for slot in slots:
-            if (one := self._at.pop(slot, None)) is not None:
-                self._wanted[one.tier].pop(slot, None)
+            if (approximation := self._by_slot.pop(slot, None)) is not None:
+                self._wanted[approximation.tier].pop(slot, None)
                 self._passed_over.discard(slot)
-                self._keep(one, None)
-                under_way = self._under_way[one.tier]
-                if under_way is not None and under_way.of is one and under_way.is_paused:
-                    self._drop(one.tier, under_way)
+                self._cache_first_bytes(approximation, None)
+                under_way = self._under_way[approximation.tier]
+                if under_way is not None and under_way.approximation is approximation and under_way.is_paused:
+                    self._drop(approximation.tier, under_way)
 
     def unleased(self, slots: Sequence[int], *, makes_room: bool) -> None:
         """See `SlotWatcher`."""
         if self._passed_over and (makes_room or not self._passed_over.isdisjoint(slots)):
             self._passed_over.clear()
-            self._tell(range(len(self._lanes)))
+            self._wake_lanes(range(len(self._lanes)))
 
     def stop(self) -> None:
         """Stop refining. A read in progress is given up at its lane's next check."""
@@ -165,11 +165,12 @@ class Refinements:
         for slot, parts in self._host.adopted_parts.items():
             key = self._index.key_at(slot)
             if tier is not None and key is not None:
-                self._at[slot] = self._wanted[tier][slot] = Approximation(key, tier, parts)
+                self._by_slot[slot] = self._wanted[tier][slot] = Approximation(key, tier, parts)
         if tier is not None:
-            self._tell([tier])
+            self._wake_lanes([tier])
 
-    def _tell(self, tiers: Iterable[int]) -> None:
+    def _wake_lanes(self, tiers: Iterable[int]) -> None:
+        """Notify the lanes of these tiers that have approximations to refine."""
         for tier in tiers:
             if self._wanted[tier]:
                 self._lanes[tier].has_rests()
@@ -197,24 +198,24 @@ class Refinements:
         being read only a few are taken at a time, because each may keep its second slot for long.
         """
         wanted = self._wanted[tier]
-        for slot, one in list(islice(wanted.items(), _LOOKED_AT)):
-            if wanted.get(slot) is not one:
+        for slot, approximation in list(islice(wanted.items(), _MAX_EXAMINED)):
+            if wanted.get(slot) is not approximation:
                 continue
             is_too_much = self._index.replaced + self._index.is_read(slot) > _STILL_READ
             if is_too_much or (lent := self._host.lend(slot)) is None:
                 self._passed_over.add(slot)
                 continue
-            if wanted.pop(slot, None) is not one:  # room was made by evicting the chunk itself
+            if wanted.pop(slot, None) is not approximation:  # room was made by evicting the chunk itself
                 self._host.give_back(lent)
                 continue
             pool = self._host.pool
             header = bytearray(chunk_header.HEADER_BYTES)
-            read = Read(one.key, header, pool.pages(lent), pool.chunk_bytes, pool.sizes.of(one.key))
+            read = Read(approximation.key, header, pool.pages(lent), pool.chunk_bytes, pool.sizes.of(approximation.key))
             rest = Rest(read, partial(self._arrived, tier))
-            if one.first_bytes is not None:
-                rest.first_bytes = one.first_bytes
-                self._keep(one, None)
-            begun = self._under_way[tier] = _UnderWay(one, slot, lent, rest, self._clock.now_s())
+            if approximation.first_bytes is not None:
+                rest.first_bytes = approximation.first_bytes
+                self._cache_first_bytes(approximation, None)
+            begun = self._under_way[tier] = _UnderWay(approximation, slot, lent, rest, self._clock.now_s())
             return begun
         return None
 
@@ -223,11 +224,11 @@ class Refinements:
         with self._host.lock:
             under_way = self._under_way[tier]
             assert under_way is not None
-            one, slot = under_way.of, under_way.slot
-            is_here = self._at.get(slot) is one and not self._stopped
+            approximation, slot = under_way.approximation, under_way.slot
+            is_here = self._by_slot.get(slot) is approximation and not self._stopped
             if is_here and arrival is None:
                 under_way.is_paused = True
-            elif not is_here or arrival is None or not _is_better(arrival, one):
+            elif not is_here or arrival is None or not _is_better(arrival, approximation):
                 self._drop(tier, under_way)
             else:
                 self._under_way[tier] = None
@@ -235,27 +236,28 @@ class Refinements:
 
     def _exchange(self, read: _UnderWay, arrival: Arrival) -> None:
         """Replace the chunk's bytes with those read into the lent slot."""
-        one = read.of
+        approximation = read.approximation
         self._host.exchange(read.slot, read.lent, arrival.checksum, arrival.parts)
-        one.parts = arrival.parts
-        if not one.parts:
-            del self._at[read.slot]
-        self.counts[one.tier] += 1
+        approximation.parts = arrival.parts
+        if not approximation.parts:
+            del self._by_slot[read.slot]
+        self.counts[approximation.tier] += 1
         if self._host.events.on:
-            nbytes, seconds = self._host.pool.sizes.of(one.key), self._clock.now_s() - read.began_s
-            self._host.events.publish(events.Refined(self._lanes[one.tier].name, [one.key], nbytes, seconds))
+            name, key = self._lanes[approximation.tier].name, approximation.key
+            nbytes, seconds = self._host.pool.sizes.of(key), self._clock.now_s() - read.began_s
+            self._host.events.publish(events.Refined(name, [key], nbytes, seconds))
 
     def _drop(self, tier: int, under_way: _UnderWay) -> None:
         self._under_way[tier] = None
         self._host.give_back(under_way.lent)
 
-    def _keep(self, one: Approximation, first_bytes: FirstBytes | None) -> None:
-        """Cache these for the chunk, in place of any others."""
-        for part, sign in ((one.first_bytes, -1), (first_bytes, 1)):
+    def _cache_first_bytes(self, approximation: Approximation, first_bytes: FirstBytes | None) -> None:
+        """Cache these first bytes for the chunk (None: none), in place of those cached before."""
+        for part, sign in ((approximation.first_bytes, -1), (first_bytes, 1)):
             if part is not None:
-                self._kept_bytes += sign * len(part.payload)
-        one.first_bytes = first_bytes
+                self._cached_bytes += sign * len(part.payload)
+        approximation.first_bytes = first_bytes
 
 
-def _is_better(arrival: Arrival, one: Approximation) -> bool:
-    return isinstance(arrival.outcome, Loaded) and (not arrival.parts or arrival.parts > one.parts)
+def _is_better(arrival: Arrival, approximation: Approximation) -> bool:
+    return isinstance(arrival.outcome, Loaded) and (not arrival.parts or arrival.parts > approximation.parts)

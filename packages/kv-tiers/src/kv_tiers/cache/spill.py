@@ -69,8 +69,8 @@ class _LowerTier:
     turns: the shares that have waiting chunks and may lease more; the first is next.
     leased: how many slots of each share are leased for stores to this tier.
     emptying: how many of these are to be evicted afterwards.
-    may_go_on: a store has succeeded since `Spills._go_on` last submitted one. It is not tried twice: a tier that takes
-        probes and no stores would hardly ever be up for loads.
+    may_resume: a store has succeeded since `Spills._resume` last submitted one. It does not submit twice in vain,
+        because a tier that takes probes but no stores would hardly ever be up for loads.
     counts: of this tier.
     """
 
@@ -81,7 +81,7 @@ class _LowerTier:
     turns: OrderedDict[Share, None] = field(default_factory=OrderedDict)
     leased: Counter[Share] = field(default_factory=Counter)
     emptying: Counter[Share] = field(default_factory=Counter)
-    may_go_on: bool = True
+    may_resume: bool = True
     counts: SpillCounts = field(default_factory=SpillCounts)
 
     def find(self, slot: int) -> _Waiting | None:
@@ -144,7 +144,7 @@ class Spills:
         self._withheld: dict[int, tuple[ChunkKey, frozenset[int]]] = {}
         for tier in self._tiers:
             if tier.mode == "through":
-                tier.lane.when_done = partial(self._go_on, tier)
+                tier.lane.when_done = partial(self._resume, tier)
 
     def committed(
         self,
@@ -163,10 +163,10 @@ class Spills:
         if not keys or not self._tiers:
             return
         lacking = {number for number, tier in enumerate(self._tiers[:above]) if tier.mode != "never"}
-        here = [(key, slot) for key, slot in zip(keys, slots, strict=True) if self._index.key_at(slot) == key]
-        for key, slot in here:  # the others were forgotten while they were written
+        resident = [(key, slot) for key, slot in zip(keys, slots, strict=True) if self._index.key_at(slot) == key]
+        for key, slot in resident:  # the others were forgotten while they were written
             for tier in self._tiers:
-                # The entry is of a chunk that has left the slot since; it may be the same chunk, forgotten and stored
+                # An earlier chunk of this slot that still waits has left; it may be the same one, forgotten and stored
                 # again by a request with other tiers.
                 tier.counts.lost += tier.remove(slot)
             self._withheld.pop(slot, None)
@@ -176,9 +176,9 @@ class Spills:
         share = self._host.share_of(keys[0].tenant)
         for number in sorted(lacking if lower is None else lacking & lower):
             tier = self._tiers[number]
-            for key, slot in here:
+            for key, slot in resident:
                 tier.add(slot, _Waiting(key, parents.get(key)), share)
-        self._pump(share)
+        self._submit_waiting(share)
 
     def allow(self, slots: Sequence[int], chain: Sequence[ChunkKey], lower: frozenset[int] | None) -> None:
         """These resident chunks also belong to another request, which may write them to these tiers (None: to all)."""
@@ -191,39 +191,39 @@ class Spills:
             key, withheld = self._withheld.pop(slot, (None, frozenset[int]()))
             if key is None or self._index.key_at(slot) != key:
                 continue
-            if left := withheld - allowed:
-                self._withheld[slot] = key, left
+            if still_withheld := withheld - allowed:
+                self._withheld[slot] = key, still_withheld
             for number in sorted(withheld & allowed):
                 self._tiers[number].add(slot, _Waiting(key, parents.get(key)), self._host.share_of(key.tenant))
                 added += 1
         if added:
-            self._pump(self._host.share_of(chain[0].tenant))
+            self._submit_waiting(self._host.share_of(chain[0].tenant))
 
-    def _pump(self, share: Share) -> None:
+    def _submit_waiting(self, share: Share) -> None:
         """Submit as many chunks as the lanes have room for, now that this share has new ones."""
         if self._stopped:
             return  # which chunks the lower tiers lack is no longer known, so none may be evicted
         for tier in self._tiers:
             if tier.mode == "through":
-                while self._hand_over(tier):
+                while self._submit_next(tier):
                     pass
         if self._writes_back:
             self._make_room(share)
             self._host.publish_evicted("watermark")
 
-    def _go_on(self, tier: _LowerTier) -> None:
-        """On the lane's thread, without the lock: submit what waits, because the tier may be back from an outage, or
-        cleared, and nothing else may be stored for long."""
-        if tier.turns and tier.may_go_on:
+    def _resume(self, tier: _LowerTier) -> None:
+        """On the lane's thread, without the lock: submit what waits, because the tier may be back from an outage or
+        have been cleared, and the next commit may be far away."""
+        if tier.turns and tier.may_resume:
             with self._host.lock:
-                while not self._stopped and self._hand_over(tier):
-                    tier.may_go_on = False
+                while not self._stopped and self._submit_next(tier):
+                    tier.may_resume = False
 
     def _make_room(self, share: Share) -> None:
         """Keep slots free for new chunks: evict the coldest ones, after storing those that a lower tier lacks. A tier
         that is away is not waited for, or the chunks would be lost to the others too when their slots are needed."""
-        every = [tier for tier in self._tiers if tier.mode == "back"]
-        tiers = [tier for tier in every if tier.lane.health()[0].serves] or every
+        write_back = [tier for tier in self._tiers if tier.mode == "back"]
+        tiers = [tier for tier in write_back if tier.lane.health()[0].serves] or write_back
         while share.slots - share.slots_used + sum(tier.emptying[share] for tier in tiers) < self._part_of(share):
             slot = self._index.victim((), set(), share.policy)
             if slot is None:
@@ -251,44 +251,44 @@ class Spills:
     def _is_drained(self, tier: _LowerTier, until: float) -> bool:
         """Submit what waits for this tier, and wait a little for it. True: it is all stored, or can no longer be."""
         with self._host.lock:
-            while self._hand_over(tier):
+            while self._submit_next(tier):
                 pass
             is_submitted = not tier.share_of
-        left = until - time.monotonic()
-        if left <= 0 or not tier.lane.health()[0].serves:
+        left_s = until - time.monotonic()
+        if left_s <= 0 or not tier.lane.health()[0].serves:
             return True
-        # Not until it is done: it may hang, and the time is also that of the others.
-        is_idle = tier.lane.drain(min(left, _DRAIN_TURN_S))
+        # Not until the lane is idle: it may hang, and the other tiers need the time as well.
+        is_idle = tier.lane.drain(min(left_s, _DRAIN_TURN_S))
         return is_idle and is_submitted and not tier.counts.under_way  # a store that has ended is settled after that
 
     def stop(self) -> int:
         """Submit nothing more. Returns how many chunks were not stored by then, summed over the tiers."""
         self._stopped = True
         key_at = self._index.key_at
-        left = 0
+        unstored = 0
         for tier in self._tiers:
-            left += tier.counts.under_way
+            unstored += tier.counts.under_way
             for queue in tier.queues.values():
-                left += sum(key_at(slot) == chunk.key for slot, chunk in queue.items())
+                unstored += sum(key_at(slot) == chunk.key for slot, chunk in queue.items())
             tier.queues.clear()
             tier.share_of.clear()
             tier.turns.clear()
-        return left
+        return unstored
 
     def counts(self) -> list[SpillCounts]:
         """By tier, in their order."""
         return [replace(tier.counts, waiting=len(tier.share_of)) for tier in self._tiers]
 
-    def _hand_over(self, tier: _LowerTier) -> bool:
+    def _submit_next(self, tier: _LowerTier) -> bool:
         """Submit the next few chunks of one prompt. False: there is no room, or nothing to submit."""
         room = min(self._batch_chunks, tier.lane.room_for_stores()) if tier.turns else 0
         while room > 0 and tier.turns:
             share = next(iter(tier.turns))
-            its_room = min(room, self._room_for(tier, share))
-            if its_room <= 0:
+            share_room = min(room, self._room_for(tier, share))
+            if share_room <= 0:
                 del tier.turns[share]  # until some of its leased chunks have been stored
                 continue
-            batch = self._next_of(tier, share, its_room)
+            batch = self._next_of(tier, share, share_room)
             if share in tier.turns:
                 tier.turns.move_to_end(share)
             if batch.slots:
@@ -338,13 +338,13 @@ class Spills:
     def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
         """On the lane's thread, without the lock."""
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
-        down = stored < len(outcomes) and not batch.tier.lane.health()[0].serves
+        is_down = stored < len(outcomes) and not batch.tier.lane.health()[0].serves
         with self._host.lock:
             self._settle(batch)
             counts = batch.tier.counts
             counts.stored += stored
-            batch.tier.may_go_on = batch.tier.may_go_on or stored > 0
-            if down and not stored:
+            batch.tier.may_resume = batch.tier.may_resume or stored > 0
+            if is_down and not stored:
                 self._requeue(batch)
             else:
                 counts.refused += len(outcomes) - stored
@@ -352,12 +352,12 @@ class Spills:
                 self._evict(batch)
                 self._host.publish_evicted("watermark")
             if self._host.events.on:
-                self._publish(batch, outcomes, is_retried=down and not stored)
-            self._pump(batch.share)
+                self._publish(batch, outcomes, is_retried=is_down and not stored)
+            self._submit_waiting(batch.share)
 
     def _publish(self, batch: _Batch, outcomes: Sequence[StoreOutcome], *, is_retried: bool) -> None:
-        whole = zip(batch.chunks, outcomes, strict=True)
-        keys = [chunk.key for chunk, outcome in whole if isinstance(outcome, Stored)]
+        pairs = zip(batch.chunks, outcomes, strict=True)
+        keys = [chunk.key for chunk, outcome in pairs if isinstance(outcome, Stored)]
         self._host.events.publish(
             events.Spilled(
                 batch.tier.lane.name,

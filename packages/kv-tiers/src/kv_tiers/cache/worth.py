@@ -63,8 +63,8 @@ class _Plan:
 
     chosen: what is worth waiting for; None: nothing.
     won_s: seconds saved until the first token, compared with computing.
-    waiting: seconds by tier for all that `best` needs.
-    all_s: the seconds of the slowest of them.
+    waiting: by tier, the seconds until it has delivered all that `best` needs.
+    all_s: the seconds of the slowest tier.
     is_known: all of these tiers have been measured.
     """
 
@@ -105,12 +105,12 @@ def worth_waiting(
         queued_bytes: dict[int, int] = {}
         waits: list[Wait] = []
         is_known = True
-        for at, part in enumerate(ordered):
+        for position, part in enumerate(ordered):
             queued_bytes[part.tier] = queued_bytes.get(part.tier, 0) + part.nbytes
             load_s = lanes[part.tier].load_s(queued_bytes[part.tier], share, part.nbytes)
             is_known = is_known and load_s is not None
             waiting[part.tier] = max(load_s or 0.0, arriving.get(part.tier, 0.0))
-            if shape.is_plain and is_boundary[at] and have < part.end < best:
+            if shape.is_plain and is_boundary[position] and have < part.end < best:
                 waits.append(Wait(part.end, max(waiting.values())))
         waits.append(Wait(best, max(waiting.values(), default=0.0)))
         chosen = choose_wait(costs, shape.chunk_tokens, have, waits, max_wait_s)
@@ -121,8 +121,9 @@ def worth_waiting(
     shares = max((lanes[part.tier].shares for part in parts), key=len, default=())
     plans = [plan(share) for share in shares] if shares and least.is_known else [least]
     tie_s = _EXACTNESS_WORTH * (costs.compute_s(have * shape.chunk_tokens, best * shape.chunk_tokens) or 0.0)
-    soonest_s = max(one.won_s for one in plans)
-    best_plan = next(one for one in plans if one.won_s >= soonest_s - tie_s and (one.chosen or soonest_s <= 0.0))
+    most_won_s = max(candidate.won_s for candidate in plans)
+    ties = [candidate for candidate in plans if candidate.won_s >= most_won_s - tie_s]
+    best_plan = next(candidate for candidate in ties if candidate.chosen or most_won_s <= 0.0)
     chosen, waiting = best_plan.chosen, best_plan.waiting
 
     def skipped(first: int, last: int, wait_s: float) -> Skipped | None:
