@@ -67,13 +67,13 @@ _PROBED_CHUNKS: Final = 8
 class _Located(NamedTuple):
     """A chunk that a call reads.
 
-    at: its number in the call.
+    number: its position in the call.
     wanted_bytes: how much of the payload, counted from its start.
-    payload: memory for what is read of it.
-    segments: where the header, unless the start of the payload is left out, and these bytes are in the files.
+    payload: memory for the part of the payload that is read.
+    segments: where that part is in the files, with the header before it unless the start of the payload is left out.
     """
 
-    at: int
+    number: int
     read: Read
     wanted_bytes: int
     payload: memoryview
@@ -181,7 +181,7 @@ class DiskTier(LendsExtents, IndexedTier):
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         held = self._index.holds(keys)
         if self._chunks.has_unreadable():
-            held = [here and not self._chunks.is_passed_over(key) for here, key in zip(held, keys, strict=True)]
+            held = [is_held and not self._chunks.is_passed_over(key) for is_held, key in zip(held, keys, strict=True)]
         return held
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
@@ -189,12 +189,12 @@ class DiskTier(LendsExtents, IndexedTier):
         outcomes: list[LoadOutcome] = [Absent()] * len(reads)
         try:
             located = [
-                self._located(at, entry, read)
-                for at, (read, entry) in enumerate(zip(reads, entries, strict=True))
+                self._locate(number, entry, read)
+                for number, (read, entry) in enumerate(zip(reads, entries, strict=True))
                 if entry is not None
             ]
-            for at, outcome in self._read(located).items():
-                outcomes[at] = outcome
+            for number, outcome in self._read(located).items():
+                outcomes[number] = outcome
         finally:
             self._index.end_load(entries)
         damaged = [read.key for read, outcome in zip(reads, outcomes, strict=True) if isinstance(outcome, Damaged)]
@@ -216,24 +216,24 @@ class DiskTier(LendsExtents, IndexedTier):
         stored: set[ChunkKey] = set()
         why = "every slot is being read or written, or holds an earlier chunk of the prompt"
         until_s = self._clock.now_s() + self._config.wait_s
-        left = list(writes)
-        while left:
+        remaining = list(writes)
+        while remaining:
             releases = self._index.releases
-            sizes = [write.stored_bytes for write in left]
-            decoded = [encoded_bytes(write) for write in left] if self._drops_parts else ()
-            places = self._chunks.reserve([write.key for write in left], sizes, left[0].parent, decoded)
-            taken = [(write, place) for write, place in zip(left, places, strict=True) if place is not None]
+            sizes = [write.stored_bytes for write in remaining]
+            decoded = [encoded_bytes(write) for write in remaining] if self._drops_parts else ()
+            places = self._chunks.reserve([write.key for write in remaining], sizes, remaining[0].parent, decoded)
+            taken = [(write, place) for write, place in zip(remaining, places, strict=True) if place is not None]
             written = self._write(taken)
             if len(written) == len(writes):
                 return [Stored()] * len(writes)
             stored.update(write.key for write in written)
-            held = self._index.holds([write.key for write in left])
-            stored.update(write.key for write, is_held in zip(left, held, strict=True) if is_held)
-            left = [write for write in left if write.key not in stored]
+            held = self._index.holds([write.key for write in remaining])
+            stored.update(write.key for write, is_held in zip(remaining, held, strict=True) if is_held)
+            remaining = [write for write in remaining if write.key not in stored]
             if taken and not written:
                 why = "the disk is full"
                 break
-            if left and not taken:
+            if remaining and not taken:
                 wait_s = until_s - self._clock.now_s()
                 if wait_s <= 0 or not self._index.wait_for_room(releases, wait_s):
                     break
@@ -247,7 +247,7 @@ class DiskTier(LendsExtents, IndexedTier):
         self._chunks.sync_all_wipes()
 
     def probe(self) -> None:
-        """Also repairs what it can: starts over in directories that were replaced, and retries wipes that failed.
+        """Also repair what can be repaired: start over in directories that were replaced, and retry wipes that failed.
 
         After a failed read, at least one chunk must be readable.
         """
@@ -289,17 +289,17 @@ class DiskTier(LendsExtents, IndexedTier):
     def _write_chunks(self, places: list[Place], write_of: Mapping[int, Write]) -> None:
         """Write the chunks to their places, durably. Places for which the medium has no room are removed from the list
         and withheld."""
-        short: set[int] = set()
+        without_space: set[int] = set()
         why = ""
         files: set[File] = set()
         headers = self._chunks.header_pages.take(len(places))
         try:
             moves: list[Move] = []
-            for at, (place, header) in enumerate(zip(places, headers, strict=True)):
+            for number, (place, header) in enumerate(zip(places, headers, strict=True)):
                 write, nbytes = write_of[place.entry], bytes_in_files(place.stored_bytes)
                 header[:HEADER_BYTES] = write.header
                 segments = self._chunks.segments(place.entry, place.units, nbytes)
-                moves.append((at, [header, write.pages[: nbytes - PAGE_BYTES]], segments))
+                moves.append((number, [header, write.pages[: nbytes - PAGE_BYTES]], segments))
             runs = self._chunks.runs(moves)
             for run in runs:
                 try:
@@ -307,7 +307,7 @@ class DiskTier(LendsExtents, IndexedTier):
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         raise
-                    short.update(at for at, _ in run.parts)
+                    without_space.update(number for number, _ in run.parts)
                     why = error.strerror or ""
                     continue
                 files.add(run.file)
@@ -317,18 +317,18 @@ class DiskTier(LendsExtents, IndexedTier):
                     run.file.drop_cached(run.offset, run.end - run.offset)
         finally:
             self._chunks.header_pages.give(headers)
-        self._chunks.withhold(places, [places[at] for at in short], why)
+        self._chunks.withhold(places, [places[number] for number in without_space], why)
 
     # Loading.
 
-    def _located(self, at: int, entry: int, read: Read) -> _Located:
+    def _locate(self, number: int, entry: int, read: Read) -> _Located:
         extent = self._index.extent(entry)
         wanted_bytes = min(read.wanted_bytes, extent.stored_bytes)
         nbytes = bytes_in_files(wanted_bytes)
         segments = self._chunks.segments(entry, extent.units, nbytes)
         if read.from_bytes:
             segments = behind(segments, PAGE_BYTES + read.from_bytes)
-        return _Located(at, read, wanted_bytes, read.pages[read.from_bytes : nbytes - PAGE_BYTES], segments)
+        return _Located(number, read, wanted_bytes, read.pages[read.from_bytes : nbytes - PAGE_BYTES], segments)
 
     def _read(self, located: Sequence[_Located]) -> dict[int, LoadOutcome]:
         """The outcomes, by each chunk's number in the call."""
@@ -337,8 +337,8 @@ class DiskTier(LendsExtents, IndexedTier):
         headers = self._chunks.header_pages.take(len(located))
         try:
             runs = self._chunks.runs(
-                (one.at, [one.payload] if one.read.from_bytes else [header, one.payload], one.segments)
-                for one, header in zip(located, headers, strict=True)
+                (chunk.number, [chunk.payload] if chunk.read.from_bytes else [header, chunk.payload], chunk.segments)
+                for chunk, header in zip(located, headers, strict=True)
             )
             for run in runs:
                 try:
@@ -347,32 +347,32 @@ class DiskTier(LendsExtents, IndexedTier):
                     if error.errno not in _READ_FAULTS:
                         raise self._chunks.down(error) from error
                     failed |= dict.fromkeys(
-                        [at for at, _ in run.parts], ReadFailed(f"{run.file.path}: {error.strerror}")
+                        [number for number, _ in run.parts], ReadFailed(f"{run.file.path}: {error.strerror}")
                     )
                     continue
                 if not run.file.direct:
                     run.file.drop_cached(run.offset, run.end - run.offset)
-                for at, needed in run.parts:
+                for number, needed in run.parts:
                     if needed > end:
-                        outcomes[at] = Damaged(f"{run.file.path} ends within it")
-            for one, header in zip(located, headers, strict=True):
-                if not one.read.from_bytes:
-                    one.read.header[:] = header[:HEADER_BYTES]
-                outcomes.setdefault(one.at, Loaded(one.wanted_bytes))
+                        outcomes[number] = Damaged(f"{run.file.path} ends within it")
+            for chunk, header in zip(located, headers, strict=True):
+                if not chunk.read.from_bytes:
+                    chunk.read.header[:] = header[:HEADER_BYTES]
+                outcomes.setdefault(chunk.number, Loaded(chunk.wanted_bytes))
         finally:
             self._chunks.header_pages.give(headers)
         if len(failed) > 1:
-            failed = self._read_one_by_one([one for one in located if one.at in failed])
+            failed = self._read_one_by_one([chunk for chunk in located if chunk.number in failed])
         return outcomes | failed
 
     def _read_one_by_one(self, located: Sequence[_Located]) -> dict[int, LoadOutcome]:
         """Read chunks one by one, because a single bad one may have made the whole read fail."""
         outcomes: dict[int, LoadOutcome] = {}
-        for one in located:
+        for chunk in located:
             failed = [outcome for outcome in outcomes.values() if isinstance(outcome, ReadFailed)]
             if len(failed) >= _MAX_FAILURES and len(failed) == len(outcomes):
-                return dict.fromkeys([one.at for one in located], failed[0]) | outcomes
-            outcomes |= self._read([one])
+                return dict.fromkeys([chunk.number for chunk in located], failed[0]) | outcomes
+            outcomes |= self._read([chunk])
         return outcomes
 
     def _try_to_read(self) -> None:
@@ -382,8 +382,8 @@ class DiskTier(LendsExtents, IndexedTier):
             TierDown: none could be read.
         """
         keys = self._chunks.readable_first()
-        some = random.sample(keys, min(_PROBED_CHUNKS, len(keys)))  # no secret depends on which
-        entries = self._index.begin_load(some, touch=False)
+        sample = random.sample(keys, min(_PROBED_CHUNKS, len(keys)))  # no secret depends on which
+        entries = self._index.begin_load(sample, touch=False)
         page = memoryview(mmap.mmap(-1, PAGE_BYTES))
         failure: OSError | None = None
         try:

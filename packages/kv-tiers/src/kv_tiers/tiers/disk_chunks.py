@@ -94,7 +94,7 @@ class DiskChunks:
         self._paths, self._direct, self._syncs = list(paths), direct, syncs
         self._drops_parts = drops_parts
         self._geometry = geometry_of(context)
-        self._slots_of = [-(-(slots - at) // len(paths)) for at in range(len(paths))]
+        self._slots_of = [-(-(slots - number) // len(paths)) for number in range(len(paths))]
         self.index = ExtentIndex(
             self._slots_of,
             self._geometry,
@@ -112,11 +112,11 @@ class DiskChunks:
         self._arriving: dict[int, ChunkKey] = {}  # by entry; without chunks that were discarded meanwhile
         self._full_until_s: float | None = None
         self.full = ""
-        self._told_full = False
+        self._full_is_logged = False
         self._is_closed = False
         self._unreadable: dict[ChunkKey, float] = {}  # until when each is skipped
         self.directories: list[DiskDirectory] = []
-        self._places: list[tuple[int, Path]] = []  # the device and mount point of each
+        self._places: list[tuple[int, Path]] = []  # the device and mount point of each directory
         self._open_directories()
 
     @property
@@ -146,8 +146,8 @@ class DiskChunks:
 
     def pass_over(self, keys: Iterable[ChunkKey]) -> None:
         """Skip these for a while: they could not be read. Under the lock."""
-        for other in list(self._unreadable):  # some have been evicted since, and are never looked up again
-            self.is_passed_over(other)
+        for known_key in list(self._unreadable):  # some have been evicted since, and are never looked up again
+            self.is_passed_over(known_key)
         self._unreadable.update(dict.fromkeys(keys, self.clock.now_s() + _UNREADABLE_REST_S))
 
     def readable_first(self) -> list[ChunkKey]:
@@ -219,27 +219,27 @@ class DiskChunks:
         self.refuse_vanished(places)
         self._records.sync_wipes(places)
         directories = self.directories
-        short: list[Place] = []
+        without_space: list[Place] = []
         why = ""
         try:
             for place in places:
-                entry, at = divmod(place.entry, len(directories))
-                if entry < directories[at].entries_ready:
+                entry, directory_number = divmod(place.entry, len(directories))
+                if entry < directories[directory_number].entries_ready:
                     continue
                 try:
-                    directories[at].make_room(entry, place.units)
+                    directories[directory_number].make_room(entry, place.units)
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         raise
-                    short.append(place)
+                    without_space.append(place)
                     why = error.strerror or ""
         finally:
-            self.withhold(places, short, why)
+            self.withhold(places, without_space, why)
 
     def refuse_vanished(self, places: Sequence[Place]) -> None:
         count = len(self.directories)
-        for at in {place.entry % count for place in places}:
-            if self.directories[at].has_vanished():
+        for number in {place.entry % count for place in places}:
+            if self.directories[number].has_vanished():
                 raise OSError(errno.ENOENT, "the directory was removed or replaced")
 
     def withhold(self, places: list[Place], short: Sequence[Place], why: str) -> None:
@@ -254,8 +254,8 @@ class DiskChunks:
             self.index.withhold(short)
             self._full_until_s = self.clock.now_s() + _FULL_DISK_REST_S
             self.full = f"{path}: {why}; it continues with the room that it has"
-            if not self._told_full:
-                self._told_full = True
+            if not self._full_is_logged:
+                self._full_is_logged = True
                 _log.warning(
                     "disk tier %s: %s has no room for more; it continues with the %d chunks that it has, and tries "
                     "periodically to grow",
@@ -274,8 +274,8 @@ class DiskChunks:
             self._records.write([chunk for chunk in chunks if chunk[0].entry in self._arriving])
             # What the next store will replace is wiped now, so that one sync makes both durable.
             if self._slots_ahead:
-                ahead = self.index.evict_ahead(self._slots_ahead, parent)
-                self._wipe_if_possible(ahead.evicted, ahead.cut)
+                room = self.index.evict_ahead(self._slots_ahead, parent)
+                self._wipe_if_possible(room.evicted, room.cut)
         self._records.sync([place.entry for place, _ in chunks])
 
     def make_findable(self, places: Sequence[Place], parents: Sequence[ChunkKey | None]) -> None:
@@ -321,7 +321,7 @@ class DiskChunks:
         if has_vanished:
             self._start_over()
         if self._arriving and self._records.doubted():
-            # What the failed sync was to make durable may be theirs, and the next sync of theirs would succeed.
+            # The lost writes may be of chunks that are being stored now, and the next sync of those would succeed.
             raise TierDown(f"disk tier {self.name}: a sync failed, and chunks that it may have lost are being stored")
         try:
             self._records.mend()
@@ -345,7 +345,7 @@ class DiskChunks:
     def _start_over(self) -> None:
         discarded = self.index.discard(self.index.all_keys())
         self._unreadable.clear()
-        self.full, self._told_full = "", False  # it may be another medium
+        self.full, self._full_is_logged = "", False  # it may be another medium
         if not self.index.is_idle():
             # A store in progress may get their room in a directory that is still there.
             self._wipe_if_possible(discarded)
@@ -376,11 +376,11 @@ class DiskChunks:
         try:
             if self._places:
                 self._check_mounted([place_of(Path(path) / self.context.namespace) for path in paths])
-            for at, path in enumerate(paths):
+            for number, path in enumerate(paths):
                 directory = DiskDirectory(
                     path,
                     self.context.namespace,
-                    slots=self._slots_of[at],
+                    slots=self._slots_of[number],
                     geometry=self._geometry,
                     direct=self._direct,
                 )
@@ -411,7 +411,7 @@ class DiskChunks:
             for note in directory.notes:
                 _log.warning("disk tier %s: %s", self.name, note)
         with suppress(OSError):  # only a remark
-            self._say_where_it_will_be_full()
+            self._warn_of_full_file_systems()
 
     def _check_mounted(self, places: Sequence[tuple[int, Path]]) -> None:
         """
@@ -422,8 +422,8 @@ class DiskChunks:
         known = self._places or places
         elsewhere = [
             path
-            for path, (device, mounted_at), (its_device, at) in zip(self._paths, places, known, strict=True)
-            if device != its_device and mounted_at != at
+            for path, (device, mounted_at), (known_device, known_mount) in zip(self._paths, places, known, strict=True)
+            if device != known_device and mounted_at != known_mount
         ]
         if elsewhere:
             raise ConfigError(
@@ -431,19 +431,19 @@ class DiskChunks:
                 "those again"
             )
 
-    def _say_where_it_will_be_full(self) -> None:
+    def _warn_of_full_file_systems(self) -> None:
         """Warn in advance, because a full file system is full for everything else on it too."""
         for device in dict.fromkeys(device for device, _ in self._places):
-            here = [directory for directory in self.directories if directory.place[0] == device]
-            wanted_bytes = sum(directory.slots for directory in here) * self._geometry.slot_bytes
-            room_bytes = free_bytes(here[0].path) + sum(allocated_bytes(directory.path) for directory in here)
+            on_device = [directory for directory in self.directories if directory.place[0] == device]
+            wanted_bytes = sum(directory.slots for directory in on_device) * self._geometry.slot_bytes
+            room_bytes = free_bytes(on_device[0].path) + sum(allocated_bytes(directory.path) for directory in on_device)
             if wanted_bytes > room_bytes:
                 _log.warning(
                     "disk tier %s: its capacity_bytes has %s for %s, whose file system has room for %s: the tier will "
                     "fill it up, which affects everything else there; write less",
                     self.name,
                     spelled(wanted_bytes),
-                    ", ".join(str(directory.path.parent) for directory in here),
+                    ", ".join(str(directory.path.parent) for directory in on_device),
                     spelled(room_bytes),
                 )
 

@@ -84,8 +84,8 @@ class DiskDirectory:
             _make(self.path)
             self._fd = open_own_directory(self.path, "remove it or choose another directory")
             lock = self._open("lock")
-            opened = os.fstat(lock.fd)
-            self._lock_path, self._lock_is = str(lock.path), (opened.st_ino, opened.st_dev)
+            status = os.fstat(lock.fd)
+            self._lock_path, self._lock_identity = str(lock.path), (status.st_ino, status.st_dev)
             self.place = place_of(self.path)
             self._take_possession(lock)
             self.direct = direct != "never" and self._takes_direct()
@@ -96,12 +96,12 @@ class DiskDirectory:
             self.index = self._open("index")
             self._slab_slots = -(-max(_SLAB_BYTES, slots * geometry.slot_bytes // _MAX_SLABS) // geometry.slot_bytes)
             self._begin_or_continue()
-            self._look_around()
+            self._note_other_formats()
         except OSError as error:
             self.close()
-            at = self.path / os.fsdecode(error.filename or "")  # for one of our files, only its name
+            failed = self.path / os.fsdecode(error.filename or "")  # for one of our files, only its name
             raise ConfigError(
-                f"{at} cannot be used for the disk tier: {error.strerror}; repair it or choose another directory"
+                f"{failed} cannot be used for the disk tier: {error.strerror}; repair it or choose another directory"
             ) from None
         except BaseException:
             self.close()
@@ -116,10 +116,10 @@ class DiskDirectory:
         if self._fd < 0:
             return True
         try:
-            found = os.lstat(self._lock_path)
+            status = os.lstat(self._lock_path)
         except (FileNotFoundError, NotADirectoryError):
             return True
-        return (found.st_ino, found.st_dev) != self._lock_is
+        return (status.st_ino, status.st_dev) != self._lock_identity
 
     def records(self, at: int, directories: int) -> Iterator[Found]:
         """Every valid record. Other entries are free.
@@ -134,17 +134,17 @@ class DiskDirectory:
         ]
         reader = RecordReader(self._geometry, self.slots, backed, at, directories)
         for start in range(0, entries, _RECORDS_AT_ONCE):
-            got = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
-            count = min(got, entries - start)
+            records_read = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
+            count = min(records_read, entries - start)
             if not count:
                 return
             yield from reader.found_in(piece, start, count)
 
     def record_at(self, entry: int) -> bytearray:
         """The record as it is stored. If there is none: bytes that `header_of` and `shortened` reject."""
-        found = bytearray(RECORD_BYTES)
-        self.index.read([memoryview(found)], PAGE_BYTES + entry * RECORD_BYTES)
-        return found
+        record = bytearray(RECORD_BYTES)
+        self.index.read([memoryview(record)], PAGE_BYTES + entry * RECORD_BYTES)
+        return record
 
     def write_records(self, records: Iterable[tuple[int, bytes]]) -> None:
         """Write records, given by entry. Adjacent ones are written in one call."""
@@ -167,7 +167,7 @@ class DiskDirectory:
                 self._grow_index(record_end)
         if self._slabs_complete:
             return
-        for number, _, end in self._stretches(units):
+        for number, _, end in self._slab_runs(units):
             if self._backed.get(number, 0) < end:
                 with self._growing:
                     self._grow(number, end)
@@ -175,27 +175,27 @@ class DiskDirectory:
     def segments(self, units: Sequence[int], nbytes: int) -> list[tuple[File, int, int]]:
         """File, offset and size of each contiguous piece of the first `nbytes` bytes in these units, in order."""
         if isinstance(units, range):  # a whole slot is in one slab
-            slab, at = divmod(units.start, self._slab_slots * self._slot_units)
-            return [(self._slabs[slab], at * self._unit_bytes, nbytes)]
-        found = []
-        for number, offset, end in self._stretches(units):
+            slab, unit = divmod(units.start, self._slab_slots * self._slot_units)
+            return [(self._slabs[slab], unit * self._unit_bytes, nbytes)]
+        pieces = []
+        for number, offset, end in self._slab_runs(units):
             if nbytes > 0:
-                found.append((self._slabs[number], offset, min(end - offset, nbytes)))
+                pieces.append((self._slabs[number], offset, min(end - offset, nbytes)))
             nbytes -= end - offset
-        return found
+        return pieces
 
-    def _stretches(self, units: Sequence[int]) -> list[tuple[int, int, int]]:
+    def _slab_runs(self, units: Sequence[int]) -> list[tuple[int, int, int]]:
         """Slab, offset and end of each run of adjacent units within a slab."""
         slab_units, unit_bytes = self._slab_slots * self._slot_units, self._unit_bytes
-        found = []
+        slab_runs = []
         for first, count in runs(units):
             unit, end = first, first + count
             while unit < end:
-                slab, at = divmod(unit, slab_units)
-                step = min(end - unit, slab_units - at)
-                found.append((slab, at * unit_bytes, (at + step) * unit_bytes))
+                slab, offset = divmod(unit, slab_units)
+                step = min(end - unit, slab_units - offset)
+                slab_runs.append((slab, offset * unit_bytes, (offset + step) * unit_bytes))
                 unit += step
-        return found
+        return slab_runs
 
     def records_there(self) -> int:
         """How many records the index has room for on the medium."""
@@ -236,7 +236,7 @@ class DiskDirectory:
             raise ConfigError(f"{self.path} was removed while it was opened; start again")
 
     def _takes_direct(self) -> bool:
-        """Try it: file systems refuse at the open or at the first write."""
+        """Try direct I/O: file systems refuse it at the open or at the first write."""
         try:
             file = File(self._fd, self.path / "direct", direct=True)
         except OSError as error:
@@ -265,18 +265,18 @@ class DiskDirectory:
         return seal(fields).ljust(PAGE_BYTES, b"\0")
 
     def _begin_or_continue(self) -> None:
-        found = bytearray(PAGE_BYTES)
-        got = self.index.read([memoryview(found)], 0)
-        if any(found) and found[: len(_MAGIC)] != _MAGIC:
+        page = bytearray(PAGE_BYTES)
+        bytes_read = self.index.read([memoryview(page)], 0)
+        if any(page) and page[: len(_MAGIC)] != _MAGIC:
             raise ConfigError(
                 f"{self.index.path} is not the index of a disk tier; move it away or choose another directory"
             )
-        described = found[: _HEADER.size + SEAL_BYTES]
-        _, version, record_bytes, unit_bytes, slot_units, slab_slots, namespace = _HEADER.unpack_from(described)
+        header = page[: _HEADER.size + SEAL_BYTES]
+        _, version, record_bytes, unit_bytes, slot_units, slab_slots, namespace = _HEADER.unpack_from(header)
         geometry = Geometry(unit_bytes, slot_units)
         if (
-            got == PAGE_BYTES
-            and unseal(described) is not None
+            bytes_read == PAGE_BYTES
+            and unseal(header) is not None
             and (version, record_bytes, namespace) == (VERSION, RECORD_BYTES, self._namespace)
             and geometry == self._geometry
             and slab_slots > 0
@@ -285,7 +285,7 @@ class DiskDirectory:
             self._continue()
             return
         slabs = self._slabs_found()
-        if any(found):
+        if any(page):
             self.notes.append(f"starts empty: {self.index.path} is damaged or of another version")
         elif slabs:
             self.notes.append(
@@ -322,8 +322,8 @@ class DiskDirectory:
         self._index_bytes = self.index.nbytes
         self._count_ready()
 
-    def _look_around(self) -> None:
-        """Log what else takes space here, because nothing else would report it."""
+    def _note_other_formats(self) -> None:
+        """Note what other formats take space here, because nothing else would report it."""
         other_bytes: Counter[bool] = Counter()
         old = []
         for directory in self.path.parent.glob("[0-9a-f]" * 32):
@@ -362,8 +362,8 @@ class DiskDirectory:
 
     def _grow(self, number: int, least: int) -> None:
         """Allocate all of the slab's space, or as much as there is, but at least `least` bytes."""
-        have = self._backed.get(number, 0)
-        if have >= least:
+        allocated = self._backed.get(number, 0)
+        if allocated >= least:
             return
         slab = self._slabs.get(number)
         if slab is None:
@@ -373,7 +373,7 @@ class DiskDirectory:
         # Whole slots, because taking the first unit of a slot makes all its units available.
         least = -(-least // stride) * stride
         try:
-            end = _allocate(slab, have, least, self._slots_in(number) * stride, stride)
+            end = _allocate(slab, allocated, least, self._slots_in(number) * stride, stride)
         except OSError:
             if slab is not self._slabs.get(number):
                 self._open_files.remove(slab)
@@ -391,13 +391,13 @@ class DiskDirectory:
         self.entries_ready = max(0, self.records_there()) if self._slabs_complete else 0
 
 
-def _allocate(file: File, have: int, least: int, most: int, step: int) -> int:
-    """Extend a file from `have` allocated bytes towards `most`, as far as there is space: to `least` and a number of
-    steps beyond. Returns its new size.
+def _allocate(file: File, allocated: int, least: int, most: int, step: int) -> int:
+    """Extend a file of `allocated` bytes towards `most`, as far as there is space: to `least` and a number of steps
+    beyond. Returns its new size.
     """
     while True:
         try:
-            file.allocate(have, most)
+            file.allocate(allocated, most)
             return most
         except OSError as error:
             if error.errno not in NO_ROOM or most == least:
@@ -425,13 +425,13 @@ def _slab_name(number: int) -> str:
 
 def place_of(path: Path) -> tuple[int, Path]:
     """The device and the mount point of the file system that this path is on, or would be on if it were made."""
-    here = Path(os.path.realpath(path))
-    while not here.exists():
-        here = here.parent
-    device = here.stat().st_dev
-    while here != here.parent and here.parent.stat().st_dev == device:
-        here = here.parent
-    return device, here
+    mount = Path(os.path.realpath(path))
+    while not mount.exists():
+        mount = mount.parent
+    device = mount.stat().st_dev
+    while mount != mount.parent and mount.parent.stat().st_dev == device:
+        mount = mount.parent
+    return device, mount
 
 
 def _make(path: Path) -> None:

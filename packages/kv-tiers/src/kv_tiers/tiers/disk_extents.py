@@ -49,7 +49,7 @@ class LendsExtents:
         entries = self._chunks.begin_load(keys)
         try:
             extents = [
-                None if entry is None else self._leased(key, entry) for key, entry in zip(keys, entries, strict=True)
+                None if entry is None else self._lease_of(key, entry) for key, entry in zip(keys, entries, strict=True)
             ]
         except BaseException as error:
             self._chunks.index.end_load(entries)
@@ -79,49 +79,49 @@ class LendsExtents:
         with self._chunks.aborting(ready):
             self._chunks.make_ready(ready)
             extents = {place.entry: self._extent(place.entry, place.units, None) for place in ready}
-        given = [place if place is not None and place.entry in extents else None for place in places]
+        usable = [place if place is not None and place.entry in extents else None for place in places]
         reservation = FileReservation(
-            next(self._ids), tuple(None if place is None else extents[place.entry] for place in given)
+            next(self._ids), tuple(None if place is None else extents[place.entry] for place in usable)
         )
         with self._chunks.lock:
-            self._reservations[reservation.id] = list(zip(given, [parent, *keys], strict=False))
+            self._reservations[reservation.id] = list(zip(usable, [parent, *keys], strict=False))
         return reservation
 
     def commit_extents(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
         if len(checksums) != len(reservation.extents):
             raise MisuseError(f"{len(checksums)} checksums for a reservation of {len(reservation.extents)} chunks")
         with self._chunks.lock:
-            given = self._reservations.pop(reservation.id, None)
-            if given is None:
+            reserved = self._reservations.pop(reservation.id, None)
+            if reserved is None:
                 raise MisuseError(f"file reservation {reservation.id} is not open")
             written = [
                 _Written(place, parent, checksum)
-                for (place, parent), checksum in zip(given, checksums, strict=True)
+                for (place, parent), checksum in zip(reserved, checksums, strict=True)
                 if place is not None and checksum is not None
             ]
-            stored = {one.place.entry for one in written}
-            self._chunks.abort([place for place, _ in given if place is not None and place.entry not in stored])
+            stored = {chunk.place.entry for chunk in written}
+            self._chunks.abort([place for place, _ in reserved if place is not None and place.entry not in stored])
         if written:
-            self._keep(written)
+            self._commit_written(written)
         why = "there was no room for it, or it was not written"
-        return [Stored() if place is not None and place.entry in stored else Refused(why) for place, _ in given]
+        return [Stored() if place is not None and place.entry in stored else Refused(why) for place, _ in reserved]
 
-    def _keep(self, written: Sequence[_Written]) -> None:
+    def _commit_written(self, written: Sequence[_Written]) -> None:
         """The remaining steps of the order of writes, once the bytes are there.
 
         Raises:
             TierDown: no chunk was stored.
         """
-        places = [one.place for one in written]
+        places = [chunk.place for chunk in written]
         files: set[File] = set()
         records = []
         with self._chunks.aborting(places):
             self._chunks.refuse_vanished(places)
-            for one in written:
-                place, nbytes = one.place, self._context.chunk_bytes
+            for chunk in written:
+                place, nbytes = chunk.place, self._context.chunk_bytes
                 header = chunk_header.make_header(
                     chunk_header.Header(
-                        place.key, one.parent, nbytes, nbytes, self._format_id, "", one.checksum, one.checksum, ()
+                        place.key, chunk.parent, nbytes, nbytes, self._format_id, "", chunk.checksum, chunk.checksum, ()
                     )
                 )
                 records.append((place, header))
@@ -130,7 +130,7 @@ class LendsExtents:
                 files.add(file)
             self._chunks.sync_files(files)
             self._chunks.write_records(records, written[0].parent)
-        self._chunks.make_findable(places, [one.parent for one in written])
+        self._chunks.make_findable(places, [chunk.parent for chunk in written])
 
     def _write_header(self, file: File, offset: int, header: bytes) -> None:
         (page,) = self._pages.take(1)
@@ -142,15 +142,15 @@ class LendsExtents:
         finally:
             self._pages.give([page])
 
-    def _leased(self, key: ChunkKey, entry: int) -> FileExtent | None:
-        """None if the chunk is encoded or in pieces, or its record was wiped meanwhile or is damaged: a load may report
-        which."""
+    def _lease_of(self, key: ChunkKey, entry: int) -> FileExtent | None:
+        """The extent to lease. None: the chunk is encoded or in pieces, or its record was wiped meanwhile or is
+        damaged; a load may report which."""
         extent = self._chunks.index.extent(entry)
         if not isinstance(extent.units, range):
             return None
-        local = entry // len(self._chunks.directories)
-        found = header_of(self._chunks.directory(entry).record_at(local), local)
-        header = None if found is None else chunk_header.read_header(found)
+        local_entry = entry // len(self._chunks.directories)
+        stored_header = header_of(self._chunks.directory(entry).record_at(local_entry), local_entry)
+        header = None if stored_header is None else chunk_header.read_header(stored_header)
         if not isinstance(header, chunk_header.Header) or header.key != key or header.codec:
             return None
         if (header.decoded_bytes, header.format_id) != (self._context.chunk_bytes, self._format_id):

@@ -36,17 +36,17 @@ class File:
         return os.fstat(self.fd).st_size
 
     def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> None:
-        left = sum(map(len, buffers))
-        while (done := os.pwritev(self.fd, buffers, offset)) < left:
+        remaining = sum(map(len, buffers))
+        while (done := os.pwritev(self.fd, buffers, offset)) < remaining:
             if not done:
                 raise OSError(errno.EIO, "none of a write was accepted")
-            buffers, offset, left = after(buffers, done), offset + done, left - done
+            buffers, offset, remaining = after(buffers, done), offset + done, remaining - done
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Number of bytes read: fewer than requested if the file ends."""
-        left, start = sum(map(len, buffers)), offset
-        while left and (done := os.preadv(self.fd, buffers, offset)):
-            offset, left = offset + done, left - done
+        remaining, start = sum(map(len, buffers)), offset
+        while remaining and (done := os.preadv(self.fd, buffers, offset)):
+            offset, remaining = offset + done, remaining - done
             if done % PAGE_BYTES:  # only at the end of the file, and direct I/O may not start there
                 break
             buffers = after(buffers, done)
@@ -89,19 +89,19 @@ class File:
 
     def close(self) -> None:
         """Closing again does nothing."""
-        opened, self.fd = self.fd, -1
-        if opened >= 0:
-            os.close(opened)
+        descriptor, self.fd = self.fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def after(buffers: Sequence[bytes | memoryview], nbytes: int) -> list[memoryview]:
     """The buffers without their first `nbytes`."""
-    left = []
+    remaining = []
     for buffer in buffers:
         if nbytes < len(buffer):
-            left.append(memoryview(buffer)[nbytes:])
+            remaining.append(memoryview(buffer)[nbytes:])
         nbytes = max(0, nbytes - len(buffer))
-    return left
+    return remaining
 
 
 def free_bytes(path: Path) -> int:

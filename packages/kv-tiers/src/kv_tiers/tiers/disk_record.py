@@ -74,8 +74,8 @@ def shortened(record: bytes | bytearray, entry: int, share: int, units: Sequence
     fields = unseal(record)
     if fields is None:
         return None
-    magic, number, place, header, _ = _RECORD.unpack(fields)
-    if magic not in _SHARE_OF or place != entry:
+    magic, number, recorded_entry, header, _ = _RECORD.unpack(fields)
+    if magic not in _SHARE_OF or recorded_entry != entry:
         return None
     return seal(_RECORD.pack(_MAGIC_OF[share], number, entry, header, _UNITS[len(units)].pack(*units)))
 
@@ -85,8 +85,8 @@ def header_of(record: bytes | bytearray, entry: int) -> bytes | None:
     fields = unseal(record)
     if fields is None:
         return None
-    magic, _, place, header, _ = _RECORD.unpack(fields)
-    return bytes(header) if magic == _MAGIC_OF[1] and place == entry else None
+    magic, _, recorded_entry, header, _ = _RECORD.unpack(fields)
+    return bytes(header) if magic == _MAGIC_OF[1] and recorded_entry == entry else None
 
 
 class RecordReader:
@@ -107,16 +107,16 @@ class RecordReader:
         """The valid records among the first `count` in this memory. start: the entry of the first."""
         # Only plain objects: on others, the garbage collector would spend half a second per hundred thousand records.
         slot_units, unit_bytes = self._geometry.slot_units, self._geometry.unit_bytes
-        found = np.frombuffer(piece, _LAYOUT)[:count]
-        ours = np.isin(found["magic"], list(_SHARE_OF)) & (found["entry"] == np.arange(start, start + count))
-        (here,) = np.nonzero(ours)
-        shares = [_SHARE_OF[magic] for magic in found["magic"][here].tolist()]
-        decoded, stored = found["decoded_bytes"][here].astype(np.int64), found["stored_bytes"][here].astype(np.int64)
+        records = np.frombuffer(piece, _LAYOUT)[:count]
+        is_record = np.isin(records["magic"], list(_SHARE_OF)) & (records["entry"] == np.arange(start, start + count))
+        (rows,) = np.nonzero(is_record)
+        shares = [_SHARE_OF[magic] for magic in records["magic"][rows].tolist()]
+        decoded, stored = (records[name][rows].astype(np.int64) for name in ("decoded_bytes", "stored_bytes"))
         encoded = np.where(stored < decoded, decoded, 0)
         for row, share in enumerate(shares):
             if share > 1:
                 stored[row] = min(stored[row], cut_bytes(int(decoded[row]), share))
-        units = found["units"][here, :slot_units]
+        units = records["units"][rows, :slot_units]
         first = units[:, 0]
         slots = first // slot_units
         last_slot = len(self._backed) - 1
@@ -124,32 +124,35 @@ class RecordReader:
         is_slot &= (units == first[:, None] + np.arange(slot_units)).all(axis=1)
         counts = (PAGE_BYTES + stored + unit_bytes - 1) // unit_bytes
         is_slot &= counts == slot_units
-        starts = here * RECORD_BYTES
+        starts = rows * RECORD_BYTES
         columns = (
-            (start + here) * self._directories + self._at,
+            (start + rows) * self._directories + self._at,
             starts,
-            found["number"][here],
+            records["number"][rows],
             stored,
             counts,
             first,
             is_slot,
             encoded,
         )
-        rows = zip(
+        values_of_rows = zip(
             *(column.tolist() for column in columns),
             shares,
             intact(memoryview(piece), starts.tolist(), RECORD_BYTES),
             strict=True,
         )
         data = bytes(piece)  # keys are slices of it, and slices of a bytearray would be bytearrays
-        for row, values in enumerate(rows):
-            entry, begins, number, stored_bytes, count_, first_unit, is_whole, chunk, share, is_intact = values
+        for row, values in enumerate(values_of_rows):
+            entry, begin, number, stored_bytes, unit_count, first_unit, is_whole, decoded_bytes, share, is_intact = (
+                values
+            )
             if not is_intact:
                 continue
-            where: PackedUnits = first_unit
+            packed_units: PackedUnits = first_unit
             if not is_whole:
-                where = tuple(units[row, :count_].tolist())
-                if count_ > slot_units or not all(unit // slot_units in self._backed_slots for unit in where):
-                    where = ()
-            key, parent = names_in(data, begins + _HEADER_AT)
-            yield Found(number, entry, key, parent, stored_bytes, where, chunk, share)
+                packed_units = tuple(units[row, :unit_count].tolist())
+                slots_of_units = {unit // slot_units for unit in packed_units}
+                if unit_count > slot_units or not slots_of_units <= self._backed_slots:
+                    packed_units = ()
+            key, parent = names_in(data, begin + _HEADER_AT)
+            yield Found(number, entry, key, parent, stored_bytes, packed_units, decoded_bytes, share)

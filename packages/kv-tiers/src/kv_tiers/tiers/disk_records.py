@@ -34,7 +34,7 @@ class ChunkRecords:
         self._recorded: dict[int, PackedUnits] = {}
         """By entry that has a record: the units that it names, of its directory."""
         self._shortened: set[int] = set()  # entries whose record names less than it once did
-        self._stale: set[int] = set()  # entries whose record should have been wiped, and may still be read
+        self._stale: set[int] = set()  # entries whose record should have been wiped, but may still be on the medium
         slots = max(directory.slots for directory in directories) * len(directories)
         # Takes up memory only where it is written.
         wiped = mmap.mmap(-1, 8 * slots, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,17 +55,19 @@ class ChunkRecords:
         durable.
         """
         count = len(self._directories)
-        found = [record for at, directory in enumerate(self._directories) for record in directory.records(at, count)]
+        found: list[Found] = []
+        for number, directory in enumerate(self._directories):
+            found += directory.records(number, count)
         found.sort(reverse=True)
         self._recorded = {record.entry: record.units for record in found}
         self._next_number = found[0].number + 1 if found else 0
         entry_of: dict[bytes | None, int] = {}
         live: dict[int, Found] = {}
-        take = [_Taken(self._slot_units).take for _ in self._directories]
+        claim = [_ClaimedSpace(self._slot_units).claim for _ in self._directories]
         for record in found:
             _, entry, key, _, _, units, _, share = record
             is_unusable = units == () or (share > 1 and not cut)
-            if key in entry_of or is_unusable or not take[entry % count](units):
+            if key in entry_of or is_unusable or not claim[entry % count](units):
                 self._stale.add(entry)
                 continue
             entry_of[key], live[entry] = entry, record
@@ -82,20 +84,20 @@ class ChunkRecords:
             yield Stored(keys[entry], parent_key, entry, stored_bytes, units, decoded_bytes, share)
 
     def write(self, chunks: Sequence[tuple[Place, bytes]]) -> None:
-        """Vouch for the chunks whose headers and payloads are in their places."""
+        """Write the records of chunks whose headers and payloads are in their places."""
         count = len(self._directories)
         records: list[list[tuple[int, bytes]]] = [[] for _ in self._directories]
         for (_, entry, units, _), header in chunks:
             self._recorded[entry] = pack(units)
-            local, at = divmod(entry, count)
-            records[at].append((local, pack_record(local, self._next_number, header, units)))
+            local, number = divmod(entry, count)
+            records[number].append((local, pack_record(local, self._next_number, header, units)))
             self._next_number += 1
         for forgotten in (self._stale, self._shortened):
             if forgotten:
                 forgotten.difference_update([place.entry for place, _ in chunks])
-        for directory, those in zip(self._directories, records, strict=True):
-            if those:
-                directory.write_records(those)
+        for directory, directory_records in zip(self._directories, records, strict=True):
+            if directory_records:
+                directory.write_records(directory_records)
 
     def wipe(self, entries: Iterable[int], cut: Mapping[int, tuple[int, Extent]] = MappingProxyType({})) -> None:
         """Wipe the records of these entries, and those whose wipe failed before. No restart of this process finds them.
@@ -106,14 +108,14 @@ class ChunkRecords:
         self._stale.update(self._recorded.keys() & entries)
         if cut:
             recorded = self._recorded.keys() - self._stale
-            self._shorten({entry: left for entry, left in cut.items() if entry in recorded})
+            self._shorten({entry: remainder for entry, remainder in cut.items() if entry in recorded})
         if not self._stale:
             return
         count, stale = len(self._directories), self._stale
-        for at, directory in enumerate(self._directories):
-            if local := [entry // count for entry in stale if entry % count == at]:
+        for number, directory in enumerate(self._directories):
+            if local := [entry // count for entry in stale if entry % count == number]:
                 directory.wipe_records(local)
-                self._last_wipe[at] = self._wipes + 1
+                self._last_wipe[number] = self._wipes + 1
         # Counted only when done: the thread that makes records durable reads the count first.
         self._wipes += 1
         units_of = [(entry, self._recorded.pop(entry, ())) for entry in stale]
@@ -125,10 +127,10 @@ class ChunkRecords:
         """Rewrite the records for what is left. Those for which this fails remain stale."""
         self._stale.update(cut)
         count = len(self._directories)
-        for at, directory in enumerate(self._directories):
+        for number, directory in enumerate(self._directories):
             records = {}
             for entry, (share, (units, _)) in cut.items():
-                if entry % count == at:
+                if entry % count == number:
                     local = entry // count
                     record = shortened(directory.record_at(local), local, share, units)
                     if record is not None:
@@ -136,7 +138,7 @@ class ChunkRecords:
             if not records:
                 continue
             directory.write_records([(entry // count, record) for entry, record in records.items()])
-            self._last_wipe[at] = self._wipes + 1
+            self._last_wipe[number] = self._wipes + 1
             self._wipes += 1
             for entry in records:
                 if self._syncs:
@@ -147,7 +149,7 @@ class ChunkRecords:
 
     def _note_wiped(self, entry: int, units: PackedUnits) -> None:
         """Note that the last counted wipe was of this entry's record, which named these units."""
-        for slot in self._slots(entry, units):
+        for slot in self._slots_of(entry, units):
             self._wiped[slot] = self._wipes
 
     def doubted(self) -> list[File]:
@@ -184,22 +186,22 @@ class ChunkRecords:
         count = len(self._directories)
         late: set[int] = set()
         for place in places if self._syncs else ():
-            at = place.entry % count
-            if at not in late:
-                slots = self._slots(place.entry, pack(place.units))
-                if max(map(self._wiped.__getitem__, slots)) > self._durable[at]:
-                    late.add(at)
-        for at in late:
-            self._sync(at)
+            number = place.entry % count
+            if number not in late:
+                slots = self._slots_of(place.entry, pack(place.units))
+                if max(map(self._wiped.__getitem__, slots)) > self._durable[number]:
+                    late.add(number)
+        for number in late:
+            self._sync(number)
 
     def sync(self, entries: Iterable[int]) -> None:
         """Return once the records of these entries and every wipe so far are durable: evicted chunks do not come
         back."""
         count = len(self._directories)
         written = {entry % count for entry in entries}
-        for at in range(count):
-            if at in written or self._last_wipe[at] > self._durable[at]:
-                self._sync(at)
+        for number in range(count):
+            if number in written or self._last_wipe[number] > self._durable[number]:
+                self._sync(number)
 
     def sync_files(self, files: Iterable[File]) -> None:
         """Return once the writes to these files are durable."""
@@ -207,12 +209,12 @@ class ChunkRecords:
             for file in files:
                 file.sync()
 
-    def _sync(self, at: int) -> None:
+    def _sync(self, number: int) -> None:
         wipes = self._wipes
-        self.sync_files([self._directories[at].index])
-        self._durable[at] = max(self._durable[at], wipes)
+        self.sync_files([self._directories[number].index])
+        self._durable[number] = max(self._durable[number], wipes)
 
-    def _slots(self, entry: int, units: PackedUnits) -> Collection[int]:
+    def _slots_of(self, entry: int, units: PackedUnits) -> Collection[int]:
         """The tier's slots to which these units of the entry's directory belong."""
         count = len(self._directories)
         if isinstance(units, int):
@@ -220,7 +222,7 @@ class ChunkRecords:
         return {unit // self._slot_units * count + entry % count for unit in units}
 
 
-class _Taken:
+class _ClaimedSpace:
     """The slots and units of one directory that records name, while they are taken over."""
 
     def __init__(self, slot_units: int) -> None:
@@ -229,8 +231,8 @@ class _Taken:
         self._in_part: set[int] = set()
         self._units: set[int] = set()
 
-    def take(self, packed: PackedUnits) -> bool:
-        """False: another record names one of them."""
+    def claim(self, packed: PackedUnits) -> bool:
+        """Claim these units. False: another record names one of them."""
         if isinstance(packed, int):
             slot = packed // self._slot_units
             if slot in self._whole or slot in self._in_part:

@@ -19,8 +19,8 @@ Segment = tuple[File, int, int]
 """File, offset and size."""
 
 Move = tuple[int, list[memoryview], Sequence[Segment]]
-"""What a call reads or writes of a chunk: the chunk's number in the call, memory for the bytes in their order, and
-where as many bytes are in the files."""
+"""What a call reads or writes of a chunk: the chunk's number in the call, memory for the bytes in their order, and the
+segments of the files that have as many bytes."""
 
 
 class HeaderPages:
@@ -62,22 +62,22 @@ def bytes_in_files(stored_bytes: int) -> int:
 
 
 def runs_of(moves: Iterable[Move], filler: memoryview) -> list[Run]:
-    """filler: pages of arbitrary bytes, to bridge small gaps."""
+    """The moves as runs of adjacent bytes. filler: pages of arbitrary bytes, to bridge small gaps."""
     placed: list[tuple[int, int, int, File, int, list[memoryview]]] = []  # no two have the same first three
-    for at, buffers, segments in moves:
+    for number, buffers, segments in moves:
         if len(segments) == 1:
             file, offset, nbytes = segments[0]
-            placed.append((file.fd, offset, at, file, nbytes, buffers))
+            placed.append((file.fd, offset, number, file, nbytes, buffers))
             continue
-        left = buffers
+        remaining = buffers
         for file, offset, nbytes in segments:
-            taken, left = _split(left, nbytes)
-            placed.append((file.fd, offset, at, file, nbytes, taken))
+            taken, remaining = _split(remaining, nbytes)
+            placed.append((file.fd, offset, number, file, nbytes, taken))
     placed.sort()
     runs: list[Run] = []
     run: Run | None = None
     end, max_gap = 0, len(filler)
-    for _, offset, at, file, nbytes, buffers in placed:
+    for _, offset, number, file, nbytes, buffers in placed:
         gap = offset - end
         if (
             run is None
@@ -91,33 +91,33 @@ def runs_of(moves: Iterable[Move], filler: memoryview) -> list[Run]:
             run.buffers.append(filler[:gap])
         run.buffers += buffers
         run.end = end = offset + nbytes
-        run.parts.append((at, end))
+        run.parts.append((number, end))
     return runs
 
 
 def behind(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
     """The segments without their first `nbytes` bytes."""
-    rest = []
+    remaining = []
     for file, offset, length in segments:
         skipped = min(nbytes, length)
         nbytes -= skipped
         if skipped < length:
-            rest.append((file, offset + skipped, length - skipped))
-    return rest
+            remaining.append((file, offset + skipped, length - skipped))
+    return remaining
 
 
 def new_filler(slack_bytes: int) -> memoryview:
-    """slack_bytes: how much larger a slot is than a whole chunk."""
+    """The filler for `runs_of`. slack_bytes: how much larger a slot is than a whole chunk."""
     return memoryview(mmap.mmap(-1, slack_bytes or PAGE_BYTES))[:slack_bytes]
 
 
 def _split(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
     """The first bytes of the buffers, and the rest."""
-    first, rest = [], []
+    first, remaining = [], []
     for buffer in buffers:
         if nbytes:
             first.append(buffer[:nbytes])
         if len(buffer) > nbytes:
-            rest.append(buffer[nbytes:])
+            remaining.append(buffer[nbytes:])
         nbytes = max(0, nbytes - len(buffer))
-    return first, rest
+    return first, remaining

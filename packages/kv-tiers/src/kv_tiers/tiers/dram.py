@@ -161,15 +161,15 @@ class DramTier(IndexedTier):
     ) -> None:
         """Copy the first `nbytes` bytes of a payload, except those before `from_bytes`. Does not hold the interpreter's
         lock, which an assignment to a memoryview would."""
-        at = 0
+        offset = 0
         for first, count in runs(units):
-            end = min(at + count * self._unit_bytes, nbytes)
-            begin = max(at, from_bytes)
-            start = first * self._unit_bytes + begin - at
+            end = min(offset + count * self._unit_bytes, nbytes)
+            begin = max(offset, from_bytes)
+            start = first * self._unit_bytes + begin - offset
             if begin < end:
-                with self._pool.view[start : start + end - begin] as here, pages[begin:end] as there:
-                    to, source = (there, here) if is_load else (here, there)
-                    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))
-            at = end
-            if at == nbytes:
+                with self._pool.view[start : start + end - begin] as pool_bytes, pages[begin:end] as page_bytes:
+                    target, source = (page_bytes, pool_bytes) if is_load else (pool_bytes, page_bytes)
+                    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+            offset = end
+            if offset == nbytes:
                 return
