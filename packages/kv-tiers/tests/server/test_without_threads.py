@@ -233,7 +233,7 @@ def test_peers_are_followed_and_told_what_they_need_not_hold_later(
     ending: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_following, "_WAIT_S", 0.1)  # which closing may take
-    monkeypatch.setattr(peer_following, "_LOOK_S", 0.01)
+    monkeypatch.setattr(peer_following, "_POLL_S", 0.01)
     keys = key_chain(2)
 
     def answer(stream: PeerStream, request: Request) -> None:

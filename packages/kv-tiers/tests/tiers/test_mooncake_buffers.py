@@ -108,8 +108,8 @@ def test_nodes_that_have_failed_are_not_remembered_for_longer_than_they_are_excl
     client = tier._connected()
     monkeypatch.setattr(client, "batch_get_replica_desc", lambda names: {names[0]: [copy_at(nodes[0])]}, raising=False)
     for _ in range(3):
-        tier._leave_out(["a chunk"])
-        assert list(tier._left_out) == nodes[:1]
+        tier._exclude_nodes(["a chunk"])
+        assert list(tier._excluded) == nodes[:1]
         now[0] += tier._config.dead_node_s
         del nodes[0]
 

@@ -97,7 +97,7 @@ def test_a_call_to_an_object_store_ends_after_all_of_its_parts(ending: ExitStack
     assert isinstance(tier, ObjectsTier)
     ending.callback(tier.close)
     with threads_left(count, on_refusal=parts.go_on.set):
-        assert tier._each(range(4), parts.do) == [0, 1, 2, 3]
+        assert tier._run_each(range(4), parts.do) == [0, 1, 2, 3]
         assert parts.running == 0 and sorted(parts.begun) == [0, 1, 2, 3]
 
 

@@ -15,14 +15,14 @@ def opened_below(top: str, path: str) -> Iterator[int]:
     Raises:
         OSError: it is not there, or a link is on the way.
     """
-    at = os.open(top, _DIRECTORY)
+    descriptor = os.open(top, _DIRECTORY)
     try:
         for name in path.split("/"):
-            above, at = at, os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-            os.close(above)
-        yield at
+            parent, descriptor = descriptor, os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(parent)
+        yield descriptor
     finally:
-        os.close(at)
+        os.close(descriptor)
 
 
 def files_below(top: str, path: str, levels: int) -> Iterator[tuple[str, str]]:
@@ -34,8 +34,8 @@ def files_below(top: str, path: str, levels: int) -> Iterator[tuple[str, str]]:
     while directories:
         directory, deeper = directories.pop()
         try:
-            with opened_below(top, directory) as opened, os.scandir(opened) as found:
-                entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+            with opened_below(top, directory) as opened, os.scandir(opened) as scanned:
+                entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scanned]
         except OSError:
             continue
         for name, is_directory in entries:

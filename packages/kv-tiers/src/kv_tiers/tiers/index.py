@@ -91,7 +91,7 @@ class ExtentIndex:
         self._media = len(slots)
         self._geometry, self._overhead_bytes = geometry, overhead_bytes
         self._lock = threading.Lock()
-        self._let_go = threading.Condition(self._lock)
+        self._released = threading.Condition(self._lock)
         self._bounded = BoundedGroups() if bounded is None else bounded
         self._policy = CoveragePolicy(policy, self._bounded)
         self._parts = PartsPolicy(self._policy, len(CUTS) - 1) if drops_parts else None
@@ -163,11 +163,11 @@ class ExtentIndex:
         """The entries of those that are here, each leased until `end_load`. touch: this counts as a use of them."""
         with self._lock:
             entries = [self._residency.find(key) for key in keys]
-            here = [(key, entry) for key, entry in zip(keys, entries, strict=True) if entry is not None]
-            self._residency.lease([entry for _, entry in here])
-            self._reading += len(here)
-            if here and touch:
-                self._residency.touch(*self._prompt([key for key, _ in here], [entry for _, entry in here]))
+            present = [(key, entry) for key, entry in zip(keys, entries, strict=True) if entry is not None]
+            self._residency.lease([entry for _, entry in present])
+            self._reading += len(present)
+            if present and touch:
+                self._residency.touch(*self._prompt([key for key, _ in present], [entry for _, entry in present]))
             return entries
 
     def extent(self, entry: int) -> Extent:
@@ -175,11 +175,11 @@ class ExtentIndex:
         return Extent(unpack(self._units[entry], self._geometry.slot_units), self._stored_bytes[entry])
 
     def end_load(self, entries: Sequence[int | None]) -> None:
-        here = [entry for entry in entries if entry is not None]
+        present = [entry for entry in entries if entry is not None]
         with self._lock:
-            for entry in self._residency.unlease(here):
+            for entry in self._residency.unlease(present):
                 self._free(entry)
-            self._reading -= len(here)
+            self._reading -= len(present)
             self._notify()
 
     def reserve(
@@ -199,18 +199,18 @@ class ExtentIndex:
         """
         places: list[Place | None] = []
         with self._lock:
-            _, here = self._residency.resident(keys)
-            search = self._search([*self._entries_above(parent), *here])
+            _, present = self._residency.resident(keys)
+            search = self._search([*self._entries_above(parent), *present])
             missing = set(self._residency.not_held(keys))
             units_of = {size: self._geometry.units_for(self._overhead_bytes + size) for size in set(stored_bytes)}
-            for at, (key, nbytes) in enumerate(zip(keys, stored_bytes, strict=True)):
+            for number, (key, nbytes) in enumerate(zip(keys, stored_bytes, strict=True)):
                 place = None
                 if key in missing:
                     place = self._room(key, units_of[nbytes], nbytes, search)
                     missing.discard(key) if place is not None else missing.clear()
                 places.append(place)
-                if place is not None and self._parts is not None and decoded_bytes and decoded_bytes[at]:
-                    self._decoded_bytes[place.entry] = decoded_bytes[at]
+                if place is not None and self._parts is not None and decoded_bytes and decoded_bytes[number]:
+                    self._decoded_bytes[place.entry] = decoded_bytes[number]
             taken = [place for place in places if place is not None]
             self._residency.reserve([place.key for place in taken], [place.entry for place in taken])
             return self._ended(search, places)
@@ -267,7 +267,7 @@ class ExtentIndex:
                     continue
                 self._empty(entry)
                 missing -= units
-                # Reused last, to leave time for whatever must happen to it before.
+                # Reused last, so that there is time for what must happen to the entry before, such as a durable wipe.
                 self._free(entry, last=True)
                 search.evicted.append(entry)
             return self._ended(search, [])
@@ -298,17 +298,17 @@ class ExtentIndex:
         with self._lock:
             if self.releases != releases:
                 return True
-            return (self._reading > 0 or self._residency.chunks_reserved > 0) and self._let_go.wait(timeout_s)
+            return (self._reading > 0 or self._residency.chunks_reserved > 0) and self._released.wait(timeout_s)
 
     def discard(self, keys: Sequence[ChunkKey]) -> list[int]:
         """From now on no load finds these chunks. Returns the entries of those that were here; some may still be being
         read."""
         entries = []
-        for at in range(0, len(keys), _DISCARDED_AT_ONCE):
-            if at:
+        for start in range(0, len(keys), _DISCARDED_AT_ONCE):
+            if start:
                 time.sleep(0.0001)  # or lookups that wait for the lock would not get it in between
             with self._lock:
-                for key in keys[at : at + _DISCARDED_AT_ONCE]:
+                for key in keys[start : start + _DISCARDED_AT_ONCE]:
                     entry = self._residency.forget(key)
                     if entry is not None:
                         entries.append(entry)
@@ -343,7 +343,7 @@ class ExtentIndex:
 
     def _notify(self) -> None:
         self.releases += 1
-        self._let_go.notify_all()
+        self._released.notify_all()
 
     def _forget_places(self) -> None:
         self._spaces = [Space(slots, self._geometry.slot_units) for slots in self._slots_of_medium]
@@ -369,11 +369,11 @@ class ExtentIndex:
                 continue
             self._empty(victim)
             search.evicted.append(victim)
-            first = self._units[victim]
-            if units == self._geometry.slot_units and isinstance(first, int):
+            first_unit = self._units[victim]
+            if units == self._geometry.slot_units and isinstance(first_unit, int):
                 self._decoded_bytes.pop(victim, None)
                 self._stored_bytes[victim] = stored_bytes  # a whole slot for a whole slot
-                return Place(key, victim, range(first, first + units), stored_bytes)
+                return Place(key, victim, range(first_unit, first_unit + units), stored_bytes)
             self._free(victim)
             search.no_room_for = MAX_UNITS + 1
 
@@ -399,8 +399,8 @@ class ExtentIndex:
         return Room(places, search.evicted, cut)
 
     def _shrink(self, entry: int, cut: set[int], *, last: bool = False) -> bool:
-        """Drop the victim's next part instead of evicting it. If it has none that can be dropped, only its turn passes.
-        False: it has no turns left.
+        """Drop the victim's next part instead of evicting it, or count a step if it has no part that can be dropped.
+        False: it has taken all steps.
 
         cut: receives the entry if this freed units. last: as for `Space.give`.
         """
@@ -412,12 +412,12 @@ class ExtentIndex:
             self._parts.lower(entry, len(CUTS) - 1)
             return True
         self._parts.lower(entry, step)
-        left_bytes = cut_bytes(decoded_bytes, CUTS[step])
+        remaining_bytes = cut_bytes(decoded_bytes, CUTS[step])
         units = tuple(self.extent(entry).units)  # not a range, which would mean a whole slot
-        needed = self._geometry.units_for(self._overhead_bytes + left_bytes)
-        if left_bytes < self._stored_bytes[entry] and needed < len(units):
+        needed = self._geometry.units_for(self._overhead_bytes + remaining_bytes)
+        if remaining_bytes < self._stored_bytes[entry] and needed < len(units):
             self._spaces[entry % self._media].give(units[needed:], last=last)
-            self._units[entry], self._stored_bytes[entry] = units[:needed], left_bytes
+            self._units[entry], self._stored_bytes[entry] = units[:needed], remaining_bytes
             self._cut[entry] = CUTS[step]
             cut.add(entry)
         return True
@@ -425,8 +425,8 @@ class ExtentIndex:
     def _empty(self, entry: int) -> None:
         key = self._residency.empty(entry)
         if self._policy.bounded_slots:
-            beside = map(self._residency.find, self._bounded.beside(key))
-            self._policy.demote([found for found in beside if found is not None])
+            bounded_entries = map(self._residency.find, self._bounded.beside(key))
+            self._policy.demote([entry for entry in bounded_entries if entry is not None])
 
     def _entry(self, medium: int) -> int | None:
         free = self._free_entries[medium]
@@ -442,13 +442,13 @@ class ExtentIndex:
     def _grow(self, entry: int) -> None:
         """Extend the tables to this entry. They grow on demand, as a medium may have room for far more chunks than it
         will ever hold."""
-        have = len(self._parents)
-        if entry >= have:
-            more = entry + 1 - have + max(_GROWS_BY, have // 8)
-            self._residency.grow(have + more)
-            self._parents += [None] * more
-            self._stored_bytes.frombytes(bytes(8 * more))
-            self._units += [0] * more
+        size = len(self._parents)
+        if entry >= size:
+            added = entry + 1 - size + max(_GROWS_BY, size // 8)
+            self._residency.grow(size + added)
+            self._parents += [None] * added
+            self._stored_bytes.frombytes(bytes(8 * added))
+            self._units += [0] * added
 
     def _free(self, entry: int, *, last: bool = False) -> None:
         number, medium = divmod(entry, self._media)

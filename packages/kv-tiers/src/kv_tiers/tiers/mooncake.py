@@ -105,7 +105,7 @@ class MooncakeTier:
         self._client: Any = None
         self._free: list[_Buffer] = []
         self._buffers_changed = threading.Condition()
-        self._left_out: dict[str, float] = {}  # nodes that failed, and when each is retried
+        self._excluded: dict[str, float] = {}  # nodes that failed, and when each is retried
         self._no_stores_until = 0.0
         self._full = ""
 
@@ -120,17 +120,17 @@ class MooncakeTier:
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         outcomes: list[LoadOutcome] = []
         while len(outcomes) < len(reads):
-            rest = reads[len(outcomes) :]
-            with self._lent(len(rest)) as buffers:
-                outcomes += self._load(rest[: len(buffers)], buffers)
+            remaining = reads[len(outcomes) :]
+            with self._borrow_buffers(len(remaining)) as buffers:
+                outcomes += self._load(remaining[: len(buffers)], buffers)
         return outcomes
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         outcomes: list[StoreOutcome] = []
         while len(outcomes) < len(writes):
-            rest = writes[len(outcomes) :]
-            with self._lent(len(rest)) as buffers:
-                outcomes += self._store(rest[: len(buffers)], buffers)
+            remaining = writes[len(outcomes) :]
+            with self._borrow_buffers(len(remaining)) as buffers:
+                outcomes += self._store(remaining[: len(buffers)], buffers)
         if outcomes:
             self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
         return outcomes
@@ -173,7 +173,7 @@ class MooncakeTier:
             [name for name, _ in wanted], addresses, [self._object_bytes] * len(wanted)
         )
         sizes: dict[str, int] = dict(zip((name for name, _ in wanted), answers, strict=True))
-        self._leave_out([name for name, size in sizes.items() if size == _TRANSFER_FAILED])
+        self._exclude_nodes([name for name, size in sizes.items() if size == _TRANSFER_FAILED])
         return [
             self._received(read, name, sizes.get(name, _NOT_FOUND), buffer)
             for read, name, buffer in zip(reads, names, buffers, strict=True)
@@ -230,23 +230,23 @@ class MooncakeTier:
     # Nodes that do not answer.
 
     def _lost(self, names: Sequence[str]) -> set[str]:
-        """Those whose copies are all on excluded nodes. No round trip while no node is excluded."""
+        """Those of the names whose copies are all on excluded nodes. No round trip while no node is excluded."""
         now = time.monotonic()
-        dead = {node for node, until in list(self._left_out.items()) if now < until}
+        dead = {node for node, until in list(self._excluded.items()) if now < until}
         if not dead or not names:
             return set()
         copies = self._connected().batch_get_replica_desc(list(names))
-        return {name for name, of_name in copies.items() if _nodes(of_name) and _nodes(of_name) <= dead}
+        return {name for name, replicas in copies.items() if _nodes(replicas) and _nodes(replicas) <= dead}
 
-    def _leave_out(self, names: Sequence[str]) -> None:
+    def _exclude_nodes(self, names: Sequence[str]) -> None:
         """Exclude the nodes that hold these: a transfer from them has just failed."""
         if names:
             now = time.monotonic()
             until = now + self._config.dead_node_s
-            for of_name in self._connected().batch_get_replica_desc(list(names)).values():
-                self._left_out |= dict.fromkeys(_nodes(of_name), until)
-            # A node that is started again is another one, and the former never comes back.
-            self._left_out = {node: again for node, again in list(self._left_out.items()) if now < again}
+            for replicas in self._connected().batch_get_replica_desc(list(names)).values():
+                self._excluded |= dict.fromkeys(_nodes(replicas), until)
+            # A restarted node counts as a new one, so entries of former nodes are dropped when their time is over.
+            self._excluded = {node: retry_at for node, retry_at in list(self._excluded.items()) if now < retry_at}
 
     # The connection.
 
@@ -304,7 +304,7 @@ class MooncakeTier:
             raise TierDown(f"no master at {self._config.master}: {error}") from error
 
     @contextmanager
-    def _lent(self, most: int) -> Iterator[list[_Buffer]]:
+    def _borrow_buffers(self, most: int) -> Iterator[list[_Buffer]]:
         """At least one and at most this many buffers."""
         self._connected()
         with self._buffers_changed:

@@ -136,10 +136,10 @@ class ObjectsTier:
         self._threads = ThreadPoolExecutor(config.requests, thread_name_prefix="kv-s3")
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return self._each(keys, self._is_held)
+        return self._run_each(keys, self._is_held)
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        return self._each(reads, self._load)
+        return self._run_each(reads, self._load)
 
     load_prefixes = load_rests = load
 
@@ -149,11 +149,11 @@ class ObjectsTier:
             batch = self._call(partial(next, batches, None)) or []
         except (_ForbiddenError, FileNotFoundError) as error:
             raise TierDown(f"its objects cannot be listed: {error}") from error
-        paths = (found["path"][len(self._prefix) + 1 :] for found in batch if self._is_chunk(found["size"]))
+        paths = (entry["path"][len(self._prefix) + 1 :] for entry in batch if self._is_chunk(entry["size"]))
         return list(islice(keys_in_paths(paths), count))
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
-        outcomes = self._each(writes, self._keep)
+        outcomes = self._run_each(writes, self._store_one)
         if outcomes:
             self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
         return outcomes
@@ -165,8 +165,8 @@ class ObjectsTier:
         self._delete_below(self._prefix)
 
     def clear_tenant(self, tenant: bytes) -> None:
-        found = self._call(lambda: self._obstore.list_with_delimiter(self._store, self._prefix))
-        for space in found["common_prefixes"]:
+        listing = self._call(lambda: self._obstore.list_with_delimiter(self._store, self._prefix))
+        for space in listing["common_prefixes"]:
             self._delete_below(f"{space.rstrip('/')}/{tenant.hex()}")
 
     def probe(self) -> None:
@@ -194,7 +194,7 @@ class ObjectsTier:
             return None
         except TierDown as error:
             if _REFUSES in str(error):
-                self._list_nothing()  # the reply to HEAD has no body, so only this one says why
+                self._list_nothing()  # the reply to HEAD has no body, and the reply to a listing says why
             if isinstance(error, _ForbiddenError):
                 return None
             raise
@@ -214,7 +214,7 @@ class ObjectsTier:
         except FileNotFoundError:
             return Absent()
         except _ForbiddenError as error:
-            self._list_nothing()  # raises if not only this object is forbidden
+            self._list_nothing()  # raises if more than this object is forbidden
             self._pass_over(read.key, str(error))
             return Absent()
         except TierDown as error:
@@ -227,8 +227,8 @@ class ObjectsTier:
             return Damaged(str(error))
 
     def _pass_over(self, key: ChunkKey, why: str) -> None:
-        """Another's object, one encrypted with another's key, or one that was moved to an archive: it is found no more,
-        and replaced when its chunk is stored again."""
+        """Hide an object that is another's, encrypted with another's key, or moved to an archive. It is replaced when
+        its chunk is stored again."""
         _log.warning("%s: a chunk that may be listed but not read counts as missing: %s", self.name, why)
         if len(self._unreadable) >= _MAX_UNREADABLE:
             self._unreadable.clear()  # they are tried once more
@@ -236,32 +236,32 @@ class ObjectsTier:
 
     def _receive(self, read: Read) -> Loaded:
         wanted_bytes = HEADER_BYTES + read.wanted_bytes
-        at = HEADER_BYTES + read.from_bytes if read.from_bytes else 0
-        options = {"range": (at, wanted_bytes)} if at or read.wanted_bytes < self._chunk_bytes else None
-        found = self._obstore.get(self._store, self._path(read.key), options=options)
-        size = found.meta["size"]
+        offset = HEADER_BYTES + read.from_bytes if read.from_bytes else 0
+        options = {"range": (offset, wanted_bytes)} if offset or read.wanted_bytes < self._chunk_bytes else None
+        reply = self._obstore.get(self._store, self._path(read.key), options=options)
+        size = reply.meta["size"]
         if not self._is_chunk(size):
             raise _WrongLengthError(f"an object of {size} bytes")
         object_bytes = min(size, wanted_bytes)
-        for piece in found.stream(min_chunk_size=_STREAM_BYTES):
+        for piece in reply.stream(min_chunk_size=_STREAM_BYTES):
             self.on_progress()
             part = memoryview(piece)
-            if at + len(part) > object_bytes:
+            if offset + len(part) > object_bytes:
                 raise _WrongLengthError(f"an object of more than {object_bytes} bytes")
-            if at < HEADER_BYTES:
-                of_header = part[: HEADER_BYTES - at]
-                read.header[at : at + len(of_header)] = of_header
-                at += len(of_header)
-                part = part[len(of_header) :]
-            start = at - HEADER_BYTES
+            if offset < HEADER_BYTES:
+                header_part = part[: HEADER_BYTES - offset]
+                read.header[offset : offset + len(header_part)] = header_part
+                offset += len(header_part)
+                part = part[len(header_part) :]
+            start = offset - HEADER_BYTES
             if len(part):  # not under the interpreter's lock, which assigning to a memoryview would hold
                 np.copyto(np.frombuffer(read.room, np.uint8)[start : start + len(part)], np.frombuffer(part, np.uint8))
-            at += len(part)
-        if at != object_bytes:  # the object's size is right, so the reply was cut short
-            raise TierDown(f"a reply ended after {at} bytes of {object_bytes}")
+            offset += len(part)
+        if offset != object_bytes:  # the object's size is right, so the reply was cut short
+            raise TierDown(f"a reply ended after {offset} bytes of {object_bytes}")
         return Loaded(object_bytes - HEADER_BYTES)
 
-    def _keep(self, write: Write) -> StoreOutcome:
+    def _store_one(self, write: Write) -> StoreOutcome:
         if self._is_held(write.key):
             return Stored()
         # Two buffers and no multipart upload: one request, whose body obstore sends without copying it.
@@ -282,7 +282,7 @@ class ObjectsTier:
     def _delete_below(self, path: str) -> None:
         batches = self._obstore.list(self._store, path, chunk_size=_DELETED_AT_ONCE)
         while (batch := self._call(partial(next, batches, None))) is not None:
-            self._delete([found["path"] for found in batch])
+            self._delete([entry["path"] for entry in batch])
 
     def _delete(self, paths: Sequence[str]) -> None:
         try:
@@ -294,19 +294,19 @@ class ObjectsTier:
 
     def _delete_all(self, paths: Sequence[str]) -> None:
         for start in range(0, len(paths), _DELETED_AT_ONCE):
-            some = list(paths[start : start + _DELETED_AT_ONCE])
+            batch = list(paths[start : start + _DELETED_AT_ONCE])
             try:
-                self._call(partial(self._obstore.delete, self._store, some))
+                self._call(partial(self._obstore.delete, self._store, batch))
             except FileNotFoundError:
-                if len(some) > 1:  # a store without bulk requests may stop at the first missing object
-                    for path in some:
+                if len(batch) > 1:  # a store without bulk requests may stop at the first missing object
+                    for path in batch:
                         self._delete_all([path])
 
-    def _call(self, ask: Callable[[], T]) -> T:
-        """The result of `ask`. A missing object's error passes through; all other errors are faults of the store."""
+    def _call(self, request: Callable[[], T]) -> T:
+        """The result of `request`. A missing object's error passes through; all others are faults of the store."""
         errors = self._obstore.exceptions
         try:
-            return ask()
+            return request()
         except FileNotFoundError:
             raise
         except errors.PermissionDeniedError as error:
@@ -314,11 +314,11 @@ class ObjectsTier:
         except (errors.BaseError, OSError, ValueError) as error:
             raise TierDown(_shortened(error)) from error
 
-    def _each(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
+    def _run_each(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
         """When one of these calls finds the store down, the others are skipped."""
         down: list[TierDown] = []
 
-        def unless_down(item: Item) -> T:
+        def work_unless_down(item: Item) -> T:
             if down:
                 raise down[0]
             try:
@@ -328,7 +328,7 @@ class ObjectsTier:
                 raise
 
         try:
-            return run_all(self._threads, [partial(unless_down, item) for item in items])
+            return run_all(self._threads, [partial(work_unless_down, item) for item in items])
         finally:
             down.clear()  # otherwise a reference cycle would retain the borrowed memory until it is collected
 

@@ -25,11 +25,11 @@ from kv_tiers.tiers.peers_wire import MAX_ASKED, MAX_FOLLOWED_BYTES, Follow, Fol
 _log = limited_logger(__name__)
 
 _WAIT_S: Final = 1.0
-"""How long one long poll may wait, and so how long closing may take."""
-_LOOK_S: Final = 0.5
+"""How long one long poll may wait, which is also how long closing may take."""
+_POLL_S: Final = 0.5
 """How often the list of peers is checked."""
 _RETRY_S: Final = 0.1
-_MAX_UNSAID: Final = 256
+_MAX_UNSENT: Final = 256
 
 OnAnswer = Callable[[Peer, float, Followed], None]
 """Arguments: the peer that answered, when the query was sent (`time.monotonic`), and the answer."""
@@ -51,8 +51,8 @@ class Following:
         self._closed = threading.Event()
         self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
-        self._unsaid: queue.Queue[Sequence[ChunkKey] | None] = queue.Queue(_MAX_UNSAID)
-        self._says = False
+        self._unsent: queue.Queue[Sequence[ChunkKey] | None] = queue.Queue(_MAX_UNSENT)
+        self._is_sending = False
 
     def start(self) -> None:
         """Follow all peers from now on."""
@@ -63,15 +63,15 @@ class Following:
         expire.
         """
         with self._lock:
-            if not self._says and not self._closed.is_set():
+            if not self._is_sending and not self._closed.is_set():
                 try:
-                    self._run(self._say_all, "kv-peers-taken")
-                    self._says = True
+                    self._run(self._send_all, "kv-peers-taken")
+                    self._is_sending = True
                 except RuntimeError as error:
                     _log.warning("peers are not told for now which chunks they need no longer hold: %s", error)
-        for at in range(0, len(keys), MAX_ASKED):
+        for start in range(0, len(keys), MAX_ASKED):
             try:
-                self._unsaid.put_nowait(keys[at : at + MAX_ASKED])
+                self._unsent.put_nowait(keys[start : start + MAX_ASKED])
             except queue.Full:
                 return
 
@@ -79,7 +79,7 @@ class Following:
         """Stop. Threads that wait for an answer end within their deadline."""
         self._closed.set()
         with suppress(queue.Full):  # if it is full, the thread checks `_closed` before the next message
-            self._unsaid.put_nowait(None)
+            self._unsent.put_nowait(None)
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
@@ -93,7 +93,7 @@ class Following:
         thread = threading.Thread(target=work, name=name, daemon=True)
         with self._lock:
             thread.start()
-            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+            self._threads = [*(running for running in self._threads if running.is_alive()), thread]
 
     def _follow_all(self) -> None:
         """Run a thread for each peer."""
@@ -107,13 +107,13 @@ class Following:
                     _log.warning("peer %s is not followed for now: %s", peer, error)
                     peers.remove(peer)  # try again the next time
             followed = peers
-            self._closed.wait(_LOOK_S)
+            self._closed.wait(_POLL_S)
 
     def _follow(self, peer: Peer) -> None:
         feed, after = b"", 0
         while not self._closed.is_set() and peer in self._hosts.peers():
             if not peer.is_up():
-                self._closed.wait(_LOOK_S)
+                self._closed.wait(_POLL_S)
                 continue
             asked_s = time.monotonic()
             try:
@@ -128,15 +128,15 @@ class Following:
                 _log.exception("following peer %s hit a bug", peer)
                 self._closed.wait(_RETRY_S)
 
-    def _say_all(self) -> None:
+    def _send_all(self) -> None:
         while not self._closed.is_set():
-            keys = self._unsaid.get()
+            keys = self._unsent.get()
             if keys is None:
                 return
             peers = [peer for peer in self._hosts.peers() if peer.is_up()]
             message = Taken(self._namespace, pack_keys(keys))
 
-            def say(peer: Peer, message: Taken = message) -> None:
+            def send(peer: Peer, message: Taken = message) -> None:
                 peer.ask(message, Held, self._answer_s)
 
-            self._hosts.each(peers, say, in_background=True)
+            self._hosts.each(peers, send, in_background=True)

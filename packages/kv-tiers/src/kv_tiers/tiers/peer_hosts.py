@@ -250,20 +250,20 @@ class PeerHosts:
 
     def _resolve(self, hosts: Sequence[HostPort]) -> None:
         """Resolve all names. A name that cannot be resolved keeps its previous addresses."""
-        found: dict[tuple[str, str, int], Peer | None] = {}
+        places: dict[tuple[str, str, int], Peer | None] = {}
         for host in hosts:
             try:
-                known = socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)
-                found.update(((host.host, str(address[0]), host.port), None) for *_, address in known)
+                resolved = socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)
+                places.update(((host.host, str(address[0]), host.port), None) for *_, address in resolved)
             except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
                 _log.warning("the peers at %s cannot be resolved: %s", host, error)
-                found.update((place, peer) for place, peer in self._peers.items() if place[0] == host.host)
+                places.update((place, peer) for place, peer in self._peers.items() if place[0] == host.host)
         with self._lock:
             self._is_resolving = False
             if self._is_closed:
                 return
-            gone = [peer for place, peer in self._peers.items() if place not in found]
-            self._peers = {place: self._peers.get(place) or self._peer(place) for place in found}
+            gone = [peer for place, peer in self._peers.items() if place not in places]
+            self._peers = {place: self._peers.get(place) or self._peer(place) for place in places}
             self._by_host = {}
             for peer in self._peers.values():
                 self._by_host.setdefault(peer.host, []).append(peer)

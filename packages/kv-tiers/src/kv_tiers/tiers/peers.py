@@ -157,7 +157,7 @@ class PeersTier:
         with self._lock:
             holders = {read.key: self._holders[read.key] for read in reads if read.key in self._holders}
         if self._directory is not None:
-            # As it is now. A host that handed a chunk over need not have it any more, but may not list it yet.
+            # The directory as it is now: a host that handed a chunk over need not have it any more, or list it yet.
             holders |= {key: listed for key, listed in self._ask([read.key for read in reads]).items() if listed}
         elif unknown := [read.key for read in reads if read.key not in holders]:
             holders |= self._ask(unknown)
@@ -170,12 +170,12 @@ class PeersTier:
         outcomes: list[LoadOutcome] = [Absent() for _ in reads]
 
         def fetch(peer: Peer) -> None:
-            mine = parts[peer]
-            for at in range(0, len(mine), MAX_FETCHED):
-                some = mine[at : at + MAX_FETCHED]
-                peer.talk(partial(self._fetch, reads, some, outcomes), self._chunk_s)
+            numbers = parts[peer]
+            for start in range(0, len(numbers), MAX_FETCHED):
+                batch = numbers[start : start + MAX_FETCHED]
+                peer.talk(partial(self._fetch, reads, batch, outcomes), self._chunk_s)
                 if self._directory is not None:
-                    absent = [reads[number].key for number in some if isinstance(outcomes[number], Absent)]
+                    absent = [reads[number].key for number in batch if isinstance(outcomes[number], Absent)]
                     self._directory.not_here(peer.host, absent)
 
         self._hosts.each(list(parts), fetch)
@@ -249,16 +249,16 @@ class PeersTier:
     def _handed_over(self, peer: Peer, asked_s: float, answer: Followed) -> None:
         """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
         assert self._on_handed_over is not None
-        for given in answer.given:
-            chain = unpack_keys(given)
+        for handed_over in answer.given:
+            chain = unpack_keys(handed_over)
             with self._lock:
                 if not self._is_believed(asked_s, answer.cleared_s):  # we may be cleared at any time
                     return
                 if any(map(self._is_hidden, chain)):
                     continue
-                for key in chain[given.first :]:
+                for key in chain[handed_over.first :]:
                     _remember(self._holders, key, tuple(dict.fromkeys((*self._holders.get(key, ()), peer))))
-            self._on_handed_over(chain, given.first, given.hold_s)
+            self._on_handed_over(chain, handed_over.first, handed_over.hold_s)
 
     def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
         """Which peers hold these: according to the directory, or by querying all peers that are up at once.
@@ -286,8 +286,8 @@ class PeersTier:
 
         peers = self._hosts.peers()
         answers = self._hosts.each([peer for peer in peers if anybody or peer.is_up()], ask)
-        if not answers and (others := [peer for peer in peers if not peer.is_self]):
-            raise TierDown("; ".join(f"{peer}: {peer.last_failure}" for peer in others))
+        if not answers and (failed_peers := [peer for peer in peers if not peer.is_self]):
+            raise TierDown("; ".join(f"{peer}: {peer.last_failure}" for peer in failed_peers))
         found: dict[ChunkKey, tuple[Peer, ...]] = {}
         with self._lock:
             if self._cleared_s is not None and self._cleared_s >= began_s:
@@ -356,10 +356,11 @@ make_peers_tier = factory_of(PeersTier, PeersTierConfig, "peers")
 def _questions(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
     """The keys of each `Holds`. Engines may name prefixes by different algorithms, and a drain asks about the chunks of
     all, but the keys of a message have one length."""
-    of_length: dict[int, list[ChunkKey]] = {}
+    keys_by_length: dict[int, list[ChunkKey]] = {}
     for key in keys:
-        of_length.setdefault(len(key), []).append(key)
-    return [alike[at : at + MAX_ASKED] for alike in of_length.values() for at in range(0, len(alike), MAX_ASKED)]
+        keys_by_length.setdefault(len(key), []).append(key)
+    groups = keys_by_length.values()
+    return [group[start : start + MAX_ASKED] for group in groups for start in range(0, len(group), MAX_ASKED)]
 
 
 def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:

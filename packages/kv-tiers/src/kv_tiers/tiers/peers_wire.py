@@ -315,9 +315,9 @@ class PeerStream(TimedSocket):
             answer. ends_by: the latest deadline of these.
         """
         first = memoryview(bytearray(HEADER.size))
-        came = self.receive(first, begins_by)
+        received = self.receive(first, begins_by)
         deadline = min(time.monotonic() + timeout_s, ends_by)
-        self.fill(first[came:], deadline)
+        self.fill(first[received:], deadline)
         body = self._body(first, max_bytes, deadline)
         return _decode(_REQUESTS, body), deadline
 
@@ -327,11 +327,11 @@ class PeerStream(TimedSocket):
         deadline = deadline_for(payload.nbytes, timeout_s)
         running = xxhash.xxh3_128()
         unsent: list[bytes | bytearray | memoryview] = [SIZE.pack(payload.nbytes)]
-        for at in range(0, payload.nbytes, _PIECE_BYTES):
-            if at:
+        for offset in range(0, payload.nbytes, _PIECE_BYTES):
+            if offset:
                 self.send(unsent, min(deadline, deadline_for(_PIECE_BYTES, timeout_s)))
                 unsent.clear()
-            piece = payload[at : at + _PIECE_BYTES]
+            piece = payload[offset : offset + _PIECE_BYTES]
             running.update(piece)
             unsent.append(piece)
         self.send([*unsent, header(running.digest())], min(deadline, deadline_for(_PIECE_BYTES, timeout_s)))
@@ -343,8 +343,8 @@ class PeerStream(TimedSocket):
         """
         deadline = deadline_for(into.nbytes, timeout_s)
         running = xxhash.xxh3_128()
-        for at in range(0, into.nbytes, _PIECE_BYTES):
-            piece = into[at : at + _PIECE_BYTES]
+        for offset in range(0, into.nbytes, _PIECE_BYTES):
+            piece = into[offset : offset + _PIECE_BYTES]
             self.fill(piece, min(deadline, deadline_for(piece.nbytes, timeout_s)))
             on_progress()
             running.update(piece)
@@ -358,12 +358,12 @@ class PeerStream(TimedSocket):
         """
         header = memoryview(bytearray(HEADER.size))
         self.fill(header, deadline)
-        got = _decode(_ANSWERS, self._body(header, max_bytes, deadline))
-        if isinstance(got, Refused):
-            raise PermissionError(got.text)
-        if not isinstance(got, wanted):
-            raise InputError(f"a {type(got).__name__} instead of a {wanted.__name__}")
-        return got
+        message = _decode(_ANSWERS, self._body(header, max_bytes, deadline))
+        if isinstance(message, Refused):
+            raise PermissionError(message.text)
+        if not isinstance(message, wanted):
+            raise InputError(f"a {type(message).__name__} instead of a {wanted.__name__}")
+        return message
 
     def _body(self, header: memoryview, max_bytes: int, deadline: float) -> bytearray:
         body = bytearray(check_header(header, version=VERSION, max_bytes=max_bytes))

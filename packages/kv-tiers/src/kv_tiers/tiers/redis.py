@@ -84,11 +84,11 @@ class RedisTier:
         return self._spread(keys, keys, self._are_whole)
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        def work(connection: Connection, mine: Sequence[Read], asking: bool) -> list[LoadOutcome | ErrorReply]:
-            outcomes = self._fetch(connection, mine, asking)
+        def work(connection: Connection, server_reads: Sequence[Read], asking: bool) -> list[LoadOutcome | ErrorReply]:
+            outcomes = self._fetch(connection, server_reads, asking)
             wrong = [
                 read.key
-                for read, outcome in zip(mine, outcomes, strict=True)
+                for read, outcome in zip(server_reads, outcomes, strict=True)
                 if isinstance(outcome, Damaged | _Incomplete)
             ]
             if wrong and not asking:  # a read-only user gets an error here, which does not matter
@@ -107,7 +107,7 @@ class RedisTier:
         return list(islice((key for key in keys if key is not None), count))
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
-        outcomes: list[StoreOutcome] = self._spread([write.key for write in writes], writes, self._keep)
+        outcomes: list[StoreOutcome] = self._spread([write.key for write in writes], writes, self._store)
         if outcomes:
             self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
             if self._full.startswith("READONLY"):  # if it was the master, another server is by now
@@ -115,8 +115,8 @@ class RedisTier:
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
-        def work(connection: Connection, mine: Sequence[ChunkKey], asking: bool) -> list[int | ErrorReply]:
-            answers = self._unlink(connection, mine, asking)
+        def work(connection: Connection, server_keys: Sequence[ChunkKey], asking: bool) -> list[int | ErrorReply]:
+            answers = self._unlink(connection, server_keys, asking)
             self._raise_if_forbidden(answers)
             return answers
 
@@ -170,10 +170,10 @@ class RedisTier:
 
     def _pieces_of(self, head_bytes: int) -> int:
         """How many pieces go with a head of this length; 0: it is not a head."""
-        alone = HEADER_BYTES + min(self._piece_bytes, self._chunk_bytes)
-        if head_bytes <= alone:
+        max_single_bytes = HEADER_BYTES + min(self._piece_bytes, self._chunk_bytes)
+        if head_bytes <= max_single_bytes:
             return int(head_bytes > HEADER_BYTES)
-        pieces = head_bytes - alone + 1
+        pieces = head_bytes - max_single_bytes + 1
         return pieces if pieces <= self._max_pieces else 0
 
     def _pieces_for(self, stored_bytes: int) -> int:
@@ -188,36 +188,36 @@ class RedisTier:
             TierDown: a server cannot be reached or answers with an error that is not about a chunk.
         """
 
-        def about(connection: Connection, mine: Sequence[int], asking: bool) -> list[T | ErrorReply]:
-            return work(connection, [items[number] for number in mine], asking)
+        def work_by_number(connection: Connection, numbers: Sequence[int], asking: bool) -> list[T | ErrorReply]:
+            return work(connection, [items[number] for number in numbers], asking)
 
         answers: dict[int, T] = {}
         groups: dict[tuple[Address, bool], list[int]] = {}
         for number, address in enumerate(self._addresses(keys)):
             groups.setdefault((address, False), []).append(number)
         for may_redirect in (True, False):
-            sent_on: dict[tuple[Address, bool], list[int]] = {}
+            redirected: dict[tuple[Address, bool], list[int]] = {}
             moved = []
-            for (address, _), mine, replies in self._converse(groups, about):
-                for number, reply in zip(mine, replies, strict=True):
+            for (address, _), numbers, replies in self._converse(groups, work_by_number):
+                for number, reply in zip(numbers, replies, strict=True):
                     if not isinstance(reply, ErrorReply):
                         answers[number] = reply
                     elif not may_redirect or self._config.mode == "single":
                         raise TierDown(f"{address}: {self._servers.explained(reply)}")
                     elif reply.code == "ASK":
-                        sent_on.setdefault((_address_in(reply, address), True), []).append(number)
+                        redirected.setdefault((_address_in(reply, address), True), []).append(number)
                     elif reply.code in ("MOVED", "READONLY", "TRYAGAIN"):
                         moved.append(number)
                     else:
                         raise TierDown(f"{address}: {reply.text}")
             if moved:
                 self._servers.forget()
-                now_at = self._addresses([keys[number] for number in moved])
-                for number, address in zip(moved, now_at, strict=True):
-                    sent_on.setdefault((address, False), []).append(number)
-            if not sent_on:
+                addresses = self._addresses([keys[number] for number in moved])
+                for number, address in zip(moved, addresses, strict=True):
+                    redirected.setdefault((address, False), []).append(number)
+            if not redirected:
                 break
-            groups = sent_on
+            groups = redirected
         return [answers[number] for number in range(len(keys))]
 
     def _converse(
@@ -225,12 +225,12 @@ class RedisTier:
     ) -> list[tuple[tuple[Address, bool], list[int], list[T | ErrorReply]]]:
         """Talk to these servers, concurrently if there are several."""
 
-        def talk(whom: tuple[Address, bool], mine: list[int]) -> list[T | ErrorReply]:
-            return self._servers.talk(whom[0], lambda connection: work(connection, mine, whom[1]))
+        def talk(target: tuple[Address, bool], numbers: list[int]) -> list[T | ErrorReply]:
+            return self._servers.talk(target[0], lambda connection: work(connection, numbers, target[1]))
 
-        parts = [partial(talk, whom, mine) for whom, mine in groups.items()]
+        parts = [partial(talk, target, numbers) for target, numbers in groups.items()]
         answers = run_all(self._threads, parts) if len(parts) > 1 else [part() for part in parts]
-        return [(whom, mine, answer) for (whom, mine), answer in zip(groups.items(), answers, strict=True)]
+        return [(target, numbers, answer) for (target, numbers), answer in zip(groups.items(), answers, strict=True)]
 
     def _addresses(self, keys: Sequence[ChunkKey]) -> list[Address]:
         if self._config.mode == "cluster":
@@ -254,23 +254,23 @@ class RedisTier:
     # Conversations with one server.
 
     def _are_whole(
-        self, connection: Connection, keys: Sequence[ChunkKey], asking: bool, remains: list[ChunkKey] | None = None
+        self, connection: Connection, keys: Sequence[ChunkKey], asking: bool, incomplete: list[ChunkKey] | None = None
     ) -> list[bool | ErrorReply]:
-        """Which chunks are there with all their pieces. remains: receives those that are there only in part."""
+        """Which chunks are there with all their pieces. incomplete: receives those that are there only in part."""
         heads = _numbers(connection, self._for_each(keys, b"STRLEN", slice(1)), asking)
-        others: list[int | ErrorReply] = [0] * len(keys)
+        other_pieces: list[int | ErrorReply] = [0] * len(keys)
         if self._max_pieces > 1:
-            others = _numbers(connection, self._for_each(keys, b"EXISTS", slice(1, None)), asking)
+            other_pieces = _numbers(connection, self._for_each(keys, b"EXISTS", slice(1, None)), asking)
         answers: list[bool | ErrorReply] = []
-        for key, head, count in zip(keys, heads, others, strict=True):
+        for key, head, count in zip(keys, heads, other_pieces, strict=True):
             if isinstance(head, int) and isinstance(count, int):
                 answers.append(head > 0 and self._pieces_of(head) == count + 1)
-                if remains is not None and not answers[-1] and head + count:
-                    remains.append(key)
+                if incomplete is not None and not answers[-1] and head + count:
+                    incomplete.append(key)
                 continue
             refusal = head if isinstance(head, ErrorReply) else count
             assert isinstance(refusal, ErrorReply)
-            # The pieces are being moved to another server, some here, some there; or the value is of another type.
+            # The pieces are being moved, and are on two servers now; or the value is of another type.
             answers.append(False if refusal.code in ("TRYAGAIN", "WRONGTYPE") else refusal)
         return answers
 
@@ -288,22 +288,22 @@ class RedisTier:
     def _fetch(
         self, connection: Connection, reads: Sequence[Read], asking: bool
     ) -> "list[LoadOutcome | _Incomplete | ErrorReply]":
-        commands = [one for read in reads for one in self._get_commands(read)]
+        commands = [get for read in reads for get in self._get_commands(read)]
         sent = arriving = 0
         outcomes: list[LoadOutcome | _Incomplete | ErrorReply] = []
         for read in reads:
-            found: list[int | TooLarge | ErrorReply | None] = []
+            answers: list[int | TooLarge | ErrorReply | None] = []
             for piece in range(self._pieces_for(read.wanted_bytes)):
                 if sent - arriving <= self._ahead // 2:
                     upto = min(arriving + self._ahead, len(commands))
-                    connection.send([(_ASKING if asking else b"") + one for one in commands[sent:upto]])
+                    connection.send([(_ASKING if asking else b"") + get for get in commands[sent:upto]])
                     sent = upto
                 if asking:
                     connection.read_ok()
                 arriving += 1
-                found.append(connection.read_value(self._buffers(read, piece)))
+                answers.append(connection.read_value(self._buffers(read, piece)))
                 self.on_progress()
-            outcomes.append(self._outcome(read, found))
+            outcomes.append(self._outcome(read, answers))
         if self._refresh:  # GETRANGE restarts no time, and without the pieces that were not read the chunk is lost
             names = [
                 name
@@ -325,7 +325,7 @@ class RedisTier:
 
     def _lengths(self, nbytes: int) -> list[int]:
         """The lengths of the values of a payload of this size, without a head's zeros."""
-        lengths = [min(self._piece_bytes, nbytes - at) for at in range(0, nbytes, self._piece_bytes)]
+        lengths = [min(self._piece_bytes, nbytes - offset) for offset in range(0, nbytes, self._piece_bytes)]
         lengths[0] += HEADER_BYTES
         return lengths
 
@@ -334,16 +334,16 @@ class RedisTier:
         return [part] if piece else [memoryview(read.header), part, memoryview(bytearray(self._max_pieces - 1))]
 
     def _outcome(
-        self, read: Read, found: "Sequence[int | TooLarge | ErrorReply | None]"
+        self, read: Read, answers: "Sequence[int | TooLarge | ErrorReply | None]"
     ) -> "LoadOutcome | _Incomplete | ErrorReply":
-        for answer in found:
+        for answer in answers:
             if isinstance(answer, ErrorReply):
                 return Damaged("the name holds a value of another type") if answer.code == "WRONGTYPE" else answer
             if isinstance(answer, TooLarge):
                 return Damaged(f"a piece of {answer.nbytes} bytes")
-        if not any(found):  # a range of a missing value is empty
+        if not any(answers):  # a range of a missing value is empty
             return Absent()
-        if not found[0]:
+        if not answers[0]:
             return _Incomplete()
         stored_bytes = stored_bytes_in(read.header)
         if not 0 < stored_bytes <= self._chunk_bytes:
@@ -352,18 +352,18 @@ class RedisTier:
         lengths = self._lengths(loaded_bytes)
         if read.wanted_bytes == self._chunk_bytes:
             lengths[0] += len(lengths) - 1
-        for length, answer in zip(lengths, found, strict=False):
+        for length, answer in zip(lengths, answers, strict=False):
             if not answer:
                 return _Incomplete()
             if answer != length:
                 return Damaged(f"a piece of {answer} bytes instead of {length}")
         return Loaded(loaded_bytes)
 
-    def _keep(self, connection: Connection, writes: Sequence[Write], asking: bool) -> list[StoreOutcome | ErrorReply]:
-        remains: list[ChunkKey] = []
-        held = self._are_whole(connection, [write.key for write in writes], asking, remains)
-        if remains:  # or a reader might find old and new pieces of one chunk
-            self._unlink(connection, remains, asking)
+    def _store(self, connection: Connection, writes: Sequence[Write], asking: bool) -> list[StoreOutcome | ErrorReply]:
+        incomplete: list[ChunkKey] = []
+        held = self._are_whole(connection, [write.key for write in writes], asking, incomplete)
+        if incomplete:  # or a reader might find old and new pieces of one chunk
+            self._unlink(connection, incomplete, asking)
         outcomes: list[StoreOutcome | ErrorReply] = []
         sent: list[int] = []  # not yet answered
 
@@ -422,13 +422,13 @@ class _Incomplete:
 def _numbers(connection: Connection, commands: Sequence[bytes], asking: bool) -> list[int | ErrorReply]:
     answers: list[int | ErrorReply] = []
     for start in range(0, len(commands), _COMMANDS_AT_ONCE):
-        some = commands[start : start + _COMMANDS_AT_ONCE]
+        batch = commands[start : start + _COMMANDS_AT_ONCE]
         if not asking:
-            connection.send([b"".join(some)])
-            answers += connection.read_numbers(len(some))
+            connection.send([b"".join(batch)])
+            answers += connection.read_numbers(len(batch))
             continue
-        for one in some:
-            connection.send([_ASKING + one])
+        for small_command in batch:
+            connection.send([_ASKING + small_command])
             connection.read_ok()
             answers += connection.read_numbers(1)
     return answers
@@ -439,10 +439,10 @@ def _pattern_of(tenant: bytes) -> bytes:
 
     Version and space are 17 bytes: 22 characters, and 4 bits of the next one, whose other 2 are the tenant's first.
     """
-    spelled = [urlsafe_b64encode(bytes(16) + bytes([last]) + tenant)[22:] for last in range(16)]
-    letters = b"".join(one[:1] for one in spelled)
+    encoded = [urlsafe_b64encode(bytes(16) + bytes([last]) + tenant)[22:] for last in range(16)]
+    letters = b"".join(text[:1] for text in encoded)
     # In a class a minus between two letters means a range.
-    return b"?" * 22 + b"[" + letters.replace(b"-", b"\\-") + b"]" + spelled[0][1:] + b"*"
+    return b"?" * 22 + b"[" + letters.replace(b"-", b"\\-") + b"]" + encoded[0][1:] + b"*"
 
 
 def _ping(connection: Connection) -> ErrorReply | None:

@@ -154,7 +154,7 @@ class Servers:
         Raises:
             TierDown: it cannot be determined.
         """
-        _, slots = self._found()
+        _, slots = self._find_servers()
         addresses = []
         for name in names:
             slot = key_slot(name)
@@ -171,7 +171,7 @@ class Servers:
 
     def masters(self) -> list[Address]:
         """Every server that takes writes. Raises `TierDown`."""
-        return self._found()[0]
+        return self._find_servers()[0]
 
     def forget(self) -> None:
         """Before the next use, query again which server serves what: something has changed."""
@@ -202,9 +202,9 @@ class Servers:
             raise self._down(address, error) from error
 
     def find(
-        self, address: Address, pattern: bytes, found: Callable[[list[bytes]], object], *, looks: int | None = None
+        self, address: Address, pattern: bytes, on_names: Callable[[list[bytes]], object], *, looks: int | None = None
     ) -> None:
-        """Call `found` with the names of this server's values that match, some at a time.
+        """Call `on_names` with the names of this server's values that match, some at a time.
 
         looks: the most requests to send; None: continue until all are found.
 
@@ -212,8 +212,8 @@ class Servers:
             RemovalRefusedError: names are not for us, so what they name cannot be removed.
             TierDown: the server cannot be reached, or does not name its values.
         """
-        cursor, looked = b"0", 0
-        while looked != looks and not self._closed:  # a server may claim forever that there is more
+        cursor, requests_sent = b"0", 0
+        while requests_sent != looks and not self._closed:  # a server may claim forever that there is more
             question = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
 
             def ask(connection: Connection, question: bytes = question) -> Reply:
@@ -225,11 +225,11 @@ class Servers:
                     names = [name for name in answer if isinstance(name, bytes)]
                 case ErrorReply(code="NOPERM") as refusal:
                     raise RemovalRefusedError(f"{address}: {refusal.text}")
-                case other:
-                    raise _unexpected(address, other)
-            looked += 1
+                case unexpected:
+                    raise _unexpected(address, unexpected)
+            requests_sent += 1
             if names:
-                found(names)
+                on_names(names)
             if cursor == b"0":
                 return
 
@@ -302,8 +302,8 @@ class Servers:
             connection.send([command(*words)])
             refusal = connection.read_ok()
             if refusal is not None:
-                said = refusal.text.partition(", with args")[0]  # a server without AUTH repeats what was sent
-                why = refusal.code if password in said else said
+                reason = refusal.text.partition(", with args")[0]  # a server without AUTH repeats what was sent
+                why = refusal.code if password in reason else reason
                 raise TierDown(f"{address} does not allow us to log in: {why}")
         if self._url.database:
             connection.send([command(b"SELECT", b"%d" % self._url.database)])
@@ -322,7 +322,8 @@ class Servers:
             return secret.decode("utf-8", "surrogateescape").rstrip("\r\n")
         return ""
 
-    def _found(self) -> tuple[list[Address], list[Address | None]]:
+    def _find_servers(self) -> tuple[list[Address], list[Address | None]]:
+        """All masters, and in a cluster the master of each slot."""
         with self._finding:
             if not self._masters:
                 if self._config.mode == "cluster":
@@ -332,8 +333,8 @@ class Servers:
                 else:
                     self._masters = [self._url.addresses[0]]
                 with self._lock:
-                    left = self._idle.keys() - set(self._masters)
-                for address in left:  # after a failover; nothing else would close their connections
+                    stale = self._idle.keys() - set(self._masters)
+                for address in stale:  # after a failover; nothing else would close their connections
                     self._drop(address)
             return self._masters, self._slots
 
@@ -364,8 +365,8 @@ class Servers:
                         return Address(host.decode("utf-8", "replace"), int(port))
                     case None:
                         reasons.append(f"{sentinel} knows of no master {master!r}")
-                    case other:
-                        raise _unexpected(sentinel, other)
+                    case unexpected:
+                        raise _unexpected(sentinel, unexpected)
             except TierDown as error:
                 reasons.append(str(error))
         raise TierDown("; ".join(reasons))
@@ -395,15 +396,15 @@ def _slots_in(answer: Reply, node: Address) -> list[Address | None]:
         TierDown: the answer is something else.
     """
     slots: list[Address | None] = [None] * _SLOTS
-    for one in answer if isinstance(answer, list) else [answer]:
-        match one:
+    for entry in answer if isinstance(answer, list) else [answer]:
+        match entry:
             case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
                 0 <= first <= last < _SLOTS and 0 < port < 1 << 16
             ):
                 address = Address((host or b"").decode("utf-8", "replace") or node.host, port)
                 slots[first : last + 1] = [address] * (last + 1 - first)
-            case other:
-                raise _unexpected(node, other)
+            case unexpected:
+                raise _unexpected(node, unexpected)
     return slots
 
 
@@ -437,9 +438,9 @@ def read_url(config: RedisAccess, where: str) -> Url:
         return Url(kind, (Address(unquote(parts.path), 0),), int(number or 0))
     addresses = []
     for text in parts.netloc.split(","):
-        one = urlsplit(f"//{text}")
+        host_url = urlsplit(f"//{text}")
         try:
-            host, port = one.hostname, one.port or _DEFAULT_PORT[config.mode]
+            host, port = host_url.hostname, host_url.port or _DEFAULT_PORT[config.mode]
         except ValueError as error:
             raise ConfigError(f"{where}: url: {error}") from None
         if not host:

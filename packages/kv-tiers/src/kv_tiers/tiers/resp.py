@@ -85,8 +85,8 @@ class Connection:
             if end < 0:
                 self._more(deadline)
                 continue
-            left = count - len(answers)
-            lines = bytes(self._bytes[self._from : end]).split(b"\r\n", left)[:left]
+            remaining = count - len(answers)
+            lines = bytes(self._bytes[self._from : end]).split(b"\r\n", remaining)[:remaining]
             self._from += sum(map(len, lines)) + 2 * len(lines)
             answers += [_number(line) if line[:1] == b":" else _refusal(line) for line in lines]
         return answers
@@ -113,12 +113,12 @@ class Connection:
         if not fits:
             if not 0 <= nbytes <= _DRAIN_BYTES:
                 raise ProtocolError(f"a value of {nbytes} bytes where {room} have room")
-            nowhere = memoryview(bytearray(_BUFFER_BYTES))
-            parts = [nowhere[: nbytes - at] for at in range(0, nbytes, _BUFFER_BYTES)]
-        left = nbytes
+            discarded = memoryview(bytearray(_BUFFER_BYTES))
+            parts = [discarded[: nbytes - offset] for offset in range(0, nbytes, _BUFFER_BYTES)]
+        remaining = nbytes
         for part in parts:
-            self._fill(part[:left], deadline)
-            left -= min(left, len(part))
+            self._fill(part[:remaining], deadline)
+            remaining -= min(remaining, len(part))
         if self._line(deadline):
             raise ProtocolError("a value that is longer than announced")
         return nbytes if fits else TooLarge(nbytes)

@@ -119,7 +119,9 @@ class SharedFsTier:
         self._key = _read_key(config, self.name) if config.key_file else b""
         key_name = f"-{hashlib.sha256(b'the name of the key' + self._key).hexdigest()[:16]}" if self._key else ""
         self._directory = f"{self._root}/{context.namespace}{key_name}"
-        self._left = f".{os.path.basename(self._directory)}."  # how names begin of what is being removed
+        self._removal_prefix = (
+            f".{os.path.basename(self._directory)}."  # begins the names of directories that are being removed
+        )
         self._chunk_bytes = context.chunk_bytes
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
         self._full = ""
@@ -129,21 +131,21 @@ class SharedFsTier:
         self._swept_from_s = -math.inf  # by this machine's monotonic clock: the file system's may be set back
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        self._see_root()
-        first, rest = keys[:_KEYS_A_THREAD], keys[_KEYS_A_THREAD:]
+        self._ensure_root_checked()
+        first, remaining = keys[:_KEYS_A_THREAD], keys[_KEYS_A_THREAD:]
         start_s = time.perf_counter()
-        held = self._look(first)
-        if time.perf_counter() - start_s > _SLOW_S * _KEYS_A_THREAD and rest:
-            parts = [rest[start : start + _KEYS_A_THREAD] for start in range(0, len(rest), _KEYS_A_THREAD)]
-            held += itertools.chain.from_iterable(spread(self._look, parts, self._config.lookup_threads))
+        held = self._are_held(first)
+        if time.perf_counter() - start_s > _SLOW_S * _KEYS_A_THREAD and remaining:
+            parts = [remaining[start : start + _KEYS_A_THREAD] for start in range(0, len(remaining), _KEYS_A_THREAD)]
+            held += itertools.chain.from_iterable(spread(self._are_held, parts, self._config.lookup_threads))
         else:
-            held += self._look(rest)
+            held += self._are_held(remaining)
         if held and not any(held):
             self._check_root()
         return held
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        self._see_root()
+        self._ensure_root_checked()
         outcomes: list[LoadOutcome] = []
         failed: list[ReadFailed] = []
         for read in reads:
@@ -159,25 +161,26 @@ class SharedFsTier:
     load_prefixes = load
 
     def some_keys(self, count: int) -> list[ChunkKey]:
-        self._see_root()
+        self._ensure_root_checked()
         files = itertools.islice(self._files(), 8 * count)
         paths = (f"{directory}/{name}".partition("/")[2] for directory, name in files)
         keys = itertools.islice(keys_in_paths(paths), count)
-        return [key for key in keys if (found := self._found(self._path(key))) is not None and self._is_chunk(found)]
+        found = ((key, self._status_of(self._path(key))) for key in keys)
+        return [key for key, status in found if status is not None and self._is_chunk(status)]
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
-        self._see_root()
+        self._ensure_root_checked()
         outcomes: list[StoreOutcome] = []
         for write in writes:
             refusal = outcomes[-1] if outcomes else None
             # Later chunks of the prompt are worth less than the one that was refused.
-            outcomes.append(refusal if isinstance(refusal, Refused) else self._keep(write))
+            outcomes.append(refusal if isinstance(refusal, Refused) else self._store_one(write))
         if outcomes and isinstance(outcomes[-1], Stored):
             self._full = ""
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
-        self._see_root()
+        self._ensure_root_checked()
         for key in keys:
             self._remove(self._path(key))
 
@@ -212,27 +215,27 @@ class SharedFsTier:
     def _path(self, key: ChunkKey) -> str:
         return f"{self._directory}/{key.path()}"
 
-    def _look(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        files = (self._found(self._path(key)) for key in keys)
-        return [found is not None and self._is_chunk(found) for found in files]
+    def _are_held(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        files = (self._status_of(self._path(key)) for key in keys)
+        return [status is not None and self._is_chunk(status) for status in files]
 
-    def _is_chunk(self, found: os.stat_result) -> bool:
-        return self._has_payload(found) and self._is_trusted(found)
+    def _is_chunk(self, status: os.stat_result) -> bool:
+        return self._has_payload(status) and self._is_trusted(status)
 
-    def _has_payload(self, found: os.stat_result) -> bool:
-        return 0 < found.st_size - _PAGE_BYTES <= self._chunk_bytes and stat.S_ISREG(found.st_mode)
+    def _has_payload(self, status: os.stat_result) -> bool:
+        return 0 < status.st_size - _PAGE_BYTES <= self._chunk_bytes and stat.S_ISREG(status.st_mode)
 
-    def _is_trusted(self, found: os.stat_result) -> bool:
+    def _is_trusted(self, status: os.stat_result) -> bool:
         """Whether only users whose chunks we serve can have written the file."""
         if self._key or self._config.trust_writers:
             return True
-        if found.st_mode & stat.S_IWOTH:
+        if status.st_mode & stat.S_IWOTH:
             return False
         if self._config.mode == "group":
-            return found.st_gid == self._gid
-        return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWGRP
+            return status.st_gid == self._gid
+        return status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWGRP
 
-    def _found(self, path: str) -> os.stat_result | None:
+    def _status_of(self, path: str) -> os.stat_result | None:
         try:
             return os.lstat(path)
         except OSError as error:
@@ -264,30 +267,30 @@ class SharedFsTier:
                 return Absent()
             raise
         try:
-            found = os.fstat(file)
-            if not self._is_trusted(found):
+            status = os.fstat(file)
+            if not self._is_trusted(status):
                 return Absent()
-            at, page = 0, bytearray(_PAGE_BYTES)
-            stored_bytes = found.st_size - _PAGE_BYTES
+            offset, page = 0, bytearray(_PAGE_BYTES)
+            stored_bytes = status.st_size - _PAGE_BYTES
             # The code of a file that others may write covers all of it.
             room = read.pages[:stored_bytes] if self._key else read.room[:stored_bytes]
-            if self._has_payload(found):
-                while at < _PAGE_BYTES + len(room):
-                    step = os.preadv(file, after([memoryview(page), room], at), at)
+            if self._has_payload(status):
+                while offset < _PAGE_BYTES + len(room):
+                    step = os.preadv(file, after([memoryview(page), room], offset), offset)
                     if not step:
                         break
-                    at += step
+                    offset += step
         finally:
             os.close(file)
         # The header of a truncated file names more bytes than there are.
-        if not self._has_payload(found) or at < _PAGE_BYTES + len(room) or stored_bytes_in(page) != stored_bytes:
+        if not self._has_payload(status) or offset < _PAGE_BYTES + len(room) or stored_bytes_in(page) != stored_bytes:
             self._forget(path)
-            return Damaged(f"a file of {at or found.st_size} bytes")
+            return Damaged(f"a file of {offset or status.st_size} bytes")
         if self._key and not hmac.compare_digest(self._code(page[:HEADER_BYTES], room), bytes(page[_CODE_AT])):
             self._forget(path)
             return Damaged("it was not written with our key")
         read.header[:] = page[:HEADER_BYTES]
-        self._renew(path, found.st_mtime)
+        self._renew(path, status.st_mtime)
         return Loaded(min(read.wanted_bytes, stored_bytes))
 
     def _renew(self, path: str, used_at_s: float) -> None:
@@ -297,11 +300,11 @@ class SharedFsTier:
             with suppress(OSError):  # only its owner can renew it, or it is gone
                 os.utime(path)
 
-    def _keep(self, write: Write) -> StoreOutcome:
+    def _store_one(self, write: Write) -> StoreOutcome:
         path = self._path(write.key)
-        found = self._found(path)
-        if found is not None and self._is_chunk(found):
-            self._renew(path, found.st_mtime)
+        status = self._status_of(path)
+        if status is not None and self._is_chunk(status):
+            self._renew(path, status.st_mtime)
             return Stored()
         for may_try_again in (True, False):
             try:
@@ -343,51 +346,51 @@ class SharedFsTier:
                 os.fchmod(file, self._file_mode)  # whatever the umask
             code = self._code(write.header, write.payload) if self._key else b""
             page = memoryview((write.header + code).ljust(_PAGE_BYTES, b"\0"))
-            at = 0
-            while at < _PAGE_BYTES + write.stored_bytes:
-                at += os.pwritev(file, after([page, write.payload], at), at)
+            offset = 0
+            while offset < _PAGE_BYTES + write.stored_bytes:
+                offset += os.pwritev(file, after([page, write.payload], offset), offset)
             # Before the rename, or a host that dies could leave half a file under the final name. It also reveals what
             # a remote file system reports late: that it is full.
             os.fsync(file)
-            found = os.fstat(file)
-            if not self._is_trusted(found):  # the file system gives files to users and groups of its own choice
-                mode, owner = stat.S_IMODE(found.st_mode), f"user {found.st_uid} and group {found.st_gid}"
+            status = os.fstat(file)
+            if not self._is_trusted(status):  # the file system gives files to users and groups of its own choice
+                mode, owner = stat.S_IMODE(status.st_mode), f"user {status.st_uid} and group {status.st_gid}"
                 raise PermissionError(errno.EPERM, f"files made there are of {owner}, mode {mode:04o}: not served")
-            return found.st_mtime
+            return status.st_mtime
         finally:
             os.close(file)
 
     def _code(self, header: bytes | bytearray, payload: memoryview) -> bytes:
-        made = hmac.new(self._key, header, "sha256")
-        made.update(payload)
-        return made.digest()
+        digest = hmac.new(self._key, header, "sha256")
+        digest.update(payload)
+        return digest.digest()
 
     def _make_directories(self, path: str) -> None:
         """Create all directories below the root, which must exist."""
-        at = self._root
+        directory = self._root
         for name in os.path.relpath(path, self._root).split("/"):
-            at = f"{at}/{name}"
+            directory = f"{directory}/{name}"
             try:
-                os.mkdir(at, self._directory_mode)
+                os.mkdir(directory, self._directory_mode)
             except FileExistsError:
                 continue
             if self._config.mode == "group":
                 # Not by its name: another member of the group may have put a link in its place.
-                made = os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     with suppress(PermissionError):  # the root's mode need not hand its group on
-                        os.fchown(made, -1, os.stat(self._root).st_gid)
-                    os.fchmod(made, self._directory_mode)
+                        os.fchown(descriptor, -1, os.stat(self._root).st_gid)
+                    os.fchmod(descriptor, self._directory_mode)
                 finally:
-                    os.close(made)
+                    os.close(descriptor)
 
     def _sweep_some(self, now_s: float) -> None:
         """Check a few more files and remove those that are too old. One thread at a time is enough."""
         if not self._sweeping.acquire(blocking=False):
             return
         try:
-            some = list(itertools.islice(self._sweep, _SWEPT_AT_ONCE))
-            for directory, files in itertools.groupby(some, operator.itemgetter(0)):
+            batch = list(itertools.islice(self._sweep, _SWEPT_AT_ONCE))
+            for directory, files in itertools.groupby(batch, operator.itemgetter(0)):
                 with suppress(OSError), opened_below(self._root, directory) as opened:
                     for _, name in files:
                         if directory.startswith("."):
@@ -395,7 +398,7 @@ class SharedFsTier:
                                 os.unlink(name, dir_fd=opened)
                         else:
                             self._remove_if_old(name, opened, now_s)
-            if len(some) < _SWEPT_AT_ONCE and time.monotonic() - self._swept_from_s > _REST_S:
+            if len(batch) < _SWEPT_AT_ONCE and time.monotonic() - self._swept_from_s > _REST_S:
                 self._sweep, self._swept_from_s = self._files_to_sweep(), time.monotonic()
         finally:
             self._sweeping.release()
@@ -411,22 +414,22 @@ class SharedFsTier:
         return files_below(self._root, os.path.basename(self._directory), _LEVELS)
 
     def _files_to_sweep(self) -> Iterator[tuple[str, str]]:
-        """Our chunks' files, and those that a clear has renamed: whoever was to remove them may have been killed."""
+        """Our chunks' files, and those that a clear has renamed: the host that was to remove them may have died."""
         yield from self._files()
         names: list[str] = []
         with suppress(TierDown):  # the next call will notice
             names = self._taken_away()
         for name in names:
             is_empty = True
-            for found in files_below(self._root, name, _LEVELS):
+            for file in files_below(self._root, name, _LEVELS):
                 is_empty = False
-                yield found
-            if is_empty:  # but for directories
+                yield file
+            if is_empty:  # except for directories
                 shutil.rmtree(f"{self._root}/{name}", ignore_errors=True)
 
     def _taken_away(self) -> list[str]:
         try:
-            return [name for name in os.listdir(self._root) if name.startswith(self._left)]
+            return [name for name in os.listdir(self._root) if name.startswith(self._removal_prefix)]
         except OSError as error:
             raise self._down(error) from error
 
@@ -434,7 +437,7 @@ class SharedFsTier:
         """Rename these at once, then remove them, and whatever other hosts have renamed but not removed."""
         for directory in directories:
             try:
-                os.rename(directory, f"{self._root}/{self._left}{secrets.token_hex(8)}")
+                os.rename(directory, f"{self._root}/{self._removal_prefix}{secrets.token_hex(8)}")
             except OSError as error:
                 if error.errno not in _GONE and (error.errno not in _READ_ONLY or os.path.lexists(directory)):
                     raise self._down(error, removing=True) from error
@@ -453,36 +456,35 @@ class SharedFsTier:
 
     def _is_there(self, path: str) -> bool:
         """Whether the file exists for us: another user's file, which we could not remove, does not."""
-        found = self._found(path)
-        return found is not None and self._is_trusted(found) and (not self._key or found.st_uid == os.geteuid())
+        status = self._status_of(path)
+        return status is not None and self._is_trusted(status) and (not self._key or status.st_uid == os.geteuid())
 
     def _forget(self, path: str) -> None:
         """Remove the file if possible; it is not a valid chunk."""
         with suppress(OSError):
             os.unlink(path)
 
-    def _see_root(self) -> None:
+    def _ensure_root_checked(self) -> None:
         if self._gid is None:
             self._check_root()
 
     def _check_root(self) -> None:
         try:
-            found = os.stat(self._root)
+            status = os.stat(self._root)
         except OSError as error:
             raise self._down(error) from error
-        gid = found.st_gid
         if self._key or self._config.trust_writers:
-            self._gid = gid
+            self._gid = status.st_gid
             return
         others = stat.S_IWOTH if self._config.mode == "group" else stat.S_IWOTH | stat.S_IWGRP
-        if found.st_mode & others or found.st_uid not in (os.geteuid(), 0):
-            mode = stat.S_IMODE(found.st_mode)
+        if status.st_mode & others or status.st_uid not in (os.geteuid(), 0):
+            mode = stat.S_IMODE(status.st_mode)
             raise TierDown(
-                f"{self._root} (mode {mode:04o}, of user {found.st_uid}) may be written to by others; close it to "
+                f"{self._root} (mode {mode:04o}, of user {status.st_uid}) may be written to by others; close it to "
                 "them, or write mode: group and give it to a group, or a key_file that all who share it have, or "
                 "trust_writers: true"
             )
-        self._gid = gid
+        self._gid = status.st_gid
 
     def _down(self, error: OSError, *, removing: bool = False) -> TierDown:
         kind = RemovalRefusedError if removing and error.errno in _READ_ONLY else TierDown

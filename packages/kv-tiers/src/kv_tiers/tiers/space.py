@@ -23,7 +23,7 @@ _MIN_UNITS: Final = 12
 CHUNKS_A_SLOT: Final = 4
 """A medium holds at most this many chunks per slot on average, however small they are: each costs memory and a
 record."""
-_SLOTS_LOOKED_AT: Final = 8
+_MAX_SLOTS_TRIED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +120,22 @@ class Space:
                     parts.setdefault(unit // self._slot_units, set()).add(unit)
         self._untouched_from = max(*whole, *parts, -1, -1) + 1
         self._whole = deque(slot for slot in range(self._untouched_from) if slot not in whole and slot not in parts)
-        self._parts = {
-            slot: free for slot, units in parts.items() if (free := [u for u in self._units_of(slot) if u not in units])
-        }
+        free_of = {slot: [unit for unit in self._units_of(slot) if unit not in units] for slot, units in parts.items()}
+        self._parts = {slot: free for slot, free in free_of.items() if free}
         self._part_units = sum(map(len, self._parts.values()))
 
     def take(self, count: int) -> Sequence[int] | None:
         """Take this many units; a whole slot's as a `range`. None: there are not enough."""
         if count < self._slot_units:
-            for slot, free in islice(self._parts.items(), _SLOTS_LOOKED_AT):
+            for slot, free in islice(self._parts.items(), _MAX_SLOTS_TRIED):
                 if len(free) >= count:
                     return self._take_of(slot, count)
-        slot_or_none = self._next_whole()
-        if slot_or_none is not None:
-            units = self._units_of(slot_or_none)
+        whole_slot = self._next_whole()
+        if whole_slot is not None:
+            units = self._units_of(whole_slot)
             if count == self._slot_units:
                 return units
-            self._parts[slot_or_none] = list(units[count:])
+            self._parts[whole_slot] = list(units[count:])
             self._part_units += self._slot_units - count
             return tuple(units[:count])
         if self._part_units < count:
@@ -182,10 +181,10 @@ class Space:
     def _take_of(self, slot: int, count: int) -> tuple[int, ...]:
         free = self._parts[slot]
         free.sort()
-        taken, left = free[:count], free[count:]
+        taken, remaining = free[:count], free[count:]
         self._part_units -= count
-        if left:
-            self._parts[slot] = left
+        if remaining:
+            self._parts[slot] = remaining
         else:
             del self._parts[slot]
         return tuple(taken)

@@ -25,11 +25,11 @@ def spread(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
     def run() -> None:
         while not errors:
             try:
-                at, item = todo.popleft()
+                number, item = todo.popleft()
             except IndexError:
                 return
             try:
-                done[at] = work(item)
+                done[number] = work(item)
             except BaseException as error:  # noqa: BLE001  # whatever it is, the caller gets it
                 errors.append(error)
 
@@ -44,4 +44,4 @@ def spread(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
         helper.join()
     if errors:
         raise errors[0]
-    return [done[at] for at in range(len(items))]
+    return [done[number] for number in range(len(items))]

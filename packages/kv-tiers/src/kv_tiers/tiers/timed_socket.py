@@ -41,14 +41,14 @@ class TimedSocket:
         self._sock.close()
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
-        left, at = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
-        while at < len(left):
-            sent = self._send_some(left[at : at + _MAX_BUFFERS], deadline)
-            while at < len(left) and sent >= len(left[at]):
-                sent -= len(left[at])
-                at += 1
+        pending, index = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
+        while index < len(pending):
+            sent = self._send_some(pending[index : index + _MAX_BUFFERS], deadline)
+            while index < len(pending) and sent >= len(pending[index]):
+                sent -= len(pending[index])
+                index += 1
             if sent:
-                left[at] = left[at][sent:]
+                pending[index] = pending[index][sent:]
 
     def receive(self, into: memoryview, deadline: float) -> int:
         """Wait for bytes. Returns how many were received, at least one."""
@@ -56,9 +56,9 @@ class TimedSocket:
 
     def fill(self, into: memoryview, deadline: float) -> None:
         """Wait until `into` is full."""
-        at = 0
-        while at < len(into):
-            at += self._receive(into[at:], self._whole, deadline)
+        offset = 0
+        while offset < len(into):
+            offset += self._receive(into[offset:], self._whole, deadline)
 
     def _receive(self, into: memoryview, flags: int, deadline: float) -> int:
         while True:

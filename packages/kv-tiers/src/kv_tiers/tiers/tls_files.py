@@ -30,7 +30,7 @@ class TlsFiles:
         """
         self._make, self._files, self._where = make, [file for file in files if file], where
         self._lock = threading.Lock()
-        self._states = self._look()
+        self._states = self._file_states()
         self._context = make()
 
     def wrap_socket(
@@ -41,8 +41,8 @@ class TlsFiles:
 
     def _current(self) -> ssl.SSLContext:
         with self._lock:
-            # Checked before they are read, so that a change meanwhile is noticed the next time.
-            states = self._look()
+            # The states are taken before the files are read, so that a change in between is noticed the next time.
+            states = self._file_states()
             if states != self._states:
                 try:
                     self._context = self._make()
@@ -53,16 +53,16 @@ class TlsFiles:
                     _log.info("%s: the tls files have changed, and apply to new connections", self._where)
             return self._context
 
-    def _look(self) -> list[tuple[int, ...]]:
+    def _file_states(self) -> list[tuple[int, ...]]:
         """The states of the files, which change when one is replaced, written to, or made accessible to others."""
         states: list[tuple[int, ...]] = []
         for file in self._files:
             try:
-                found = os.stat(file)
+                status = os.stat(file)
             except OSError as error:
                 states.append((error.errno or 0,))
             else:
-                states.append((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+                states.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
         return states
 
 

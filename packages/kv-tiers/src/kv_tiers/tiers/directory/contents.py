@@ -24,8 +24,8 @@ from kv_tiers.tiers.directory.names import NAME_BYTES, Names, names_of, no_sums,
 
 SCAN_S: Final = 120.0
 """How often all keys are checked."""
-_OURS: Final = 1
-_AT_ONCE: Final = 1 << 14
+_OWN_HOST: Final = 1
+_BATCH_KEYS: Final = 1 << 14
 _MAX_DOUBTED: Final = 1 << 14
 
 
@@ -79,27 +79,27 @@ class Contents:
         address: where peers read from it.
         """
         with self._lock:
-            touched, self._doubted = self._doubted, set()
+            changed_keys, self._doubted = self._doubted, set()
         scans = self._now_s() >= self._scan_at_s
         for source in self._sources:
-            noted = source.journal.take()
-            scans = scans or noted is None
-            touched |= noted or set()
+            journalled = source.journal.take()
+            scans = scans or journalled is None
+            changed_keys |= journalled or set()
         if scans:
             self._scan_at_s = self._now_s() + self._scan_s
-            touched.update(*(source.all_keys() for source in self._sources))
-        keys = list(touched)
+            changed_keys.update(*(source.all_keys() for source in self._sources))
+        keys = list(changed_keys)
         held: list[bool] = []
-        for at in range(0, len(keys), _AT_ONCE):
-            held += self._holds(keys[at : at + _AT_ONCE])
+        for start in range(0, len(keys), _BATCH_KEYS):
+            held += self._holds(keys[start : start + _BATCH_KEYS])
         names, is_held = names_of(keys), np.asarray(held, np.bool_)
-        here, gone = np.unique(names[is_held]), np.unique(names[~is_held])
+        held_names, left_names = np.unique(names[is_held]), np.unique(names[~is_held])
         with self._lock:
             if scans:
-                gone = np.union1d(gone, self._table.names_of(_OURS))
-            gone = np.setdiff1d(gone, here, assume_unique=True)
-            added = here[self._table.add(here, _OURS)]
-            removed = gone[self._table.remove(gone, _OURS)]
+                left_names = np.union1d(left_names, self._table.names_of(_OWN_HOST))
+            left_names = np.setdiff1d(left_names, held_names, assume_unique=True)
+            added = held_names[self._table.add(held_names, _OWN_HOST)]
+            removed = left_names[self._table.remove(left_names, _OWN_HOST)]
             toggle(self._sums, added)
             toggle(self._sums, removed)
             changes = len(added) + len(removed)
@@ -125,16 +125,16 @@ class Contents:
         If the first shard alone exceeds `max_names`, only that many of its names.
         """
         with self._lock:
-            sequence, names = self._sequence, self._table.names_of(_OURS)
-        its_shards = shards_of(names)
-        sizes = np.bincount(its_shards, minlength=1)
-        room, taken = max_names, 0
+            sequence, names = self._sequence, self._table.names_of(_OWN_HOST)
+        name_shards = shards_of(names)
+        sizes = np.bincount(name_shards, minlength=1)
+        room, answered = max_names, 0
         for shard in shards:
             size = int(sizes[shard]) if shard < len(sizes) else 0
-            if taken and size > room:
+            if answered and size > room:
                 break
-            room, taken = room - size, taken + 1
-        return sequence, taken, names[np.isin(its_shards, list(shards[:taken]))][:max_names]
+            room, answered = room - size, answered + 1
+        return sequence, answered, names[np.isin(name_shards, list(shards[:answered]))][:max_names]
 
 
 @runtime_checkable

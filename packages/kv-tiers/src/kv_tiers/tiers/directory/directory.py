@@ -41,8 +41,8 @@ _MOST_HOLDERS: Final = 8
 """Holders of a chunk that a lookup considers."""
 _REPAIRS_AT_ONCE: Final = 16
 _REPAIR_S: Final = 30.0
-"""How long a host may take to list its names: the next repairs wait for it. The names that have come count, so a later
-repair continues from there."""
+"""How long a host may take to list its names, because the next repairs wait for it. Names that have come are kept, so a
+later repair continues from there."""
 _HEARTBEATS: Final = 5
 """Heartbeats per lease."""
 
@@ -58,7 +58,7 @@ class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_o
     interval_s: Annotated[float, msgspec.Meta(ge=0.01, le=MAX_SECONDS)] = 1.0
     """How often changes are written and read. A chunk is known elsewhere after at most twice that."""
     lease_s: SomeSeconds = 15.0
-    """A host that has written nothing for this long is no longer queried."""
+    """A host that has written nothing for this time is no longer queried."""
     max_chunks: int = 50_000_000
     """How many chunks of all other hosts together are tracked, at 18 to 28 bytes each. A host whose chunks have no room
     is not queried."""
@@ -117,7 +117,7 @@ class Directory:
         # Used only by the stream's thread.
         self._position: Position | None = None
         self._unsent: deque[bytes] = deque(maxlen=_MAX_UNSENT)
-        self._said = (-1, -_HEARTBEATS * config.lease_s)  # the last entry's number, and its time
+        self._last_written = (-1, -_HEARTBEATS * config.lease_s)  # the last entry's number, and its time
         self._caught_up_s = time.monotonic()
         self._any_read_s = time.monotonic()
 
@@ -143,18 +143,18 @@ class Directory:
 
     def holders(self, keys: Sequence[ChunkKey]) -> list[list[Peer]]:
         """The peers that hold each of these and may be queried now. Answers from memory."""
-        found = self._mirror.holders(names_of(keys), _MOST_HOLDERS)
+        listed_hosts = self._mirror.holders(names_of(keys), _MOST_HOLDERS)
         answers: list[list[Peer]] = []
-        up: dict[HostPort, list[Peer]] = {}
+        up_peers: dict[HostPort, list[Peer]] = {}
         now_s = time.monotonic()
-        for key, hosts in zip(keys, found, strict=True):
+        for key, hosts in zip(keys, listed_hosts, strict=True):
             peers: list[Peer] = []
             for host in hosts:
                 if self._not_here and now_s < self._not_here.get((host.address, key), 0.0):
                     continue
-                if host.address not in up:
-                    up[host.address] = self._up_at(host.address)
-                peers += up[host.address]
+                if host.address not in up_peers:
+                    up_peers[host.address] = self._up_at(host.address)
+                peers += up_peers[host.address]
             answers.append(peers)
         return answers
 
@@ -229,9 +229,9 @@ class Directory:
             return ""
         entry = contents.update(address)
         now_s = time.monotonic()
-        sequence, said_s = self._said
-        if entry.sequence != sequence or now_s - said_s >= self._config.lease_s / _HEARTBEATS:
-            self._said = entry.sequence, now_s
+        sequence, written_s = self._last_written
+        if entry.sequence != sequence or now_s - written_s >= self._config.lease_s / _HEARTBEATS:
+            self._last_written = entry.sequence, now_s
             self._unsent.append(encode(entry))
         if not self._unsent:
             return ""
@@ -294,14 +294,14 @@ class Directory:
                 hosts = self._mirror.begin_repairs(_REPAIRS_AT_ONCE, time.monotonic(), can_query)
                 if not hosts:
                     break
-                of = {queried[host.address]: host for host in hosts}
+                host_of = {queried[host.address]: host for host in hosts}
 
-                def repair(peer: Peer, of: dict[Peer, Host] = of) -> None:
-                    self._repair(peer, of[peer])
+                def repair(peer: Peer, host_of: dict[Peer, Host] = host_of) -> None:
+                    self._repair(peer, host_of[peer])
 
-                done = self._peers.each(list(of), repair, in_background=True)
-                for peer in of.keys() - done.keys():
-                    self._mirror.fail_repair(of[peer], time.monotonic())
+                done = self._peers.each(list(host_of), repair, in_background=True)
+                for peer in host_of.keys() - done.keys():
+                    self._mirror.fail_repair(host_of[peer], time.monotonic())
 
     def _repair(self, peer: Peer, host: Host) -> None:
         """
@@ -317,26 +317,26 @@ class Directory:
             raise InputError("a bug") from error
 
     def _fetch(self, peer: Peer, host: Host) -> None:
-        asked_s = time.monotonic()
-        said = peer.ask(Sum(self._namespace), Summed, self._answer_s, max_bytes=SUMMED_BYTES)
-        if said.host != host.id:
+        began_s = time.monotonic()
+        summed = peer.ask(Sum(self._namespace), Summed, self._answer_s, max_bytes=SUMMED_BYTES)
+        if summed.host != host.id:
             self._mirror.drop(host)
             return
-        if len(said.sums) != SUMS_BYTES:
-            raise InputError(f"{len(said.sums)} bytes of sums")
-        cleared_s = None if said.cleared_s is None else asked_s - said.cleared_s
-        nbytes = len(said.sums)
-        left = self._mirror.differing(host, said.sequence, unpack(said.sums))
-        while left:
+        if len(summed.sums) != SUMS_BYTES:
+            raise InputError(f"{len(summed.sums)} bytes of sums")
+        cleared_s = None if summed.cleared_s is None else began_s - summed.cleared_s
+        nbytes = len(summed.sums)
+        shards = self._mirror.differing(host, summed.sequence, unpack(summed.sums))
+        while shards:
             if self._closing.is_set():
                 raise InputError("the directory is closed")
-            if time.monotonic() - asked_s > _REPAIR_S:
+            if time.monotonic() - began_s > _REPAIR_S:
                 raise InputError(f"it has not listed its names within {_REPAIR_S:g} s")
-            question = List(self._namespace, left)
+            question = List(self._namespace, shards)
             listed = peer.ask(question, Listed, self._answer_s, max_bytes=MAX_LISTED_BYTES)
-            if listed.host != host.id or not 1 <= listed.shards <= len(left) or len(listed.names) % 8:
+            if listed.host != host.id or not 1 <= listed.shards <= len(shards) or len(listed.names) % 8:
                 raise InputError("an answer to another question")
-            self._mirror.replace(host, listed.sequence, left[: listed.shards], unpack(listed.names))
+            self._mirror.replace(host, listed.sequence, shards[: listed.shards], unpack(listed.names))
             nbytes += len(listed.names)
-            left = left[listed.shards :]
+            shards = shards[listed.shards :]
         self._mirror.end_repair(host, time.monotonic(), cleared_s=cleared_s, nbytes=nbytes)

@@ -31,15 +31,15 @@ _MIN_SLOTS: Final = 1 << 10
 _FULL: Final = 0.66
 _GROWTH: Final = 2.25
 """Slots per entry when the table is rebuilt: it is then 0.44 full."""
-_AT_ONCE: Final = 1 << 18
+_BATCH_ENTRIES: Final = 1 << 18
 """Entries that one call handles together, which bounds the temporary memory it needs."""
 _PLACE_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 _HALF: Final = np.uint64(32)
 
 
-class _Slotted:
-    """The arrays."""
+class _SlotArrays:
+    """The three arrays of the table. A slot is an index into all of them."""
 
     def __init__(self, slots: int, salt: np.uint64) -> None:
         self.names = np.zeros(slots, np.uint64)
@@ -55,33 +55,33 @@ class _Slotted:
     def find(self, names: Names, place: int) -> _Slots:
         """The slot of each name's entry with this place; -1: there is none."""
         found = np.full(len(names), -1, np.int64)
-        at = self._homes(names, np.uint64(place))
+        slots = self._homes(names, np.uint64(place))
         pending = np.arange(len(names))
         for _ in range(self.slots):
-            places = self.places[at]
-            is_it = (self.names[at] == names[pending]) & (places == place)
-            found[pending[is_it]] = at[is_it]
-            goes_on = ~is_it & (places != _NEVER)
-            if not goes_on.any():
+            places = self.places[slots]
+            matches = (self.names[slots] == names[pending]) & (places == place)
+            found[pending[matches]] = slots[matches]
+            continues = ~matches & (places != _NEVER)
+            if not continues.any():
                 break
-            pending, at = pending[goes_on], (at[goes_on] + 1) % self.slots
+            pending, slots = pending[continues], (slots[continues] + 1) % self.slots
         return found
 
     def insert(self, names: Names, places: npt.NDArray[np.uint16], hosts: Hosts) -> None:
         """Add entries that are not there yet, no two with the same name and place. The caller has ensured that there is
         room."""
-        at = self._homes(names, places.astype(np.uint64))
+        slots = self._homes(names, places.astype(np.uint64))
         pending = np.arange(len(names))
         while len(pending):
-            free = np.flatnonzero(self.places[at] == _NEVER)
-            slots, first = np.unique(at[free], return_index=True)
+            free = np.flatnonzero(self.places[slots] == _NEVER)
+            free_slots, first = np.unique(slots[free], return_index=True)
             placed = free[first]
             winners = pending[placed]
-            self.names[slots], self.hosts[slots] = names[winners], hosts[winners]
-            self.places[slots] = places[winners]
+            self.names[free_slots], self.hosts[free_slots] = names[winners], hosts[winners]
+            self.places[free_slots] = places[winners]
             lost = np.ones(len(pending), np.bool_)
             lost[placed] = False
-            pending, at = pending[lost], (at[lost] + 1) % self.slots
+            pending, slots = pending[lost], (slots[lost] + 1) % self.slots
         self.used += len(names)
 
     def _homes(self, names: Names, places: npt.NDArray[np.uint64] | np.uint64) -> _Slots:
@@ -97,24 +97,24 @@ class HolderTable:
 
     def __init__(self) -> None:
         self._salt = np.uint64(secrets.randbits(64))
-        self._slotted = _Slotted(_MIN_SLOTS, self._salt)
+        self._arrays = _SlotArrays(_MIN_SLOTS, self._salt)
         self.entries = 0
 
     @property
     def nbytes(self) -> int:
-        slotted = self._slotted
-        return slotted.names.nbytes + slotted.hosts.nbytes + slotted.places.nbytes
+        arrays = self._arrays
+        return arrays.names.nbytes + arrays.hosts.nbytes + arrays.places.nbytes
 
     def holders(self, names: Names, most: int) -> Hosts:
         """[names, most]: the holders of each name, at most `most`, padded with `NOBODY`. Needs no lock."""
-        slotted = self._slotted
+        arrays = self._arrays
         found = np.zeros((len(names), most), np.uint16)
-        asking = np.arange(len(names))
+        pending = np.arange(len(names))
         for place in range(most):
-            hosts = _hosts_at(slotted, slotted.find(names[asking], place))
-            found[asking, place] = hosts
-            asking = asking[hosts != NOBODY]
-            if not len(asking):
+            hosts = _hosts_at(arrays, arrays.find(names[pending], place))
+            found[pending, place] = hosts
+            pending = pending[hosts != NOBODY]
+            if not len(pending):
                 break
         return found
 
@@ -128,65 +128,66 @@ class HolderTable:
 
     def names_of(self, host: int) -> Names:
         """All names that this host holds. Scans every slot: a millisecond per million."""
-        slotted = self._slotted
-        names: Names = slotted.names[slotted.hosts == host]
+        arrays = self._arrays
+        names: Names = arrays.names[arrays.hosts == host]
         return names
 
     def drop(self, host: int) -> None:
         self.remove(self.names_of(host), host)
 
     def _in_parts(self, names: Names, host: int, work: Callable[[Names, int], Flags]) -> Flags:
-        changed = [work(names[at : at + _AT_ONCE], host) for at in range(0, len(names), _AT_ONCE)]
+        changed = [work(names[start : start + _BATCH_ENTRIES], host) for start in range(0, len(names), _BATCH_ENTRIES)]
         return np.concatenate(changed) if changed else np.zeros(0, np.bool_)
 
     def _add(self, names: Names, host: int) -> Flags:
-        slotted = self._with_room(len(names))
+        arrays = self._with_room(len(names))
         is_new = np.zeros(len(names), np.bool_)
-        asking, place = np.arange(len(names)), 0
-        while len(asking):
-            slots = slotted.find(names[asking], place)
-            hosts = _hosts_at(slotted, slots)
+        pending, place = np.arange(len(names)), 0
+        while len(pending):
+            slots = arrays.find(names[pending], place)
+            hosts = _hosts_at(arrays, slots)
             free = hosts == NOBODY
-            slotted.hosts[slots[free & (slots >= 0)]] = host
-            fresh = names[asking[free & (slots < 0)]]
-            slotted.insert(fresh, np.full(len(fresh), place, np.uint16), np.full(len(fresh), host, np.uint16))
-            is_new[asking[free]] = True
-            asking, place = asking[~free & (hosts != host)], place + 1
+            arrays.hosts[slots[free & (slots >= 0)]] = host
+            new_names = names[pending[free & (slots < 0)]]
+            count = len(new_names)
+            arrays.insert(new_names, np.full(count, place, np.uint16), np.full(count, host, np.uint16))
+            is_new[pending[free]] = True
+            pending, place = pending[~free & (hosts != host)], place + 1
         self.entries += int(np.count_nonzero(is_new))
         return is_new
 
     def _remove(self, names: Names, host: int) -> Flags:
-        slotted = self._slotted
-        mine, last = np.full(len(names), -1, np.int64), np.full(len(names), -1, np.int64)
-        asking, place = np.arange(len(names)), 0
-        while len(asking):
-            slots = slotted.find(names[asking], place)
-            hosts = _hosts_at(slotted, slots)
-            is_mine = hosts == host
-            mine[asking[is_mine]] = slots[is_mine]
+        arrays = self._arrays
+        host_slots, last_slots = np.full(len(names), -1, np.int64), np.full(len(names), -1, np.int64)
+        pending, place = np.arange(len(names)), 0
+        while len(pending):
+            slots = arrays.find(names[pending], place)
+            hosts = _hosts_at(arrays, slots)
+            is_host = hosts == host
+            host_slots[pending[is_host]] = slots[is_host]
             held = hosts != NOBODY
-            asking, place = asking[held], place + 1
-            last[asking] = slots[held]
-        was_held = mine >= 0
+            pending, place = pending[held], place + 1
+            last_slots[pending] = slots[held]
+        was_held = host_slots >= 0
         # The last holder moves to the freed place, so that there is no gap.
-        slotted.hosts[mine[was_held]] = slotted.hosts[last[was_held]]
-        slotted.hosts[last[was_held]] = NOBODY
+        arrays.hosts[host_slots[was_held]] = arrays.hosts[last_slots[was_held]]
+        arrays.hosts[last_slots[was_held]] = NOBODY
         self.entries -= int(np.count_nonzero(was_held))
         return was_held
 
-    def _with_room(self, more: int) -> _Slotted:
+    def _with_room(self, added: int) -> _SlotArrays:
         """The arrays, with room for this many more entries."""
-        old = self._slotted
-        if old.used + more > _FULL * old.slots:
-            new = _Slotted(max(_MIN_SLOTS, int(_GROWTH * (self.entries + more))), self._salt)
-            for at in range(0, old.slots, _AT_ONCE):
-                part = slice(at, at + _AT_ONCE)
+        old = self._arrays
+        if old.used + added > _FULL * old.slots:
+            new = _SlotArrays(max(_MIN_SLOTS, int(_GROWTH * (self.entries + added))), self._salt)
+            for start in range(0, old.slots, _BATCH_ENTRIES):
+                part = slice(start, start + _BATCH_ENTRIES)
                 live = old.hosts[part] != NOBODY
                 new.insert(old.names[part][live], old.places[part][live], old.hosts[part][live])
-            self._slotted = new
-        return self._slotted
+            self._arrays = new
+        return self._arrays
 
 
-def _hosts_at(slotted: _Slotted, slots: _Slots) -> Hosts:
+def _hosts_at(arrays: _SlotArrays, slots: _Slots) -> Hosts:
     """The hosts of the entries in these slots; `NOBODY` where there is none."""
-    return np.where(slots >= 0, slotted.hosts[slots], NOBODY).astype(np.uint16, copy=False)
+    return np.where(slots >= 0, arrays.hosts[slots], NOBODY).astype(np.uint16, copy=False)

@@ -129,13 +129,13 @@ class Mirror:
         self._lock = Lock()
         self._table = HolderTable()
         self._hosts: dict[bytes, Host] = {}
-        self._at: dict[HostPort, Host] = {}
+        self._by_address: dict[HostPort, Host] = {}
         self._by_number: list[Host | None] = [None] * (MAX_HOSTS + 1)
         self._numbers = 0
         self._free_numbers: list[int] = []
         # By address, so that a host is not queried more often because it changes its id with each entry.
         self._backoff: dict[HostPort, _Backoff] = {}
-        self._own: bytes | None = None
+        self._own_id: bytes | None = None
         self._cleared_s: float | None = None
         self._counts = MirrorCounts()
 
@@ -155,26 +155,26 @@ class Mirror:
             names=self._table.entries,
         )
 
-    def ignore(self, own: bytes) -> None:
+    def ignore(self, host_id: bytes) -> None:
         """Ignore the entries of this host, which are ours."""
-        self._own = own
+        self._own_id = host_id
 
     def addresses(self) -> list[HostPort]:
         with self._lock:
-            return list(self._at)
+            return list(self._by_address)
 
     def host_at(self, address: HostPort) -> Host | None:
         with self._lock:
-            return self._at.get(address)
+            return self._by_address.get(address)
 
     def holders(self, names: Names, most: int) -> list[list[Host]]:
         """Hosts that hold each name and are believed, of the first `most` that are known."""
         found = self._table.holders(names, most)
         answers: list[list[Host]] = [[] for _ in range(len(names))]
-        for at, column in zip(*np.nonzero(found), strict=True):
-            host = self._by_number[found[at, column]]
+        for row, column in zip(*np.nonzero(found), strict=True):
+            host = self._by_number[found[row, column]]
             if host is not None and host.is_believed:
-                answers[at].append(host)
+                answers[row].append(host)
         return answers
 
     def names_of(self, host: bytes) -> Names:
@@ -185,7 +185,7 @@ class Mirror:
 
     def take(self, entry: Entry, now_s: float) -> None:
         """Apply an entry that was read. Entries may come in any order, and repeatedly."""
-        if entry.host == self._own:
+        if entry.host == self._own_id:
             return
         with self._lock:
             host = self._hosts.get(entry.host)
@@ -245,7 +245,7 @@ class Mirror:
         """The shards that must be fetched from this host: those whose sums differ, as of its change of this number."""
         with self._lock:
             host.covered = sequence
-            # A higher number was not the host's own, and would make all that follow from it a repetition.
+            # A higher number was not the host's own, and would make its next entries look like repetitions.
             host.sequence = min(host.sequence, sequence)
             host.exact_from = max(host.exact_from, sequence)
             return [int(shard) for shard in np.flatnonzero(host.sums != sums)]
@@ -256,13 +256,12 @@ class Mirror:
             if self._hosts.get(host.id) is not host or host.is_left_out:
                 return
             names = np.unique(names[np.isin(shards_of(names), shards)])
-            ours = names[:0]
+            known = names[:0]
             if host.count:  # else there is no need to scan the whole table
-                ours = self._table.names_of(host.number)
-                ours = ours[np.isin(shards_of(ours), shards)]
-            self._change(
-                host, np.setdiff1d(names, ours, assume_unique=True), np.setdiff1d(ours, names, assume_unique=True)
-            )
+                known = self._table.names_of(host.number)
+                known = known[np.isin(shards_of(known), shards)]
+            added = np.setdiff1d(names, known, assume_unique=True)
+            self._change(host, added, np.setdiff1d(known, names, assume_unique=True))
             host.exact_from = max(host.exact_from, sequence)
             self._counts.shards_fetched += len(shards)
 
@@ -274,7 +273,7 @@ class Mirror:
             _advance(host, Sign.REPAIRED)
             self._counts.repairs += 1
             self._counts.repair_bytes += nbytes
-            # Only the next entry whose root equals ours confirms success; until then a repair is not repeated at once.
+            # Only the next entry whose root equals ours confirms success, so until then another repair has to wait.
             self._back_off(host, now_s)
             host.cleared_s = cleared_s
             self._believe(host)
@@ -307,8 +306,8 @@ class Mirror:
         address = entry.host_port()
         if not self._is_allowed(address):
             return None
-        if (before := self._at.get(address)) is not None:
-            self._drop(before)  # it was restarted
+        if (previous := self._by_address.get(address)) is not None:
+            self._drop(previous)  # it was restarted
         if len(self._hosts) >= self._max_hosts:
             return None
         if self._free_numbers:
@@ -317,12 +316,12 @@ class Mirror:
             self._numbers += 1
             number = self._numbers
         host = Host(entry.host, address, number, now_s)
-        self._hosts[entry.host] = self._at[address] = self._by_number[number] = host
+        self._hosts[entry.host] = self._by_address[address] = self._by_number[number] = host
         return host
 
     def _drop(self, host: Host) -> None:
         self._by_number[host.number] = None
-        del self._hosts[host.id], self._at[host.address]
+        del self._hosts[host.id], self._by_address[host.address]
         self._table.drop(host.number)
         self._free_numbers.append(host.number)
 
@@ -366,8 +365,7 @@ class Mirror:
         host.count += len(added) - len(removed)
 
     def _readmit(self, host: Host, entry: Entry) -> None:
-        """Readmit the host if there is room again, with some to spare, so that it is not left out again at the next
-        entry."""
+        """Readmit the host if there is room again, and some to spare, so that its next entry does not exclude it."""
         if self._table.entries + entry.count <= 0.9 * self._max_names:
             host.is_left_out = False
             if host.trust is Trust.EXACT:
@@ -375,8 +373,8 @@ class Mirror:
 
     def _believe(self, host: Host) -> None:
         """Determine whether the host is believed; if not, have it queried again."""
-        ours, its = self._cleared_s, host.cleared_s
-        host.is_believed = ours is None or (its is not None and its > ours)
+        own_cleared_s, host_cleared_s = self._cleared_s, host.cleared_s
+        host.is_believed = own_cleared_s is None or (host_cleared_s is not None and host_cleared_s > own_cleared_s)
         if not host.is_believed and host.trust is Trust.EXACT:
             _advance(host, Sign.DIFFERS)
 

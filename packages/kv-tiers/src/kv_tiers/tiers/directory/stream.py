@@ -40,9 +40,10 @@ class Stream:
         self._is_cluster = access.mode == "cluster"
 
     def append(self, entries: Sequence[bytes]) -> str:
-        """Write these; returns why they were refused, else "". Even then some may have been written, and also if it
-        raises."""
-        commands = [command(b"XADD", self._name, b"MAXLEN", b"~", b"%d" % KEPT, b"*", _FIELD, one) for one in entries]
+        """Write these; returns why they were refused, else "". After a refusal or an exception some may have been
+        written."""
+        words = (b"XADD", self._name, b"MAXLEN", b"~", b"%d" % KEPT, b"*", _FIELD)
+        commands = [command(*words, entry) for entry in entries]
         refusals = [answer for answer in self._talk(commands, 1 << 10) if isinstance(answer, ErrorReply)]
         return self._servers.explained(refusals[0]) if refusals else ""
 
