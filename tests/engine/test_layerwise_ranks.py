@@ -186,7 +186,7 @@ def test_a_rank_that_lets_the_promised_pool_go_is_noticed(
 
         def add_alone(self: RankPools, pool: Any) -> None:
             add(self, pool)
-            self._let_go_before(pool.name)
+            self._detach_before(pool.name)
 
         monkeypatch.setattr(RankPools, "add", add_alone)
         oracle.submit("a", PROMPT, 3)

@@ -45,7 +45,7 @@ def fingerprint_of_tier(tier: Mapping[str, object], fingerprint: str) -> str:
 def check_parts(tiers: Sequence[Mapping[str, object]]) -> None:
     """
     Raises:
-        ConfigError: a tier is set to drop parts, but the rest of a chunk could not be read, or nothing is stored there.
+        ConfigError: a tier is set to drop parts, but what is left could not be read, or nothing is stored there.
     """
     for number, tier in enumerate(tiers):
         if not drops_parts(tier):

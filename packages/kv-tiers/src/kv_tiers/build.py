@@ -125,10 +125,10 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
     names: list[str] = []
     for number, options in enumerate(tiers):
         where = f"tiers[{number}]"
-        factory, lane_config, rest = _read_tier(options, where)
+        factory, lane_config, tier_options = _read_tier(options, where)
         _check_parts(options, _codec(lane_config, ANY_CHUNKS, where), where)
         if isinstance(factory, CheckedFactory):
-            factory.check(rest)
+            factory.check(tier_options)
         names.append(lane_config.name)
         _check_names(names)
 
@@ -139,10 +139,10 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     Raises:
         ConfigError: the options cannot be honoured.
     """
-    factory, lane_config, rest = _read_tier(options, where)
+    factory, lane_config, tier_options = _read_tier(options, where)
     codec = _codec(lane_config, context, where)
     _check_parts(options, codec, where)
-    tier = factory(rest, dataclasses.replace(context, name=lane_config.name))
+    tier = factory(tier_options, dataclasses.replace(context, name=lane_config.name))
     tier.name = lane_config.name
     if lane_config.approximate and not isinstance(tier, ReadsPrefixes):
         tier.close()
@@ -195,10 +195,10 @@ def _read_tier(options: Mapping[str, object], where: str) -> tuple[TierFactory, 
         factory = tier_factory(type_name)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    own = set(LaneConfig.__struct_fields__)
-    lane_config = read_options(LaneConfig, {name: options[name] for name in own & set(options)}, where)
-    rest = {name: value for name, value in options.items() if name not in own and name != "type"}
-    return factory, msgspec.structs.replace(lane_config, name=lane_config.name or type_name), rest
+    lane_options = set(LaneConfig.__struct_fields__)
+    lane_config = read_options(LaneConfig, {name: options[name] for name in lane_options & set(options)}, where)
+    tier_options = {name: value for name, value in options.items() if name not in lane_options and name != "type"}
+    return factory, msgspec.structs.replace(lane_config, name=lane_config.name or type_name), tier_options
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -84,7 +84,7 @@ def piece_bytes(decoded_bytes: int) -> int:
 
 
 def prefix_bytes(wanted_bytes: int, decoded_bytes: int) -> int:
-    """How much of a payload must be read so that its first `wanted_bytes` can be checked. The payload may end before.
+    """How much of a payload must be read so that its first `wanted_bytes` can be checked; the payload may be shorter.
 
     decoded_bytes: size of the chunk.
     """
@@ -183,8 +183,8 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
     if unseal(data) is None:
         return Damaged("the header's own checksum is wrong")
     try:
-        named = ChunkKey.from_bytes(key[:key_bytes])
-        above = ChunkKey.from_bytes(parent[:parent_bytes]) if parent_bytes else None
+        chunk_key = ChunkKey.from_bytes(key[:key_bytes])
+        parent_key = ChunkKey.from_bytes(parent[:parent_bytes]) if parent_bytes else None
         codec_name = codec.rstrip(b"\0").decode("ascii")
     except (InputError, UnicodeDecodeError) as error:
         return Damaged(str(error))
@@ -193,15 +193,15 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
     if pieces not in (0, -(-stored_bytes // piece_bytes(decoded_bytes)) - 1 if stored_bytes else 0):
         return Damaged(f"checksums of {pieces} pieces in a payload of {stored_bytes} bytes")
     return Header(
-        named,
-        above,
+        chunk_key,
+        parent_key,
         decoded_bytes,
         stored_bytes,
         format_id,
         codec_name,
         checksum,
         decoded_checksum if any(decoded_checksum) else None,
-        tuple(table[8 * at : 8 * at + 8] for at in range(pieces)),
+        tuple(table[8 * number : 8 * number + 8] for number in range(pieces)),
     )
 
 
@@ -236,55 +236,55 @@ def verify(
 
     As slow as `pack_header`. decoded_bytes: size of a chunk. checksum: of the payload, if already computed.
     """
-    read = _read_for(header, key, format_id, decoded_bytes)
-    if isinstance(read, Damaged):
-        return read
-    if read.stored_bytes != payload.nbytes:
-        return Damaged(f"a payload of {payload.nbytes} bytes instead of {read.stored_bytes}")
-    if (checksum or checksum_of(payload)) != read.checksum:
+    parsed = _read_for(header, key, format_id, decoded_bytes)
+    if isinstance(parsed, Damaged):
+        return parsed
+    if parsed.stored_bytes != payload.nbytes:
+        return Damaged(f"a payload of {payload.nbytes} bytes instead of {parsed.stored_bytes}")
+    if (checksum or checksum_of(payload)) != parsed.checksum:
         return Damaged("the checksum of the bytes is wrong")
-    return read
+    return parsed
 
 
 def verify_prefix(
     header: bytes | bytearray | memoryview, prefix: memoryview, *, key: ChunkKey, format_id: bytes, decoded_bytes: int
 ) -> Header | Damaged | WholeOnly:
     """Like `verify`, for the first bytes of a payload: `prefix_bytes` of it, or all of it if it is shorter."""
-    read = _read_for(header, key, format_id, decoded_bytes)
-    if isinstance(read, Damaged):
-        return read
-    if prefix.nbytes >= read.stored_bytes:
+    parsed = _read_for(header, key, format_id, decoded_bytes)
+    if isinstance(parsed, Damaged):
+        return parsed
+    if prefix.nbytes >= parsed.stored_bytes:
         return verify(header, prefix, key=key, format_id=format_id, decoded_bytes=decoded_bytes)
-    pieces, rest = divmod(prefix.nbytes, piece_bytes(decoded_bytes))
-    if rest or not pieces:
-        return Damaged(f"{prefix.nbytes} bytes of {read.stored_bytes}, which is not a whole number of pieces")
-    if not read.pieces:
+    pieces, remainder = divmod(prefix.nbytes, piece_bytes(decoded_bytes))
+    if remainder or not pieces:
+        return Damaged(f"{prefix.nbytes} bytes of {parsed.stored_bytes}, which is not a whole number of pieces")
+    if not parsed.pieces:
         return WholeOnly()
-    if checksum_of(prefix)[8:] != read.pieces[pieces - 1]:
+    if checksum_of(prefix)[8:] != parsed.pieces[pieces - 1]:
         return Damaged("the checksum of the first bytes is wrong")
-    return read
+    return parsed
 
 
 def check(
     header: bytes | bytearray | memoryview, chunk: memoryview, *, key: ChunkKey, format_id: bytes
 ) -> Damaged | None:
-    """None if `chunk` is what was stored under `key` in this format, unencoded. As slow as `pack_header`."""
-    read = verify(header, chunk, key=key, format_id=format_id, decoded_bytes=chunk.nbytes)
-    if isinstance(read, Damaged):
-        return read
-    return Damaged(f"the bytes are encoded ({read.codec})") if read.codec else None
+    """None if `chunk` is, unencoded, what was stored under `key` in this format. As slow as `pack_header`."""
+    parsed = verify(header, chunk, key=key, format_id=format_id, decoded_bytes=chunk.nbytes)
+    if isinstance(parsed, Damaged):
+        return parsed
+    return Damaged(f"the bytes are encoded ({parsed.codec})") if parsed.codec else None
 
 
 def _read_for(
     header: bytes | bytearray | memoryview, key: ChunkKey, format_id: bytes, decoded_bytes: int
 ) -> Header | Damaged:
-    read = read_header(header)
-    if isinstance(read, Damaged):
-        return read
-    if read.key != key:
-        return Damaged(f"the header names chunk {read.key.hex()}")
-    if read.format_id != format_id:
+    parsed = read_header(header)
+    if isinstance(parsed, Damaged):
+        return parsed
+    if parsed.key != key:
+        return Damaged(f"the header names chunk {parsed.key.hex()}")
+    if parsed.format_id != format_id:
         return Damaged("the bytes are of another chunk format")
-    if read.decoded_bytes != decoded_bytes:
-        return Damaged(f"a chunk of {read.decoded_bytes} bytes instead of {decoded_bytes}")
-    return read
+    if parsed.decoded_bytes != decoded_bytes:
+        return Damaged(f"a chunk of {parsed.decoded_bytes} bytes instead of {decoded_bytes}")
+    return parsed

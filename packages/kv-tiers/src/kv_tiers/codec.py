@@ -72,8 +72,8 @@ class EncodesFirst(Protocol):
 
 @runtime_checkable
 class CodesShares(Protocol):
-    """Optional capability of a `Codec`: chunks of each group of layers, and each shard of them, have a codec of their
-    own. The lane looks it up for every chunk, and calls neither `encode` nor `decode` of this one."""
+    """Optional capability of a `Codec`: chunks of each group of layers and each shard have a codec of their own. The
+    lane looks it up for every chunk, and never calls this codec's `encode` and `decode`."""
 
     def of_share(self, group: int, shard: int) -> Codec | None:
         """The codec for chunks with this group and shard in their keys. None: they are stored unencoded."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class DirectoryState:
     """The directory as this server sees it. The figures from `entries` on only grow.
 
-    why: it cannot be reached, or refuses what is written; empty: all is well.
-    lag_s: since it was last read up to its end.
+    why: why it cannot be reached, or refuses what is written; empty: all is well.
+    lag_s: seconds since it was last read up to its end.
     hosts, exact: other hosts that are known, and those among them whose names are known exactly.
     left_out: hosts for whose names there is no room.
     names: (name, host) pairs in memory.

@@ -68,10 +68,10 @@ def check_header(header: bytes | bytearray | memoryview, *, version: int, max_by
     Raises:
         InputError: another version of the protocol, or a message longer than `max_bytes`.
     """
-    nbytes, its_version = HEADER.unpack_from(header)
-    if its_version != version:
+    nbytes, frame_version = HEADER.unpack_from(header)
+    if frame_version != version:
         raise InputError(
-            f"this side speaks version {version} of the protocol, the other {its_version}: run the same release of "
+            f"this side speaks version {version} of the protocol, the other {frame_version}: run the same release of "
             "kv-tiers on both"
         )
     if nbytes > max_bytes:

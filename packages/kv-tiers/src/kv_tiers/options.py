@@ -32,7 +32,7 @@ _BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]*)")
 BYTES_PATTERN: Final = rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,9}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
 """Matches text that `byte_count` accepts, for schemas; `byte_count` also refuses fractions of a byte."""
 _LONGEST_NAME: Final = 100
-"""Of a name that is compared with others: some come from clients of an engine, and may be of any length."""
+"""How much of a name is compared with others: some names come from an engine's clients, and may be of any length."""
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -60,10 +60,10 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
         raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}{_choices(fields, str(error))}") from None
 
 
-def _choices(fields: Mapping[str, msgspec.structs.FieldInfo], said: str) -> str:
+def _choices(fields: Mapping[str, msgspec.structs.FieldInfo], error_text: str) -> str:
     """What may be written for the option that this error is about, if that is one of a few words."""
-    found = re.search(r" - at `\$\.(\w+)`$", said)
-    wanted = fields[found[1]].type if found is not None and found[1] in fields else None
+    match = re.search(r" - at `\$\.(\w+)`$", error_text)
+    wanted = fields[match[1]].type if match is not None and match[1] in fields else None
     return f"; write one of {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else ""
 
 
@@ -80,12 +80,12 @@ def byte_count(value: int | str, where: str) -> int:
     """
     if isinstance(value, int):
         return value
-    found = _BYTES.fullmatch(value.strip())
-    if found is None or found[3] not in _UNITS:
+    match = _BYTES.fullmatch(value.strip())
+    if match is None or match[3] not in _UNITS:
         raise ConfigError(f'{where} is {value!r}; write a whole number of bytes, or text such as "4MiB" or "2GB"')
-    unit, fraction = _UNITS[found[3]], found[2] or ""
-    nbytes, rest = divmod(int(found[1] + fraction) * unit, int("1" + "0" * len(fraction)))
-    if rest:
+    unit, fraction = _UNITS[match[3]], match[2] or ""
+    nbytes, remainder = divmod(int(match[1] + fraction) * unit, int("1" + "0" * len(fraction)))
+    if remainder:
         raise ConfigError(f"{where} is {value!r}, which is not a whole number of bytes")
     return nbytes
 

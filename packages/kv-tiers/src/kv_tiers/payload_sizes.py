@@ -12,9 +12,9 @@ MAX_GROUPS: Final = 1 << 10
 class PayloadSizes:
     """The sizes of one pool's chunks.
 
-    group_bytes: by group.
-    largest: of those.
-    are_equal: all groups have the same size.
+    group_bytes: the size of each group's chunks.
+    largest: the largest of these.
+    are_equal: whether all groups have the same size.
     """
 
     def __init__(self, group_bytes: Sequence[int]) -> None:

@@ -22,15 +22,15 @@ def load_plugin(group: str, kind: str, name: str, *, built_in: Iterable[str] = (
     Raises:
         ConfigError: no installed package has the name, two do, or importing it fails.
     """
-    offered = entry_points(group=group)
-    found = {entry.value: entry for entry in offered if entry.name == name}
-    if not found:
-        names = {*built_in, *(entry.name for entry in offered)}
+    entries = entry_points(group=group)
+    matches = {entry.value: entry for entry in entries if entry.name == name}
+    if not matches:
+        names = {*built_in, *(entry.name for entry in entries)}
         hint = nearest(name, names) if names else f"no installed package has any in its entry points {group}"
         raise ConfigError(f"there is no {kind} {name!r}; {hint}")
-    if len(found) > 1:
-        raise ConfigError(f"several packages offer a {kind} {name!r}: {', '.join(sorted(found))}")
-    (entry,) = found.values()
+    if len(matches) > 1:
+        raise ConfigError(f"several packages offer a {kind} {name!r}: {', '.join(sorted(matches))}")
+    (entry,) = matches.values()
     try:
         loaded = entry.load()
     except ConfigError:

@@ -17,8 +17,8 @@ def seal(fields: bytes, seed: int = 0) -> bytes:
 
 def unseal(data: bytes | bytearray | memoryview, seed: int = 0) -> bytes | None:
     """The fields; None if the checksum behind them is wrong, or there is none."""
-    fields, found = bytes(data[:-SEAL_BYTES]), data[-SEAL_BYTES:]
-    if len(found) < SEAL_BYTES or _U64.unpack(found)[0] != xxhash.xxh3_64_intdigest(fields, seed):
+    fields, checksum = bytes(data[:-SEAL_BYTES]), data[-SEAL_BYTES:]
+    if len(checksum) < SEAL_BYTES or _U64.unpack(checksum)[0] != xxhash.xxh3_64_intdigest(fields, seed):
         return None
     return fields
 
@@ -26,4 +26,4 @@ def unseal(data: bytes | bytearray | memoryview, seed: int = 0) -> bytes | None:
 def intact(data: memoryview, starts: Iterable[int], nbytes: int) -> list[bool]:
     """For each of these positions, whether `unseal` would find valid fields there; takes half the time for many."""
     digest, size = xxhash.xxh3_64_intdigest, nbytes - SEAL_BYTES
-    return [digest(data[at : at + size]) == _U64.unpack_from(data, at + size)[0] for at in starts]
+    return [digest(data[start : start + size]) == _U64.unpack_from(data, start + size)[0] for start in starts]

@@ -157,9 +157,9 @@ def load(extra: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings
     Raises:
         ConfigError: an unknown key (with the nearest valid name), a value of the wrong type, or one out of range.
     """
-    own = dict(extra)
-    file = own.pop("config_file", None) or environ.get("KV_CONFIG_FILE")
-    layers = [Layer("extra config", own)]
+    options = dict(extra)
+    file = options.pop("config_file", None) or environ.get("KV_CONFIG_FILE")
+    layers = [Layer("extra config", options)]
     if file:
         _check_text("config_file", str(file), "extra config")
         layers.append(Layer(f"file {file}", read_file(str(file))))
@@ -183,11 +183,11 @@ def resolve(layers: Sequence[Layer], environ: Mapping[str, str]) -> tuple[Settin
     known = dict(_paths(Settings))
     chosen: dict[str, tuple[object, str]] = {}
     for layer in layers:
-        seen: set[str] = set()
+        layer_paths: set[str] = set()
         for path, value in _flatten(layer.tree, layer.origin, set(known)):
-            if path in seen:
+            if path in layer_paths:
                 raise ConfigError(f"{path} appears twice in {layer.origin}, once with a dot; leave one of them out")
-            seen.add(path)
+            layer_paths.add(path)
             chosen.setdefault(path, (_convert(path, value, known[path], layer.origin), layer.origin))
     for path, variable, text in _read_environ(environ, known):
         origin = f"environment {variable}"
@@ -213,30 +213,30 @@ def read_file(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is not of the kind that its name indicates.
     """
-    said = "standard input" if path == STANDARD_INPUT else f"the configuration file {path}"
+    source = "standard input" if path == STANDARD_INPUT else f"the configuration file {path}"
     if path == STANDARD_INPUT and sys.stdin is None:
-        raise ConfigError(f"{said} is closed; name a file instead of -")
+        raise ConfigError(f"{source} is closed; name a file instead of -")
     try:
         text = sys.stdin.read() if path == STANDARD_INPUT else Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{said} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{said} is not UTF-8: {error}") from None
+        raise ConfigError(f"{source} is not UTF-8: {error}") from None
     suffix = Path(path).suffix
     if path == STANDARD_INPUT:
         suffix = ".json" if text.lstrip().startswith("{") else ".yaml"
     try:
         tree = _parse(text, suffix)
     except RecursionError:
-        raise ConfigError(f"{said} is nested too deeply for settings") from None
+        raise ConfigError(f"{source} is nested too deeply for settings") from None
     except ValueError as error:  # all three parsers raise this or a subclass
-        raise ConfigError(f"{said} is not {_LANGUAGES[suffix]}: {error}") from None
+        raise ConfigError(f"{source} is not {_LANGUAGES[suffix]}: {error}") from None
     except KeyError:
-        raise ConfigError(f"{said} is of an unknown kind; end its name in {', '.join(_LANGUAGES)}") from None
+        raise ConfigError(f"{source} is of an unknown kind; end its name in {', '.join(_LANGUAGES)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise ConfigError(f"{said} must hold settings, each with its name")
+        raise ConfigError(f"{source} must hold settings, each with its name")
     return tree
 
 

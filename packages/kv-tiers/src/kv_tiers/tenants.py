@@ -32,7 +32,7 @@ def read_tenants(listed: object, *, capacity_bytes: int) -> list[Tenant]:
         ConfigError: an option is unknown, missing or out of range; a salt's file is accessible to others; a name or a
             salt is repeated; the quotas exceed the pool.
     """
-    if not isinstance(listed, Sequence) or not all(isinstance(one, Mapping) for one in listed):
+    if not isinstance(listed, Sequence) or not all(isinstance(entry, Mapping) for entry in listed):
         raise ConfigError("tenants: write a list with the name, salt_file and quota_bytes of each tenant")
     tenants = [_read(options, f"tenants[{number}]") for number, options in enumerate(listed)]
     _check_once(tenants)
@@ -53,10 +53,10 @@ def quotas_of(tenants: Iterable[Tenant]) -> dict[bytes, int]:
 def _read(options: Mapping[str, object], where: str) -> Tenant:
     config = read_options(TenantConfig, options, where)
     where = f"{where} ({config.name})"
-    given = [name for name in ("salt", "salt_file", "tag") if getattr(config, name) is not None]
-    if len(given) != 1:
-        said = " and ".join(given) or "none"
-        raise ConfigError(f"{where}: write one of salt, salt_file and tag; there is {said}")
+    identifiers = [name for name in ("salt", "salt_file", "tag") if getattr(config, name) is not None]
+    if len(identifiers) != 1:
+        present = " and ".join(identifiers) or "none"
+        raise ConfigError(f"{where}: write one of salt, salt_file and tag; there is {present}")
     return Tenant(config.name, _tag(config, where), config.quota_bytes)
 
 
@@ -84,11 +84,11 @@ def _salt_in(path: Path, where: str) -> str:
 
 
 def _check_once(tenants: Sequence[Tenant]) -> None:
-    of_tag: dict[bytes, str] = {}
+    name_of_tag: dict[bytes, str] = {}
     names: set[str] = set()
     for tenant in tenants:
         if tenant.name in names:
             raise ConfigError(f"tenants: there are two called {tenant.name!r}; give each a name of its own")
         names.add(tenant.name)
-        if (other := of_tag.setdefault(tenant.tag, tenant.name)) != tenant.name:
-            raise ConfigError(f"tenants: {other!r} and {tenant.name!r} have the same salt; list it once")
+        if (first_name := name_of_tag.setdefault(tenant.tag, tenant.name)) != tenant.name:
+            raise ConfigError(f"tenants: {first_name!r} and {tenant.name!r} have the same salt; list it once")

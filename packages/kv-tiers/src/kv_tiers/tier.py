@@ -136,7 +136,7 @@ class TierContext:
     fingerprint: identifies the format of the chunks' bytes.
     bounded: the groups of layers that do not need the whole prefix, as far as lookups have shown. For tiers that evict
         (`kv_tiers.eviction.coverage`).
-    name: for what a tier has to say while it is made; empty: it was given none.
+    name: for messages of a tier while it is created; empty: it has none yet.
     """
 
     chunk_bytes: int
@@ -266,8 +266,8 @@ class NamesChunks(Protocol):
 
 @runtime_checkable
 class ShowsProgress(Protocol):
-    """Optional capability of a `Tier` that ends calls itself in which no bytes move any more: showing that they do, so
-    that a call that takes long on a slow line is not taken for one that hangs."""
+    """Optional capability of a `Tier` that ends calls itself if no bytes move any more: reporting that bytes move, so
+    that a long call on a slow line is not taken for one that hangs."""
 
     on_progress: Callable[[], object]
     """Set by the tier's lane, before any call. To be called when bytes of a load have arrived, or those of a store have

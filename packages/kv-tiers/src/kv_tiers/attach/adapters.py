@@ -34,8 +34,8 @@ from kv_tiers.threads import start_thread
 _log = limited_logger(__name__)
 
 _MAX_ADAPTERS: Final = 4096
-"""How many are known, the most recently used ones; more than an engine has in its memory. An older one is not in the
-engine's memory either, so the engine reads its files again, and so do we."""
+"""How many adapters are known, the most recently used ones; more than an engine has in its memory. An older one is not
+in the engine's memory either, so the engine reads its files again, and so do we."""
 _FRESH_S: Final = 1.0
 """How long an identity holds after a look at the files. An adapter that was used within this time is still in the
 engine's memory, unless the engine has loaded as many others meanwhile as that holds."""
@@ -44,7 +44,7 @@ _PATIENCE_S: Final = 1.0
 _MAX_WAITING: Final = 4096
 """Requests whose waits are remembered, the latest ones. Those that were aborted meanwhile are among them."""
 _WAITED_S: Final = 600.0
-"""A wait that began before that was another request's with the same id. No step of an engine takes so long."""
+"""A wait that began longer ago was of another request with the same id. No step of an engine takes so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Adapters:
         """memory: of digests of files; None for the user's own."""
         self._memory = default_memory() if memory is None else memory
         self._clock: Clock = MonotonicClock() if clock is None else clock
-        self._asked_s: OrderedDict[str, float] = OrderedDict()  # by request, when it first had to wait for a look
+        self._waiting_since_s: OrderedDict[str, float] = OrderedDict()  # by request that waits for a look at the files
         self._process = secrets.token_hex(8)
         self._known: OrderedDict[tuple[int, str, str], _Adapter] = OrderedDict()  # those used last at the end
         self._queue: queue.SimpleQueue[_Adapter | None] = queue.SimpleQueue()
@@ -136,17 +136,17 @@ class Adapters:
     def _answer(self, adapter: _Adapter, request_id: str) -> str | Unsure | None:
         if adapter.content is None or adapter.is_void:
             return None
-        now_s, asked_s = self._clock.now_s(), self._asked_s.get(request_id)
-        if asked_s is not None and now_s - asked_s > _WAITED_S:
-            asked_s = None
-        if now_s - adapter.looked_s < _FRESH_S or (asked_s is not None and adapter.looked_s >= asked_s):
-            self._asked_s.pop(request_id, None)
+        now_s, since_s = self._clock.now_s(), self._waiting_since_s.get(request_id)
+        if since_s is not None and now_s - since_s > _WAITED_S:
+            since_s = None
+        if now_s - adapter.looked_s < _FRESH_S or (since_s is not None and adapter.looked_s >= since_s):
+            self._waiting_since_s.pop(request_id, None)
             return f"{adapter.name}@{adapter.content}"
-        if asked_s is None and request_id:
-            asked_s = self._asked_s[request_id] = now_s
-            if len(self._asked_s) > _MAX_WAITING:
-                self._asked_s.popitem(last=False)
-        return Unsure() if asked_s is not None and now_s - asked_s < _PATIENCE_S else None
+        if since_s is None and request_id:
+            since_s = self._waiting_since_s[request_id] = now_s
+            if len(self._waiting_since_s) > _MAX_WAITING:
+                self._waiting_since_s.popitem(last=False)
+        return Unsure() if since_s is not None and now_s - since_s < _PATIENCE_S else None
 
     def _submit(self, adapter: _Adapter) -> None:
         if self._stopped.is_set():

@@ -36,19 +36,19 @@ def fitted(
     Raises:
         ConfigError: it is set and is not a whole number of blocks; the text suggests one that is.
     """
-    together = lcm(*block_tokens)
-    if any(each.path == "chunk_tokens" and each.origin != "default" for each in in_force):
-        check_blocks(settings.chunk_tokens, together)
+    common_tokens = lcm(*block_tokens)
+    if any(setting.path == "chunk_tokens" and setting.origin != "default" for setting in in_force):
+        check_blocks(settings.chunk_tokens, common_tokens)
         return settings
-    has_long_blocks = together >= _LONG_BLOCK_TOKENS
-    least = _LONG_BLOCK_TOKENS if has_states or has_long_blocks else settings.chunk_tokens
-    chunk_tokens = -(-least // together) * together
+    has_long_blocks = common_tokens >= _LONG_BLOCK_TOKENS
+    min_tokens = _LONG_BLOCK_TOKENS if has_states or has_long_blocks else settings.chunk_tokens
+    chunk_tokens = -(-min_tokens // common_tokens) * common_tokens
     if chunk_tokens == settings.chunk_tokens:
         return settings
     _log.info(
         "chunk_tokens is %d instead of %d, to fit the engine's blocks of %d tokens",
         chunk_tokens,
         settings.chunk_tokens,
-        together,
+        common_tokens,
     )
     return msgspec.structs.replace(settings, chunk_tokens=chunk_tokens)

@@ -123,25 +123,26 @@ def run(demo: Demo, arguments: list[str] | None = None) -> int:
 
 
 def _show(demo: Demo, args: argparse.Namespace, scratch: Path) -> int:
-    given = ["--model", args.model, "--dtype", args.dtype or "auto"]
+    model_args = ["--model", args.model, "--dtype", args.dtype or "auto"]
     if args.model == TINY:
-        given = ["--model", str(demo.write_tiny(scratch / "tiny-llama")), "--dtype", args.dtype or "float32"]
+        model_args = ["--model", str(demo.write_tiny(scratch / "tiny-llama")), "--dtype", args.dtype or "float32"]
     elif args.document is not None:
-        given += ["--document", str(args.document), "--question", args.question[0], "--question", args.question[1]]
+        model_args += ["--document", str(args.document), "--question", args.question[0], "--question", args.question[1]]
     pool = f"demo-{os.getpid()}"
     disk = {"type": "disk", "directory": str(scratch / "kv"), "capacity_bytes": _CAPACITY}
     cache = {"host": {"capacity_bytes": _CAPACITY, "name": pool}, "tiers": [disk], "cold": {"wait_s": 20.0}}
     if shutil.disk_usage(pool_path(pool).parent.parent).free < 2 * _CAPACITY:
         del cache["host"]["name"]  # type: ignore[attr-defined]  # a small shared memory: all is found on disk
-    own, other = [sys.executable, "-m", demo.program], ["env", *shlex.split(args.then)] if args.then else []
-    if other:
+    command, other_command = [sys.executable, "-m", demo.program], ["env", *shlex.split(args.then)] if args.then else []
+    if other_command:
         cache["chunk_tokens"] = CHUNK_TOKENS_OF_BOTH  # type: ignore[assignment]
     engines = [
-        _Engine(demo.engine, own, scratch, given),
-        _Engine("the other engine" if other else demo.engine, other or own, scratch, given),
+        _Engine(demo.engine, command, scratch, model_args),
+        _Engine("the other engine" if other_command else demo.engine, other_command or command, scratch, model_args),
     ]
     try:
-        references = [engine.run("reference", "an engine without us", None) for engine in engines[: 1 + bool(other)]]
+        different = engines if other_command else engines[:1]
+        references = [engine.run("reference", "an engine without us", None) for engine in different]
         rows = engines[0].run("first", "an engine with us", cache)
         rows += engines[1].run("second", "a second process, its engine cold", cache)
         HostPool.unlink(pool)
@@ -165,11 +166,11 @@ class _Engine:
     name: str
     program: Sequence[str]
     scratch: Path
-    given: Sequence[str]
+    model_args: Sequence[str]
 
     def run(self, phase: str, what: str, cache: Mapping[str, Any] | None) -> list[Row]:
         """Shows a line with the time that it has taken so far."""
-        command = [*self.program, "--run", phase, *self.given, "--cache", json.dumps(cache)]
+        command = [*self.program, "--run", phase, *self.model_args, "--cache", json.dumps(cache)]
         what = f"{self.name}: {what}"
         log = self.scratch / f"{phase}.log"
         environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
@@ -210,7 +211,7 @@ def _serve(demo: Demo, args: argparse.Namespace) -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         text = args.document.read_text(encoding="utf-8")
         prompts, stop, names = (
-            [_asked(tokenizer, text, one) for one in args.question],
+            [_tokens_of(tokenizer, text, question) for question in args.question],
             [tokenizer.eos_token_id],
             args.question,
         )
@@ -225,7 +226,7 @@ def _serve(demo: Demo, args: argparse.Namespace) -> None:
             print(_RESULT + json.dumps(asdict(row)), flush=True)
 
 
-def _asked(tokenizer: Any, document: str, question: str) -> list[int]:
+def _tokens_of(tokenizer: Any, document: str, question: str) -> list[int]:
     """The document first, so that all questions about it share their beginning."""
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(f"{document}\n\nQuestion: {question}\nAnswer:"))

@@ -127,8 +127,8 @@ def _group_of(spelled: str) -> GroupShape:
 def _described(coverage: Coverage, layout: str, kind: str) -> str:
     if coverage.kind == "state":
         return "states"
-    lies = "whole blocks, format blocks" if kind == "blocks" else f"layout {layout}, format {kind}"
-    return lies if coverage.kind == "all" else f"{lies}, {coverage.kind} of {coverage.tokens} tokens"
+    layout_text = "whole blocks, format blocks" if kind == "blocks" else f"layout {layout}, format {kind}"
+    return layout_text if coverage.kind == "all" else f"{layout_text}, {coverage.kind} of {coverage.tokens} tokens"
 
 
 class Engine(OffSwitch):
@@ -171,7 +171,7 @@ class Engine(OffSwitch):
         self._is_one_process = False
 
     def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        """Stop loading and storing, because of a fault of ours. An engine that was refused has only `off` set."""
+        """Stop loading and storing because of a fault of ours. (`refuse` sets only `off`, and records no fault.)"""
         super().turn_off(why, error)
         self.faults.append(why)
         closes: list[Callable[[], None]] = []
@@ -182,8 +182,8 @@ class Engine(OffSwitch):
         for close in closes:
             try:
                 close()
-            except Exception as again:  # noqa: BLE001  # perhaps the same fault: the engine must not meet it either
-                _log.exception("what the cache holds for this engine could not be given back: %s", again)
+            except Exception as close_error:  # noqa: BLE001  # perhaps the same fault, which must not reach the engine
+                _log.exception("what the cache holds for this engine could not be given back: %s", close_error)
 
     def refuse(self, why: str) -> None:
         """Never begin: the layout of this engine's cache cannot be proven, or its model cannot be cached."""
@@ -253,7 +253,7 @@ class Engine(OffSwitch):
         stores: bool = True,
     ) -> None:
         """Find the workers, which are in other processes, at the server of this node. If one is missing, `off` has the
-        reason. Those of other nodes compare `terms` with theirs before they follow a plan.
+        reason. Workers of other nodes compare their own `terms` with ours before they follow a plan.
 
         share: the first rank's.
 
@@ -312,7 +312,7 @@ class Engine(OffSwitch):
             chain=self._shape.scheme.name,
         )
         self.weights = watch(space)
-        settings, wanted = self._settings, self._settings.handover
+        settings, handover = self._settings, self._settings.handover
         if self.share.nodes > 1:
             groups = len(self._shape.groups)
             self.nodes = NodesCache(self.cache, self.share, groups=groups, clock=MonotonicClock())
@@ -324,7 +324,7 @@ class Engine(OffSwitch):
                 MonotonicClock(), use=settings.use, prefill_tokens_per_second=settings.cost.prefill_tokens_per_second
             ),
             layerwise=self._layerwise_rule(),
-            handovers=HandOvers(self._shape, MonotonicClock(), wait_s=wanted.wait_s, hold_s=wanted.hold_s),
+            handovers=HandOvers(self._shape, MonotonicClock(), wait_s=handover.wait_s, hold_s=handover.hold_s),
         )
         self._roles.add("SCHEDULER")
         _log.info("the KV cache is on: %s", self._described)
@@ -403,13 +403,13 @@ class Engine(OffSwitch):
         if not isinstance(self.cache, LocalCache):
             return
         counts = self.cache.counts()
-        said = (counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed)
-        if said != self._summary:
-            self._summary = said
-            _log.info("the KV cache: %d lookups found %d of %d chunks, and %d chunks entered the pool", *said)
+        counters = (counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed)
+        if counters != self._summary:
+            self._summary = counters
+            _log.info("the KV cache: %d lookups found %d of %d chunks, and %d chunks entered the pool", *counters)
 
     def release(self, role: str) -> bool:
-        """One half, WORKER or SCHEDULER, has shut down. The last one closes the cache too; returns whether it was."""
+        """One half, WORKER or SCHEDULER, has shut down. The last one closes the cache; returns whether this was it."""
         self._roles.discard(role)
         if role == "WORKER" and self.worker is not None:
             self.worker.close()

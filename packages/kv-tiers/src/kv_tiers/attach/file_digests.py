@@ -77,13 +77,13 @@ def content_files(source: Path) -> list[tuple[str, Path]]:
     source: a directory, or one file of weights, whose split parts and quantisation count too. Empty without weights.
     """
     if source.is_dir():
-        found = [path for path in source.rglob("*") if path.suffix in _WEIGHTS or _BESIDE.fullmatch(path.name)]
-        named = [(path.relative_to(source).as_posix(), path) for path in found]
+        paths = [path for path in source.rglob("*") if path.suffix in _WEIGHTS or _BESIDE.fullmatch(path.name)]
+        named = [(path.relative_to(source).as_posix(), path) for path in paths]
     else:
         split = _SPLIT_GGUF.fullmatch(source.name)
         parts = source.parent.glob(f"{split[1]}-*-of-*.gguf") if split else [source]
-        beside = [path for path in source.parent.iterdir() if _BESIDE.fullmatch(path.name)]
-        named = [(path.name, path) for path in [*parts, *beside]]
+        related = [path for path in source.parent.iterdir() if _BESIDE.fullmatch(path.name)]
+        named = [(path.name, path) for path in [*parts, *related]]
     named = sorted((name, path) for name, path in named if path.is_file())
     return named if any(path.suffix in _WEIGHTS for _, path in named) else []
 
@@ -103,15 +103,15 @@ class DigestMemory:
         return {state: known[state] for state in states if state in known}
 
     def remember(self, digests: dict[FileState, str]) -> None:
-        """Store those whose files have not changed just now. A failure only costs another reading."""
+        """Store the digests of files that have not changed just now. A failure only costs another reading."""
         settled = self._now_ns() - _SETTLED_NS
         lasting = {state: digest for state, digest in digests.items() if max(state.mtime_ns, state.ctime_ns) < settled}
         if self._path is None or not lasting:
             return
         paths = {state.path for state in lasting}
         older = {state: digest for state, digest in self._read().items() if state.path not in paths}
-        kept = list((older | lasting).items())[-_MAX_REMEMBERED:]
-        write_private(self._path, [[*astuple(state), digest] for state, digest in kept])
+        remembered = list((older | lasting).items())[-_MAX_REMEMBERED:]
+        write_private(self._path, [[*astuple(state), digest] for state, digest in remembered])
 
     def _read(self) -> dict[FileState, str]:
         entries = read_private(self._path) if self._path is not None else None
@@ -144,7 +144,7 @@ def content_digest(
     threads: int | None = None,
     stopped: threading.Event | None = None,
 ) -> str:
-    """32 hex digits over the names and all bytes of these files. It reads those that are not in `memory`.
+    """32 hex digits over the names and all bytes of these files. Files that are not in `memory` are read.
 
     Raises:
         OSError: a file cannot be read.
@@ -158,17 +158,17 @@ def content_digest(
         fresh = _hash_all(unknown, threads or _threads(), stopped or threading.Event())
         memory.remember(fresh)
         known |= fresh
-    whole = hashlib.sha256(b"kv-files/2")
+    digest = hashlib.sha256(b"kv-files/2")
     for name, state in states.items():
-        whole.update(json.dumps([name, state.size, known[state]]).encode())
-    return whole.hexdigest()[:32]
+        digest.update(json.dumps([name, state.size, known[state]]).encode())
+    return digest.hexdigest()[:32]
 
 
 def _hash_all(states: Sequence[FileState], threads: int, stopped: threading.Event) -> dict[FileState, str]:
     segments = _Segments((state, offset) for state in states for offset in range(0, max(state.size, 1), _SEGMENT_BYTES))
     # Daemons: an engine that ends meanwhile does not wait for them.
-    others = [threading.Thread(target=_hash_some, args=(segments, stopped), daemon=True) for _ in range(threads - 1)]
-    started = [thread for thread in others if not start_thread(thread)]
+    helpers = [threading.Thread(target=_hash_some, args=(segments, stopped), daemon=True) for _ in range(threads - 1)]
+    started = [thread for thread in helpers if not start_thread(thread)]
     _hash_some(segments, stopped)
     for thread in started:
         thread.join()
@@ -194,17 +194,17 @@ def _hash_some(segments: _Segments, stopped: threading.Event) -> None:
 
 def _hash_segment(state: FileState, offset: int, buffer: memoryview, stopped: threading.Event) -> bytes:
     digest = hashlib.sha256()
-    left = min(_SEGMENT_BYTES, state.size - offset)
+    remaining = min(_SEGMENT_BYTES, state.size - offset)
     descriptor = os.open(state.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while left:
+        while remaining:
             if stopped.is_set():
                 raise HashingStoppedError
-            count = os.preadv(descriptor, [buffer[: min(left, _READ_BYTES)]], offset)
+            count = os.preadv(descriptor, [buffer[: min(remaining, _READ_BYTES)]], offset)
             if not count:
                 raise FilesChangedError(f"{state.path} became shorter while it was read")
             digest.update(buffer[:count])
-            offset, left = offset + count, left - count
+            offset, remaining = offset + count, remaining - count
     finally:
         os.close(descriptor)
     return digest.digest()

@@ -33,7 +33,7 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
 
     def decorate(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
-        def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.off:
                 return fallback(self, *args, **kwargs)
             try:
@@ -42,7 +42,7 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
                 self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
                 return fallback(self, *args, **kwargs)
 
-        return cast(_Hook, answer)
+        return cast(_Hook, wrapper)
 
     return decorate
 

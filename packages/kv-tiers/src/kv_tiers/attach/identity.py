@@ -172,11 +172,11 @@ class LiveWeights:
             )
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is known."""
+        """Wait until the identity is known."""
         return self._settled.wait(timeout_s)
 
     def changed(self, why: str) -> None:
-        """The engine's weights have changed in an unknown way: they get a unique identity from now on."""
+        """Give the engine's weights a unique identity from now on: they have changed in an unknown way."""
         with self._lock:
             self.changes += 1
             self._take(f"{_UNIQUE}{self._engine}-{self.changes}")
@@ -246,9 +246,9 @@ class LiveKeySpace:
     def now(self) -> KeySpace | None:
         """The same object as long as the weights are the same; None while they are not known."""
         weights = self.weights.now
-        of, space = self._last
-        if weights is not of:
-            space = self._made(weights) if weights is not None else None
+        known_weights, space = self._last
+        if weights is not known_weights:
+            space = self._build_space(weights) if weights is not None else None
             self._last = (weights, space)
             if space is not None:  # `kv keys --space` needs it
                 _log.info("the key space is %s, of %d shards", space.fingerprint.hex(), space.world)
@@ -257,20 +257,21 @@ class LiveKeySpace:
     def handed_over(self, revision: str) -> KeySpace | None:
         """The key space of what another engine of this model hands over to this one.
 
-        revision: of the other's weights. If those of both are identified by nothing, the other's name for them counts,
-        as only the user can know that they are the same. Otherwise it is this engine's own key space.
+        revision: of the other engine's weights. If neither commit nor files identify the weights of both, the other's
+        name for them counts, because only the user can know that they are the same. Otherwise it is this engine's own
+        key space.
         """
-        own = self.weights.now
-        if own is None or not (own.revision.startswith(_UNIQUE) and revision.startswith(_UNIQUE)):
+        own_weights = self.weights.now
+        if own_weights is None or not (own_weights.revision.startswith(_UNIQUE) and revision.startswith(_UNIQUE)):
             return self.now
-        weights, made = replace(own, revision=revision), self._of_another
-        if made is None or made[0] != weights:
-            made = self._of_another = weights, self._made(weights)
-        return made[1]
+        weights, cached = replace(own_weights, revision=revision), self._of_another
+        if cached is None or cached[0] != weights:
+            cached = self._of_another = weights, self._build_space(weights)
+        return cached[1]
 
-    def _made(self, weights: Weights) -> KeySpace:
-        made = key_space(self.weights.model, weights, **self._shape)  # type: ignore[arg-type]
-        return replace(made, tags=(*made.tags, *self._tags))
+    def _build_space(self, weights: Weights) -> KeySpace:
+        space = key_space(self.weights.model, weights, **self._shape)  # type: ignore[arg-type]
+        return replace(space, tags=(*space.tags, *self._tags))
 
 
 def identify(model: ServedModel, memory: DigestMemory, *, stopped: threading.Event | None = None) -> Weights | None:
@@ -284,19 +285,19 @@ def identify(model: ServedModel, memory: DigestMemory, *, stopped: threading.Eve
         FilesChangedError: one changed meanwhile.
         HashingStoppedError: `stopped` was set.
     """
-    named = _named(model)
-    if named is None:
+    name_and_revision = _named(model)
+    if name_and_revision is None:
         files = content_files(Path(model.source)) if _is_local(model) else []
         if not files:
             return None
-        named = "local", "weights-" + content_digest(files, memory, stopped=stopped)
-    beside = []
-    for other in model.beside:
-        content = content_of(other.source, memory, revision=other.revision, stopped=stopped)
+        name_and_revision = "local", "weights-" + content_digest(files, memory, stopped=stopped)
+    extra_contents = []
+    for extra in model.beside:
+        content = content_of(extra.source, memory, revision=extra.revision, stopped=stopped)
         if content is None:
             return None
-        beside.append(f"{other.name}@{content}")
-    return Weights(*named, _digest({"beside": sorted(beside)}) if beside else "")
+        extra_contents.append(f"{extra.name}@{content}")
+    return Weights(*name_and_revision, _digest({"beside": sorted(extra_contents)}) if extra_contents else "")
 
 
 def content_of(
@@ -318,7 +319,7 @@ def content_of(
 
 
 def _named(model: ServedModel) -> tuple[str, str] | None:
-    """Name and revision, if no file has to be read for them."""
+    """The model's name and revision, if no file has to be read for them."""
     if model.dummy_seed is not None:
         return model.source, f"dummy-{model.dummy_seed}"
     snapshot = _SNAPSHOT.search(model.source)
@@ -334,8 +335,8 @@ def _named(model: ServedModel) -> tuple[str, str] | None:
 
 
 def _known_at_once(model: ServedModel, memory: DigestMemory) -> bool:
-    """Whether no file has to be read."""
-    paths = [other.source for other in model.beside]
+    """Whether the identity is known without reading a file."""
+    paths = [extra.source for extra in model.beside]
     if _named(model) is None:
         paths.append(model.source)
     try:
@@ -376,10 +377,10 @@ def _own_config(model: ServedModel) -> dict[str, Any] | None:
     path = Path(model.source)
     file = path / "config.json" if path.is_dir() else _hub_file(model.source, model.revision)
     try:
-        read = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+        config = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
     except (OSError, ValueError):
         return None
-    return read if isinstance(read, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 def _hub_file(name: str, revision: str | None, file: str = "config.json") -> Path | None:
@@ -387,10 +388,10 @@ def _hub_file(name: str, revision: str | None, file: str = "config.json") -> Pat
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, file, revision=revision)
+        path = try_to_load_from_cache(name, file, revision=revision)
     except (ImportError, ValueError):  # not installed; or not a name that a hub has
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(path) if isinstance(path, str) else None
 
 
 def _digest(described: Mapping[str, object]) -> str:

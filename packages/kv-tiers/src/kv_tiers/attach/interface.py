@@ -15,15 +15,15 @@ def call_differences(owner: type, calls: Mapping[str, Sequence[str]]) -> Iterato
 
     calls: by the method's name the parameters as they are implemented, without `self`. Further ones may follow.
     """
-    for name, wanted in calls.items():
+    for name, wanted_parameters in calls.items():
         call = getattr(owner, name, None)
         if call is None:
             yield f"{owner.__name__} has no {name}"
             continue
         parameters = list(inspect.signature(call).parameters)
-        found = parameters[1:] if parameters[:1] == ["self"] else parameters
-        if found[: len(wanted)] != list(wanted):
-            yield f"{name} takes {found}, not {list(wanted)}"
+        found_parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
+        if found_parameters[: len(wanted_parameters)] != list(wanted_parameters):
+            yield f"{name} takes {found_parameters}, not {list(wanted_parameters)}"
 
 
 def field_differences(owner: Any, fields: Iterable[str]) -> Iterator[str]:

@@ -57,23 +57,24 @@ class StoredFormat:
 
 
 def warn_of_other_formats(
-    settings: Settings, own: StoredFormat, *, notes: Path | None = None, now_s: Callable[[], float] = time.time
+    settings: Settings, stored: StoredFormat, *, notes: Path | None = None, now_s: Callable[[], float] = time.time
 ) -> None:
     """Register what this engine stores, and warn of engines of another kind that store this model in another format.
 
     notes: this user's file; None for the default one.
     """
     try:
-        for other, where in {**_at_server(settings), **_at_tiers(settings, own, notes, now_s())}.items():
-            if other.engine != own.engine and other.model == own.model and other.fingerprint != own.fingerprint:
-                _warn(own, other, where)
+        for other, where in {**_at_server(settings), **_at_tiers(settings, stored, notes, now_s())}.items():
+            is_other_kind = other.engine != stored.engine and other.model == stored.model
+            if is_other_kind and other.fingerprint != stored.fingerprint:
+                _warn(stored, other, where)
     except (KVError, OSError, ValueError) as error:
         _log.debug("other engines could not be looked for: %s", error)
 
 
-def _warn(own: StoredFormat, other: StoredFormat, where: str) -> None:
-    if "blocks" in (own.kind, other.kind):
-        opaque = own.engine if own.kind == "blocks" else other.engine
+def _warn(stored: StoredFormat, other: StoredFormat, where: str) -> None:
+    if "blocks" in (stored.kind, other.kind):
+        opaque = stored.engine if stored.kind == "blocks" else other.engine
         advice = (
             f"{opaque} stores opaque blocks, which no other kind of engine reads: see its log for why, or write "
             + ("format: canonical, which reports the reason at start")
@@ -86,7 +87,7 @@ def _warn(own: StoredFormat, other: StoredFormat, where: str) -> None:
         other.engine,
         where,
         other.kind,
-        own.kind,
+        stored.kind,
         advice,
     )
 
@@ -94,24 +95,25 @@ def _warn(own: StoredFormat, other: StoredFormat, where: str) -> None:
 def _at_server(settings: Settings) -> dict[StoredFormat, str]:
     if not settings.server.socket:
         return {}
-    stated = ask_server_for(Path(settings.server.socket), wire.Status(), wire.Stated)
-    found = {}
-    for session in stated.report.sessions:
+    status = ask_server_for(Path(settings.server.socket), wire.Status(), wire.Stated)
+    format_places = {}
+    for session in status.report.sessions:
         facts = session.facts
         if "engine_kind" in facts:
-            other = StoredFormat(
+            other_format = StoredFormat(
                 facts["engine_kind"], facts.get("model", ""), facts.get("format_kind", ""), session.fingerprint
             )
-            found[other] = f"the server at {settings.server.socket}"
-    return found
+            format_places[other_format] = f"the server at {settings.server.socket}"
+    return format_places
 
 
-def _at_tiers(settings: Settings, own: StoredFormat, notes: Path | None, now_s: float) -> dict[StoredFormat, str]:
+def _at_tiers(settings: Settings, stored: StoredFormat, notes: Path | None, now_s: float) -> dict[StoredFormat, str]:
+    """The formats that engines have noted for the tiers of these settings, with the tier. Notes this engine's too."""
     file = cache_file("engines.json") if notes is None else notes
     if file is None or settings.server.socket or not settings.tiers:
         return {}
     places = {_place(tier): tier for tier in settings.tiers}
-    found = {}
+    format_places = {}
     newest = []
     for note in read_private(file) or ():
         match note:
@@ -120,15 +122,14 @@ def _at_tiers(settings: Settings, own: StoredFormat, notes: Path | None, now_s: 
                 float(at_s),
                 {"engine": str(engine), "model": str(model), "kind": str(kind), "fingerprint": str(fingerprint)},
             ] if now_s - at_s < _LAST_S:
-                other = StoredFormat(engine, model, kind, fingerprint)
-                if place in places and (other.engine, other.model) == (own.engine, own.model):
+                if place in places and (engine, model) == (stored.engine, stored.model):
                     continue  # superseded by this engine's own note
                 newest.append(note)
                 if place in places:
-                    found[other] = _spelled(places[place])
-    newest += [[place, now_s, asdict(own)] for place in places]
+                    format_places[StoredFormat(engine, model, kind, fingerprint)] = _spelled(places[place])
+    newest += [[place, now_s, asdict(stored)] for place in places]
     write_private(file, newest[-_MAX_NOTES:])
-    return found
+    return format_places
 
 
 def _place(tier: Mapping[str, Any]) -> str:

@@ -41,16 +41,16 @@ class NodeAgent:
         if served is None:
             return self.refuse_all()
         cache, shape = served
-        said: list[FromNode] = []
-        again = list(self._pending.values())
-        # A message is removed only once it has been processed: if one raises, those that are left are refused.
+        replies: list[FromNode] = []
+        still_pending = list(self._pending.values())
+        # A message is removed only once it has been processed: if one raises, it and those after it are refused.
         while self._heard:
-            said += self._follow(cache, shape, self._heard[0])
+            replies += self._follow(cache, shape, self._heard[0])
             del self._heard[0]
-        for question in again:
+        for question in still_pending:
             if self._pending.get(question.holder) is question:
-                said += self._ask(cache, shape, question)
-        return tuple(said)
+                replies += self._ask(cache, shape, question)
+        return tuple(replies)
 
     def refuse_all(self) -> tuple[FromNode, ...]:
         """Answer all open questions: nothing is held here."""

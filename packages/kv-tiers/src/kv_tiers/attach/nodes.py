@@ -49,21 +49,21 @@ class _Wanted:
 class _Query:
     """The nodes' answers to one holder's lookup.
 
-    what: distinguishes this lookup from one of other chunks.
+    lookup_id: distinguishes this lookup from one of other chunks.
     sent_s: when the open questions were sent.
     renewed_s: when the promises at other nodes began or were renewed, at the earliest.
-    own: what this node's server found. None: not looked up yet.
-    prefix_chunks, lacking: as its first final plan has them.
+    own_plan: what this node's server found. None: not looked up yet.
+    prefix_chunks, lacking: as in the first final plan of this node's server.
     open: by node, the number of the question that it has not answered.
     found: by node, its last answer.
     is_over: it has been answered, by all nodes or without them. The next lookup begins anew.
     is_lost: a node has lost its promise.
     """
 
-    what: tuple[int, bytes]
+    lookup_id: tuple[int, bytes]
     sent_s: float
     renewed_s: float
-    own: LookupPlan | None = None
+    own_plan: LookupPlan | None = None
     prefix_chunks: int = 0
     lacking: int = -1
     open: dict[int, int] = field(default_factory=dict)
@@ -84,17 +84,17 @@ class NodesCache:
     """
 
     def __init__(self, own: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
-        """own: this node's. share: of this node's first rank. groups: the number of groups of a chunk."""
-        self._own = own
-        # `CacheService`, for this node.
+        """own: this node's cache. share: of this node's first rank. groups: the number of groups of a chunk."""
+        self._local = own
+        # The calls of `CacheService` that are for this node alone.
         self.load, self.begin_store, self.commit, self.release = own.load, own.begin_store, own.commit, own.release
         self.forget, self.allocated, self.measured, self.counts = own.forget, own.allocated, own.measured, own.counts
-        self._others = tuple(node for node in range(share.nodes) if node != share.node)
+        self._other_nodes = tuple(node for node in range(share.nodes) if node != share.node)
         self._shards = len(shards := share.shards_here)
         self._keys_per_chunk = groups * share.shards
         self._columns = [group * share.shards + shard for group in range(groups) for shard in shards]
         self._clock = clock
-        self._leases_s: dict[int, float] = {}  # by other node, how long its server's last, from its last answer
+        self._leases_s: dict[int, float] = {}  # by other node, how long its leases last, from its last answer
         self._queries: dict[Holder, _Query] = {}
         self._to_send: list[ToNode] = []
         self._number = 0
@@ -131,11 +131,11 @@ class NodesCache:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        return self._own.tiers
+        return self._local.tiers
 
     @property
     def lease_s(self) -> float:
-        return min([self._own.lease_s, *self._leases_s.values()])
+        return min([self._local.lease_s, *self._leases_s.values()])
 
     def lookup(
         self,
@@ -149,35 +149,36 @@ class NodesCache:
     ) -> LookupPlan:
         wanted = _Wanted(keys, holder, shape, costs, None if tiers is None else tuple(tiers))
         chunks = len(keys) // shape.keys_per_chunk
-        what = (len(keys), keys[-1] if keys else b"")  # a digest stands for all chunks before it
+        lookup_id = (len(keys), keys[-1] if keys else b"")  # a digest stands for all chunks before it
         query = self._queries.get(holder)
         was_sent = query is not None and query.was_sent
-        if query is None or query.is_over or query.is_lost or query.what != what:
+        if query is None or query.is_over or query.is_lost or query.lookup_id != lookup_id:
             now_s = self._clock.now_s()
-            query = self._queries[holder] = _Query(what, now_s, now_s)
-        own = query.own
-        if own is None or own.ended is Ended.PENDING:
-            own = query.own = self._look(wanted, chunks, waits=wait_for_promotion)
-            query.prefix_chunks, query.lacking = own.prefix_chunks, own.lacking
-        is_pending = own.ended is Ended.PENDING
-        if not is_pending and (not own.chunks or _declines(own)):
+            query = self._queries[holder] = _Query(lookup_id, now_s, now_s)
+        own_plan = query.own_plan
+        if own_plan is None or own_plan.ended is Ended.PENDING:
+            own_plan = query.own_plan = self._look_up_locally(wanted, chunks, waits=wait_for_promotion)
+            query.prefix_chunks, query.lacking = own_plan.prefix_chunks, own_plan.lacking
+        is_pending = own_plan.ended is Ended.PENDING
+        if not is_pending and (not own_plan.chunks or _declines(own_plan)):
             if was_sent:
                 self._to_send.append(End(holder))
-            if not own.chunks:
+            if not own_plan.chunks:
                 del self._queries[holder]
             else:
                 query.is_over = True
-            return own
+            return own_plan
         if not query.was_sent:
-            self._ask(query, wanted, self._others, chunks if is_pending else own.chunks, waits=wait_for_promotion)
+            wanted_chunks = chunks if is_pending else own_plan.chunks
+            self._ask(query, wanted, self._other_nodes, wanted_chunks, waits=wait_for_promotion)
         self._give_up_silent(query)
         if is_pending or query.open:
-            return replace(own, ended=Ended.PENDING)
-        return self._agree(query, wanted, own)
+            return replace(own_plan, ended=Ended.PENDING)
+        return self._agree(query, wanted, own_plan)
 
     def renew(self, holder: Holder) -> bool:
         query = self._queries.get(holder)
-        if query is None or query.is_lost or not self._own.renew(holder):
+        if query is None or query.is_lost or not self._local.renew(holder):
             return False
         now_s = self._clock.now_s()
         renew_s = min(RENEW_S, min(self._leases_s.values(), default=RENEW_S) / 3)
@@ -187,27 +188,27 @@ class NodesCache:
         return True
 
     def end(self, holder: Holder) -> None:
-        self._own.end(holder)
+        self._local.end(holder)
         query = self._queries.pop(holder, None)
         if query is not None and query.was_sent:
             self._to_send.append(End(holder))
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        self._own.taken(self._keys_here(keys))
+        self._local.taken(self._keys_here(keys))
         if keys:
             self._to_send.append(Taken(Prompt.of(keys, self._keys_per_chunk)))
 
     def clear(self) -> None:
-        self._own.clear()
+        self._local.clear()
         self._to_send.append(Clear())
 
     def _keys_here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """The keys of this node's shards."""
         return interleaved([list(keys[column :: self._keys_per_chunk]) for column in self._columns])
 
-    def _look(self, wanted: _Wanted, chunks: int, *, waits: bool = False) -> LookupPlan:
+    def _look_up_locally(self, wanted: _Wanted, chunks: int, *, waits: bool = False) -> LookupPlan:
         """Look up the first `chunks` chunks at this node's server."""
-        return self._own.lookup(
+        return self._local.lookup(
             self._keys_here(wanted.keys[: chunks * self._keys_per_chunk]),
             wanted.holder,
             shape=replace(wanted.shape, shards=self._shards),
@@ -240,34 +241,34 @@ class NodesCache:
             del query.open[node]
             query.found[node] = LookupPlan("", 0, Ended.REFUSED, ())
 
-    def _agree(self, query: _Query, wanted: _Wanted, own: LookupPlan) -> LookupPlan:
-        """All nodes have answered."""
+    def _agree(self, query: _Query, wanted: _Wanted, own_plan: LookupPlan) -> LookupPlan:
+        """The plan of all nodes, once they have answered, or `PENDING` while some are asked about a shorter hit."""
         shortest = min(query.found.values(), key=lambda plan: plan.chunks)
-        if shortest.chunks < own.chunks:
+        if shortest.chunks < own_plan.chunks:
             ended = shortest.ended
-            own = query.own = self._look(wanted, shortest.chunks)
+            own_plan = query.own_plan = self._look_up_locally(wanted, shortest.chunks)
         else:
-            ended = own.ended
-        least, prefix_chunks, lacking = own.chunks, own.chunks, -1
-        if not wanted.shape.is_plain and query.prefix_chunks > least:
+            ended = own_plan.ended
+        chunks, prefix_chunks, lacking = own_plan.chunks, own_plan.chunks, -1
+        if not wanted.shape.is_plain and query.prefix_chunks > chunks:
             prefix_chunks, lacking = query.prefix_chunks, query.lacking
-        if not least:
+        if not chunks:
             self.end(wanted.holder)
             return LookupPlan(wanted.holder, 0, ended, (), prefix_chunks, lacking)
-        longer = [node for node, plan in query.found.items() if plan.chunks > least]
+        longer = [node for node, plan in query.found.items() if plan.chunks > chunks]
         if longer and not wanted.shape.is_plain:
-            self._ask(query, wanted, longer, least)
-            return replace(own, ended=Ended.PENDING)
+            self._ask(query, wanted, longer, chunks)
+            return replace(own_plan, ended=Ended.PENDING)
         query.is_over = True
-        plans = [own, *query.found.values()]
+        plans = [own_plan, *query.found.values()]
         return replace(
-            own,
+            own_plan,
             ended=ended,
-            tiers=self._slowest(plans, least),
+            tiers=self._slowest(plans, chunks),
             prefix_chunks=prefix_chunks,
             lacking=lacking,
             choice=next(
-                (replace(plan.choice, chunks=0) for plan in plans if plan.choice and _declines(plan)), own.choice
+                (replace(plan.choice, chunks=0) for plan in plans if plan.choice and _declines(plan)), own_plan.choice
             ),
         )
 

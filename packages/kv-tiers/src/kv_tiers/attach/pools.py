@@ -66,19 +66,19 @@ class RankPools:
         self._pools[pool.name] = pool
         self._ready[pool.name] = 0 if self._is_queued else len(pool.view)
         if not self._for_scheduler:
-            self._let_go_before(pool.name)
+            self._detach_before(pool.name)
 
     def follow(self, wanted: PoolPart) -> None:
         """The scheduler uses this pool, and needs this much of it to be ready."""
         pool = self._pools.get(wanted.pool)
         if pool is None:
             return  # our cache does not use it yet, or never will
-        self._let_go_before(wanted.pool)
+        self._detach_before(wanted.pool)
         first, end = self._ready[pool.name], min(wanted.nbytes, len(pool.view))
         is_busy = self._thread is not None and self._thread.is_alive()
         if first < end and pool.name not in self._refused and not is_busy:
             try:
-                self._copiers[0].prepare([])  # what a copier has besides the pool belongs to this thread
+                self._copiers[0].prepare([])  # a copier's state other than the pool's belongs to this thread
             except ConfigError as error:
                 self._refuse(pool.name, error)
                 return
@@ -92,15 +92,15 @@ class RankPools:
     def close(self) -> None:
         """Detach all pools."""
         for name in list(self._pools):
-            self._let_go(name)
+            self._detach(name)
 
-    def _let_go_before(self, name: str) -> None:
+    def _detach_before(self, name: str) -> None:
         for earlier in list(self._pools):
             if earlier == name:
                 return
-            self._let_go(earlier)
+            self._detach(earlier)
 
-    def _let_go(self, name: str) -> None:
+    def _detach(self, name: str) -> None:
         if self._thread is not None:
             self._thread.join()
         del self._pools[name], self._ready[name]
@@ -110,10 +110,10 @@ class RankPools:
     def _prepare(self, name: str, first: int, end: int) -> None:
         """On a thread of its own."""
         try:
-            for at in range(first, end, _AHEAD_BYTES):
-                nbytes = min(_AHEAD_BYTES, end - at)
-                self._copiers[0].prepare([HostExtent(name, at, nbytes)])
-                self._ready[name] = at + nbytes
+            for offset in range(first, end, _AHEAD_BYTES):
+                nbytes = min(_AHEAD_BYTES, end - offset)
+                self._copiers[0].prepare([HostExtent(name, offset, nbytes)])
+                self._ready[name] = offset + nbytes
         except Exception as error:  # noqa: BLE001  # otherwise each step would start another thread that fails
             self._refuse(name, error)
 

@@ -19,9 +19,9 @@ _MAX_BYTES: Final = 4 * 1024**2
 
 def cache_file(name: str) -> Path | None:
     """The path of such a file of this user, according to XDG; None for a user without a home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
+    xdg_cache_home = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "kv-tiers" / name
+        return (Path(xdg_cache_home) if os.path.isabs(xdg_cache_home) else Path.home() / ".cache") / "kv-tiers" / name
     except RuntimeError:
         return None
 
@@ -38,9 +38,9 @@ def read_private(path: Path) -> Any:
     with os.fdopen(descriptor, "rb") as stream:
         text = stream.read(_MAX_BYTES + 1)
     try:
-        read = json.loads(text) if len(text) <= _MAX_BYTES else None
-        if isinstance(read, dict) and read.get("checksum") == _checksum(read.get("content")):
-            return read["content"]
+        document = json.loads(text) if len(text) <= _MAX_BYTES else None
+        if isinstance(document, dict) and document.get("checksum") == _checksum(document.get("content")):
+            return document["content"]
     except (ValueError, RecursionError):
         pass
     _log.info("%s is damaged and not used", path)

@@ -25,7 +25,7 @@ _log = limited_logger(__name__)
 
 KEY: Final = "kv_tiers"
 """The key of our options, which keeps them apart from other connectors'."""
-_MOST_NAMES: Final = 16
+_MAX_NAMES: Final = 16
 """How many unknown names of a request are compared with ours and logged: a client may send any number, and each takes
 tens of microseconds, in which the engine's scheduler waits."""
 
@@ -91,9 +91,9 @@ def chosen(
     where: the request's field, for the log.
     unsupported: options that this engine does not support.
     """
-    options, wrong = _read(params, tiers, unsupported) if params is not None else (_DEFAULTS, [])
-    if wrong:
-        _log.warning("request %s: %s: %s", request_id, where, "; ".join(wrong))
+    options, errors = _read(params, tiers, unsupported) if params is not None else (_DEFAULTS, [])
+    if errors:
+        _log.warning("request %s: %s: %s", request_id, where, "; ".join(errors))
     limit = settings.max_store_tokens if options.max_store_tokens is None else options.max_store_tokens
     controls = Controls(
         loads=options.load and (options.use or settings.use) != "never",
@@ -122,32 +122,31 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
     if not isinstance(params, Mapping):
         return _DEFAULTS, [f"{_shown(params)} is ignored; write {{{KEY!r}: {{…}}}}"]
     if KEY not in params:
-        names = islice((name for name in params if isinstance(name, str)), _MOST_NAMES)
-        near = difflib.get_close_matches(KEY, names, n=1, cutoff=0.8)
-        return _DEFAULTS, [f"{near[0]!r} is ignored; did you mean {KEY!r}?"] if near else []
-    given = params[KEY]
-    if not isinstance(given, Mapping):
-        return _DEFAULTS, [f"{KEY} is {_shown(given)} and is ignored; write {{{KEY!r}: {{'store': False}}}}, say"]
+        names = islice((name for name in params if isinstance(name, str)), _MAX_NAMES)
+        similar = difflib.get_close_matches(KEY, names, n=1, cutoff=0.8)
+        return _DEFAULTS, [f"{similar[0]!r} is ignored; did you mean {KEY!r}?"] if similar else []
+    options = params[KEY]
+    if not isinstance(options, Mapping):
+        return _DEFAULTS, [f"{KEY} is {_shown(options)} and is ignored; write {{{KEY!r}: {{'store': False}}}}, say"]
     values: dict[str, Any] = {}
-    unknown = [name for name in given if name not in _FIELDS]
-    wrong = [
-        f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _FIELDS)}"
-        for name in unknown[:_MOST_NAMES]
+    unknown = [name for name in options if name not in _FIELDS]
+    errors = [
+        f"{KEY} has no {_shown(name)}, which is ignored; {nearest(str(name), _FIELDS)}" for name in unknown[:_MAX_NAMES]
     ]
-    if len(unknown) > _MOST_NAMES:
-        wrong.append(f"{len(unknown) - _MOST_NAMES} more names are ignored")
-    for name, value in given.items():
+    if len(unknown) > _MAX_NAMES:
+        errors.append(f"{len(unknown) - _MAX_NAMES} more names are ignored")
+    for name, value in options.items():
         if name not in _FIELDS:
             continue
         if name in unsupported:
-            wrong.append(f"{name} is not supported by this engine; {_SERVED.get(name, 'it is ignored')}")
+            errors.append(f"{name} is not supported by this engine; {_SERVED.get(name, 'it is ignored')}")
             continue
         try:
             values[name] = msgspec.convert(value, _FIELDS[name])
             if name == "tags":
                 _ROOTS.root(tags=values[name])  # only to refuse text that is not Unicode
             elif name == "tiers" and values[name]:
-                wrong += [
+                errors += [
                     f"there is no tier {_shown(tier)}, which is ignored; {nearest(tier, tiers)}"
                     for tier in values[name]
                     if tier not in tiers
@@ -159,10 +158,10 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
                 values[name] = []
             why = str(error)  # as in a sentence; a pattern in it stays as it is
             why = why[:1].lower() + why[1:]
-            wrong.append(f"{name} is {_shown(value)}, {why}; {_SERVED.get(name, 'it is ignored')}")
-    if "tags" in given and "tags" not in values:
+            errors.append(f"{name} is {_shown(value)}, {why}; {_SERVED.get(name, 'it is ignored')}")
+    if "tags" in options and "tags" not in values:
         values.update(load=False, store=False)
-    return RequestOptions(**values), wrong
+    return RequestOptions(**values), errors
 
 
 def _shown(value: object) -> str:

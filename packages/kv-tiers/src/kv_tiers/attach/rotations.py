@@ -44,20 +44,20 @@ def check_rotations(
         ConfigError: a layer's keys are rotated in a way that none of them does.
     """
     shape = calibration.shape
-    each = shape.layers // stages
-    tables = sorted(set(shape.tables[stage * each : (stage + 1) * each]))
+    stage_layers = shape.layers // stages
+    tables = sorted(set(shape.tables[stage * stage_layers : (stage + 1) * stage_layers]))
     rotating = [table for table in map(calibration.frequencies.__getitem__, tables) if table.any()]
-    known = [one for one in made if one.head_dim == shape.head_dim]
-    alike = [one for one in known if _pairs(one) == _pairs(shape.order)]
+    candidates = [rotation for rotation in made if rotation.head_dim == shape.head_dim]
+    matching = [rotation for rotation in candidates if _pairs(rotation) == _pairs(shape.order)]
     for table in rotating:
-        if not alike:
-            others = "; ".join(sorted({_spelled(one) for one in known})) or "nothing that it reports"
+        if not matching:
+            others = "; ".join(sorted({_spelled(rotation) for rotation in candidates})) or "nothing that it reports"
             raise ConfigError(
                 f"codec kvtc: the calibration of {shape.model} is for keys of which the model rotates "
                 f"{_spelled(shape.order)}, and this engine rotates {others}: it stores keys in a different order from "
                 "the one that `kv judge` saw, so the codec cannot be used with it"
             )
-        if not any(_is_alike(table, one.frequencies) for one in alike):
+        if not any(_is_alike(table, rotation.frequencies) for rotation in matching):
             raise ConfigError(
                 "codec kvtc: this engine rotates keys with different frequencies from those in the calibration of "
                 f"{shape.model}: write one for the model as the engine is configured"

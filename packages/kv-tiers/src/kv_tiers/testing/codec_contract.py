@@ -37,10 +37,10 @@ class CodecContract:
 
     def decode(self, payload: bytes, nbytes: int) -> bytes:
         """Decode, and check that nothing is written outside the output."""
-        around = bytearray(b"\xa5" * (nbytes + 128))
-        self.codec.decode(memoryview(payload), memoryview(around)[64 : 64 + nbytes])
-        assert around[:64] == around[64 + nbytes :] == b"\xa5" * 64
-        return bytes(around[64 : 64 + nbytes])
+        guarded = bytearray(b"\xa5" * (nbytes + 128))
+        self.codec.decode(memoryview(payload), memoryview(guarded)[64 : 64 + nbytes])
+        assert guarded[:64] == guarded[64 + nbytes :] == b"\xa5" * 64
+        return bytes(guarded[64 : 64 + nbytes])
 
     def test_its_name_fits_a_header(self) -> None:
         assert 0 < len(self.codec.name) <= 16
@@ -68,13 +68,13 @@ class CodecContract:
     def test_what_it_did_not_make_is_an_error_or_some_chunk_and_never_more(self) -> None:
         chunk = self.chunk()
         encoded = self.encoded(chunk)
-        chance = random.Random(7)  # noqa: S311  # a test is repeatable
-        spoilt = [b"", b"x", chance.randbytes(5000), encoded[:-1], encoded[: len(encoded) // 2], encoded + b"more"]
+        rng = random.Random(7)  # noqa: S311  # a test is repeatable
+        payloads = [b"", b"x", rng.randbytes(5000), encoded[:-1], encoded[: len(encoded) // 2], encoded + b"more"]
         for _ in range(200):
             flipped = bytearray(encoded)
-            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
-            spoilt.append(bytes(flipped))
-        for payload in spoilt:
+            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+            payloads.append(bytes(flipped))
+        for payload in payloads:
             try:
                 self.decode(payload, len(chunk))
             except CodecError:

@@ -59,15 +59,15 @@ class ReadOnlyTierContract:
         """
         nbytes = self.context.chunk_bytes
         pages = aligned_pages(self.context.slot_bytes)
-        form = chunk_header.format_id(self.context.fingerprint)
+        format_id = chunk_header.format_id(self.context.fingerprint)
         if stored_bytes is None:
             pages[:nbytes] = content(ChunkKey(salt + key), nbytes)
-            header = chunk_header.pack_header(key, parent, pages[:nbytes], form)
+            header = chunk_header.pack_header(key, parent, pages[:nbytes], format_id)
             return Write(key, parent, header, pages, nbytes)
         pages[:stored_bytes] = content(ChunkKey(salt + key), stored_bytes)
         checksum, pieces = chunk_header.checksums_of(pages[:stored_bytes], nbytes)
-        described = chunk_header.Header(key, parent, nbytes, stored_bytes, form, "contract", checksum, None, pieces)
-        return Write(key, parent, chunk_header.make_header(described), pages, stored_bytes)
+        fields = chunk_header.Header(key, parent, nbytes, stored_bytes, format_id, "contract", checksum, None, pieces)
+        return Write(key, parent, chunk_header.make_header(fields), pages, stored_bytes)
 
     def writes(self, keys: Sequence[ChunkKey]) -> list[Write]:
         return [self.write(key, parent) for parent, key in zip([None, *keys], keys, strict=False)]
@@ -89,9 +89,9 @@ class ReadOnlyTierContract:
         return Read(key, bytearray(chunk_header.HEADER_BYTES), pages, wanted_bytes, from_bytes=from_bytes)
 
     def verify(self, read: Read, loaded: Loaded) -> "chunk_header.Header | Damaged":
-        form = chunk_header.format_id(self.context.fingerprint)
+        format_id = chunk_header.format_id(self.context.fingerprint)
         payload, decoded_bytes = read.pages[: loaded.nbytes], self.context.chunk_bytes
-        return chunk_header.verify(read.header, payload, key=read.key, format_id=form, decoded_bytes=decoded_bytes)
+        return chunk_header.verify(read.header, payload, key=read.key, format_id=format_id, decoded_bytes=decoded_bytes)
 
     def loaded(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [isinstance(outcome, Loaded) for outcome in self.load(keys)]
@@ -134,8 +134,8 @@ class ReadOnlyTierContract:
     def test_more_is_asked_than_one_round_trip_should_carry(self) -> None:
         keys = key_chain(8)
         self.put(keys)
-        asked = [key for number in range(150) for key in (*keys, *key_chain(1, branch=f"absent {number}"))]
-        assert self.tier.holds(asked) == [key in keys for key in asked]
+        requested = [key for number in range(150) for key in (*keys, *key_chain(1, branch=f"absent {number}"))]
+        assert self.tier.holds(requested) == [key in keys for key in requested]
 
     def test_a_larger_chunk_of_whole_pages(self) -> None:
         self.use(TierContext(3 << 20, 3 << 20, FINGERPRINT), 4)
@@ -227,22 +227,22 @@ class TierContract(ReadOnlyTierContract):
         salts = (None, "", "one", "two")
         chains = {salt: key_chain(3, salt=salt) for salt in salts}
         # Keys of another model: a tenant has chunks in every key space.
-        elsewhere = {
+        other_space = {
             salt: [ChunkKey(key[:1] + bytes(range(16)) + key[17:]) for key in chains[salt][:1]] for salt in salts
         }
         for salt in salts:
             self.store(chains[salt])
-            self.store(elsewhere[salt])
+            self.store(other_space[salt])
         self.tier.clear_tenant(tenant_tag("one"))
         self.tier.clear_tenant(tenant_tag("never seen"))
         for salt in salts:
             assert self.tier.holds(chains[salt]) == [salt != "one"] * 3
-            assert self.loaded(chains[salt] + elsewhere[salt]) == [salt != "one"] * 4
+            assert self.loaded(chains[salt] + other_space[salt]) == [salt != "one"] * 4
         assert self.tier.usage().chunks in (12, None)
         self.store(chains["one"])
         self.tier.clear_tenant(NO_TENANT)
         assert self.loaded(chains["one"]) == [True] * 3
-        assert self.tier.holds(chains[None] + elsewhere[None]) == [False] * 4
+        assert self.tier.holds(chains[None] + other_space[None]) == [False] * 4
 
     def test_payloads_of_any_size_come_back_with_their_size(self) -> None:
         sizes = [self.context.chunk_bytes - 1, 1, 4095, 4096, 4097, self.context.chunk_bytes]
@@ -297,13 +297,13 @@ class TierContract(ReadOnlyTierContract):
         self.use_prefixes()
         (key,) = key_chain(1)
         piece = chunk_header.piece_bytes(self.context.chunk_bytes)
-        for at in (0, piece - 1, piece, 2 * piece, self.context.chunk_bytes - 1):
+        for offset in (0, piece - 1, piece, 2 * piece, self.context.chunk_bytes - 1):
             self.tier.discard([key])
             self.store([key])
-            self.spoil(key, at)
+            self.spoil(key, offset)
             for pieces in (1, 2, 3):
                 (outcome,) = self.prefixes([key], pieces * piece)
-                assert isinstance(outcome, Damaged if at < pieces * piece else Loaded), (at, pieces)
+                assert isinstance(outcome, Damaged if offset < pieces * piece else Loaded), (offset, pieces)
 
     def use_prefixes(self) -> None:
         if not isinstance(self.tier, ReadsPrefixes):
@@ -317,29 +317,29 @@ class TierContract(ReadOnlyTierContract):
         outcomes = self.tier.load_prefixes(reads)
         for number, (read, outcome) in enumerate(zip(reads, outcomes, strict=True)):
             if isinstance(outcome, Loaded):
-                found = chunk_header.verify_prefix(
+                result = chunk_header.verify_prefix(
                     read.header,
                     read.pages[: outcome.nbytes],
                     key=read.key,
                     format_id=chunk_header.format_id(self.context.fingerprint),
                     decoded_bytes=self.context.chunk_bytes,
                 )
-                assert not isinstance(found, chunk_header.WholeOnly)
-                if isinstance(found, Damaged):
-                    outcomes[number] = found
+                assert not isinstance(result, chunk_header.WholeOnly)
+                if isinstance(result, Damaged):
+                    outcomes[number] = result
         return outcomes
 
     def test_damage_anywhere_in_a_payload_is_found(self) -> None:
         (key,) = key_chain(1)
-        for at in (0, 1, 4999, self.context.chunk_bytes // 2):
+        for offset in (0, 1, 4999, self.context.chunk_bytes // 2):
             self.tier.discard([key])
-            self.tier.store([self.write(key, stored_bytes=5000 + at % 2)])
-            if at < 5000:
-                self.spoil(key, at)
+            self.tier.store([self.write(key, stored_bytes=5000 + offset % 2)])
+            if offset < 5000:
+                self.spoil(key, offset)
             read = self.read(key)
             (outcome,) = self.tier.load([read])
-            found = self.verify(read, outcome) if isinstance(outcome, Loaded) else outcome
-            assert isinstance(found, Damaged if at < 5000 else chunk_header.Header)
+            result = self.verify(read, outcome) if isinstance(outcome, Loaded) else outcome
+            assert isinstance(result, Damaged if offset < 5000 else chunk_header.Header)
 
     def test_usage_counts(self) -> None:
         before = self.tier.usage()
@@ -390,9 +390,9 @@ class BoundedTierContract(TierContract):
 
     def test_a_full_tier_makes_room_and_keeps_heads_longer_than_tails(self) -> None:
         old, new = key_chain(16), key_chain(10, branch="new")
-        for at in range(0, 16, 4):  # as a lane would, a few at a time
-            parent = old[at - 1] if at else None
-            writes = [self.write(old[at], parent), *self.writes(old[at : at + 4])[1:]]
+        for start in range(0, 16, 4):  # as a lane would, a few at a time
+            parent = old[start - 1] if start else None
+            writes = [self.write(old[start], parent), *self.writes(old[start : start + 4])[1:]]
             assert self.tier.store(writes) == [Stored()] * 4
         self.store(new)
         held = self.tier.holds(old)
@@ -431,15 +431,15 @@ class BoundedTierContract(TierContract):
     def test_what_it_would_keep_longest_is_ranked_first(self) -> None:
         if not isinstance(self.tier, RanksChunks):
             pytest.skip("this tier does not rank chunks (`RanksChunks`): a host that leaves does not offer them")
-        one, two = key_chain(4, branch="one"), key_chain(4, branch="two")
-        self.store(one)
-        self.store(two)
-        assert self.loaded(one) == [True] * 4  # a use, so the other prompt is evicted before it
+        used, unused = key_chain(4, branch="one"), key_chain(4, branch="two")
+        self.store(used)
+        self.store(unused)
+        assert self.loaded(used) == [True] * 4  # a use, so the other prompt is evicted before it
         ranked = self.tier.most_worth_first()
-        assert ranked == list(zip([*one, *two], [None, *one[:3], None, *two[:3]], strict=True))
+        assert ranked == list(zip([*used, *unused], [None, *used[:3], None, *unused[:3]], strict=True))
         assert self.tier.most_worth_first() == ranked  # ranking changed nothing
-        self.tier.discard(two[1:])
-        assert [key for key, _ in self.tier.most_worth_first()] == [*one, two[0]]
+        self.tier.discard(unused[1:])
+        assert [key for key, _ in self.tier.most_worth_first()] == [*used, unused[0]]
 
     def test_the_capacity_is_told(self) -> None:
         capacity = self.tier.usage().capacity_bytes
@@ -467,15 +467,15 @@ class PersistentTierContract(TierContract):
         keys = key_chain(3)
         self.store(keys)
         self.tier.close()
-        mine = self.context
-        self.context = TierContext(mine.chunk_bytes, mine.slot_bytes, "another")
+        own_context = self.context
+        self.context = TierContext(own_context.chunk_bytes, own_context.slot_bytes, "another")
         self.tier = self.reopen(self.context, 16)
         assert self.tier.holds(keys) == [False] * 3
         self.store(keys)
         assert self.loaded(keys) == [True] * 3
         self.tier.close()
-        self.context = mine
-        self.tier = self.reopen(mine, 16)
+        self.context = own_context
+        self.tier = self.reopen(own_context, 16)
         assert self.loaded(keys) == [True] * 3
 
 

@@ -119,9 +119,7 @@ class SharedFsTier:
         self._key = _read_key(config, self.name) if config.key_file else b""
         key_name = f"-{hashlib.sha256(b'the name of the key' + self._key).hexdigest()[:16]}" if self._key else ""
         self._directory = f"{self._root}/{context.namespace}{key_name}"
-        self._removal_prefix = (
-            f".{os.path.basename(self._directory)}."  # begins the names of directories that are being removed
-        )
+        self._removal_prefix = f".{os.path.basename(self._directory)}."  # of directories that are being removed
         self._chunk_bytes = context.chunk_bytes
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
         self._full = ""
