@@ -205,17 +205,17 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
     )
 
 
-def names_in(data: bytes, at: int = 0) -> tuple[bytes, bytes | None]:
-    """The key and the parent in the header at `at`, as bytes for `ChunkKey`. The header must be known to be valid."""
-    key_bytes, parent_bytes = _NAMES.unpack_from(data, at + _NAMES_BYTES_AT)
-    key_at, parent_at = at + _KEY_AT, at + _KEY_AT + MAX_KEY_BYTES
+def names_in(data: bytes, offset: int = 0) -> tuple[bytes, bytes | None]:
+    """The key and the parent in the header at `offset`, as bytes for `ChunkKey`. The header must be valid."""
+    key_bytes, parent_bytes = _NAMES.unpack_from(data, offset + _NAMES_BYTES_AT)
+    key_at, parent_at = offset + _KEY_AT, offset + _KEY_AT + MAX_KEY_BYTES
     parent = data[parent_at : parent_at + parent_bytes] if parent_bytes else None
     return data[key_at : key_at + key_bytes], parent
 
 
-def stored_bytes_in(header: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """The size of the payload in the header at `at`. If the header may be damaged, check the size before use."""
-    return int(_U64.unpack_from(header, at + STORED_BYTES_AT)[0])
+def stored_bytes_in(header: bytes | bytearray | memoryview, offset: int = 0) -> int:
+    """The size of the payload in the header at `offset`. If the header may be damaged, check the size before use."""
+    return int(_U64.unpack_from(header, offset + STORED_BYTES_AT)[0])
 
 
 def decoded_bytes_in(header: bytes | bytearray | memoryview) -> int:

@@ -36,7 +36,7 @@ class Prompt:
     def keys(self, groups: int, shards: Sequence[int]) -> list[ChunkKey]:
         """The keys of these shards, chunk-major."""
         size = self.digest_bytes
-        digests = [self.digests[at : at + size] for at in range(0, len(self.digests), size)]
+        digests = [self.digests[start : start + size] for start in range(0, len(self.digests), size)]
         return keys_in(self.space_id, digests, groups=groups, shards=shards, tenant=self.tenant)
 
 

@@ -83,12 +83,13 @@ class NodesCache:
     own node's cache.
     """
 
-    def __init__(self, own: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
-        """own: this node's cache. share: of this node's first rank. groups: the number of groups of a chunk."""
-        self._local = own
+    def __init__(self, local: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
+        """local: this node's cache. share: of this node's first rank. groups: the number of groups of a chunk."""
+        self._local = local
         # The calls of `CacheService` that are for this node alone.
-        self.load, self.begin_store, self.commit, self.release = own.load, own.begin_store, own.commit, own.release
-        self.forget, self.allocated, self.measured, self.counts = own.forget, own.allocated, own.measured, own.counts
+        self.load, self.begin_store, self.commit = local.load, local.begin_store, local.commit
+        self.release, self.forget, self.allocated = local.release, local.forget, local.allocated
+        self.measured, self.counts = local.measured, local.counts
         self._other_nodes = tuple(node for node in range(share.nodes) if node != share.node)
         self._shards = len(shards := share.shards_here)
         self._keys_per_chunk = groups * share.shards

@@ -34,20 +34,20 @@ class EngineRotation(ChannelOrder):
 
 
 def check_rotations(
-    calibration: Calibration, made: Iterable[EngineRotation], *, stage: int = 0, stages: int = 1
+    calibration: Calibration, rotations: Iterable[EngineRotation], *, stage: int = 0, stages: int = 1
 ) -> None:
     """
-    made: all of the engine's. Unrelated ones may be among them, of a vision tower for example.
+    rotations: all of the engine's. Unrelated ones may be among them, of a vision tower for example.
     stage: the pipeline stage whose layers are checked.
 
     Raises:
-        ConfigError: a layer's keys are rotated in a way that none of them does.
+        ConfigError: a layer's keys are rotated in a way that none of the engine's rotations does.
     """
     shape = calibration.shape
     stage_layers = shape.layers // stages
     tables = sorted(set(shape.tables[stage * stage_layers : (stage + 1) * stage_layers]))
     rotating = [table for table in map(calibration.frequencies.__getitem__, tables) if table.any()]
-    candidates = [rotation for rotation in made if rotation.head_dim == shape.head_dim]
+    candidates = [rotation for rotation in rotations if rotation.head_dim == shape.head_dim]
     matching = [rotation for rotation in candidates if _pairs(rotation) == _pairs(shape.order)]
     for table in rotating:
         if not matching:

@@ -364,8 +364,8 @@ class _Work:
 
     def _give_up(self, offer: _Offer, name: str) -> None:
         """Leave the rest of this offer to the other peers."""
-        left = [key for key in offer.chain if key in offer.left]
-        self._todo.extendleft(reversed(self._offers_of(left, offer.refused_by | {name})))
+        unsettled_keys = [key for key in offer.chain if key in offer.left]
+        self._todo.extendleft(reversed(self._offers_of(unsettled_keys, offer.refused_by | {name})))
 
     def _settle(self, *, elsewhere: int = 0, moved: int = 0, refused: int = 0, gone: int = 0) -> None:
         state = self._state

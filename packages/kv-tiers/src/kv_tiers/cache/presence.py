@@ -136,12 +136,12 @@ class Presence:
     def _query(self, tier: int, keys: list[ChunkKey], held: dict[ChunkKey, bool | None]) -> None:
         sent_s = self._clock.now_s()
 
-        def answered(found: Sequence[bool]) -> None:
+        def answered(holds: Sequence[bool]) -> None:
             took_s = self._clock.now_s() - sent_s
             with self._lock:
-                self._recent[tier].add(any(found), took_s)
+                self._recent[tier].add(any(holds), took_s)
                 self.came(tier, took_s)
-            for key, is_there in zip(keys, found, strict=True):
+            for key, is_there in zip(keys, holds, strict=True):
                 if held[key] is None:
                     held[key] = is_there
 

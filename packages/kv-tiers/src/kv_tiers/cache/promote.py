@@ -290,8 +290,8 @@ class Promotions:
     def _query(self, view: View, places: Sequence[int], wait: Wait, now_s: float) -> None:
         missing = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
         if missing:
-            found, all_answered = self._presence.find(missing, wait.answers, now_s)
-            view.in_tiers.update(found)
+            tier_of, all_answered = self._presence.find(missing, wait.answers, now_s)
+            view.in_tiers.update(tier_of)
             view.all_answered = view.all_answered and all_answered
 
     def _jobs(self, view: View, shape: ChunkShape, chunks: int) -> list[Job]:

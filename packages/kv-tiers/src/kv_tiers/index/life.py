@@ -59,9 +59,7 @@ _NEXT: Final = {
 }
 
 
-_NEXT_BY_EVENT: Final = {
-    event: {state: next_state for (state, on), next_state in _NEXT.items() if on is event} for event in Event
-}
+_NEXT_BY_EVENT: Final = {event: {now: to for (now, on), to in _NEXT.items() if on is event} for event in Event}
 
 
 def advance(life: list[Life], slots: Sequence[int], event: Event) -> None:

@@ -118,9 +118,9 @@ class ReadOnlyTierContract:
         self.tier.discard([])
 
     def test_one_batch_mixes_what_is_there_and_what_is_not(self) -> None:
-        here, other = key_chain(3), key_chain(3, branch="other")
-        self.put(here)
-        mixed = [here[0], other[0], here[1], other[1], here[2]]
+        stored, absent = key_chain(3), key_chain(3, branch="other")
+        self.put(stored)
+        mixed = [stored[0], absent[0], stored[1], absent[1], stored[2]]
         assert self.tier.holds(mixed) == [True, False, True, False, True]
         assert self.loaded(mixed) == [True, False, True, False, True]
 

@@ -121,18 +121,18 @@ class DiskDirectory:
             return True
         return (status.st_ino, status.st_dev) != self._lock_identity
 
-    def records(self, at: int, directories: int) -> Iterator[Found]:
+    def records(self, number: int, directories: int) -> Iterator[Found]:
         """Every valid record. Other entries are free.
 
-        at, directories: which directory of the tier this is, of how many; entries are the tier's.
+        number, directories: which directory of the tier this is, of how many; entries are those of the tier.
         """
         piece = bytearray(_RECORDS_AT_ONCE * RECORD_BYTES)
         entries = CHUNKS_A_SLOT * self.slots
         backed = [
-            range(number * self._slab_slots, number * self._slab_slots + nbytes // self._geometry.slot_bytes)
-            for number, nbytes in self._backed.items()
+            range(slab * self._slab_slots, slab * self._slab_slots + nbytes // self._geometry.slot_bytes)
+            for slab, nbytes in self._backed.items()
         ]
-        reader = RecordReader(self._geometry, self.slots, backed, at, directories)
+        reader = RecordReader(self._geometry, self.slots, backed, number, directories)
         for start in range(0, entries, _RECORDS_AT_ONCE):
             records_read = self.index.read([memoryview(piece)], PAGE_BYTES + start * RECORD_BYTES) // RECORD_BYTES
             count = min(records_read, entries - start)

@@ -92,16 +92,16 @@ def header_of(record: bytes | bytearray, entry: int) -> bytes | None:
 class RecordReader:
     """Reads the records of one directory of a tier."""
 
-    def __init__(self, geometry: Geometry, slots: int, backed: Iterable[range], at: int, directories: int) -> None:
-        """slots: of the directory. backed: those allocated on the medium. at, directories: which directory of the tier
-        this is, of how many.
+    def __init__(self, geometry: Geometry, slots: int, backed: Iterable[range], number: int, directories: int) -> None:
+        """slots: of the directory. backed: those allocated on the medium. number, directories: which directory of the
+        tier this is, of how many.
         """
         self._geometry = geometry
         self._backed = np.zeros(slots, bool)
         for run in backed:
             self._backed[run.start : run.stop] = True
         self._backed_slots = set(np.nonzero(self._backed)[0].tolist())
-        self._at, self._directories = at, directories
+        self._number, self._directories = number, directories
 
     def found_in(self, piece: bytearray, start: int, count: int) -> Iterator[Found]:
         """The valid records among the first `count` in this memory. start: the entry of the first."""
@@ -126,7 +126,7 @@ class RecordReader:
         is_slot &= counts == slot_units
         starts = rows * RECORD_BYTES
         columns = (
-            (start + rows) * self._directories + self._at,
+            (start + rows) * self._directories + self._number,
             starts,
             records["number"][rows],
             stored,
@@ -143,9 +143,7 @@ class RecordReader:
         )
         data = bytes(piece)  # keys are slices of it, and slices of a bytearray would be bytearrays
         for row, values in enumerate(values_of_rows):
-            entry, begin, number, stored_bytes, unit_count, first_unit, is_whole, decoded_bytes, share, is_intact = (
-                values
-            )
+            entry, begin, number, nbytes, unit_count, first_unit, is_whole, decoded_bytes, share, is_intact = values
             if not is_intact:
                 continue
             packed_units: PackedUnits = first_unit
@@ -155,4 +153,4 @@ class RecordReader:
                 if unit_count > slot_units or not slots_of_units <= self._backed_slots:
                     packed_units = ()
             key, parent = names_in(data, begin + _HEADER_AT)
-            yield Found(number, entry, key, parent, stored_bytes, packed_units, decoded_bytes, share)
+            yield Found(number, entry, key, parent, nbytes, packed_units, decoded_bytes, share)

@@ -113,9 +113,9 @@ class MooncakeTier:
         if not keys:
             return []
         names = [self._name(key) for key in keys]
-        found = [_checked(code) == 1 for code in self._connected().batch_is_exist(names)]
-        lost = self._lost([name for name, is_there in zip(names, found, strict=True) if is_there])
-        return [is_there and name not in lost for name, is_there in zip(names, found, strict=True)]
+        are_there = [_checked(code) == 1 for code in self._connected().batch_is_exist(names)]
+        lost = self._lost([name for name, is_there in zip(names, are_there, strict=True) if is_there])
+        return [is_there and name not in lost for name, is_there in zip(names, are_there, strict=True)]
 
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         outcomes: list[LoadOutcome] = []

@@ -115,12 +115,12 @@ class Following:
             if not peer.is_up():
                 self._closed.wait(_POLL_S)
                 continue
-            asked_s = time.monotonic()
+            sent_s = time.monotonic()
             try:
                 question = Follow(self._namespace, feed, after, _WAIT_S)
                 answer = peer.ask(question, Followed, _WAIT_S + self._answer_s, max_bytes=MAX_FOLLOWED_BYTES)
                 feed, after = answer.feed, answer.upto
-                self._on_answer(peer, asked_s, answer)
+                self._on_answer(peer, sent_s, answer)
             except (OSError, InputError) as error:
                 _log.debug("peer %s is not followed for now: %s", peer, error)
                 self._closed.wait(_RETRY_S)

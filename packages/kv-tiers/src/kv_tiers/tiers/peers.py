@@ -239,20 +239,20 @@ class PeersTier:
         return [self._taker(peer) for peer in self._hosts.peers() if peer.is_up()]
 
     def holders(self, keys: Sequence[ChunkKey]) -> list[list[PeerTaker]]:
-        found = self._ask(keys)
-        takers = {peer: self._taker(peer) for peers in found.values() for peer in peers}
-        return [[takers[peer] for peer in found.get(key, ())] for key in keys]
+        peers_of = self._ask(keys)
+        takers = {peer: self._taker(peer) for peers in peers_of.values() for peer in peers}
+        return [[takers[peer] for peer in peers_of.get(key, ())] for key in keys]
 
     def _taker(self, peer: Peer) -> PeerTaker:
         return PeerTaker(peer, self._namespace, self._answer_s)
 
-    def _handed_over(self, peer: Peer, asked_s: float, answer: Followed) -> None:
+    def _handed_over(self, peer: Peer, sent_s: float, answer: Followed) -> None:
         """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
         assert self._on_handed_over is not None
         for handed_over in answer.given:
             chain = unpack_keys(handed_over)
             with self._lock:
-                if not self._is_believed(asked_s, answer.cleared_s):  # we may be cleared at any time
+                if not self._is_believed(sent_s, answer.cleared_s):  # we may be cleared at any time
                     return
                 if any(map(self._is_hidden, chain)):
                     continue
@@ -300,13 +300,13 @@ class PeersTier:
                 _remember(self._holders, key, holders)
         return found
 
-    def _is_believed(self, asked_s: float, cleared_for_s: float | None) -> bool:
-        """Whether a peer queried at `asked_s` was cleared later than we were, if we were. Under the lock.
+    def _is_believed(self, sent_s: float, cleared_for_s: float | None) -> bool:
+        """Whether a peer queried at `sent_s` was cleared later than we were, if we were. Under the lock.
 
         cleared_for_s: from its answer.
         """
         cleared_s = self._cleared_s
-        return cleared_s is None or (cleared_for_s is not None and asked_s - cleared_for_s > cleared_s)
+        return cleared_s is None or (cleared_for_s is not None and sent_s - cleared_for_s > cleared_s)
 
     def _is_hidden(self, key: ChunkKey) -> bool:
         """Under the lock."""

@@ -163,8 +163,8 @@ class SharedFsTier:
         files = itertools.islice(self._files(), 8 * count)
         paths = (f"{directory}/{name}".partition("/")[2] for directory, name in files)
         keys = itertools.islice(keys_in_paths(paths), count)
-        found = ((key, self._status_of(self._path(key))) for key in keys)
-        return [key for key, status in found if status is not None and self._is_chunk(status)]
+        candidates = ((key, self._status_of(self._path(key))) for key in keys)
+        return [key for key, status in candidates if status is not None and self._is_chunk(status)]
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         self._ensure_root_checked()

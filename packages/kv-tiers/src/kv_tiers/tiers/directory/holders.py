@@ -54,18 +54,18 @@ class _SlotArrays:
 
     def find(self, names: Names, place: int) -> _Slots:
         """The slot of each name's entry with this place; -1: there is none."""
-        found = np.full(len(names), -1, np.int64)
+        entry_slots = np.full(len(names), -1, np.int64)
         slots = self._homes(names, np.uint64(place))
         pending = np.arange(len(names))
         for _ in range(self.slots):
             places = self.places[slots]
             matches = (self.names[slots] == names[pending]) & (places == place)
-            found[pending[matches]] = slots[matches]
+            entry_slots[pending[matches]] = slots[matches]
             continues = ~matches & (places != _NEVER)
             if not continues.any():
                 break
             pending, slots = pending[continues], (slots[continues] + 1) % self.slots
-        return found
+        return entry_slots
 
     def insert(self, names: Names, places: npt.NDArray[np.uint16], hosts: Hosts) -> None:
         """Add entries that are not there yet, no two with the same name and place. The caller has ensured that there is
@@ -108,15 +108,15 @@ class HolderTable:
     def holders(self, names: Names, most: int) -> Hosts:
         """[names, most]: the holders of each name, at most `most`, padded with `NOBODY`. Needs no lock."""
         arrays = self._arrays
-        found = np.zeros((len(names), most), np.uint16)
+        holders = np.zeros((len(names), most), np.uint16)
         pending = np.arange(len(names))
         for place in range(most):
             hosts = _hosts_at(arrays, arrays.find(names[pending], place))
-            found[pending, place] = hosts
+            holders[pending, place] = hosts
             pending = pending[hosts != NOBODY]
             if not len(pending):
                 break
-        return found
+        return holders
 
     def add(self, names: Names, host: int) -> Flags:
         """Add these names for this host; returns which of them it did not hold before. names: without duplicates."""

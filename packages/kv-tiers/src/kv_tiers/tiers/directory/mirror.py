@@ -169,10 +169,10 @@ class Mirror:
 
     def holders(self, names: Names, most: int) -> list[list[Host]]:
         """Hosts that hold each name and are believed, of the first `most` that are known."""
-        found = self._table.holders(names, most)
+        numbers = self._table.holders(names, most)
         answers: list[list[Host]] = [[] for _ in range(len(names))]
-        for row, column in zip(*np.nonzero(found), strict=True):
-            host = self._by_number[found[row, column]]
+        for row, column in zip(*np.nonzero(numbers), strict=True):
+            host = self._by_number[numbers[row, column]]
             if host is not None and host.is_believed:
                 answers[row].append(host)
         return answers
