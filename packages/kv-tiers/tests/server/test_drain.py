@@ -401,10 +401,10 @@ def test_a_bug_is_not_reported_as_a_cache_that_is_closed(
 ) -> None:
     _, local = beside(fetches_nothing, ending)
 
-    def confuse(work: drain._Work) -> None:
+    def confuse(work: drain._DrainJob) -> None:
         raise MisuseError("a chunk that is ABSENT cannot EVICT")
 
-    monkeypatch.setattr(drain._Work, "_round", confuse)
+    monkeypatch.setattr(drain._DrainJob, "_round", confuse)
     local.drain.begin(20)
     until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=30)
     state = local.drain.state()

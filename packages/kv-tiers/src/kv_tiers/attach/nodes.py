@@ -35,7 +35,7 @@ RENEW_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _LookupArgs:
     """The arguments of a lookup."""
 
     keys: Sequence[ChunkKey]
@@ -148,7 +148,7 @@ class NodesCache:
         costs: Costs | None = None,
         tiers: Sequence[str] | None = None,
     ) -> LookupPlan:
-        wanted = _Wanted(keys, holder, shape, costs, None if tiers is None else tuple(tiers))
+        args = _LookupArgs(keys, holder, shape, costs, None if tiers is None else tuple(tiers))
         chunks = len(keys) // shape.keys_per_chunk
         lookup_id = (len(keys), keys[-1] if keys else b"")  # a digest stands for all chunks before it
         query = self._queries.get(holder)
@@ -158,7 +158,7 @@ class NodesCache:
             query = self._queries[holder] = _Query(lookup_id, now_s, now_s)
         own_plan = query.own_plan
         if own_plan is None or own_plan.ended is Ended.PENDING:
-            own_plan = query.own_plan = self._look_up_locally(wanted, chunks, waits=wait_for_promotion)
+            own_plan = query.own_plan = self._look_up_locally(args, chunks, waits=wait_for_promotion)
             query.prefix_chunks, query.lacking = own_plan.prefix_chunks, own_plan.lacking
         is_pending = own_plan.ended is Ended.PENDING
         if not is_pending and (not own_plan.chunks or _declines(own_plan)):
@@ -171,11 +171,11 @@ class NodesCache:
             return own_plan
         if not query.was_sent:
             wanted_chunks = chunks if is_pending else own_plan.chunks
-            self._ask(query, wanted, self._other_nodes, wanted_chunks, waits=wait_for_promotion)
+            self._ask(query, args, self._other_nodes, wanted_chunks, waits=wait_for_promotion)
         self._give_up_silent(query)
         if is_pending or query.open:
             return replace(own_plan, ended=Ended.PENDING)
-        return self._agree(query, wanted, own_plan)
+        return self._agree(query, args, own_plan)
 
     def renew(self, holder: Holder) -> bool:
         query = self._queries.get(holder)
@@ -207,24 +207,22 @@ class NodesCache:
         """The keys of this node's shards."""
         return interleaved([list(keys[column :: self._keys_per_chunk]) for column in self._columns])
 
-    def _look_up_locally(self, wanted: _Wanted, chunks: int, *, waits: bool = False) -> LookupPlan:
+    def _look_up_locally(self, args: _LookupArgs, chunks: int, *, waits: bool = False) -> LookupPlan:
         """Look up the first `chunks` chunks at this node's server."""
         return self._local.lookup(
-            self._keys_here(wanted.keys[: chunks * self._keys_per_chunk]),
-            wanted.holder,
-            shape=replace(wanted.shape, shards=self._shards),
+            self._keys_here(args.keys[: chunks * self._keys_per_chunk]),
+            args.holder,
+            shape=replace(args.shape, shards=self._shards),
             wait_for_promotion=waits,
-            costs=wanted.costs,
-            tiers=wanted.tiers,
+            costs=args.costs,
+            tiers=args.tiers,
         )
 
-    def _ask(self, query: _Query, wanted: _Wanted, nodes: Sequence[int], chunks: int, *, waits: bool = False) -> None:
+    def _ask(self, query: _Query, args: _LookupArgs, nodes: Sequence[int], chunks: int, *, waits: bool = False) -> None:
         """Have these nodes look up the first `chunks` chunks."""
         self._number += 1
-        prompt = Prompt.of(wanted.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
-        self._to_send.append(
-            Question(self._number, tuple(nodes), wanted.holder, prompt, waits, wanted.costs, wanted.tiers)
-        )
+        prompt = Prompt.of(args.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
+        self._to_send.append(Question(self._number, tuple(nodes), args.holder, prompt, waits, args.costs, args.tiers))
         query.open = dict.fromkeys(nodes, self._number)
         query.sent_s = self._clock.now_s()
 
@@ -242,23 +240,23 @@ class NodesCache:
             del query.open[node]
             query.found[node] = LookupPlan("", 0, Ended.REFUSED, ())
 
-    def _agree(self, query: _Query, wanted: _Wanted, own_plan: LookupPlan) -> LookupPlan:
+    def _agree(self, query: _Query, args: _LookupArgs, own_plan: LookupPlan) -> LookupPlan:
         """The plan of all nodes, once they have answered, or `PENDING` while some are asked about a shorter hit."""
         shortest = min(query.found.values(), key=lambda plan: plan.chunks)
         if shortest.chunks < own_plan.chunks:
             ended = shortest.ended
-            own_plan = query.own_plan = self._look_up_locally(wanted, shortest.chunks)
+            own_plan = query.own_plan = self._look_up_locally(args, shortest.chunks)
         else:
             ended = own_plan.ended
         chunks, prefix_chunks, lacking = own_plan.chunks, own_plan.chunks, -1
-        if not wanted.shape.is_plain and query.prefix_chunks > chunks:
+        if not args.shape.is_plain and query.prefix_chunks > chunks:
             prefix_chunks, lacking = query.prefix_chunks, query.lacking
         if not chunks:
-            self.end(wanted.holder)
-            return LookupPlan(wanted.holder, 0, ended, (), prefix_chunks, lacking)
+            self.end(args.holder)
+            return LookupPlan(args.holder, 0, ended, (), prefix_chunks, lacking)
         longer = [node for node, plan in query.found.items() if plan.chunks > chunks]
-        if longer and not wanted.shape.is_plain:
-            self._ask(query, wanted, longer, chunks)
+        if longer and not args.shape.is_plain:
+            self._ask(query, args, longer, chunks)
             return replace(own_plan, ended=Ended.PENDING)
         query.is_over = True
         plans = [own_plan, *query.found.values()]

@@ -84,8 +84,8 @@ class Drain:
             self._on_change(True)
             self._stop = threading.Event()
             self._state = DrainState("draining")
-            work = _Work(self._host, self._index, self._lower, self._state, stop=self._stop, max_bytes=max_bytes)
-            thread = threading.Thread(target=work.run, args=(timeout_s,), name="kv-drain", daemon=True)
+            job = _DrainJob(self._host, self._index, self._lower, self._state, stop=self._stop, max_bytes=max_bytes)
+            thread = threading.Thread(target=job.run, args=(timeout_s,), name="kv-drain", daemon=True)
             if why := start_thread(thread):
                 self._state = DrainState("stopped", why)
             else:
@@ -110,7 +110,7 @@ class Drain:
             return None if self._state is None else replace(self._state)
 
 
-class _Work:
+class _DrainJob:
     """The work of the drain's thread."""
 
     def __init__(

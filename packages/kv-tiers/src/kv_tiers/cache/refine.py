@@ -59,7 +59,7 @@ class Approximation:
 
 
 @dataclass(eq=False, slots=True)
-class _UnderWay:
+class _OngoingRefinement:
     """A refinement that is being read.
 
     slot: of the chunk.
@@ -87,7 +87,7 @@ class Refinements:
         self._clock = clock
         self._by_slot: dict[int, Approximation] = {}
         self._wanted: list[OrderedDict[int, Approximation]] = [OrderedDict() for _ in lanes]  # by tier: not tried yet
-        self._under_way: list[_UnderWay | None] = [None for _ in lanes]
+        self._under_way: list[_OngoingRefinement | None] = [None for _ in lanes]
         self._passed_over: set[int] = set()  # slots that were being read, or for which there was no second one
         self._cached_bytes = 0
         self._stopped = False
@@ -193,7 +193,7 @@ class Refinements:
             return None
         return begun.rest
 
-    def _begin(self, tier: int) -> _UnderWay | None:
+    def _begin(self, tier: int) -> _OngoingRefinement | None:
         """Begin with the first waiting chunk that is not being read and for which there is a second slot. Of chunks
         being read only a few are taken at a time, because each may keep its second slot for long.
         """
@@ -215,7 +215,7 @@ class Refinements:
             if approximation.first_bytes is not None:
                 rest.first_bytes = approximation.first_bytes
                 self._cache_first_bytes(approximation, None)
-            begun = self._under_way[tier] = _UnderWay(approximation, slot, lent, rest, self._clock.now_s())
+            begun = self._under_way[tier] = _OngoingRefinement(approximation, slot, lent, rest, self._clock.now_s())
             return begun
         return None
 
@@ -234,22 +234,22 @@ class Refinements:
                 self._under_way[tier] = None
                 self._exchange(under_way, arrival)
 
-    def _exchange(self, read: _UnderWay, arrival: Arrival) -> None:
+    def _exchange(self, refinement: _OngoingRefinement, arrival: Arrival) -> None:
         """Replace the chunk's bytes with those read into the lent slot."""
-        approximation = read.approximation
-        self._host.exchange(read.slot, read.lent, arrival.checksum, arrival.parts)
+        approximation = refinement.approximation
+        self._host.exchange(refinement.slot, refinement.lent, arrival.checksum, arrival.parts)
         approximation.parts = arrival.parts
         if not approximation.parts:
-            del self._by_slot[read.slot]
+            del self._by_slot[refinement.slot]
         self.counts[approximation.tier] += 1
         if self._host.events.on:
             name, key = self._lanes[approximation.tier].name, approximation.key
-            nbytes, seconds = self._host.pool.sizes.of(key), self._clock.now_s() - read.began_s
+            nbytes, seconds = self._host.pool.sizes.of(key), self._clock.now_s() - refinement.began_s
             self._host.events.publish(events.Refined(name, [key], nbytes, seconds))
 
-    def _drop(self, tier: int, under_way: _UnderWay) -> None:
+    def _drop(self, tier: int, refinement: _OngoingRefinement) -> None:
         self._under_way[tier] = None
-        self._host.give_back(under_way.lent)
+        self._host.give_back(refinement.lent)
 
     def _cache_first_bytes(self, approximation: Approximation, first_bytes: FirstBytes | None) -> None:
         """Cache these first bytes for the chunk (None: none), in place of those cached before."""

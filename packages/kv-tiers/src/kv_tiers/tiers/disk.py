@@ -117,10 +117,10 @@ def slots_for(config: DiskConfig, context: TierContext) -> int:
         raise ConfigError(f"the disk tier's `wait_s` is {config.wait_s}; write 0 to 3600")
     slots = (config.capacity_bytes - bytes_for(context, 0, len(paths))) // bytes_for(context, 1, 0)
     if slots < len(paths):
-        least = bytes_for(context, len(paths), len(paths))
+        needed = bytes_for(context, len(paths), len(paths))
         raise ConfigError(
             f"the disk tier's `capacity_bytes` of {config.capacity_bytes} has no room for a chunk of this model in "
-            f"every directory; write at least {least} ({spelled(least)}), and for real use a thousand times that"
+            f"every directory; write at least {needed} ({spelled(needed)}), and for real use a thousand times that"
         )
     return slots
 

@@ -352,18 +352,18 @@ class DiskDirectory:
     def _slots_in(self, number: int) -> int:
         return min(self._slab_slots, self.slots - number * self._slab_slots)
 
-    def _grow_index(self, least: int) -> None:
-        most = PAGE_BYTES + CHUNKS_A_SLOT * self.slots * RECORD_BYTES
-        step = max(_MIN_INDEX_STEP_BYTES, most // _INDEX_STEPS // RECORD_BYTES * RECORD_BYTES)
-        end = max(least, min(self._index_bytes + step, most))
-        if self._index_bytes < least:
-            self._index_bytes = _allocate(self.index, self._index_bytes, least, end, RECORD_BYTES)
+    def _grow_index(self, min_bytes: int) -> None:
+        max_bytes = PAGE_BYTES + CHUNKS_A_SLOT * self.slots * RECORD_BYTES
+        step = max(_MIN_INDEX_STEP_BYTES, max_bytes // _INDEX_STEPS // RECORD_BYTES * RECORD_BYTES)
+        end = max(min_bytes, min(self._index_bytes + step, max_bytes))
+        if self._index_bytes < min_bytes:
+            self._index_bytes = _allocate(self.index, self._index_bytes, min_bytes, end, RECORD_BYTES)
             self._count_ready()
 
-    def _grow(self, number: int, least: int) -> None:
-        """Allocate all of the slab's space, or as much as there is, but at least `least` bytes."""
+    def _grow(self, number: int, min_bytes: int) -> None:
+        """Allocate all of the slab's space, or as much as there is, but at least `min_bytes`."""
         allocated = self._backed.get(number, 0)
-        if allocated >= least:
+        if allocated >= min_bytes:
             return
         slab = self._slabs.get(number)
         if slab is None:
@@ -371,9 +371,9 @@ class DiskDirectory:
             os.fsync(self._fd)
         stride = self._geometry.slot_bytes
         # Whole slots, because taking the first unit of a slot makes all its units available.
-        least = -(-least // stride) * stride
+        min_bytes = -(-min_bytes // stride) * stride
         try:
-            end = _allocate(slab, allocated, least, self._slots_in(number) * stride, stride)
+            end = _allocate(slab, allocated, min_bytes, self._slots_in(number) * stride, stride)
         except OSError:
             if slab is not self._slabs.get(number):
                 self._open_files.remove(slab)
@@ -391,18 +391,18 @@ class DiskDirectory:
         self.entries_ready = max(0, self.records_there()) if self._slabs_complete else 0
 
 
-def _allocate(file: File, allocated: int, least: int, most: int, step: int) -> int:
-    """Extend a file of `allocated` bytes towards `most`, as far as there is space: to `least` and a number of steps
-    beyond. Returns its new size.
+def _allocate(file: File, allocated: int, min_bytes: int, max_bytes: int, step: int) -> int:
+    """Extend a file of `allocated` bytes towards `max_bytes`, as far as there is space: to `min_bytes` and a number of
+    steps beyond. Returns its new size.
     """
     while True:
         try:
-            file.allocate(allocated, most)
-            return most
+            file.allocate(allocated, max_bytes)
+            return max_bytes
         except OSError as error:
-            if error.errno not in NO_ROOM or most == least:
+            if error.errno not in NO_ROOM or max_bytes == min_bytes:
                 raise
-            most = least + (most - least) // step // 2 * step
+            max_bytes = min_bytes + (max_bytes - min_bytes) // step // 2 * step
 
 
 def _version_of(index: Path) -> int | None:

@@ -304,7 +304,7 @@ class MooncakeTier:
             raise TierDown(f"no master at {self._config.master}: {error}") from error
 
     @contextmanager
-    def _borrow_buffers(self, most: int) -> Iterator[list[_Buffer]]:
+    def _borrow_buffers(self, max_buffers: int) -> Iterator[list[_Buffer]]:
         """At least one and at most this many buffers."""
         self._connected()
         with self._buffers_changed:
@@ -312,8 +312,8 @@ class MooncakeTier:
                 raise TierDown(f"no transfer has ended for {_BUFFERS_S:.0f} s")
             # The connection may have been replaced while we waited, and each has its own list and buffers.
             free = self._free
-            buffers = free[:most]
-            del free[:most]
+            buffers = free[:max_buffers]
+            del free[:max_buffers]
         try:
             yield buffers
         finally:

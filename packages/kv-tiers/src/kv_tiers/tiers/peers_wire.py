@@ -258,9 +258,9 @@ def unpack_keys(request: Holds | Fetch | Taken | Given | Offer) -> list[ChunkKey
         InputError: there are too many, or they are not keys of this release.
     """
     keys = request.keys.unpack()
-    most = MAX_FETCHED if isinstance(request, Fetch) else MAX_ASKED
-    if len(keys) > most:
-        raise InputError(f"{len(keys)} keys in one request; at most {most} are allowed")
+    max_keys = MAX_FETCHED if isinstance(request, Fetch) else MAX_ASKED
+    if len(keys) > max_keys:
+        raise InputError(f"{len(keys)} keys in one request; at most {max_keys} are allowed")
     return keys
 
 

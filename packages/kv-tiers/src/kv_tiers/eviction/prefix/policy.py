@@ -88,7 +88,7 @@ class PrefixPolicy:
             return
         self._offer = None
         start = positions[0]
-        *body, last = newest.slots
+        *body, last_slot = newest.slots
         newest.start, newest.end = start, start + len(body)
         session = _Session(
             turns=1 + max((ghost.turns for ghost in self._returned_ghosts), default=-1),
@@ -102,15 +102,9 @@ class PrefixPolicy:
             if parent is not None and not parent.ends_with(slots[start - 1]):
                 parent = self._tree.split(parent, slots[:start])
             tail_parent = self._branch_off(newest, body, parent, session)
-        tail = Segment(None, newest.end, self._tree.now)
-        tail.end, tail.is_last = newest.end + 1, True
-        tail.first_key = keys[start + len(body)] if body else newest.first_key
-        newest.slots.pop(last, None)
-        self._tree.assign([last], tail)
-        self._tree.attach(tail, tail_parent)
-        self._watch(tail)
+        tail = self._add_tail(newest, last_slot, keys[start + len(body)] if body else newest.first_key, tail_parent)
         self._record_session(tail, session.turns, max(0, len(body) + 1 - session.stored_before))
-        if slots[-1] != last:  # the chunks filled a gap that forgotten ones had left, and others follow them
+        if slots[-1] != last_slot:  # the chunks filled a gap that forgotten ones had left, and others follow them
             self._tree.relink(slots)
 
     def removed(self, slot: int) -> None:
@@ -126,7 +120,7 @@ class PrefixPolicy:
             return
         self._offer = None
         self._queues.emptied(segment)
-        if was_evicted and segment.first_key is not None:
+        if was_evicted and segment.first_key is not None:  # a chunk that was forgotten is not expected to return
             segment.parent = None
             self._ghosts[segment.first_key] = segment
             if len(self._ghosts) > self._capacity:
@@ -195,6 +189,16 @@ class PrefixPolicy:
         self._tree.attach(newest, parent)
         self._watch(newest)
         return newest
+
+    def _add_tail(self, newest: Segment, slot: int, key: ChunkKey | None, parent: Segment | None) -> Segment:
+        """Move the last of the new chunks into a segment of its own, below `parent`; returns that segment."""
+        tail = Segment(None, newest.end, self._tree.now)
+        tail.end, tail.is_last, tail.first_key = newest.end + 1, True, key
+        newest.slots.pop(slot, None)
+        self._tree.assign([slot], tail)
+        self._tree.attach(tail, parent)
+        self._watch(tail)
+        return tail
 
     # What is learnt.
 

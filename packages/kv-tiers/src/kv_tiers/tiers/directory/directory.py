@@ -37,7 +37,7 @@ _log = limited_logger(__name__)
 
 _MAX_UNSENT: Final = 64
 _MAX_NOT_HERE: Final = 1 << 16
-_MOST_HOLDERS: Final = 8
+_MAX_HOLDERS: Final = 8
 """Holders of a chunk that a lookup considers."""
 _REPAIRS_AT_ONCE: Final = 16
 _REPAIR_S: Final = 30.0
@@ -143,7 +143,7 @@ class Directory:
 
     def holders(self, keys: Sequence[ChunkKey]) -> list[list[Peer]]:
         """The peers that hold each of these and may be queried now. Answers from memory."""
-        listed_hosts = self._mirror.holders(names_of(keys), _MOST_HOLDERS)
+        listed_hosts = self._mirror.holders(names_of(keys), _MAX_HOLDERS)
         answers: list[list[Peer]] = []
         up_peers: dict[HostPort, list[Peer]] = {}
         now_s = time.monotonic()
