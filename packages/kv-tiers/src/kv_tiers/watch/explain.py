@@ -38,8 +38,8 @@ class Explanation:
     choice: Choice | None = None
 
 
-_Looked = tuple[str, Fate | None, bool]
-"""For one chunk: where it is, what happened to it, and whether the prompt diverges there."""
+_Finding = tuple[str, Fate | None, bool]
+"""What is known of one chunk: where it is, what happened to it, and whether the prompt diverges there."""
 
 
 def explain(
@@ -53,39 +53,40 @@ def explain(
     """
     chunks = len(columns[0])
     shape = cache.shape_of(columns[0][0].space_id) if chunks else None
-    by_group: dict[int, list[list[_Looked]]] = {}
+    by_group: dict[int, list[list[_Finding]]] = {}
     for keys in columns if chunks else ():
-        by_group.setdefault(keys[0].group, []).append(_look(cache, memory, keys))
-    looked = {
-        group: [_worst(of_shards) for of_shards in zip(*of_group, strict=True)] for group, of_group in by_group.items()
+        by_group.setdefault(keys[0].group, []).append(_find_all(cache, memory, keys))
+    findings = {
+        group: [_worst(shard_findings) for shard_findings in zip(*group_findings, strict=True)]
+        for group, group_findings in by_group.items()
     }
     coverages = {} if shape is None else dict(enumerate(shape.groups))
-    whole = [looked[group] for group in looked if coverages.get(group, ALL).kind == "all"]
-    worst = [_worst(of_groups) for of_groups in zip(*whole, strict=True)]
-    prefix = next((at for at, (where, _, _) in enumerate(worst) if not _holds(where)), chunks)
+    whole = [findings[group] for group in findings if coverages.get(group, ALL).kind == "all"]
+    worst = [_worst(alternatives) for alternatives in zip(*whole, strict=True)]
+    prefix = next((chunk for chunk, (where, _, _) in enumerate(worst) if not _holds(where)), chunks)
     if shape is None:
         choice = _choice(cache, columns, prefix) if chunks else None
         return Explanation(_runs(worst, 0, now_s), prefix, prefix, [], choice)
-    known = [looked.get(group, [("", None, False)] * chunks) for group in coverages]
+    rows = [findings.get(group, [("", None, False)] * chunks) for group in coverages]
     one_shard = ChunkShape(shape.chunk_tokens, shape.groups)
-    held, _ = last_boundary(one_shard, prefix, lambda place: _holds(known[place % len(known)][place // len(known)][0]))
-    lacking = []
+    held, _ = last_boundary(one_shard, prefix, lambda number: _holds(rows[number % len(rows)][number // len(rows)][0]))
+    lacking_groups = []
     for group in one_shard.other_groups:
         first = shape.first_chunk(group, prefix)
-        needed = [(where, fate, False) for where, fate, _ in known[group][first:prefix]]
+        needed = [(where, fate, False) for where, fate, _ in rows[group][first:prefix]]
         missing = tuple(state for state in _runs(needed, first, now_s) if not is_held(state))
         if missing:
-            lacking.append(GroupState(group, str(shape.groups[group]), missing))
-    return Explanation(_runs(worst, 0, now_s), held, prefix, lacking, _choice(cache, columns, held))
+            lacking_groups.append(GroupState(group, str(shape.groups[group]), missing))
+    return Explanation(_runs(worst, 0, now_s), held, prefix, lacking_groups, _choice(cache, columns, held))
 
 
 def _choice(cache: LocalCache, columns: Sequence[Sequence[ChunkKey]], held: int) -> Choice | None:
     """The choice for a hit of this many chunks, with the costs of the latest lookup's engine; None: there was none."""
-    known = cache.costs_of(columns[0][0].space_id)
-    if known is None:
+    stated = cache.costs_of(columns[0][0].space_id)
+    if stated is None:
         return None
-    costs = replace(known[0], computed_tokens=0, before_tokens=0)
-    return weigh(cache, columns, held, costs, known[1])
+    costs = replace(stated[0], computed_tokens=0, before_tokens=0)
+    return weigh(cache, columns, held, costs, stated[1])
 
 
 def weigh(
@@ -95,57 +96,57 @@ def weigh(
 
     columns: for each group and shard, the keys of all chunks from the first.
     """
-    nbytes: dict[tuple[int, str], int] = {}  # by chunk and tier
+    lower_bytes: dict[tuple[int, str], int] = {}  # by chunk and tier
     for keys in columns:
         first = shape.first_chunk(keys[0].group, held) if keys[0].group < len(shape.groups) else held
         needed = keys[first:held]
         for chunk, (key, where) in enumerate(zip(needed, cache.admin.where(needed), strict=True), first):
             if where != TIER:
-                nbytes[chunk, where] = nbytes.get((chunk, where), 0) + cache.pool.sizes.of(key)
-    parts = [(tier, chunk, chunk + 1, size) for (chunk, tier), size in sorted(nbytes.items())]
+                lower_bytes[chunk, where] = lower_bytes.get((chunk, where), 0) + cache.pool.sizes.of(key)
+    parts = [(tier, chunk, chunk + 1, size) for (chunk, tier), size in sorted(lower_bytes.items())]
     # For groups that need less than the whole prefix, a shorter boundary needs other chunks: it is all or nothing.
-    have = (min((chunk for chunk, _ in nbytes), default=held)) if shape.is_plain or not parts else 0
+    pool_chunks = (min((chunk for chunk, _ in lower_bytes), default=held)) if shape.is_plain or not parts else 0
     if costs.compute is None or not parts:
         return choose(costs, shape.chunk_tokens, held)
-    worth = cache.lower.worth(parts, shape, have, costs)
+    worth = cache.lower.worth(parts, shape, pool_chunks, costs)
     choice = choose(costs, shape.chunk_tokens, worth.chunks, worth.skipped)
     if choice.load_s is None or worth.awaited is None:
         return choice
-    return replace(choice, load_s=(costs.load_s(0, have * shape.chunk_tokens) or 0.0) + worth.awaited.load_s)
+    return replace(choice, load_s=(costs.load_s(0, pool_chunks * shape.chunk_tokens) or 0.0) + worth.awaited.load_s)
 
 
 def is_held(state: ChunkState) -> bool:
     return _holds(state.where)
 
 
-def _runs(chunks: Sequence[_Looked], first: int, now_s: float) -> list[ChunkState]:
-    """first: the place of the first of these in the prompt."""
-    starts = [at for at, chunk in enumerate(chunks) if not at or not _are_alike(chunks[at - 1], chunk)]
+def _runs(chunks: Sequence[_Finding], first: int, now_s: float) -> list[ChunkState]:
+    """Equal neighbours combined. first: the place of the first of these chunks in the prompt."""
+    starts = [index for index, chunk in enumerate(chunks) if not index or not _are_alike(chunks[index - 1], chunk)]
     ends = [*starts[1:], len(chunks)] if chunks else []
-    return [_state(first + at, end - at, chunks[at], now_s) for at, end in zip(starts, ends, strict=True)]
+    return [_state(first + start, end - start, chunks[start], now_s) for start, end in zip(starts, ends, strict=True)]
 
 
-def _look(cache: LocalCache, memory: Memory | None, keys: Sequence[ChunkKey]) -> list[_Looked]:
-    places = cache.admin.where(keys)
+def _find_all(cache: LocalCache, memory: Memory | None, keys: Sequence[ChunkKey]) -> list[_Finding]:
+    locations = cache.admin.where(keys)
     if memory is None:
-        return [(place, None, False) for place in places]
-    looked: list[_Looked] = []
-    for number, (key, place) in enumerate(zip(keys, places, strict=True)):
+        return [(location, None, False) for location in locations]
+    findings: list[_Finding] = []
+    for number, (key, location) in enumerate(zip(keys, locations, strict=True)):
         fate = memory.fate(key)
-        diverges = not place and fate is None and number > 0 and memory.diverged_after(keys[number - 1], key)
-        looked.append((place, fate, diverges))
-    return looked
+        diverges = not location and fate is None and number > 0 and memory.diverged_after(keys[number - 1], key)
+        findings.append((location, fate, diverges))
+    return findings
 
 
-def _worst(of_shards: Sequence[_Looked]) -> _Looked:
-    return next((one for one in of_shards if not _holds(one[0])), of_shards[0])
+def _worst(findings: Sequence[_Finding]) -> _Finding:
+    return next((finding for finding in findings if not _holds(finding[0])), findings[0])
 
 
 def _holds(where: str) -> bool:
     return where not in ("", BEING_WRITTEN)
 
 
-def _state(first: int, chunks: int, chunk: _Looked, now_s: float) -> ChunkState:
+def _state(first: int, chunks: int, chunk: _Finding, now_s: float) -> ChunkState:
     where, fate, diverges = chunk
     if fate is None:
         return ChunkState(first, chunks, where, diverges=diverges)
@@ -163,14 +164,14 @@ def _state(first: int, chunks: int, chunk: _Looked, now_s: float) -> ChunkState:
     )
 
 
-def _are_alike(one: _Looked, other: _Looked) -> bool:
+def _are_alike(previous: _Finding, current: _Finding) -> bool:
     """Chunks in the same tier are alike, and others if the same happened to them at about the same time."""
-    (where, fate, diverges), (other_where, other_fate, other_diverges) = one, other
+    (where, fate, diverges), (other_where, other_fate, other_diverges) = previous, current
     if where != other_where or diverges or other_diverges:
         return False
     if fate is other_fate or _holds(where):
         return True
     if fate is None or other_fate is None:
         return False
-    thing, other_thing = ((its.what, its.tier, its.cause, its.policy) for its in (fate, other_fate))
-    return thing == other_thing and abs(fate.at_s - other_fate.at_s) < 1.0
+    story, other_story = ((known.what, known.tier, known.cause, known.policy) for known in (fate, other_fate))
+    return story == other_story and abs(fate.at_s - other_fate.at_s) < 1.0

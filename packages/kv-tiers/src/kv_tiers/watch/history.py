@@ -81,46 +81,48 @@ class Memory:
 
     def fate(self, key: ChunkKey) -> Fate | None:
         """None: the key is unknown, or was dropped from the history."""
-        number = _number(key)
-        return self._young.get(number) or self._old.get(number)
+        key_hash = _key_hash(key)
+        return self._young.get(key_hash) or self._old.get(key_hash)
 
     def diverged_after(self, parent: ChunkKey, key: ChunkKey) -> bool:
         """Whether another chunk than `key` followed `parent` in a prompt that was stored."""
-        number, child = _number(parent), _number(key)
-        follower = self._young_next.get(number, self._old_next.get(number))
-        if follower is not None and follower != child:
+        parent_hash, own_hash = _key_hash(parent), _key_hash(key)
+        follower = self._young_next.get(parent_hash, self._old_next.get(parent_hash))
+        if follower is not None and follower != own_hash:
             return True
         fate = self.fate(parent)
         if fate is None or fate.run is None:
             return False
-        after = fate.run.index(number) + 1 if number in fate.run else len(fate.run)
-        return after < len(fate.run) and fate.run[after] != child
+        after = fate.run.index(parent_hash) + 1 if parent_hash in fate.run else len(fate.run)
+        return after < len(fate.run) and fate.run[after] != own_hash
 
     def known_key_spaces(self) -> list[KnownKeySpace]:
-        return [KnownKeySpace(space, tenant, known) for (space, tenant), known in list(self._key_prefixes.items())]
+        return [
+            KnownKeySpace(space, tenant, prefixes) for (space, tenant), prefixes in list(self._key_prefixes.items())
+        ]
 
     def change(self, keys: Iterable[ChunkKey], change: Callable[[Fate | None], Fate]) -> None:
         """Give all of these a new fate, derived from the previous one. Keys that shared a fate share the new one."""
         changed: dict[int, tuple[Fate | None, Fate]] = {}  # with the old fates, so that their ids stay taken
         young, old = self._young, self._old
-        for number in _numbers(keys):
-            before = young.get(number) or old.get(number)
+        for key_hash in _key_hashes(keys):
+            before = young.get(key_hash) or old.get(key_hash)
             after = changed.get(id(before))
             if after is None:
                 after = changed[id(before)] = before, change(before)
-            young[number] = after[1]
+            young[key_hash] = after[1]
         self._make_room()
 
     def store(self, keys: Iterable[ChunkKey], at_s: float) -> None:
         """These keys of one prompt, in its order, became visible in the pool."""
-        numbers = _numbers(keys)
-        fate = Fate("stored", at_s, stored_s=at_s, run=array("q", numbers))
-        self._young.update(dict.fromkeys(numbers, fate))
+        key_hashes = _key_hashes(keys)
+        fate = Fate("stored", at_s, stored_s=at_s, run=array("q", key_hashes))
+        self._young.update(dict.fromkeys(key_hashes, fate))
         self._make_room()
 
     def follow(self, parent: ChunkKey, key: ChunkKey) -> None:
         """A prompt continues with `key` after a chunk that was stored before."""
-        self._young_next[_number(parent)] = _number(key)
+        self._young_next[_key_hash(parent)] = _key_hash(key)
         if len(self._young_next) >= self._half:
             self._young_next, self._old_next = {}, self._young_next
 
@@ -128,12 +130,12 @@ class Memory:
         """Remember the key space and tenant of a chain that was stored, in the place of the one that was not stored in
         for longest."""
         prefix = key[: len(key) - len(key.digest)]
-        of = key.space_id, key.tenant
+        owner = key.space_id, key.tenant
         self._stores += 1
-        self._last_store[of] = self._stores
-        known = self._key_prefixes.get(of, ())
-        if prefix not in known:
-            self._key_prefixes[of] = tuple(sorted((*known, prefix)))
+        self._last_store[owner] = self._stores
+        prefixes = self._key_prefixes.get(owner, ())
+        if prefix not in prefixes:
+            self._key_prefixes[owner] = tuple(sorted((*prefixes, prefix)))
         if len(self._key_prefixes) > MAX_KNOWN_KEY_SPACES:
             oldest = min(self._last_store, key=self._last_store.__getitem__)
             del self._key_prefixes[oldest], self._last_store[oldest]
@@ -148,8 +150,8 @@ class Memory:
         """Everything was forgotten in the cache."""
         fate = Fate("forgotten", at_s)
         for half in (self._young, self._old):
-            for number in half:
-                half[number] = fate
+            for key_hash in half:
+                half[key_hash] = fate
         self.cleared_s = at_s
 
 
@@ -179,54 +181,56 @@ class History(Subscriber):
                 chains = by_chain(begun.chain)
                 for prefix, (first, *_) in by_chain(begun.reserved).items():
                     memory.learn_key_space(first)
-                    if at := chains[prefix].index(first):
-                        memory.follow(chains[prefix][at - 1], first)
+                    if position := chains[prefix].index(first):
+                        memory.follow(chains[prefix][position - 1], first)
                 if begun.refused:
-                    memory.change(begun.refused, lambda before: _next(before, Fate("refused", at_s, cause=begun.why)))
+                    memory.change(
+                        begun.refused, lambda before: _inherited(before, Fate("refused", at_s, cause=begun.why))
+                    )
             case Committed(keys=keys):
-                for of_group in by_chain(keys).values():
-                    memory.store(of_group, at_s)
+                for group_keys in by_chain(keys).values():
+                    memory.store(group_keys, at_s)
             case Promoted(tier=tier, keys=keys):
-                memory.change(keys, lambda before: _came_up(before, tier, at_s))
+                memory.change(keys, lambda before: _promoted(before, tier, at_s))
             case Aborted(keys=keys):
-                memory.change(keys, lambda before: _next(before, Fate("aborted", at_s)))
+                memory.change(keys, lambda before: _inherited(before, Fate("aborted", at_s)))
             case Evicted(tier, keys, cause, _, policy):
-                memory.change(keys, lambda before: _next(before, Fate("evicted", at_s, tier, cause, policy)))
+                memory.change(keys, lambda before: _inherited(before, Fate("evicted", at_s, tier, cause, policy)))
             case Damaged(tier, keys, reason):
-                memory.change(keys, lambda before: _next(before, Fate("damaged", at_s, tier, reason)))
+                memory.change(keys, lambda before: _inherited(before, Fate("damaged", at_s, tier, reason)))
             case Spilled(tier=tier, keys=keys):
-                memory.change(keys, lambda before: _went_down(before, tier, at_s))
+                memory.change(keys, lambda before: _spilled(before, tier, at_s))
             case Forgotten(everything=True):
                 memory.clear(at_s)
             case Forgotten(keys=keys):
                 memory.change(keys, lambda before: Fate("forgotten", at_s))
 
 
-def _next(before: Fate | None, after: Fate) -> Fate:
+def _inherited(before: Fate | None, after: Fate) -> Fate:
     """What happened, given what was known about the chunk before."""
     return after if before is None else replace(after, stored_s=before.stored_s, below=before.below, run=before.run)
 
 
-def _came_up(before: Fate | None, tier: str, at_s: float) -> Fate:
+def _promoted(before: Fate | None, tier: str, at_s: float) -> Fate:
     run = None if before is None else before.run
-    return Fate("promoted", at_s, tier, stored_s=at_s, below=_below(before) or ((tier, at_s),), run=run)
+    return Fate("promoted", at_s, tier, stored_s=at_s, below=_tiers_below(before) or ((tier, at_s),), run=run)
 
 
-def _went_down(before: Fate | None, tier: str, at_s: float) -> Fate:
-    below = (*(place for place in _below(before) if place[0] != tier), (tier, at_s))
+def _spilled(before: Fate | None, tier: str, at_s: float) -> Fate:
+    below = (*(entry for entry in _tiers_below(before) if entry[0] != tier), (tier, at_s))
     return replace(before, below=below) if before is not None else Fate("stored", at_s, below=below)
 
 
-def _below(before: Fate | None) -> tuple[tuple[str, float], ...]:
+def _tiers_below(before: Fate | None) -> tuple[tuple[str, float], ...]:
     return () if before is None else before.below
 
 
-def _number(key: ChunkKey) -> int:
+def _key_hash(key: ChunkKey) -> int:
     """Represents a key in this process: 60 bits of its hash. A Python integer of 64 bits takes half as much memory
     again.
     """
     return hash(key) >> 4
 
 
-def _numbers(keys: Iterable[ChunkKey]) -> list[int]:
+def _key_hashes(keys: Iterable[ChunkKey]) -> list[int]:
     return [hash(key) >> 4 for key in keys]

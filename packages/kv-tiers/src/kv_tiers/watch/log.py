@@ -30,7 +30,7 @@ Say = Callable[[int, str, dict[str, Any]], None]
 @dataclass(slots=True)
 class _Limit:
     next_s: float = 0.0
-    kept_back: int = 0
+    suppressed: int = 0
 
 
 class LogLines(Subscriber):
@@ -53,19 +53,19 @@ class LogLines(Subscriber):
         cache = occurred.source.name
         match occurred.event:
             case TierHealth(tier, was, now, why):
-                left_out = self._health.admit((cache, tier), occurred.at_s)
-                if left_out is None:
+                suppressed = self._health.admit((cache, tier), occurred.at_s)
+                if suppressed is None:
                     return
                 is_up = now == "UP"
                 back = "takes chunks again" if was == "FULL" else "is back"
                 text = f"tier {tier} {back}" if is_up else f"tier {tier} is {now.lower()}: {why}"
-                if left_out:
-                    text += f" ({left_out} changes were suppressed before)"
+                if suppressed:
+                    text += f" ({suppressed} changes were suppressed before)"
                 level = logging.INFO if is_up or now == "CLOSED" else logging.WARNING
-                self._tell(occurred, level, text, event="tier_health", tier=tier, was=was, now=now, why=why)
+                self._log_line(occurred, level, text, event="tier_health", tier=tier, was=was, now=now, why=why)
             case Damaged(tier, keys, reason):
                 text = f"{len(keys)} damaged chunks were discarded in {tier}: {reason}"
-                self._limited(occurred, text, event="damaged", tier=tier, chunks=len(keys), why=reason)
+                self._log_limited(occurred, text, event="damaged", tier=tier, chunks=len(keys), why=reason)
             case StoreBegun(reserved=reserved, refused=refused, why=why):
                 if not refused:
                     if reserved:
@@ -75,34 +75,34 @@ class LogLines(Subscriber):
                 if occurred.at_s - since >= self._refused_for_s:
                     seconds = round(occurred.at_s - since)
                     text = f"stores have found no room for {seconds} s: {why}"
-                    self._limited(occurred, text, event="refused", seconds=seconds, chunks=len(refused), why=why)
+                    self._log_limited(occurred, text, event="refused", seconds=seconds, chunks=len(refused), why=why)
             case LeaseExpired(holder, _, chunks, "load"):
                 text = f"{holder} read {chunks} chunks for longer than its lease, and must not use them"
-                self._limited(occurred, text, event="lease_expired", holder=holder, chunks=chunks)
+                self._log_limited(occurred, text, event="lease_expired", holder=holder, chunks=chunks)
 
     def close(self) -> None:
         for (kind, cache, tier), limit in self._limits.items():
-            if limit.kept_back:
+            if limit.suppressed:
                 where = " ".join(filter(None, (f"of cache {cache}" if cache else "", f"in {tier}" if tier else "")))
-                fields = {"event": "kept_back", "kind": kind, "cache": cache, "tier": tier, "events": limit.kept_back}
-                self._say(logging.WARNING, f"{limit.kept_back} more of kind {kind} {where}".rstrip(), fields)
+                fields = {"event": "kept_back", "kind": kind, "cache": cache, "tier": tier, "events": limit.suppressed}
+                self._say(logging.WARNING, f"{limit.suppressed} more of kind {kind} {where}".rstrip(), fields)
 
-    def _limited(self, occurred: Occurred, text: str, **fields: Any) -> None:
+    def _log_limited(self, occurred: Occurred, text: str, **fields: Any) -> None:
         limit = self._limits.setdefault((fields["event"], occurred.source.name, fields.get("tier", "")), _Limit())
         if occurred.at_s < limit.next_s:
-            limit.kept_back += 1
+            limit.suppressed += 1
             return
-        if limit.kept_back:
-            text += f" ({limit.kept_back} more like this before)"
-            fields["kept_back"] = limit.kept_back
-        limit.next_s, limit.kept_back = occurred.at_s + self._every_s, 0
-        self._tell(occurred, logging.WARNING, text, **fields)
+        if limit.suppressed:
+            text += f" ({limit.suppressed} more like this before)"
+            fields["kept_back"] = limit.suppressed
+        limit.next_s, limit.suppressed = occurred.at_s + self._every_s, 0
+        self._log_line(occurred, logging.WARNING, text, **fields)
 
-    def _tell(self, occurred: Occurred, level: int, text: str, **fields: Any) -> None:
+    def _log_line(self, occurred: Occurred, level: int, text: str, **fields: Any) -> None:
         cache = occurred.source.name
         prefix = f"cache {cache}: " if cache else ""
-        at = round(self._bus.wall_s(occurred.at_s), 3)
-        self._say(level, prefix + text, {"time": at, "cache": cache, **fields})
+        time_s = round(self._bus.wall_s(occurred.at_s), 3)
+        self._say(level, prefix + text, {"time": time_s, "cache": cache, **fields})
 
 
 def log_text(level: int, text: str, fields: dict[str, Any]) -> None:

@@ -131,49 +131,49 @@ class Metrics(Subscriber):
                         for tier, chunks in Counter(lookup.tiers[needed.start : needed.stop]).items():
                             self._bytes_hit[cache, tier] += chunks * nbytes
                 case LoadEnded(how="released") as load:
-                    self._transferred((cache, TIER, "load"), load.nbytes, load.seconds)
+                    self._add_transfer((cache, TIER, "load"), load.nbytes, load.seconds)
                 case Committed() as stored:
                     if stored.keys:
-                        self._transferred((cache, TIER, "store"), sizes.total(stored.keys), stored.seconds)
+                        self._add_transfer((cache, TIER, "store"), sizes.total(stored.keys), stored.seconds)
                 case Promoted() as promoted:
-                    self._transferred((cache, promoted.tier, "load"), promoted.nbytes, promoted.seconds)
+                    self._add_transfer((cache, promoted.tier, "load"), promoted.nbytes, promoted.seconds)
                     if not promoted.missing:
-                        self._was_estimated((cache, promoted.tier), promoted.estimated_s, promoted.seconds)
+                        self._add_estimate((cache, promoted.tier), promoted.estimated_s, promoted.seconds)
                 case EngineMeasured(samples):
                     for sample in samples:
                         what = TIER if sample.what == "load" else sample.what
-                        self._was_estimated((cache, what), sample.estimated_s, sample.took_s)
+                        self._add_estimate((cache, what), sample.estimated_s, sample.took_s)
                 case Spilled() as spilled:
-                    self._transferred((cache, spilled.tier, "store"), spilled.nbytes, spilled.seconds)
+                    self._add_transfer((cache, spilled.tier, "store"), spilled.nbytes, spilled.seconds)
                 case Evicted() as evicted:
                     self._evictions[cache, evicted.tier, evicted.cause] += len(evicted.keys)
                 case Damaged() as damaged:
                     self._damaged[cache, damaged.tier] += len(damaged.keys)
 
-    def _transferred(self, labels: _Labels, nbytes: int, seconds: float) -> None:
+    def _add_transfer(self, labels: _Labels, nbytes: int, seconds: float) -> None:
         self._transfer_bytes[labels] += nbytes
         self._transfer_seconds.setdefault(labels, _Histogram()).add(seconds)
 
-    def _was_estimated(self, labels: _Labels, estimated_s: float | None, took_s: float) -> None:
+    def _add_estimate(self, labels: _Labels, estimated_s: float | None, took_s: float) -> None:
         if estimated_s:
             self._ratios.setdefault(labels, _Histogram(BUCKETS_RATIO)).add(took_s / estimated_s)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics as they are now. From any thread."""
         yield from self._from_events()
-        known: list[tuple[str, LocalCache, CacheCounts, list[TierState]]] = []
+        scraped: list[tuple[str, LocalCache, CacheCounts, list[TierState]]] = []
         tenants: list[tuple[str, list[TenantUse]]] = []
         drains: list[tuple[str, DrainState]] = []
         for cache in self._caches():
             try:
-                known.append((cache.events.name, cache, cache.counts(), cache.lower.states()))
+                scraped.append((cache.events.name, cache, cache.counts(), cache.lower.states()))
                 tenants.append((cache.events.name, cache.admin.tenants()))
                 if (drain := cache.drain.state()) is not None:
                     drains.append((cache.events.name, drain))
             except MisuseError:  # it was closed just now
                 continue
-        yield from _from_counts([(name, cache, counts) for name, cache, counts, _ in known])
-        tiers = [(name, state) for name, _, _, states in known for state in states]
+        yield from _from_counts([(name, cache, counts) for name, cache, counts, _ in scraped])
+        tiers = [(name, state) for name, _, _, states in scraped for state in states]
         yield from _from_tiers(tiers)
         yield from directory_families(
             (name, state.name, state.directory) for name, state in tiers if state.directory is not None
@@ -214,7 +214,7 @@ class Metrics(Subscriber):
 def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Iterator[Metric]:
     pool: dict[_Labels, float] = {}
     leases: dict[_Labels, float] = {}
-    of_group: dict[_Labels, float] = {}
+    group_chunks: dict[_Labels, float] = {}
     for name, cache, counts in caches:
         slots = {
             "resident": counts.chunks_resident,
@@ -226,7 +226,7 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
             pool[name, state] = number * cache.pool.slot_bytes
         leases[name, "read"], leases[name, "write"] = counts.read_leases, counts.write_leases
         for group, chunks in enumerate(cache.admin.held().by_group):
-            of_group[name, str(group)] = chunks
+            group_chunks[name, str(group)] = chunks
     yield _gauge("pool_bytes", "The host pool's memory, by what it is used for", pool, "state")
     yield _gauge("leases", "Open leases; promises count as reads", leases, "kind")
     sizes: dict[_Labels, float] = {(name,): cache.pool.chunk_bytes for name, cache, _ in caches}
@@ -234,7 +234,7 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
     held: dict[_Labels, float] = {(name,): cache.holds.chunks for name, cache, _ in caches}
     yield _gauge("handed_over_chunks", "Chunks that are held for another engine", held)
     about = "Chunks of a group of layers in the pool, each counted once however many shards are held"
-    yield _gauge("pool_group_chunks", about, of_group, "group")
+    yield _gauge("pool_group_chunks", about, group_chunks, "group")
     for total, about in _TOTALS.items():
         yield _counter(total, about, {(name,): getattr(counts, total) for name, _, counts in caches})
 
@@ -251,15 +251,15 @@ _TOTALS: Final = {
 
 def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
     yield from _tabulated("tier", _TIER, [((cache, state.name), state) for cache, state in tiers])
-    of_group: dict[_Labels, float] = {}
+    group_chunks: dict[_Labels, float] = {}
     busy: dict[_Labels, float] = {}
     for cache, state in tiers:
-        place = (cache, state.name)
+        labels = (cache, state.name)
         for group, chunks in enumerate(state.usage.by_group):
-            of_group[*place, str(group)] = chunks
-        busy[*place, "load"], busy[*place, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
+            group_chunks[*labels, str(group)] = chunks
+        busy[*labels, "load"], busy[*labels, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
     about = "Chunks of a group of layers that the tier holds, each counted once, if it reports them"
-    yield _gauge("tier_group_chunks", about, of_group, "tier", "group")
+    yield _gauge("tier_group_chunks", about, group_chunks, "tier", "group")
     yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
 
 
@@ -267,13 +267,13 @@ def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Met
     used: dict[_Labels, float] = {}
     quota: dict[_Labels, float] = {}
     for cache, uses in caches:
-        largest = sorted(uses, key=lambda use: (use.quota_bytes is None, -use.used_bytes))
-        for use in largest[:MAX_TENANTS]:
+        ordered = sorted(uses, key=lambda use: (use.quota_bytes is None, -use.used_bytes))
+        for use in ordered[:MAX_TENANTS]:
             used[cache, use.tenant.hex()] = use.used_bytes
             if use.quota_bytes is not None:
                 quota[cache, use.tenant.hex()] = use.quota_bytes
-        if rest := largest[MAX_TENANTS:]:
-            used[cache, "others"] = sum(use.used_bytes for use in rest)
+        if unlabelled := ordered[MAX_TENANTS:]:
+            used[cache, "others"] = sum(use.used_bytes for use in unlabelled)
     yield _gauge("tenant_bytes", "Bytes of the pool that a tenant uses, by its tag", used, "tenant")
     yield _gauge("tenant_quota_bytes", "The quota of a tenant that has one", quota, "tenant")
 
@@ -316,8 +316,8 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[_La
 
 def _histogram(name: str, about: str, values: Mapping[_Labels, _Histogram], *labels: str) -> Metric:
     family = HistogramMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels))
-    for own, histogram in values.items():
-        family.add_metric(own, histogram.buckets(), histogram.sum)
+    for label_values, histogram in values.items():
+        family.add_metric(label_values, histogram.buckets(), histogram.sum)
     return family
 
 
@@ -326,11 +326,11 @@ _Table = Mapping[str, tuple[Callable[..., Metric], str, Callable[[State], float 
 """For each metric its kind, its description, and its value; None: it has none now."""
 
 
-def _tabulated(of: str, table: _Table[State], states: Sequence[tuple[_Labels, State]]) -> Iterator[Metric]:
+def _tabulated(prefix: str, table: _Table[State], states: Sequence[tuple[_Labels, State]]) -> Iterator[Metric]:
     """states: by cache and tier."""
     for name, (kind, about, value_of) in table.items():
-        values = {place: float(value) for place, state in states if (value := value_of(state)) is not None}
-        yield kind(f"{of}_{name}", about, values, "tier")
+        values = {labels: float(value) for labels, state in states if (value := value_of(state)) is not None}
+        yield kind(f"{prefix}_{name}", about, values, "tier")
 
 
 _TIER: Final[_Table[TierState]] = {

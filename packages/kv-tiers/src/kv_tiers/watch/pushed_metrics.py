@@ -49,7 +49,7 @@ _log = limited_logger(__name__)
 
 INTERVAL_S: Final = 60.0
 _LAST_S: Final = 5.0
-"""How long `close` waits for the collector."""
+"""How long `close` waits for the last metrics to be sent."""
 
 _Labels = tuple[tuple[str, str], ...]
 
@@ -72,7 +72,7 @@ class PushedMetrics(Metrics):
         self._began_ns = time.time_ns()
         self._resource = resource()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._send_on, name="kv-metrics", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-metrics", daemon=True)
         must_start(self._thread)
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class PushedMetrics(Metrics):
         self._stopped.set()
         self._thread.join(_LAST_S)
 
-    def _send_on(self) -> None:
+    def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):
             self._send()
         self._send()
@@ -124,13 +124,13 @@ def _histograms(family: Family, began_ns: int, now_ns: int) -> Iterator[Histogra
             buckets[labels].append((float(sample.labels["le"]), int(sample.value)))
         elif sample.name.endswith("_sum"):
             sums[labels] = sample.value
-    for labels, found in buckets.items():
-        found.sort()
-        below = [0, *(count for _, count in found)]
-        counts = [after - before for before, after in itertools.pairwise(below)]
-        bounds = [bound for bound, _ in found if not math.isinf(bound)]
+    for labels, cumulative in buckets.items():
+        cumulative.sort()
+        totals = [0, *(count for _, count in cumulative)]
+        counts = [after - before for before, after in itertools.pairwise(totals)]
+        bounds = [bound for bound, _ in cumulative if not math.isinf(bound)]
         yield HistogramDataPoint(
-            dict(labels), began_ns, now_ns, below[-1], sums[labels], counts, bounds, math.nan, math.nan
+            dict(labels), began_ns, now_ns, totals[-1], sums[labels], counts, bounds, math.nan, math.nan
         )
 
 
@@ -164,10 +164,10 @@ def export_interval_s() -> float:
 
 
 def metric_exporter() -> MetricExporter | None:
-    """The one that OTEL_METRICS_EXPORTER names.
+    """The exporter that OTEL_METRICS_EXPORTER names; None: it names none.
 
     Raises:
         ConfigError: there is no such exporter.
     """
-    named = os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip()
-    return exporter_of("metrics", named, OTLPMetricExporter, ConsoleMetricExporter)
+    name = os.environ.get("OTEL_METRICS_EXPORTER", "otlp").strip()
+    return exporter_of("metrics", name, OTLPMetricExporter, ConsoleMetricExporter)

@@ -54,7 +54,7 @@ class Recorder(Subscriber):
         self._path = Path(path)
         self._max_bytes = max_bytes
         self._files: dict[str, _TraceFile] = {}
-        self._asked: OrderedDict[tuple[str, Holder], tuple[int, ChunkKey]] = OrderedDict()
+        self._last_lookups: OrderedDict[tuple[str, Holder], tuple[int, ChunkKey]] = OrderedDict()
         check_record(path, max_bytes)
 
     def take(self, occurred: Occurred) -> None:
@@ -64,19 +64,19 @@ class Recorder(Subscriber):
                 pass  # the same holder will look up again; an empty lookup is no request
             case LookedUp() as lookup:
                 # A holder that repeats its lookup, as for a request that has to wait, is still one request.
-                asks = (len(lookup.keys), lookup.keys[-1])
-                if self._asked.get((cache, lookup.holder)) == asks:
+                prompt = (len(lookup.keys), lookup.keys[-1])
+                if self._last_lookups.get((cache, lookup.holder)) == prompt:
                     return
-                self._asked[cache, lookup.holder] = asks
-                if len(self._asked) > _MAX_HOLDERS:
-                    self._asked.popitem(last=False)
-                ids = [_short(key) for key in lookup.keys[:: lookup.shape.keys_per_chunk]]
+                self._last_lookups[cache, lookup.holder] = prompt
+                if len(self._last_lookups) > _MAX_HOLDERS:
+                    self._last_lookups.popitem(last=False)
+                ids = [_short_id(key) for key in lookup.keys[:: lookup.shape.keys_per_chunk]]
                 at_ms = round(self._bus.wall_s(occurred.at_s) * 1000)
                 file = self._file(occurred.source)
-                file.describe_chunks(_format_of(occurred.source, lookup.shape.keys_per_chunk))
+                file.set_format(_format_of(occurred.source, lookup.shape.keys_per_chunk))
                 file.add({"timestamp": at_ms, "hash_ids": ids})
             case HolderEnded(holder):
-                self._asked.pop((cache, holder), None)
+                self._last_lookups.pop((cache, holder), None)
 
     def flush(self) -> None:
         for file in self._files.values():
@@ -120,19 +120,19 @@ class _TraceFile:
         self._format: dict[str, object] = {}
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)  # a file that others may read is closed to them below
-        found = os.fstat(self._file)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             os.close(self._file)
             raise OSError(f"{path} is not a plain file of this user, so no trace is recorded there")
         os.fchmod(self._file, 0o600)
-        self._bytes = found.st_size
-        self._ends_in_half_a_line = bool(found.st_size) and os.pread(self._file, 1, found.st_size - 1) != b"\n"
+        self._bytes = status.st_size
+        self._ends_mid_line = bool(status.st_size) and os.pread(self._file, 1, status.st_size - 1) != b"\n"
 
-    def describe_chunks(self, chunks: dict[str, object]) -> None:
+    def set_format(self, chunk_format: dict[str, object]) -> None:
         """Describe the chunks of the requests from here on."""
-        if chunks != self._format and not self._is_full:
-            self._format = chunks
-            line = _line(chunks)
+        if chunk_format != self._format and not self._is_full:
+            self._format = chunk_format
+            line = _line(chunk_format)
             self._lines.append(line)
             self._waiting_bytes += len(line)
 
@@ -173,28 +173,28 @@ class _TraceFile:
         Raises:
             OSError: not all of it could be written; if possible, none of it was.
         """
-        if self._ends_in_half_a_line:
+        if self._ends_mid_line:
             data = b"\n" + data
         start, written = os.fstat(self._file).st_size, 0
         try:
             while written < len(data):
                 written += os.write(self._file, data[written:])
         except OSError:
-            self._cut_back(start)
+            self._truncate(start)
             raise
         self._bytes += written
-        self._ends_in_half_a_line = False
+        self._ends_mid_line = False
 
-    def _cut_back(self, start: int) -> None:
-        """Remove what was written of lines that have no room. start: the file's size before."""
+    def _truncate(self, size_before: int) -> None:
+        """Remove lines that were written in part because there is no more room. size_before: the file's, bytes."""
         with suppress(OSError):
-            now = os.fstat(self._file).st_size
-            if now == start:
+            size = os.fstat(self._file).st_size
+            if size == size_before:
                 return
-            if now == os.lseek(self._file, 0, os.SEEK_CUR):  # else another process has appended to it since
-                os.ftruncate(self._file, start)
+            if size == os.lseek(self._file, 0, os.SEEK_CUR):  # else another process has appended to it since
+                os.ftruncate(self._file, size_before)
                 return
-        self._ends_in_half_a_line = True
+        self._ends_mid_line = True
 
 
 def _format_of(source: Source, keys_per_chunk: int) -> dict[str, object]:
@@ -211,5 +211,5 @@ def _line(entry: dict[str, object]) -> bytes:
     return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
-def _short(key: ChunkKey) -> int:
+def _short_id(key: ChunkKey) -> int:
     return xxhash.xxh3_64_intdigest(key) >> (64 - _ID_BITS)

@@ -48,9 +48,9 @@ MAX_OPEN: Final = 4096
 """Limit of open spans. Beyond it the oldest is ended."""
 
 _Value = str | int | float | Sequence[str] | Sequence[int]
-_Place = TypeVar("_Place")
+_Key = TypeVar("_Key")
 Exporter = TypeVar("Exporter")
-_WHY_NOT_DELIVERED: Final[Mapping[LoadEnding, str]] = {
+_LOAD_ERRORS: Final[Mapping[LoadEnding, str]] = {
     "released": "",
     "forgotten": "its chunks were forgotten while they were read",
     "ended": "its holder ended",
@@ -65,7 +65,7 @@ class Spans(Subscriber):
         self._provider = provider
         self._tracer = provider.get_tracer("kv_tiers", version("kv-tiers"))
         self._requests: OrderedDict[tuple[str, Holder], Span] = OrderedDict()
-        self._work: OrderedDict[tuple[str, int], Span] = OrderedDict()  # loads and stores, by lease
+        self._transfers: OrderedDict[tuple[str, int], Span] = OrderedDict()  # loads and stores, by lease
 
     def take(self, occurred: Occurred) -> None:
         cache, sizes = occurred.source.name, occurred.source.sizes
@@ -79,44 +79,44 @@ class Spans(Subscriber):
                     span.set_status(Status(StatusCode.ERROR, f"{missing} chunks are not held"))
                     span.end(at_ns)
                 else:
-                    self._keep(self._work, (cache, lease), span, at_ns)
+                    self._track(self._transfers, (cache, lease), span, at_ns)
             case LoadEnded(lease=lease, how=how):
-                self._end(self._work, (cache, lease), at_ns, _WHY_NOT_DELIVERED[how])
+                self._end(self._transfers, (cache, lease), at_ns, _LOAD_ERRORS[how])
             case LeaseExpired(holder, lease, _, kind):
                 if kind == "promise":
                     self._end(self._requests, (cache, holder), at_ns, "its holder did not renew it in time")
                 else:
-                    self._end(self._work, (cache, lease), at_ns, "the lease expired")
+                    self._end(self._transfers, (cache, lease), at_ns, "the lease expired")
             case StoreBegun(holder, lease, chain, reserved, refused):
                 attributes = _chunks(len(reserved), sizes.total(reserved))
                 attributes |= {"kv.chunks.asked": len(chain), "kv.chunks.refused": len(refused)}
                 span = self._start(cache, holder, "kv.store", at_ns, attributes)
-                self._keep(self._work, (cache, lease), span, at_ns)
+                self._track(self._transfers, (cache, lease), span, at_ns)
             case Committed(lease=lease):
-                self._end(self._work, (cache, lease), at_ns)
+                self._end(self._transfers, (cache, lease), at_ns)
             case Aborted(lease=lease):
-                self._end(self._work, (cache, lease), at_ns, "it was abandoned")
-            case Promoted(holder, tier, keys, missing, moved, seconds):
-                attributes = _chunks(len(keys), moved) | {"kv.tier": tier, "kv.chunks.missing": missing}
+                self._end(self._transfers, (cache, lease), at_ns, "it was abandoned")
+            case Promoted(holder, tier, keys, missing, moved_bytes, seconds):
+                attributes = _chunks(len(keys), moved_bytes) | {"kv.tier": tier, "kv.chunks.missing": missing}
                 self._start(cache, holder, "kv.promote", self._ns(occurred.at_s - seconds), attributes).end(at_ns)
-            case Spilled(tier, keys, refused, _, moved, seconds):
-                attributes = _chunks(len(keys), moved) | {"kv.tier": tier, "kv.chunks.refused": refused}
+            case Spilled(tier, keys, refused, _, moved_bytes, seconds):
+                attributes = _chunks(len(keys), moved_bytes) | {"kv.tier": tier, "kv.chunks.refused": refused}
                 self._start(cache, "", "kv.spill", self._ns(occurred.at_s - seconds), attributes).end(at_ns)
             case Evicted(tier, keys, cause, holder):
                 attributes = {"kv.tier": tier, "kv.chunks": len(keys), "kv.cause": cause}
                 if cause == "promotion":  # room for a promotion is made before its lookup is answered
                     self._request(cache, holder, at_ns).add_event("kv.evicted", attributes, at_ns)
-                elif (span_of := self._requests.get((cache, holder))) is not None:
-                    span_of.add_event("kv.evicted", attributes, at_ns)
+                elif (request_span := self._requests.get((cache, holder))) is not None:
+                    request_span.add_event("kv.evicted", attributes, at_ns)
             case BlocksAllocated(holder, blocks):
-                if (span_of := self._requests.get((cache, holder))) is not None:
-                    span_of.add_event("kv.blocks_allocated", {"kv.blocks": blocks}, at_ns)
+                if (request_span := self._requests.get((cache, holder))) is not None:
+                    request_span.add_event("kv.blocks_allocated", {"kv.blocks": blocks}, at_ns)
             case HolderEnded(holder):
                 self._end(self._requests, (cache, holder), at_ns)
 
     def close(self) -> None:
         now_ns = self._ns(self._bus.now_s())
-        for span in (*self._work.values(), *self._requests.values()):
+        for span in (*self._transfers.values(), *self._requests.values()):
             span.end(now_ns)
         self._provider.shutdown()
 
@@ -124,7 +124,7 @@ class Spans(Subscriber):
         span = self._request(cache, lookup.holder, at_ns)
         span.set_attribute("kv.chunks.asked", lookup.chunks_asked)
         tiers = Counter(lookup.tiers)
-        answer: dict[str, _Value] = {
+        attributes: dict[str, _Value] = {
             "kv.chunks.asked": lookup.chunks_asked,
             "kv.chunks.hit": lookup.chunks_hit,
             "kv.ended": lookup.ended.lower(),
@@ -132,12 +132,12 @@ class Spans(Subscriber):
             "kv.tiers.chunks": list(tiers.values()),
         }
         if (choice := lookup.choice) is not None:
-            answer["kv.choice.chunks"] = choice.chunks
+            attributes["kv.choice.chunks"] = choice.chunks
             if choice.load_s is not None and choice.compute_s is not None:
-                answer |= {"kv.choice.load_s": choice.load_s, "kv.choice.compute_s": choice.compute_s}
+                attributes |= {"kv.choice.load_s": choice.load_s, "kv.choice.compute_s": choice.compute_s}
             if (skipped := choice.skipped) is not None:
-                answer |= {f"kv.skipped.{name}": value for name, value in asdict(skipped).items()}
-        span.add_event("kv.lookup", answer, at_ns)
+                attributes |= {f"kv.skipped.{name}": value for name, value in asdict(skipped).items()}
+        span.add_event("kv.lookup", attributes, at_ns)
         span.set_attribute("kv.chunks.hit", lookup.chunks_hit)
 
     def _request(self, cache: str, holder: Holder, at_ns: int) -> Span:
@@ -146,23 +146,23 @@ class Spans(Subscriber):
         if span is None:
             attributes = {"kv.cache": cache, "kv.holder": holder}
             span = self._tracer.start_span("kv.request", attributes=attributes, start_time=at_ns)
-            self._keep(self._requests, (cache, holder), span, at_ns)
+            self._track(self._requests, (cache, holder), span, at_ns)
         return span
 
     def _start(self, cache: str, holder: Holder, name: str, at_ns: int, attributes: Mapping[str, _Value]) -> Span:
         request = self._requests.get((cache, holder))
         context = None if request is None else set_span_in_context(request)
-        identity = {"kv.cache": cache, "kv.holder": holder} if holder else {"kv.cache": cache}
-        return self._tracer.start_span(name, context, attributes={**identity, **attributes}, start_time=at_ns)
+        common = {"kv.cache": cache, "kv.holder": holder} if holder else {"kv.cache": cache}
+        return self._tracer.start_span(name, context, attributes={**common, **attributes}, start_time=at_ns)
 
-    def _end(self, spans: OrderedDict[_Place, Span], place: _Place, at_ns: int, fault: str = "") -> None:
-        if (span := spans.pop(place, None)) is not None:
-            if fault:
-                span.set_status(Status(StatusCode.ERROR, fault))
+    def _end(self, spans: OrderedDict[_Key, Span], key: _Key, at_ns: int, error: str = "") -> None:
+        if (span := spans.pop(key, None)) is not None:
+            if error:
+                span.set_status(Status(StatusCode.ERROR, error))
             span.end(at_ns)
 
-    def _keep(self, spans: OrderedDict[_Place, Span], place: _Place, span: Span, at_ns: int) -> None:
-        spans[place] = span
+    def _track(self, spans: OrderedDict[_Key, Span], key: _Key, span: Span, at_ns: int) -> None:
+        spans[key] = span
         if len(spans) > MAX_OPEN:
             _, oldest = spans.popitem(last=False)
             oldest.end(at_ns)
@@ -173,8 +173,8 @@ class Spans(Subscriber):
 
 def resource() -> Resource:
     """The OpenTelemetry resource. The service's name is ours only if the environment gives none."""
-    named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    return Resource.create({} if named else {SERVICE_NAME: "kv-tiers"})
+    has_name = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    return Resource.create({} if has_name else {SERVICE_NAME: "kv-tiers"})
 
 
 def make_spans(bus: EventBus) -> Spans:
@@ -191,7 +191,7 @@ def make_spans(bus: EventBus) -> Spans:
 
 
 def span_exporters() -> list[SpanExporter]:
-    """Those that OTEL_TRACES_EXPORTER names.
+    """The exporters that OTEL_TRACES_EXPORTER names.
 
     Raises:
         ConfigError: there is no such exporter.
@@ -216,8 +216,8 @@ def exporter_of(
     if name == "none":
         return None
     for entry in entry_points(group=f"opentelemetry_{signal}_exporter", name=name):
-        made: Exporter = entry.load()()
-        return made
+        exporter: Exporter = entry.load()()
+        return exporter
     raise ConfigError(f"OTEL_{signal.upper()}_EXPORTER is {name!r}; write otlp, console or none")
 
 

@@ -32,7 +32,7 @@ def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:
 
 
 def find_subscriber(spec: str | Mapping[str, Any]) -> tuple[str, SubscriberFactory, dict[str, Any]]:
-    """Its name, what makes it, and the parameters for that.
+    """The name of the subscriber, its factory, and the parameters for that.
 
     Raises:
         ConfigError: there is no such subscriber.

@@ -66,18 +66,18 @@ def read_trace(path: str) -> Trace:
     sizes: tuple[int, int] | None = None
     half_lines = 0
     half_format: tuple[str, str] | None = None  # and where it is
-    for number, found in _lines(path):
-        where, line = f"{path}:{number}", found
-        if sizes is not None or found.startswith(_FORMAT) or _FORMAT.startswith(found):
-            line = _whole_record(found)
-            if line != found:
+    for number, text in _lines(path):
+        where, line = f"{path}:{number}", text
+        if sizes is not None or text.startswith(_FORMAT) or _FORMAT.startswith(text):
+            line = _whole_record(text)
+            if line != text:
                 half_lines += 1
-                if found.startswith(_FORMAT[:3]):
-                    half_format = found, where
+                if text.startswith(_FORMAT[:3]):
+                    half_format = text, where
             if not line:
                 continue
         if line.startswith(_FORMAT):
-            sizes, half_format = _same_sizes(sizes, _sizes(line, where), where), None
+            sizes, half_format = _merged_sizes(sizes, _sizes(line, where), where), None
             continue
         if half_format is not None:
             _sizes(*half_format)  # which is an error: what follows may be of another format
@@ -86,7 +86,7 @@ def read_trace(path: str) -> Trace:
             raise InputError(f"{where}: a request without chunks; delete the line")
         if len(set(ids)) < len(ids):
             raise InputError(f"{where}: a chunk id appears twice; chained ids all differ along a prompt")
-        prompt = [key_of.setdefault(name, ChunkKey(name.encode())) for name in ids]
+        prompt = [key_of.setdefault(id_, ChunkKey(id_.encode())) for id_ in ids]
         parent = None
         for key in prompt:
             if parent_of.setdefault(key, parent) != parent:
@@ -105,8 +105,8 @@ def read_trace(path: str) -> Trace:
 
 
 def _whole_record(line: str) -> str:
-    """Of a recorded line: the record that it ends in; empty: it ends in none. A record that was written behind half a
-    line, as by earlier releases, is not lost with it."""
+    """The record that a recorded line ends in; empty: it ends in none. A record that was written behind half a line, as
+    by earlier releases, is not lost with it."""
     if not line.startswith("{") or (line.endswith("}") and line.count("{") == 1):
         return line
     try:
@@ -117,16 +117,16 @@ def _whole_record(line: str) -> str:
 
 
 def _sizes(line: str, where: str) -> tuple[int, int]:
-    fields = _json_object(line, where)
-    if fields.get("kv_trace") != TRACE_VERSION:
-        raise InputError(f"{where}: a trace of version {fields.get('kv_trace')}; this release reads {TRACE_VERSION}")
-    tokens, nbytes = fields.get("chunk_tokens"), fields.get("chunk_bytes")
+    header = _json_object(line, where)
+    if header.get("kv_trace") != TRACE_VERSION:
+        raise InputError(f"{where}: a trace of version {header.get('kv_trace')}; this release reads {TRACE_VERSION}")
+    tokens, nbytes = header.get("chunk_tokens"), header.get("chunk_bytes")
     if type(tokens) is not int or type(nbytes) is not int or tokens < 0 or nbytes < 1:
         raise InputError(f"{where}: chunk_tokens and chunk_bytes must be whole numbers; repair the line")
     return tokens, nbytes
 
 
-def _same_sizes(before: tuple[int, int] | None, now: tuple[int, int], where: str) -> tuple[int, int]:
+def _merged_sizes(before: tuple[int, int] | None, now: tuple[int, int], where: str) -> tuple[int, int]:
     if before is None or before == now:
         return now
     if before[1] == now[1] and 0 in (before[0], now[0]):
@@ -167,13 +167,13 @@ def _mooncake(line: str, where: str) -> tuple[list[str], float | None]:
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        parsed = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{where}: begins like a JSON object but is not one ({error}); repair or delete the line"
         ) from None
-    assert isinstance(found, dict)  # it begins with a brace
-    return found
+    assert isinstance(parsed, dict)  # it begins with a brace
+    return parsed
 
 
 def _plain(line: str, where: str) -> tuple[list[str], float | None]:
