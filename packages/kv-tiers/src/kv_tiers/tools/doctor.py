@@ -62,16 +62,16 @@ def servers(directory: Path) -> Iterator[Finding]:
 
 def _engine(what: str, engine: str, facts: Mapping[str, str]) -> Finding:
     """facts: as an engine of any package and release registers them."""
-    summary = f"engine {engine or 'without a name'}" + (
+    description = f"engine {engine or 'without a name'}" + (
         f", chunks of {facts['chunk_tokens']} tokens" if "chunk_tokens" in facts else ""
     )
     if "groups" not in facts:  # SGLang's are all alike
-        return Finding("ok", what, summary)
+        return Finding("ok", what, description)
     try:
-        return Finding("ok", what, f"{summary}: {EngineFacts.from_text(facts).described}")
+        return Finding("ok", what, f"{description}: {EngineFacts.from_text(facts).described}")
     except (KeyError, ValueError) as error:
         advice = "install the engine's release here to see how its chunks are made up"
-        return Finding("note", what, f"{summary}, described in another way: {error!r}", advice)
+        return Finding("note", what, f"{description}, described in another way: {error!r}", advice)
 
 
 def _memory() -> Iterator[Finding]:
@@ -92,10 +92,10 @@ def _memory() -> Iterator[Finding]:
 
 
 def _numa(nodes: Path) -> Iterator[Finding]:
-    found = sorted(path.name for path in nodes.glob("node[0-9]*"))
-    if len(found) > 1:
+    node_names = sorted(path.name for path in nodes.glob("node[0-9]*"))
+    if len(node_names) > 1:
         advice = "run each engine on the cores and memory of its GPU's node: numactl --cpunodebind=N --membind=N"
-        yield Finding("note", "NUMA", f"{len(found)} nodes", advice)
+        yield Finding("note", "NUMA", f"{len(node_names)} nodes", advice)
     else:
         yield Finding("ok", "NUMA", "one node")
 
@@ -109,15 +109,15 @@ def _directory(path: Path) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("wrong", what, error.strerror or str(error), "name a directory that you may write to: --path DIR")
         return
-    found = f"{kind}, {spelled(state.f_frsize * state.f_bavail)} free"
+    description = f"{kind}, {spelled(state.f_frsize * state.f_bavail)} free"
     if kind.partition(".")[0] in _NETWORKED:
         advice = "use a shared_fs tier here, and a disk tier on a local disk"
-        yield Finding("note", what, found + ", a network file system", advice)
+        yield Finding("note", what, description + ", a network file system", advice)
     elif not direct:
         advice = "a disk tier works here through the page cache; ext4 and xfs support direct I/O"
-        yield Finding("note", what, found + ", no direct I/O", advice)
+        yield Finding("note", what, description + ", no direct I/O", advice)
     else:
-        yield Finding("ok", what, found + ", direct I/O")
+        yield Finding("ok", what, description + ", direct I/O")
 
 
 def takes_direct_io(path: Path) -> bool:
@@ -129,12 +129,12 @@ def takes_direct_io(path: Path) -> bool:
     descriptor, name = tempfile.mkstemp(prefix=".kv-doctor-", dir=path)
     os.close(descriptor)
     try:
-        opened = os.open(name, os.O_WRONLY | os.O_DIRECT)
+        direct = os.open(name, os.O_WRONLY | os.O_DIRECT)
         try:
             with mmap.mmap(-1, 4096) as page:  # direct I/O needs page-aligned memory
-                return os.write(opened, page) == len(page)
+                return os.write(direct, page) == len(page)
         finally:
-            os.close(opened)
+            os.close(direct)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
@@ -145,16 +145,16 @@ def takes_direct_io(path: Path) -> bool:
 
 def file_system_of(path: Path, mounts: Path) -> str:
     """The kind of file system of this absolute path, as in mountinfo (proc(5)); "unknown" if it is not listed."""
-    best, kind = "", "unknown"
+    longest_mount, kind = "", "unknown"
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
         return kind
     for line in lines:
-        before, _, after = line.partition(" - ")
-        mounted_at = before.split()[4].replace("\\040", " ")
-        if path.is_relative_to(mounted_at) and len(mounted_at) >= len(best):
-            best, kind = mounted_at, after.split()[0]
+        mount, _, file_system = line.partition(" - ")
+        mounted_at = mount.split()[4].replace("\\040", " ")
+        if path.is_relative_to(mounted_at) and len(mounted_at) >= len(longest_mount):
+            longest_mount, kind = mounted_at, file_system.split()[0]
     return kind
 
 
@@ -174,6 +174,6 @@ def _libraries() -> Iterator[Finding]:
     versions = {extra: version_of(distribution) for extra, distribution in _EXTRAS.items()}
     installed = ", ".join(f"{_EXTRAS[extra]} {version}" for extra, version in versions.items() if version)
     missing = [extra for extra, version in versions.items() if not version]
-    absent = f"; not installed: {', '.join(missing)}" if missing else ""
+    missing_text = f"; not installed: {', '.join(missing)}" if missing else ""
     advice = f"only if you want them: pip install 'kv-tiers[{','.join(missing)}]'" if missing else ""
-    yield Finding("ok", "optional libraries", (installed or "none") + absent, advice)
+    yield Finding("ok", "optional libraries", (installed or "none") + missing_text, advice)

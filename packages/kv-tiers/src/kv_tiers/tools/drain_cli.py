@@ -34,7 +34,7 @@ examples:
 The exit status is 0 if all of it is on other hosts, 1 if something is left, or 2 if no server was found, or an option
 is wrong.
 """
-_ASK_S: Final = 0.2
+_POLL_S: Final = 0.2
 _PRINT_S: Final = 1.0
 _ANSWER_S: Final = 5.0
 
@@ -65,26 +65,26 @@ def _drain(args: argparse.Namespace) -> int:
 
     if not 0.1 <= args.timeout <= 86400:
         raise InputError(f"--timeout {args.timeout:g}: write 0.1 to 86400 seconds")
-    most = None if args.max_bytes is None else byte_count(args.max_bytes, "--max-bytes")
+    max_bytes = None if args.max_bytes is None else byte_count(args.max_bytes, "--max-bytes")
     path = socket_of(args)
     try:
-        report = _ask(path, wire.Drain(not args.end, args.timeout, most))
+        report = _ask(path, wire.Drain(not args.end, args.timeout, max_bytes))
         if args.end:
             print("it stores as before", file=sys.stderr if args.json else sys.stdout)
             return 0
         if args.no_wait:
             return 0
         states, has_begun = _states(report), bool(_states(report))
-        said_s = time.monotonic()
-        until_s = said_s + args.timeout
+        printed_s = time.monotonic()
+        until_s = printed_s + args.timeout
         # A cache that is being opened is drained once it is open.
         while any(state.phase == "draining" for state in states) or (report.opening and time.monotonic() < until_s):
-            time.sleep(_ASK_S)
+            time.sleep(_POLL_S)
             report = _ask(path, wire.Status())
             states = _states(report)
             has_begun = has_begun or bool(states)
-            if time.monotonic() - said_s >= _PRINT_S:
-                said_s = time.monotonic()
+            if time.monotonic() - printed_s >= _PRINT_S:
+                printed_s = time.monotonic()
                 for state in states:
                     print(state.spelled(), file=sys.stderr, flush=True)
     except TierDown as why:
@@ -114,8 +114,8 @@ def _ask(path: Path, request: "Request") -> "Report":
 
     answer = ask_server(path, request, timeout_s=_ANSWER_S)
     if not isinstance(answer, wire.Stated):
-        reason = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
-        raise InputError(f"the server at {path} cannot be drained: {reason}")
+        response = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise InputError(f"the server at {path} cannot be drained: {response}")
     return answer.report
 
 

@@ -98,15 +98,15 @@ def register(commands: Any) -> None:
 
 def _explain(args: argparse.Namespace) -> int:
     scheme = prompt_scheme(args)
-    at_once = _at_once(prompt_space(args, scheme))  # refuse wrong options before any tokens are read
+    max_explained = _max_explained(prompt_space(args, scheme))  # refuse wrong options before any tokens are read
     socket = socket_of(args)
     if others := _other_chunk_tokens(socket, args.chunk_tokens):
-        spelled = " and ".join(map(str, others))
+        listed = " and ".join(map(str, others))
         if args.chunk_tokens is None and len(others) == 1:
             args.chunk_tokens = others[0]
             scheme = prompt_scheme(args)
         else:
-            print(f"the engines of this server have chunks of {spelled} tokens; give --chunk-tokens", file=sys.stderr)
+            print(f"the engines of this server have chunks of {listed} tokens; give --chunk-tokens", file=sys.stderr)
     tokens = [token for part in prompt_tokens(args) for token in part]
     chunks = len(tokens) // scheme.chunk_tokens
     if not chunks:
@@ -115,14 +115,14 @@ def _explain(args: argparse.Namespace) -> int:
             "longer prompt, or the engine's --chunk-tokens"
         )
     salts = dict.fromkeys([args.salt, None, *args.also_salt])
-    answers = {salt: _ask(socket, args, scheme, tokens, salt, at_once=at_once) for salt in salts}
-    explanation = _expected_in(answers[args.salt], is_named=args.model is not None or args.space is not None)
-    explained = min(chunks, at_once)
-    is_all_held = explanation is not None and explanation.held == chunks
+    answers = {salt: _ask(socket, args, scheme, tokens, salt, max_explained=max_explained) for salt in salts}
+    expected = _expected_space(answers[args.salt], is_named=args.model is not None or args.space is not None)
+    explained_chunks = min(chunks, max_explained)
+    is_all_held = expected is not None and expected.held == chunks
     if args.json:
-        print(json.dumps(_described(answers, explanation, chunks, scheme.chunk_tokens)))
+        print(json.dumps(_described(answers, expected, chunks, scheme.chunk_tokens)))
     else:
-        _print(answers, explanation, chunks, explained, scheme.chunk_tokens)
+        _print(answers, expected, chunks, explained_chunks, scheme.chunk_tokens)
     return 0 if is_all_held else 1
 
 
@@ -148,7 +148,7 @@ def _query(socket: Path, request: wire.Request) -> wire.Answer:
         raise InputError(f"{down}; name the server with --name or --socket") from None
 
 
-def _at_once(space: PromptSpace | None) -> int:
+def _max_explained(space: PromptSpace | None) -> int:
     """How many chunks a server explains at a time.
 
     Raises:
@@ -167,10 +167,10 @@ def _ask(
     tokens: Sequence[int],
     salt: str | None,
     *,
-    at_once: int,
+    max_explained: int,
 ) -> wire.Explanations:
     root = prompt_root(args, scheme, salt)
-    digests = KeySequence(scheme, root=root, items=prompt_items(args)).append(tokens)[:at_once]
+    digests = KeySequence(scheme, root=root, items=prompt_items(args)).append(tokens)[:max_explained]
     space = prompt_space(args, scheme)
     key_prefixes = []
     if space is not None:
@@ -180,23 +180,23 @@ def _ask(
     request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), key_prefixes)
     answer = _query(socket, request)
     if not isinstance(answer, wire.Explanations):
-        reason = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
-        raise InputError(f"the server at {socket} does not explain: {reason}")
+        response = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
+        raise InputError(f"the server at {socket} does not explain: {response}")
     return answer
 
 
-def _expected_in(answer: wire.Explanations, *, is_named: bool) -> wire.Explained | None:
+def _expected_space(answer: wire.Explanations, *, is_named: bool) -> wire.Explained | None:
     """Where the prompt is expected: in the key space that was named, or else where most of it is."""
-    expected = [one for one in answer.explained if one.was_asked or not is_named]
-    return max(expected, key=lambda one: one.held, default=None)
+    candidates = [explained for explained in answer.explained if explained.was_asked or not is_named]
+    return max(candidates, key=lambda explained: explained.held, default=None)
 
 
-def _described(answers: _Answers, own: wire.Explained | None, chunks: int, chunk_tokens: int) -> dict[str, object]:
+def _described(answers: _Answers, expected: wire.Explained | None, chunks: int, chunk_tokens: int) -> dict[str, object]:
     first, *_ = answers.values()
     return {
         "chunks": chunks,
         "chunk_tokens": chunk_tokens,
-        "chunks_held": 0 if own is None else own.held,
+        "chunks_held": 0 if expected is None else expected.held,
         "history_keys": first.history_keys,
         "remembered_s": first.remembered_s,
         "is_whole": first.is_whole,
@@ -217,68 +217,68 @@ def _salt_name(number: int, salt: str | None) -> str:
     return f"also {number}" if number else "given"
 
 
-def _print(answers: _Answers, own: wire.Explained | None, chunks: int, explained: int, chunk_tokens: int) -> None:
+def _print(answers: _Answers, expected: wire.Explained | None, chunks: int, limit: int, chunk_tokens: int) -> None:
     (_, first), *others = answers.items()
-    held = 0 if own is None else own.held
+    held = 0 if expected is None else expected.held
     print(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
-    if own is None:
-        print(_chunks(0, chunks) + f": {_why_not_held(first)}")
+    if expected is None:
+        print(_chunks(0, chunks) + f": {_why_unknown(first)}")
     else:
-        _print_states(own, first)
-    if explained < chunks:
-        print(f"chunks {explained}–{chunks - 1} were left out: a server explains {explained} at a time")
+        _print_states(expected, first)
+    if limit < chunks:
+        print(f"chunks {limit}–{chunks - 1} were left out: a server explains {limit} at a time")
     for other in first.explained:
-        if other is not own and other.held:
+        if other is not expected and other.held:
             model = f"key space {other.space[:12]}" + (f" ({', '.join(other.engines)})" if other.engines else "")
             print(f"the first {other.held} chunks are held under another model or format: {model}")
     for salt, answer in others:
-        best = max((one.held for one in answer.explained), default=0)
+        best = max((explained.held for explained in answer.explained), default=0)
         if best:
             where = "without a salt" if salt is None else f"under the salt {salt!r}"
             print(f"the first {best} chunks are held {where}")
 
 
-def _print_states(own: wire.Explained, answer: wire.Explanations) -> None:
-    missed = False
-    for state in own.states:
-        text = f"in {state.where}" if is_held(state) else _missed(state, answer)
-        if is_held(state) and missed:
+def _print_states(expected: wire.Explained, answer: wire.Explanations) -> None:
+    has_gap = False
+    for state in expected.states:
+        text = f"in {state.where}" if is_held(state) else _why_missing(state, answer)
+        if is_held(state) and has_gap:
             text += ", but of no use: an earlier chunk is missing"
         print(f"{_chunks(state.first, state.chunks)}: {text}")
-        missed = missed or not is_held(state)
-    if own.is_cut:
+        has_gap = has_gap or not is_held(state)
+    if expected.is_cut:
         print("and more, which the server left out")
-    if own.held < own.prefix:
-        print(f"the hit ends at chunk {own.held}: for a longer one, some layers lack what they need")
-    for lacking in own.lacking:
+    if expected.held < expected.prefix:
+        print(f"the hit ends at chunk {expected.held}: for a longer one, some layers lack what they need")
+    for lacking in expected.lacking:
         name = _GROUPS[lacking.coverage.partition(":")[0]].format(lacking.group)
         for state in lacking.states:
-            print(f"{_chunks(state.first, state.chunks)} of {name}: {_missed(state, answer)}")
-    if own.choice is not None and own.held:
-        print(_chosen(own.choice))
-    if (missed or own.lacking) and own.remote_tiers_skipped:
-        print(f"skipped, because querying them takes a network: {', '.join(own.remote_tiers_skipped)}")
-    for name, directory in own.directories.items():
+            print(f"{_chunks(state.first, state.chunks)} of {name}: {_why_missing(state, answer)}")
+    if expected.choice is not None and expected.held:
+        print(_choice_text(expected.choice))
+    if (has_gap or expected.lacking) and expected.remote_tiers_skipped:
+        print(f"skipped, because querying them takes a network: {', '.join(expected.remote_tiers_skipped)}")
+    for name, directory in expected.directories.items():
         print(f"the directory of {name}: {directory.spelled()}")
 
 
-def _chosen(choice: Choice) -> str:
+def _choice_text(choice: Choice) -> str:
     """What a request would get now, with both estimates."""
-    load, compute = _estimated(choice.load_s), _estimated(choice.compute_s)
-    sentences = []
+    load, compute = _seconds_text(choice.load_s), _seconds_text(choice.compute_s)
+    parts = []
     if choice.chunks:
-        sentences.append(f"{choice.chunks} chunks loaded, estimated at {load}: computing them takes {compute}")
+        parts.append(f"{choice.chunks} chunks loaded, estimated at {load}: computing them takes {compute}")
     elif choice.load_s != 0.0:
-        sentences.append(f"computed, estimated at {compute}: loading takes {load}")
+        parts.append(f"computed, estimated at {compute}: loading takes {load}")
     if (skipped := choice.skipped) is not None:
-        load, compute = _estimated(skipped.load_s), _estimated(skipped.compute_s)
-        sentences.append(
+        load, compute = _seconds_text(skipped.load_s), _seconds_text(skipped.compute_s)
+        parts.append(
             f"{skipped.chunks} chunks in {skipped.tier} computed, estimated at {compute}: loading them takes {load}"
         )
-    return f"if it were requested now: {'; '.join(sentences)}"
+    return f"if it were requested now: {'; '.join(parts)}"
 
 
-def _estimated(seconds: float | None) -> str:
+def _seconds_text(seconds: float | None) -> str:
     if seconds is None:
         return "a time not known yet"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
@@ -288,7 +288,7 @@ def _chunks(first: int, chunks: int) -> str:
     return f"chunk {first}" if chunks == 1 else f"chunks {first}–{first + chunks - 1}"
 
 
-def _missed(state: ChunkState, answer: wire.Explanations) -> str:
+def _why_missing(state: ChunkState, answer: wire.Explanations) -> str:
     ago = "" if state.seconds_ago is None else f" {_span(state.seconds_ago)} ago"
     below = f"; stored in {', '.join(state.below)} since, and not there now as far as is known" if state.below else ""
     if state.where == BEING_WRITTEN:
@@ -297,7 +297,7 @@ def _missed(state: ChunkState, answer: wire.Explanations) -> str:
         return "where this prompt diverges from what was stored: other prompts went on differently here"
     match state.what:
         case "":
-            return _why_not_held(answer)
+            return _why_unknown(answer)
         case "evicted":
             cause = _CAUSES.get(state.cause, state.cause)
             return f"evicted{ago} from {state.tier} by {state.policy} {cause}{below}"
@@ -313,7 +313,7 @@ def _missed(state: ChunkState, answer: wire.Explanations) -> str:
             return f"stored{ago}, and left a moment ago{below}"
 
 
-def _why_not_held(answer: wire.Explanations) -> str:
+def _why_unknown(answer: wire.Explanations) -> str:
     if not answer.history_keys:
         return "not held; this server remembers nothing (history_keys = 0), so it cannot say more"
     if answer.is_whole:

@@ -82,10 +82,10 @@ def simulate(
             served = Served([tier.start_counting() for tier in tiers])
         served.requests += 1
         served.chunks_asked += len(prompt)
-        _look_up(prompt, tiers)
-        lost = tiers[0].store(prompt)
+        _count_hits(prompt, tiers)
+        evicted = tiers[0].store(prompt)
         for tier in tiers[1:]:
-            lost = [key for run in _runs(lost, parent_of) for key in tier.take(run, parent_of)]
+            evicted = [key for run in _runs(evicted, parent_of) for key in tier.take(run, parent_of)]
         if progress is not None:
             progress(number + 1)
     # If all of them warm it up, none counts.
@@ -143,31 +143,31 @@ class _Tier:
         """Store the chunks of the prompt that are not here, as `LocalCache` does. Returns what that evicted, in
         order."""
         residency = self.residency
-        prompt_keys = self._extend(prompt)
-        protected, skipped = frozenset(prompt_keys), set[int]()
+        resident_slots = self._extend(prompt)
+        protected, skipped = frozenset(resident_slots), set[int]()
         keys: list[ChunkKey] = []
         slots: list[int] = []
-        lost: list[ChunkKey] = []
+        evicted: list[ChunkKey] = []
         for key in prompt:
             if residency.is_held(key):
                 continue
             slot = self._free.pop() if self._free else residency.victim(protected, skipped)
             if slot is None:
                 break
-            if (gone := residency.key_at(slot)) is not None:
+            if (victim := residency.key_at(slot)) is not None:
                 residency.empty(slot)
-                lost.append(gone)
+                evicted.append(victim)
             residency.reserve([key], [slot])
             keys.append(key)
             slots.append(slot)
         if skipped:
-            residency.reinsert([slot for slot in prompt_keys if slot in skipped])
+            residency.reinsert([slot for slot in resident_slots if slot in skipped])
         if keys:
             residency.commit(keys, slots)
             self._extend(prompt)
         self.counts.chunks_stored += len(keys)
-        self.counts.chunks_evicted += len(lost)
-        return lost
+        self.counts.chunks_evicted += len(evicted)
+        return evicted
 
     def take(self, run: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[ChunkKey]:
         """Store what the tier above evicted, after the chunks of the same prompt that are here. Returns what that
@@ -187,26 +187,26 @@ class _Tier:
         return slots
 
 
-def _look_up(prompt: Sequence[ChunkKey], tiers: Sequence[_Tier]) -> None:
-    found: list[tuple[list[ChunkKey], list[int]]] = [([], []) for _ in tiers]
+def _count_hits(prompt: Sequence[ChunkKey], tiers: Sequence[_Tier]) -> None:
+    hits: list[tuple[list[ChunkKey], list[int]]] = [([], []) for _ in tiers]
     for key in prompt:
-        for tier, (keys, slots) in zip(tiers, found, strict=True):
+        for tier, (keys, slots) in zip(tiers, hits, strict=True):
             if (slot := tier.residency.find(key)) is not None:
                 keys.append(key)
                 slots.append(slot)
                 break
         else:
             break
-    for tier, (keys, slots) in zip(tiers, found, strict=True):
+    for tier, (keys, slots) in zip(tiers, hits, strict=True):
         tier.counts.chunks_hit += len(slots)
         if slots:
             tier.residency.touch(prompt if tier is tiers[0] else keys, slots)
 
 
-def _runs(lost: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[list[ChunkKey]]:
+def _runs(evicted: Sequence[ChunkKey], parent_of: dict[ChunkKey, ChunkKey | None]) -> list[list[ChunkKey]]:
     """Evicted chunks in runs of one prompt, each head first."""
     runs: list[list[ChunkKey]] = []
-    for key in lost:
+    for key in evicted:
         if runs and parent_of[runs[-1][-1]] == key:
             runs[-1].append(key)
         else:

@@ -133,12 +133,12 @@ def _sim(args: argparse.Namespace) -> int:
         print(f"kv sim: {trace.half_lines} incomplete lines of {args.trace} are left out", file=sys.stderr)
     chunk_tokens, chunk_bytes = _sizes(trace, args.chunk_tokens, args.token_bytes)
     capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in args.capacity.split(",")]
-    below = [_below(text, trace, chunk_bytes) for text in args.below]
-    names = ["host", *(plan.name for plan in below)]
+    lower = [_below(text, trace, chunk_bytes) for text in args.below]
+    names = ["host", *(plan.name for plan in lower)]
     if len(set(names)) < len(names):
         raise InputError(f"--below: the tiers' names must differ, and not be host: {', '.join(names)}")
     gbps = _bandwidths(args.bandwidth, names)
-    if below and _OPT in policies:
+    if lower and _OPT in policies:
         raise InputError("opt is for one tier; leave out --below, or opt")
     clock = _Clock(len(trace.prompts) * len(capacities) * len(policies))
     runs = []
@@ -147,7 +147,7 @@ def _sim(args: argparse.Namespace) -> int:
             if policy == _OPT:
                 runs.append(_Run(policy, capacity, optimum(trace.prompts, capacity, warm_up=warm_up), None))
             else:
-                plans = [TierPlan("host", capacity, policy), *below]
+                plans = [TierPlan("host", capacity, policy), *lower]
                 served = simulate(trace.prompts, plans, warm_up=warm_up, progress=clock.progress)
                 runs.append(_Run(policy, capacity, served.hit_ratio, served))
             clock.finish(len(trace.prompts))
@@ -231,8 +231,8 @@ class _Cost:
     @classmethod
     def of(cls, tier: TierCounts, chunk_bytes: int, gbps: dict[str, float]) -> "_Cost":
         read, written = tier.chunks_hit * chunk_bytes, tier.chunks_stored * chunk_bytes
-        a_second = gbps[tier.name] * 1e9
-        return cls(read, written, read / a_second, written / a_second)
+        bytes_per_s = gbps[tier.name] * 1e9
+        return cls(read, written, read / bytes_per_s, written / bytes_per_s)
 
 
 class _Clock:
@@ -270,37 +270,37 @@ def _chunks(text: str, trace: Trace, chunk_bytes: int, option: str) -> int:
 
 
 def _bytes(text: str, option: str, *, or_else: str = "") -> int:
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]{1,3})", text)
-    unit = None if found is None else _UNITS.get(found[2].upper())
-    nbytes = 0 if found is None or unit is None else int(float(found[1]) * unit)
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]{1,3})", text)
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    nbytes = 0 if match is None or unit is None else int(float(match[1]) * unit)
     if not nbytes:
         raise InputError(f"{option} {text}: write a number with a unit, such as 64GiB, 2TB or 512B{or_else}")
     return nbytes
 
 
 def _part(text: str, option: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)%", text)
-    if found is None or float(found[1]) > 100:
+    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)%", text)
+    if match is None or float(match[1]) > 100:
         raise InputError(f"{option} {text}: write a part of the whole, from 0% to 100%")
-    return float(found[1]) / 100
+    return float(match[1]) / 100
 
 
 def _below(text: str, trace: Trace, chunk_bytes: int) -> TierPlan:
-    found = re.fullmatch(r"([A-Za-z0-9_-]{1,16})=([^:]+)(?::([^:]+))?", text)
-    if found is None:
+    match = re.fullmatch(r"([A-Za-z0-9_-]{1,16})=([^:]+)(?::([^:]+))?", text)
+    if match is None:
         raise InputError(f"--below {text}: write NAME=CAPACITY, such as disk=2TB, or disk=40%:lru")
-    policy = found[3] or DEFAULT_POLICY
+    policy = match[3] or DEFAULT_POLICY
     make_policy(policy, 1)
-    return TierPlan(found[1], _chunks(found[2], trace, chunk_bytes, "--below"), policy)
+    return TierPlan(match[1], _chunks(match[2], trace, chunk_bytes, "--below"), policy)
 
 
 def _bandwidths(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
     gbps = {name: _GBPS.get(name, _GBPS["disk"]) for name in names}
     for text in texts:
-        found = re.fullmatch(r"([^=]+)=([0-9]{1,6}(?:\.[0-9]{1,6})?)", text)
-        if found is None or float(found[2]) <= 0:
+        match = re.fullmatch(r"([^=]+)=([0-9]{1,6}(?:\.[0-9]{1,6})?)", text)
+        if match is None or float(match[2]) <= 0:
             raise InputError(f"--bandwidth {text}: write NAME=GB/S, such as disk=6.5")
-        if found[1] not in gbps:
+        if match[1] not in gbps:
             raise InputError(f"--bandwidth {text}: there is no such tier; there are {', '.join(names)}")
-        gbps[found[1]] = float(found[2])
+        gbps[match[1]] = float(match[2])
     return gbps

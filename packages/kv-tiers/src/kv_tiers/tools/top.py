@@ -75,14 +75,14 @@ def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -
     counts, nbytes = cache.counts, cache.chunk_bytes
     # Groups of layers differ in size, and a lookup counts a chunk once, whatever groups it has.
     stored_bytes = cache.payload_bytes / counts.chunks_resident if counts.chunks_resident else nbytes
-    found_bytes = cache.payload_bytes / cache.chunks if cache.chunks else nbytes
-    recent = None
+    hit_bytes = cache.payload_bytes / cache.chunks if cache.chunks else nbytes
+    ratio_now = None
     pool_in = pool_out = None
     if before is not None:
         hit = counts.chunks_hit - before.counts.chunks_hit
-        recent = _ratio(hit, counts.chunks_asked - before.counts.chunks_asked)
+        ratio_now = _ratio(hit, counts.chunks_asked - before.counts.chunks_asked)
         pool_in = (counts.chunks_committed - before.counts.chunks_committed) * stored_bytes / seconds
-        pool_out = hit * found_bytes / seconds
+        pool_out = hit * hit_bytes / seconds
     pool = TierRow(
         TIER,
         Health.UP.name.lower(),
@@ -94,10 +94,10 @@ def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -
         0,
         cache.by_group,
     )
-    old = {tier.name: tier for tier in before.tiers} if before is not None else {}
-    tiers = [_tier_row(tier, old.get(tier.name), stored_bytes, seconds) for tier in cache.tiers]
-    ever = _ratio(counts.chunks_hit, counts.chunks_asked)
-    return CacheRow(cache.fingerprint, nbytes, cache.sessions, recent, ever, [pool, *tiers])
+    tiers_before = {tier.name: tier for tier in before.tiers} if before is not None else {}
+    tiers = [_tier_row(tier, tiers_before.get(tier.name), stored_bytes, seconds) for tier in cache.tiers]
+    ratio_ever = _ratio(counts.chunks_hit, counts.chunks_asked)
+    return CacheRow(cache.fingerprint, nbytes, cache.sessions, ratio_now, ratio_ever, [pool, *tiers])
 
 
 def _tier_row(tier: TierReport, before: TierReport | None, nbytes: float, seconds: float) -> TierRow:

@@ -76,17 +76,17 @@ def _ask(path: Path) -> "Report":
 
 def _print_json(path: Path, every_s: float, *, once: bool) -> int:
     """Poll the server. While it is away, one line on standard error for each new reason."""
-    reported = ""
+    last_reason = ""
     while True:
         try:
             print(msgspec.json.encode(_ask(path)).decode(), flush=True)
-            reported = ""
+            last_reason = ""
         except TierDown as why:
             if once:
                 raise
-            if reported != str(why):
-                reported = str(why)
-                print(f"kv top: away: {reported}", file=sys.stderr, flush=True)
+            if last_reason != str(why):
+                last_reason = str(why)
+                print(f"kv top: away: {last_reason}", file=sys.stderr, flush=True)
         if once:
             return 0
         time.sleep(every_s)

@@ -107,11 +107,11 @@ def _sessions(report: Report) -> Table:
     table.add_column("engine")
     table.add_column("shards", justify="right")
     table.add_column("facts")
-    for one in report.sessions[:_MAX_ROWS]:
-        facts = ", ".join(f"{name} {value}" for name, value in one.facts.items())
-        process = str(one.pid) if one.pid else "elsewhere"
-        table.add_row(str(one.session), process, _plain(one.engine), str(one.shards), _plain(facts))
-    _add_row_of_rest(table, len(report.sessions))
+    for session in report.sessions[:_MAX_ROWS]:
+        facts = ", ".join(f"{name} {value}" for name, value in session.facts.items())
+        process = str(session.pid) if session.pid else "elsewhere"
+        table.add_row(str(session.session), process, _plain(session.engine), str(session.shards), _plain(facts))
+    _add_unlisted(table, len(report.sessions))
     return table
 
 
@@ -120,13 +120,13 @@ def _tenants(report: Report) -> Table:
     table.add_column("tenant", no_wrap=True)
     for name in ("in use", "quota", "chunks"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [one for cache in report.caches for one in cache.tenants]
-    for one in rows[:_MAX_ROWS]:
-        shared = not one.tag.strip("0")
-        called = _plain(one.name) if one.name else Text("(shared)" if shared else f"tag {one.tag}", style="dim")
-        table.add_row(called, _bytes(one.used_bytes), _bytes(one.quota_bytes), f"{one.chunks:,}")
+    rows = [tenant for cache in report.caches for tenant in cache.tenants]
+    for tenant in rows[:_MAX_ROWS]:
+        shared = not tenant.tag.strip("0")
+        label = _plain(tenant.name) if tenant.name else Text("(shared)" if shared else f"tag {tenant.tag}", style="dim")
+        table.add_row(label, _bytes(tenant.used_bytes), _bytes(tenant.quota_bytes), f"{tenant.chunks:,}")
     unlisted = sum(cache.tenants_known - len(cache.tenants) for cache in report.caches)
-    _add_row_of_rest(table, len(rows) + unlisted)
+    _add_unlisted(table, len(rows) + unlisted)
     return table
 
 
@@ -136,7 +136,7 @@ def _table(title: str) -> Table:
     return table
 
 
-def _add_row_of_rest(table: Table, rows: int) -> None:
+def _add_unlisted(table: Table, rows: int) -> None:
     if rows > _MAX_ROWS:
         table.add_row("…", "", "", f"and {rows - _MAX_ROWS} more")
 
@@ -163,11 +163,11 @@ def _bar(tier: TierRow) -> str:
 def _bytes(value: float | None) -> str:
     if value is None:
         return "–"
-    at = 0
-    while value >= 1024 and at < len(_UNITS) - 1:
+    unit = 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
         value /= 1024
-        at += 1
-    return f"{value:.0f} {_UNITS[at]}" if at == 0 or value >= 100 else f"{value:.1f} {_UNITS[at]}"
+        unit += 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 or value >= 100 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def _percent(ratio: float | None) -> str:
@@ -175,6 +175,6 @@ def _percent(ratio: float | None) -> str:
 
 
 def _span(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remainder = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {remainder} s" if minutes else f"{remainder} s"
