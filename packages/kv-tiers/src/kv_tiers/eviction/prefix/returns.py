@@ -84,9 +84,8 @@ class Returns:
         self._most_samples = max(1024, capacity_chunks)
         self._samples = 0
         octaves = [(interval - _AT_CAPACITY) / _INTERVALS_PER_OCTAVE for interval in range(_INTERVALS)]
-        self._ends = [
-            max(1.0, capacity_chunks * 2**octave) for octave in octaves
-        ]  # the age at which each interval ends
+        # The age at which each interval ends.
+        self._ends = [max(1.0, capacity_chunks * 2**octave) for octave in octaves]
         self._aging: list[deque[Sample]] = [deque() for _ in range(_INTERVALS - 1)]  # by the interval they are in
         self._factors: dict[Trait, Factor] = {}
         # By role and interval: the samples that returned, and those that reached it, weighted by their factors.
