@@ -32,7 +32,7 @@ def node_of(device: torch.device, sys: Path = Path("/sys")) -> int | None:
 
 
 def node_at(pci_address: str, sys: Path) -> int | None:
-    """place: the device's address on the PCI bus, such as 0000:3b:00.0."""
+    """pci_address: such as 0000:3b:00.0."""
     if len(list((sys / "devices/system/node").glob("node[0-9]*"))) < 2:
         return None
     try:
