@@ -158,13 +158,13 @@ class Caches:
             cache.drain.end()
 
     def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
-        """Set this quota (None: the common share) in caches that are opened from now on. formats: of these only; None:
-        of all."""
-        if formats is None:
-            self._quotas = {one: kept for one, kept in self._quotas.items() if one[1] != tenant}
-        places: list[Format | None] = [None] if formats is None else list(formats)
-        for place in places:
-            self._quotas[place, tenant] = quota_bytes
+        """Set this quota (None: the common share) in caches that are opened from now on. formats: only caches of these
+        formats; None: all."""
+        if formats is None:  # it replaces what was set for single formats
+            self._quotas = {key: quota for key, quota in self._quotas.items() if key[1] != tenant}
+        affected: list[Format | None] = [None] if formats is None else list(formats)
+        for chunk_format in affected:
+            self._quotas[chunk_format, tenant] = quota_bytes
 
     def close(self) -> None:
         """Complete pending spills, then close. Takes at most some seconds per cache. One that is still being opened

@@ -46,7 +46,7 @@ def _run(todo: "list[tuple[Future[T], Callable[[], T]]]") -> None:
         return
     try:
         part.set_result(work())
-    except BaseException as error:  # noqa: BLE001  # whatever it is, whoever waits for the future gets it
+    except BaseException as error:  # noqa: BLE001  # of any kind: the caller that waits for the future gets it
         part.set_exception(error)
         # The error refers to this frame, and through it to the executor's, which has only the empty list: a reference
         # back to the error would be a cycle, and keep the borrowed memory in use until it is collected.
