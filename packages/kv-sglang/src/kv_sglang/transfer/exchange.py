@@ -97,7 +97,7 @@ class Exchange:
         keys = self._store.keys(names.hashes[first : first + len(slots)], given_by)
         if not keys:
             return "the weights of the engine are not known"
-        cache, incoming = self._store.cache, _Waiting(max(self._hold_s, self._wait_s))
+        cache, pending = self._store.cache, _Waiting(max(self._hold_s, self._wait_s))
         missing: _Waiting | None = None
         try:
             while is_wanted():
@@ -105,7 +105,7 @@ class Exchange:
                 if plan.chunks == len(keys) and (lease := self._store.lease(keys, self._name)) is not None:
                     return self._get(lease, slots, is_wanted, lock, dict(zip(keys, plan.tiers, strict=True)))
                 if plan.ended is Ended.PENDING:
-                    waiting, missing = incoming, None
+                    waiting, missing = pending, None
                 else:
                     waiting = missing = missing or _Waiting(self._wait_s)
                 if not waiting.again():

@@ -160,7 +160,7 @@ class Caches:
     def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
         """Set this quota (None: the common share) in caches that are opened from now on. formats: only caches of these
         formats; None: all."""
-        if formats is None:  # it replaces what was set for single formats
+        if formats is None:  # a quota for all formats replaces those for single ones
             self._quotas = {key: quota for key, quota in self._quotas.items() if key[1] != tenant}
         affected: list[Format | None] = [None] if formats is None else list(formats)
         for chunk_format in affected:
