@@ -6,7 +6,7 @@
 context of each window and then loads it again for every token of the text behind it, through connector, pool and tier.
 Exact KV that was loaded is the reference. The first rows are what an engine's own rounding makes of a context that was
 computed in other steps: hardly anything in float32, in which the judge computes and `int8` and `fp8` are measured here,
-and more in bfloat16, of which chunks of `progressive` have to be.
+and more in bfloat16, of which chunks of `progressive` have to be. `kvtc` is calibrated on other text, for each step.
 """
 
 import sys
@@ -31,6 +31,8 @@ from benchmarks._report import Row, parser, report
 ROOT = Path(__file__).parents[1]
 CHUNK_TOKENS = 256
 CONTEXT_TOKENS = 1024
+STEPS = (0.25, 0.4, 0.8)
+"""Of `kvtc`."""
 SLOW_BYTES_PER_S = 5e7
 """Of the disk that approximations are read from: slow enough for the least of each chunk to be read."""
 
@@ -49,10 +51,20 @@ class Way:
 def ways(scratch: Path) -> dict[str, Way]:
     host = {"capacity_bytes": "1GiB"}
 
-    def over_disk(bytes_per_s: float, **options: Any) -> dict[str, Any]:
-        disk = {"type": "disk", "directory": str(scratch / "disk"), "capacity_bytes": "2GiB"}
-        tier = {"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": disk, **options}
+    def below(tier: dict[str, Any]) -> dict[str, Any]:
         return {**exact, "tiers": [tier], "cold": {"wait_s": 60.0}}
+
+    def disk(name: str) -> dict[str, Any]:
+        return {"type": "disk", "directory": str(scratch / name), "capacity_bytes": "2GiB"}
+
+    def over_slow_disk(bytes_per_s: float, **options: Any) -> dict[str, Any]:
+        throttled = {"type": "throttled", "load_bytes_per_s": bytes_per_s, "tier": disk("progressive"), **options}
+        return below(throttled)
+
+    def transformed(step: float) -> Way:
+        codec = {"type": "kvtc", "calibration": str(calibration(scratch, step))}
+        cache = below({**disk(f"kvtc {step}"), "codec": codec})
+        return Way("bfloat16", cache, stored_by=cache)
 
     exact = {"chunk_tokens": CHUNK_TOKENS, "host": host, "use": "always"}
     return {
@@ -64,10 +76,15 @@ def ways(scratch: Path) -> dict[str, Way]:
         "fp8": Way("float32", exact | {"format": "fp8"}),
         "progressive": Way(
             "bfloat16",
-            over_disk(SLOW_BYTES_PER_S, approximate=True, write="never"),
-            stored_by=over_disk(0.0, codec="progressive"),
+            over_slow_disk(SLOW_BYTES_PER_S, approximate=True, write="never"),
+            stored_by=over_slow_disk(0.0, codec="progressive"),
         ),
+        **{f"kvtc {step}": transformed(step) for step in STEPS},
     }
+
+
+def calibration(scratch: Path, step: float) -> Path:
+    return scratch / f"{step}.kvtc"
 
 
 def serve(model: str, dtype: str, cache: dict[str, Any] | None, windows: list[list[list[int]]], out: str) -> None:
@@ -101,8 +118,10 @@ def serve(model: str, dtype: str, cache: dict[str, Any] | None, windows: list[li
 
         for inner in engines().values():
             inner.cache.lower.drain(60.0)
-            loaded = [tier.lane for tier in inner.cache.lower.states() if tier.lane.loaded]
-            if any(lane.approximate < lane.loaded for lane in loaded if "approximate" in json.dumps(cache)):
+            lanes = [tier.lane for tier in inner.cache.lower.states()]
+            if out and lanes and sum(lane.loaded for lane in lanes) < sum(len(c) // CHUNK_TOKENS for c, _ in windows):
+                raise SystemExit("chunks were computed that should have been read, so the figures would mean nothing")
+            if any(lane.approximate < lane.loaded for lane in lanes if "approximate" in json.dumps(cache)):
                 raise SystemExit("whole chunks were read, so the figures would mean nothing")
 
 
@@ -129,20 +148,28 @@ def main() -> int:
 
 
 def rows_of(model: str, most: int, tokens: int) -> list[Row]:
+    from kv_cuda.judge.calibrate import calibrate, through_calibrated
     from kv_cuda.judge.measure import Model, Windows, cut_windows, judge
-    from kv_cuda.judge.roundtrip import FirstParts, RoundTrip
+    from kv_cuda.judge.roundtrip import FirstParts, RoundTrip, Trip
     from kv_testing.throttled import offer
 
     text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md"))
+    other_text = (ROOT / "docs" / "contracts" / "vllm.md").read_text(encoding="utf-8")
     # The judge stores all of a context but its last token.
     windows = Windows(CONTEXT_TOKENS + 1, tokens, greedy_tokens=1, most=most)
     judged = Model(model)
-    progress("the judge")
-    verdict = judge(judged, text, [RoundTrip("int8"), RoundTrip("fp8"), FirstParts()], windows)
-    by_judge = {finding.format: finding.kl for finding in verdict.findings}
     with tempfile.TemporaryDirectory(prefix="kv-bench-") as folder:
         scratch = Path(folder)
         offer(scratch)
+        progress("the judge")
+        trips: list[Trip] = [RoundTrip("int8"), RoundTrip("fp8"), FirstParts()]
+        learnt = calibrate(judged, judged.tokens(other_text))
+        for step in STEPS:
+            learnt.learnt(step).write(calibration(scratch, step))
+            trip = through_calibrated(str(calibration(scratch, step)))
+            trip.name = f"kvtc {step}"
+            trips.append(trip)
+        by_judge = {finding.format: finding.kl for finding in judge(judged, text, trips, windows).findings}
         cut = scratch / "windows.json"
         cut.write_text(json.dumps(list(cut_windows(judged, text, windows))))
         exact: dict[str, Any] = {}

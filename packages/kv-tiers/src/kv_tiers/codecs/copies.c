@@ -28,7 +28,7 @@ typedef struct {
         dims, dim;
 } Part;
 
-enum { RUN_NUMBERS = 3, LARGEST = 1 << 30, LINE = 64 };
+enum { RUN_NUMBERS = 3, LARGEST = 1 << 30, LINE = 64, LINES_AHEAD = 3 /* of columns that are prefetched */ };
 
 enum { TO_CHUNK, TO_ENGINE, TO_ENGINE_STREAMED /* around the caches */ };
 
@@ -116,6 +116,18 @@ INLINE void square32(const u8 *in, size_t in_row, u8 *out, size_t out_row, int i
         else
             *(v32 *)(out + i * out_row) = a[i];
 }
+
+/* Have the processor fetch what the squares from row `r` and column `c` on will read, a line of each of `line` columns:
+ * they are too far apart for it to see a pattern. Beyond the last column the next rows begin. */
+INLINE void prefetch(const u8 *in, size_t in_row, size_t rows, size_t columns, size_t r, size_t c, size_t line,
+                     size_t word) {
+    if (c >= columns) {
+        c -= columns;
+        r += line;
+    }
+    for (size_t end = c + line; r < rows && c < columns && c < end; c++)
+        __builtin_prefetch(in + c * in_row + r * word);
+}
 #endif
 
 /* Tokens are neighbours in the engine's memory, dims in the chunk. Squares are in the order that fills the lines which
@@ -135,7 +147,9 @@ INLINE void transpose(const Matrix *m, u8 *engine, u8 *chunk, size_t word, int w
     size_t rows = to_chunk ? tokens : dims, columns = to_chunk ? dims : tokens;
     int is_streamed = way == TO_ENGINE_STREAMED && ((uintptr_t)out | out_row) % 16 == 0;
     for (size_t r0 = 0; r0 < rows; r0 += line)
-        for (size_t c0 = 0; c0 < columns; c0 += line)
+        for (size_t c0 = 0; c0 < columns; c0 += line) {
+            if (word == 4) /* squares of smaller words take longer than their lines */
+                prefetch(in, in_row, rows, columns, r0, c0 + LINES_AHEAD * line, line, word);
             for (size_t r = r0; r < rows && r < r0 + line; r += side)
                 for (size_t c = c0; c < columns && c < c0 + line; c += side) {
                     const u8 *from = in + c * in_row + r * word;
@@ -145,6 +159,7 @@ INLINE void transpose(const Matrix *m, u8 *engine, u8 *chunk, size_t word, int w
                     else
                         square32(from, in_row, to, out_row, is_streamed);
                 }
+        }
 #endif
     Matrix right = *m, below = *m; /* what is left of a whole number of squares */
     right.dims = m->dims - dims;
@@ -190,12 +205,16 @@ INLINE void copy_block(const Part *p, u8 *engine, u8 *chunk, size_t word, int wa
     if (p->dim == 1 && p->dim_tiles == 1 && p->head == p->dims) { /* a token's heads are one run */
         m.dims = row;
         heads = 1;
-    }
+    } else if (p->dim == 1 && row > p->dims)
+        m.tokens = 1; /* all heads of a token, then the next: that is how a chunk's bytes lie */
     for (size_t tile = 0; tile < p->tiles; tile++)
-        for (size_t head = 0; head < heads; head++)
-            for (size_t dims = 0; dims < p->dim_tiles; dims++)
-                copy_matrix(&m, engine + (tile * p->tile + head * p->head + dims * p->dim_tile) * word,
-                            chunk + (tile * p->tokens * row + head * head_words + dims * p->dims) * word, word, way);
+        for (size_t token = 0; token < p->tokens; token += m.tokens)
+            for (size_t head = 0; head < heads; head++)
+                for (size_t dims = 0; dims < p->dim_tiles; dims++)
+                    copy_matrix(
+                        &m, engine + (tile * p->tile + token * p->token + head * p->head + dims * p->dim_tile) * word,
+                        chunk + ((tile * p->tokens + token) * row + head * head_words + dims * p->dims) * word, word,
+                        way);
 }
 
 INLINE void copy_block_one_way(const Part *p, u8 *engine, u8 *chunk, size_t word, int64_t way) {
