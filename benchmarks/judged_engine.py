@@ -98,6 +98,13 @@ def serve(model: str, dtype: str, cache: dict[str, Any] | None, windows: list[li
     sampling = SamplingParams(
         temperature=0, max_tokens=1, logprobs=-1, flat_logprobs=True, detokenize=False, ignore_eos=True
     )
+    caches = []
+    if cache is not None:
+        from kv_tiers.attach.engine import engines
+
+        caches = [inner.cache for inner in engines().values()]
+    for kept in caches:
+        kept.lower.refinements.stop()  # what is measured is what was read, not what it is made into later
     rows = []
     for context, continuation in windows:
         _engines.ask_vllm(engine, [*context, continuation[0]], 1)  # it is stored, or brought from the tier
@@ -113,16 +120,13 @@ def serve(model: str, dtype: str, cache: dict[str, Any] | None, windows: list[li
             rows.append(row)
     if out:
         np.save(out, np.stack(rows))
-    if cache is not None:
-        from kv_tiers.attach.engine import engines
-
-        for inner in engines().values():
-            inner.cache.lower.drain(60.0)
-            lanes = [tier.lane for tier in inner.cache.lower.states()]
-            if out and lanes and sum(lane.loaded for lane in lanes) < sum(len(c) // CHUNK_TOKENS for c, _ in windows):
-                raise SystemExit("chunks were computed that should have been read, so the figures would mean nothing")
-            if any(lane.approximate < lane.loaded for lane in lanes if "approximate" in json.dumps(cache)):
-                raise SystemExit("whole chunks were read, so the figures would mean nothing")
+    for kept in caches:
+        kept.lower.drain(60.0)
+        lanes = [tier.lane for tier in kept.lower.states()]
+        if out and lanes and sum(lane.loaded for lane in lanes) < sum(len(c) // CHUNK_TOKENS for c, _ in windows):
+            raise SystemExit("chunks were computed that should have been read, so the figures would mean nothing")
+        if any(lane.approximate < lane.loaded for lane in lanes if "approximate" in json.dumps(cache)):
+            raise SystemExit("whole chunks were read, so the figures would mean nothing")
 
 
 def run(model: str, dtype: str, cache: dict[str, Any] | None, windows: Path, out: str, scratch: Path) -> None:
