@@ -17,8 +17,8 @@ from kv_core.extent import HostExtent
 from kv_core.testing import key_chain
 from kv_tiers import HostPool
 from kv_tiers.pool import host_pool
-from kv_tiers.pool.ahead import LEAST_AHEAD
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
+from kv_tiers.pool.populated import LEAST_AHEAD
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ CLIENT = {
     "kv_tiers.messages",
     "kv_tiers.payload_sizes",
     "kv_tiers.pool",
-    "kv_tiers.pool.ahead",
+    "kv_tiers.pool.populated",
     "kv_tiers.pool.places",
     "kv_tiers.server",
     "kv_tiers.server.connection",

@@ -1,9 +1,9 @@
 """The host pool: one mapping divided into equal slots, one chunk per slot.
 
 The mapping is reserved as a whole and populated a bounded distance ahead of the slots handed out
-(`kv_tiers.pool.ahead`): used slots are handed out again first, new ones in ascending order. It is ordinary memory; the
-process that owns a device pins it, and the processes that share it map it by name. A pool counts no leases and does not
-lock: its cache does.
+(`kv_tiers.pool.populated`): used slots are handed out again first, new ones in ascending order. It is ordinary memory;
+the process that owns a device pins it, and the processes that share it map it by name. A pool counts no leases and does
+not lock: its cache does.
 
 An anonymous pool ends with its process. A named pool is a private file in shared memory with a directory of its content
 (`kv_tiers.pool.directory`), which the next process to open it finds. A shared pool has no name in any file system:
@@ -26,10 +26,10 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.pool.ahead import PopulatedAhead
 from kv_tiers.pool.directory import Directory, nbytes_for
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.pool.places import PAGE_BYTES, Places, slot_bytes_for
+from kv_tiers.pool.populated import PopulatedPages
 from kv_tiers.pool.private_files import open_locked, open_own_file, own_directory
 
 _log = limited_logger(__name__)
@@ -91,9 +91,9 @@ class HostPool:
         self._untouched_from = 0
         self._backed = bytearray(slots)
         self._places = Places(name, self.sizes, self.slot_bytes, slots)
-        self._ahead = PopulatedAhead(mapping, self._slots_offset, slots * self.slot_bytes)
+        self._pages = PopulatedPages(mapping, self._slots_offset, slots * self.slot_bytes)
         if not keeps_directory:
-            self._ahead.reached(0)
+            self._pages.reached(0)
 
     @classmethod
     def anonymous(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
@@ -156,7 +156,7 @@ class HostPool:
         except OSError as error:
             pool.close()  # else the lock would stay with us
             raise _cannot_be_mapped(path, nbytes, error) from None
-        pool._ahead.reached(0)  # not before: a file of another geometry was truncated and extended again
+        pool._pages.reached(0)  # not before: a file of another geometry was truncated and extended again
         return pool
 
     @classmethod
@@ -216,7 +216,7 @@ class HostPool:
         elif self._untouched_from < self.slots:
             slot = self._untouched_from
             self._untouched_from += 1
-            self._ahead.reached(self._untouched_from * self.slot_bytes)
+            self._pages.reached(self._untouched_from * self.slot_bytes)
         else:
             return None
         self._taken[slot] = 1
@@ -236,7 +236,8 @@ class HostPool:
             self._taken[slot] = 1
             self._untouched_from = max(self._untouched_from, slot + 1)
         self._returned = [slot for slot in range(self._untouched_from) if not self._taken[slot]]
-        self._ahead.reached(self._untouched_from * self.slot_bytes)
+        self._pages.reached(self._untouched_from * self.slot_bytes)
+        self._pages.written(self._untouched_from * self.slot_bytes)
 
     def back(self, slots: Iterable[int]) -> set[int]:
         """Have the file system allocate space for these slots; returns those for which it has none left.
@@ -296,7 +297,7 @@ class HostPool:
         """
         if self._closed:
             return
-        self._ahead.stop()
+        self._pages.stop()
         try:
             # Both refuse while the memory is in use: the view if an array was made of it, the mapping if a slice was.
             self.view.release()

@@ -9,8 +9,11 @@ from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.pool.ahead import PopulatedAhead
 from kv_tiers.pool.places import Places, slot_bytes_for
+from kv_tiers.pool.populated import PopulatedPages, distance
+
+_BLOCK_BYTES = 512
+"""Of `st_blocks`, on every file system."""
 
 
 class MappedPool:
@@ -31,7 +34,8 @@ class MappedPool:
         self._places = Places(name, self.sizes, self.slot_bytes, slots)
         try:
             nbytes = slots * self.slot_bytes
-            if os.fstat(descriptor).st_size != nbytes:  # accessing a page beyond the file's end kills a process
+            status = os.fstat(descriptor)
+            if status.st_size != nbytes:  # accessing a page beyond the file's end kills a process
                 raise TierDown(f"the server's pool {name} does not have the {nbytes} bytes that it should")
             mapping = mmap.mmap(descriptor, nbytes)
         except (OSError, ValueError, OverflowError) as error:
@@ -41,18 +45,25 @@ class MappedPool:
         self.view = memoryview(mapping)
         """The slots' bytes, writable. The mapping lives as long as this pool or anything derived from the view."""
         # The server's pages are ready, but this process has its own page table.
-        self._ahead = PopulatedAhead(mapping, 0, nbytes)
-        self._ahead.reached(0)
+        self._pages = PopulatedPages(mapping, 0, nbytes)
+        self._pages.reached(0)
+        self._pages.written(status.st_blocks * _BLOCK_BYTES)  # servers hand out unused slots in ascending order
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """The extents of these chunks in these slots, each of its own size."""
         return self._places.extents(keys, slots)
 
     def will_write(self, slots: Sequence[int]) -> None:
-        """These slots are about to be written. Servers hand out unused ones in ascending order."""
+        """These slots are about to be written, and the unused ones after them next."""
         if slots:
-            self._ahead.reached((max(slots) + 1) * self.slot_bytes)
+            self._pages.reached((max(slots) + 1) * self.slot_bytes)
+
+    def will_read(self, slots: Sequence[int]) -> None:
+        """These slots are about to be read. Others have written them, and the server has populated some after them."""
+        if slots:
+            used = (max(slots) + 1) * self.slot_bytes
+            self._pages.written(used + distance(used))
 
     def close(self) -> None:
         """Stop touching pages. The mapping remains, as described at `view`."""
-        self._ahead.stop()
+        self._pages.stop()

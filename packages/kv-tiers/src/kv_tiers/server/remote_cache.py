@@ -177,6 +177,7 @@ class RemoteCache:
             if lasting:
                 self._lasting[lease] = holder
                 self._reading.add(lease)
+            self.pool.will_read(leased.slots)
             return ReadLease(lease, wanted, self.pool.extents(wanted, leased.slots))
 
     def begin_store(

@@ -1,4 +1,4 @@
-"""Pages are there before they are handed out, no more of them than a bounded distance, and nothing outlives a pool.
+"""Pages are there before they are written or read, not many more of them than that, and nothing outlives a pool.
 
 What is there is asked of the kernel: /proc/self/pagemap, which says it of this process's own table of pages.
 """
@@ -11,17 +11,19 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from kv_core.keys import ChunkKey
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers import HostPool
-from kv_tiers.pool import ahead, host_pool
-from kv_tiers.pool.ahead import LEAST_AHEAD, MOST_AHEAD, WORTH_BYTES, distance
+from kv_tiers.pool import host_pool, populated
 from kv_tiers.pool.host_pool import PAGE_BYTES
+from kv_tiers.pool.populated import LEAST_AHEAD, MOST_AHEAD, WORTH_BYTES, distance
 from kv_tiers.server import RemoteCache, launch
 from kv_tiers.server.mapped import MappedPool
 
@@ -110,18 +112,66 @@ def test_the_distance_is_bounded_and_grows_with_use() -> None:
     assert distance(1 << 30) <= 1 << 28, "a pool of 100 GiB of which 1 GiB is used takes a quarter of that more"
 
 
-def test_what_an_earlier_process_filled_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that starts in the middle of a large pool begins there."""
-    monkeypatch.setattr(ahead, "LEAST_AHEAD", 4 * MIB)
-    monkeypatch.setattr(ahead, "MOST_AHEAD", 8 * MIB)
+@pytest.fixture
+def small_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populated, "LEAST_AHEAD", 4 * MIB)
+    monkeypatch.setattr(populated, "MOST_AHEAD", 8 * MIB)
+    monkeypatch.setattr(populated, "PAUSE_S", 0.02)
+
+
+@pytest.mark.usefixtures("small_distance")
+def test_what_an_earlier_process_filled_is_mapped_too() -> None:
+    """And no more than the distance after it."""
     pool = HostPool.anonymous("p", MIB, SLOTS)
     until(at_rest)
     pool.take(range(100))
     until(at_rest)
     pages = there(pool.view)
+    assert all(pages[:108])
+    assert sum(pages) <= 110
+    pool.close()
+
+
+@pytest.mark.usefixtures("small_distance")
+def test_what_is_written_next_goes_before_what_others_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that starts in the middle of a large pool begins there."""
+    pool = HostPool.anonymous("p", MIB, SLOTS)
+    until(at_rest)
+    monkeypatch.setattr(populated, "_MADV_POPULATE_READ", 9999)
+    pool.take(range(100))
+    until(at_rest)
+    pages = there(pool.view)
     assert sum(pages[:100]) <= 6
     assert all(pages[100:108])
-    assert sum(pages[100:]) <= 10
+    pool.close()
+
+
+@pytest.mark.usefixtures("small_distance")
+@pytest.mark.parametrize("seed", range(12))
+def test_all_that_others_have_written_is_mapped_whatever_the_order(seed: int) -> None:
+    """Slots are used in any order, by several processes, so that what is ahead has gaps."""
+    chosen = random.Random(seed)
+    pool = HostPool.shared("p", MIB, SLOTS)
+    written = chosen.randrange(1, SLOTS)
+    for slot in range(written):
+        with pool.chunk(slot, MIB) as chunk:
+            chunk[:] = bytes([1]) * MIB
+    mapped = MappedPool("p", (MIB,), SLOTS, os.dup(pool.descriptor))
+    most = 0
+    for _ in range(chosen.randrange(12)):
+        slot = chosen.randrange(min(SLOTS, most + 40))
+        chosen.choice([mapped.will_write, mapped.will_read])([slot])
+        most = max(most, slot)
+        if chosen.random() < 0.5:
+            until(at_rest)
+    until(at_rest)
+    mapped.will_read([most])  # a thread that was about to end may have missed the last
+    until(at_rest)
+    pages = there(mapped.view)
+    at_end = min(SLOTS, most + 1 + populated.MOST_AHEAD // MIB)
+    assert all(pages[: most + 1])
+    assert not any(pages[max(at_end, written + populated.MOST_AHEAD // MIB) :])
+    mapped.close()
     pool.close()
 
 
@@ -156,6 +206,54 @@ def test_a_store_through_a_server_finds_its_pages(tmp_path: Path) -> None:
     server.stop()
 
 
+def test_a_load_through_a_server_finds_its_pages(tmp_path: Path) -> None:
+    """Of one that only reads, as the engine of a decode server: what was stored before it came, and what comes next."""
+    server = launch({"host": {"capacity_bytes": SLOTS * MIB}}, socket=tmp_path / "s")
+    writer, reader = (RemoteCache(tmp_path / "s", group_bytes=(MIB,), fingerprint="f") for _ in range(2))
+    stored = [key_chain(40, branch=str(number)) for number in range(4)]
+
+    def store(keys: Sequence[ChunkKey]) -> None:
+        writer.commit(writer.begin_store(keys, "writer"))
+
+    def load(cache: RemoteCache, keys: Sequence[ChunkKey]) -> bool:
+        """Whether all pages of these chunks were mapped when they were leased."""
+        pages = there(cache.pool.view)
+        lease = cache.load(keys, "reader")
+        assert isinstance(lease, ReadLease)
+        until(at_rest)
+        return all(pages[extent.offset // MIB] for extent in lease.extents)
+
+    for keys in stored[:3]:
+        store(keys)
+        until(at_rest)
+    assert load(reader, stored[0]), "the least distance is more"
+    assert load(reader, stored[1])
+    assert load(reader, stored[2])
+    store(stored[3])
+    assert load(reader, stored[3])
+    late = RemoteCache(tmp_path / "s", group_bytes=(MIB,), fingerprint="f")
+    until(at_rest)
+    assert load(late, stored[3]), "stored before it came"
+    for cache in (writer, reader, late):
+        cache.close()
+    server.stop()
+
+
+def test_a_store_does_not_wait_for_what_others_have_written() -> None:
+    """What is ahead is populated at once although the thread pauses before it maps the rest."""
+    pool = HostPool.shared("p", MIB, SLOTS)
+    mapped = MappedPool("p", (MIB,), SLOTS, os.dup(pool.descriptor))
+    until(at_rest)
+    mapped.will_read([90])
+    began_s = time.monotonic()
+    mapped.will_write([100])
+    until(lambda: there(mapped.view)[120])
+    assert not any(there(mapped.view)[70:90]) or time.monotonic() - began_s > populated.PAUSE_S
+    mapped.close()
+    assert at_rest()
+    pool.close()
+
+
 @pytest.mark.parametrize("kind", ["anonymous", "shared"])
 def test_a_pool_can_be_closed_in_every_phase(kind: str) -> None:
     """Before the thread began, between any two of its slices, and when it has ended: it goes first."""
@@ -182,7 +280,7 @@ def test_a_pool_that_could_not_be_closed_still_works() -> None:
 
 
 def test_a_kernel_without_the_call_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(populated, "_MADV_POPULATE_WRITE", 9999)
     pool = HostPool.anonymous("p", MIB, SLOTS)
     until(at_rest)
     assert [pool.allocate() for _ in range(SLOTS)] == list(range(SLOTS))
@@ -215,7 +313,7 @@ def test_a_forked_child_goes_on_by_itself() -> None:
     script = f"""
 import os, time
 from kv_tiers import HostPool
-from kv_tiers.pool.ahead import LEAST_AHEAD
+from kv_tiers.pool.populated import LEAST_AHEAD
 for pause in range(12):
     pool = HostPool.shared("p", {MIB}, {SLOTS})
     time.sleep(pause / 1000)
