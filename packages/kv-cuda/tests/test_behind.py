@@ -18,7 +18,7 @@ from kv_core.extent import HostExtent
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import CpuCopier
 from kv_cuda.copy import behind
-from kv_cuda.copy.behind import LayerCopy, copy_behind, copying_thread, pays_behind
+from kv_cuda.copy.behind import LayerCopy, LayerInPieces, copy_behind, copying_thread, pays_behind
 from kv_cuda.kernels import installed_kernels
 from kv_testing.layouts import BLOCKS, TOKENS, SmallCache, small_caches
 from kv_testing.threads import threads_left
@@ -227,6 +227,58 @@ def test_one_thread_copies_a_layer_and_the_others_wait_for_it() -> None:
     for event in events:
         event.wait()
     assert copied == [1, 0]
+
+
+def test_the_thread_and_a_caller_that_waits_share_the_pieces_of_a_layer() -> None:
+    begun, others_copied = Event(), Event()
+    copied: list[tuple[int, str]] = []
+
+    def held_up() -> None:
+        begun.set()
+        assert others_copied.wait(30)
+        copied.append((0, threading.current_thread().name))
+
+    def piece(number: int) -> None:
+        copied.append((number, threading.current_thread().name))
+        if number == 3:
+            others_copied.set()
+
+    pieces = copy_behind([held_up, *(partial(piece, number) for number in range(1, 4)), partial(piece, 4)])
+    layer, after = LayerInPieces(pieces[:4]), pieces[4]
+    assert begun.wait(30)
+    assert not layer.done()
+    layer.wait()
+    assert layer.done()
+    mine = threading.current_thread().name
+    assert sorted(copied[:3]) == [(1, mine), (2, mine), (3, mine)], "nothing of the layer after it"
+    assert [name for number, name in copied if number == 0] != [mine]
+    after.wait()
+    assert sorted(number for number, _ in copied) == [0, 1, 2, 3, 4]
+
+
+def test_a_layer_of_which_a_piece_fails_says_so_when_no_other_is_being_copied() -> None:
+    """Who hears of it may give the memory to others at once."""
+    begun, may_end = Event(), Event()
+    copied: list[int] = []
+
+    def fail() -> None:
+        raise MisuseError("beyond the pool")
+
+    def held_up() -> None:
+        begun.set()
+        assert may_end.wait(30)
+        copied.append(1)
+
+    layer = LayerInPieces(copy_behind([fail, held_up]))
+    assert begun.wait(30)
+    assert not layer.done()
+    threading.Timer(0.05, may_end.set).start()
+    for _ in range(2):
+        with pytest.raises(MisuseError, match="beyond the pool"):
+            layer.wait()
+        assert copied == [1]
+    with pytest.raises(MisuseError, match="beyond the pool"):
+        layer.done()
 
 
 def test_a_forked_child_has_a_thread_of_its_own() -> None:

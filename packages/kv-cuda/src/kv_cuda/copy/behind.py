@@ -2,9 +2,10 @@
 stores, once it has computed one.
 
 One thread copies the layers in their order. A caller that waits for a layer copies it itself if the thread has not
-begun it, and those after it if it has. So both are busy until the engine can compute, and a thread that gets no
-processor delays a caller by no more than the layer it is copying. The thread stays off the processor that its caller
-computes on: a scheduler that wakes it there has the two take turns of some milliseconds.
+begun it, and those after it if it has; the first layer of a load, for which the engine always waits, is in pieces that
+both copy. So both are busy until the engine can compute, and a thread that gets no processor delays a caller by no more
+than the layer it is copying. The thread stays off the processor that its caller computes on: a scheduler that wakes it
+there has the two take turns of some milliseconds.
 """
 
 import ctypes
@@ -38,8 +39,12 @@ class LayerCopy:
         self._failure: Exception | None = None
         self._next = next_layer
 
+    @property
+    def has_ended(self) -> bool:
+        return self._copy is None
+
     def done(self) -> bool:
-        has_ended = self._copy is None  # read before the failure, which is set first: the copy may end in between
+        has_ended = self.has_ended  # read before the failure, which is set first: the copy may end in between
         if self._failure is not None:
             raise self._failure
         return has_ended
@@ -76,8 +81,31 @@ class LayerCopy:
         return True
 
 
+class LayerInPieces:
+    """The copy of a layer that the thread and a caller that waits for it share."""
+
+    def __init__(self, pieces: Sequence[LayerCopy]) -> None:
+        self._pieces = pieces
+
+    def done(self) -> bool:
+        return all(piece.has_ended for piece in self._pieces) and all(piece.done() for piece in self._pieces)
+
+    def wait(self) -> None:
+        for piece in self._pieces:
+            piece.copy()
+        if not all(piece.has_ended for piece in self._pieces):
+            for piece in self._pieces:
+                piece.copy(wait=True)
+            move_thread_away()  # the system wakes a waiter where its waker runs
+        self.done()
+
+    def hold_engine(self) -> None:
+        self.wait()
+
+
 def copy_behind(layers: Sequence[Callable[[], None]]) -> list[LayerCopy]:
-    """Start copying these layers, in their order; or copy them, if the system has no more threads for this process."""
+    """Start copying these layers, or pieces of layers, in their order; or copy them, if the system has no more threads
+    for this process."""
     copies: list[LayerCopy] = []
     for copy in reversed(layers):
         copies.append(LayerCopy(copy, copies[-1] if copies else None))

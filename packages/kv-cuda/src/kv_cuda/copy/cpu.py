@@ -30,7 +30,7 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import TransferPlan
 
-from kv_cuda.copy.behind import copy_behind, pays_behind
+from kv_cuda.copy.behind import LayerInPieces, copy_behind, pays_behind
 from kv_cuda.copy.compiled import CompiledBlocks, CopyWay
 from kv_cuda.copy.memory import device_pool
 from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
@@ -55,6 +55,9 @@ torch's than that, torch is faster."""
 
 _MIN_STREAMED_BYTES = 16 << 20
 """The most that a processor's caches hold for one core: the attention that follows would find no more in them."""
+
+_FIRST_LAYER_PIECES = 4
+"""The engine waits for a load's first layer at once, and so copies as much of it as the thread."""
 
 _DONE = DoneEvent()
 
@@ -197,8 +200,13 @@ class CpuCopier:
         if not self._in_thread(chunks):
             self._copy_all(chunks, to_engine=True)
             return [_DONE] * self._layout.layers
-        copy = self._copy_of_layer(chunks, self._copy_way(chunks, to_engine=True))
-        return copy_behind([partial(copy, layer) for layer in range(self._layout.layers)])
+        way = self._copy_way(chunks, to_engine=True)
+        copy = self._copy_of_layer(chunks, way)
+        size = -(-len(chunks) // _FIRST_LAYER_PIECES)
+        pieces = [chunks[first : first + size] for first in range(0, len(chunks), size)]
+        first_layer = [partial(self._copy_of_layer(piece, way), 0) for piece in pieces]
+        copies = copy_behind(first_layer + [partial(copy, layer) for layer in range(1, self._layout.layers)])
+        return [LayerInPieces(copies[: len(pieces)]), *copies[len(pieces) :]]
 
     def store_layers(self, plan: TransferPlan) -> "_LayersBehind | None":
         """A thread, or a caller that waits, gathers large stores. None: small ones are quicker in one piece."""
