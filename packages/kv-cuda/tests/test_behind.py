@@ -209,21 +209,43 @@ def test_what_has_no_thread_is_copied_by_the_call_and_never_again(monkeypatch: p
     executor.shutdown()
 
 
+class HeldUp:
+    """A copy that ends when it may, and then adds its number."""
+
+    def __init__(self, copied: list[int]) -> None:
+        self.begun, self.may_end = Event(), Event()
+        self._copied = copied
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(30)
+        self._copied.append(0)
+
+    def end_when_waited_for(self, copy: LayerCopy, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It ends when somebody waits for it."""
+        lock, may_end = copy._lock, self.may_end
+
+        class Waited:
+            def acquire(self, *, blocking: bool) -> bool:
+                if blocking:
+                    may_end.set()
+                return lock.acquire(blocking=blocking)
+
+            def release(self) -> None:
+                lock.release()
+
+        monkeypatch.setattr(copy, "_lock", Waited())
+
+
 def test_one_thread_copies_a_layer_and_the_others_wait_for_it() -> None:
-    begun, may_end = Event(), Event()
     copied: list[int] = []
-
-    def first() -> None:
-        begun.set()
-        assert may_end.wait(30)
-        copied.append(0)
-
+    first = HeldUp(copied)
     events = copy_behind([first, lambda: copied.append(1)])
-    assert begun.wait(30)
+    assert first.begun.wait(30)
     assert not events[0].done()
     events[1].wait()  # not behind the first
     assert copied == [1]
-    may_end.set()
+    first.may_end.set()
     for event in events:
         event.wait()
     assert copied == [1, 0]
@@ -256,27 +278,23 @@ def test_the_thread_and_a_caller_that_waits_share_the_pieces_of_a_layer() -> Non
     assert sorted(number for number, _ in copied) == [0, 1, 2, 3, 4]
 
 
-def test_a_layer_of_which_a_piece_fails_says_so_when_no_other_is_being_copied() -> None:
+def test_a_layer_of_which_a_piece_fails_says_so_when_no_other_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who hears of it may give the memory to others at once."""
-    begun, may_end = Event(), Event()
     copied: list[int] = []
+    held_up = HeldUp(copied)
 
     def fail() -> None:
         raise MisuseError("beyond the pool")
 
-    def held_up() -> None:
-        begun.set()
-        assert may_end.wait(30)
-        copied.append(1)
-
-    layer = LayerInPieces(copy_behind([fail, held_up]))
-    assert begun.wait(30)
+    pieces = copy_behind([fail, held_up])
+    layer = LayerInPieces(pieces)
+    assert held_up.begun.wait(30)
     assert not layer.done()
-    threading.Timer(0.05, may_end.set).start()
+    held_up.end_when_waited_for(pieces[1], monkeypatch)
     for _ in range(2):
         with pytest.raises(MisuseError, match="beyond the pool"):
             layer.wait()
-        assert copied == [1]
+        assert copied == [0]
     with pytest.raises(MisuseError, match="beyond the pool"):
         layer.done()
 
@@ -357,36 +375,17 @@ def test_the_thread_leaves_the_processor_of_the_caller(monkeypatch: pytest.Monke
     processors, allowed = os.sched_getaffinity(0), os.sched_getaffinity
     if len(processors) < 2:
         pytest.skip("there is one processor")
-    begun, may_end = Event(), Event()
-
-    class Waited:
-        """The copy ends when somebody waits for it."""
-
-        def __init__(self, lock: Any) -> None:
-            self.lock = lock
-
-        def acquire(self, *, blocking: bool) -> bool:
-            if blocking:
-                may_end.set()
-            return bool(self.lock.acquire(blocking=blocking))
-
-        def release(self) -> None:
-            self.lock.release()
-
-    def held_up() -> None:
-        begun.set()
-        assert may_end.wait(30)
-
+    held_up = HeldUp([])
     copying_thread().submit(lambda: None).result()
     monkeypatch.setattr(behind.os, "sched_getaffinity", lambda _process: processors)
     first, second, *_ = processors
     try:
         os.sched_setaffinity(0, {first})  # so that this thread runs there for certain
         (copy,) = copy_behind([held_up])
-        assert begun.wait(30)
+        assert held_up.begun.wait(30)
         assert allowed(behind._thread_ids[0]) == processors - {first}
         os.sched_setaffinity(0, {second})
-        monkeypatch.setattr(copy, "_lock", Waited(copy._lock))
+        held_up.end_when_waited_for(copy, monkeypatch)
         copy.wait()
         assert allowed(behind._thread_ids[0]) == processors - {second}
     finally:
