@@ -68,38 +68,6 @@ def test_an_answer_that_has_come_counts_however_late_its_reader_runs(
         assert isinstance(connection.ask(wire.Status()), wire.Stated)
 
 
-def test_what_is_posted_is_done_before_what_is_asked_next(served: ThreadedServer) -> None:
-    """However much is posted, each question gets its own answer."""
-    stays, keys = served.join(), key_chain(3)
-    store(stays, keys)
-    cache = served.join()
-    connection = cache._link.connection
-    assert connection is not None
-    chosen = random.Random(5)
-    for number in range(40):
-        assert cache.lookup(keys, f"r{number}").chunks == 3
-        assert cache.renew(f"r{number}")
-        for _ in range(chosen.choice([1, 2, connection_module._MAX_UNREAD + 2])):
-            cache.end(f"r{number}")
-        assert 0 < connection._unread <= connection_module._MAX_UNREAD
-        assert not cache.renew(f"r{number}")
-        assert connection._unread == 0
-    assert stays.counts().read_leases == 0
-    cache.close()
-    stays.close()
-
-
-@pytest.mark.parametrize("posted", [1, connection_module._MAX_UNREAD + 1])
-def test_what_is_posted_and_not_done_ends_the_connection(served: ThreadedServer, posted: int) -> None:
-    """No later answer could be trusted to belong to its question."""
-    cache = served.join()
-    for _ in range(posted):
-        cache._link.post(wire.Commit(999))
-    assert cache.lookup(key_chain(1), "r").ended is Ended.REFUSED
-    until(lambda: cache.lookup(key_chain(1), "r").ended is not Ended.REFUSED)
-    cache.close()
-
-
 def test_what_is_asked_of_a_server_once_has_one_time_for_the_greeting_and_the_answer(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

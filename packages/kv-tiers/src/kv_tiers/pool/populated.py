@@ -139,7 +139,8 @@ class PopulatedPages:
             advice = _MADV_POPULATE_WRITE if is_ahead else _MADV_POPULATE_READ
             if madvise(address + offset, nbytes, advice) == 0:
                 if is_ahead:
-                    self._gap_end = self._gap_end if ahead == self._populated else ahead
+                    if ahead != self._populated:
+                        self._gap_end = ahead
                     self._populated = offset + nbytes
                 else:
                     self._mapped = offset + nbytes

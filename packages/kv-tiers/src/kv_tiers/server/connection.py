@@ -18,8 +18,6 @@ from kv_tiers.server import wire
 
 _READ_BYTES: Final = 1 << 16
 _PEER: Final = struct.Struct("3i")
-_MAX_UNREAD: Final = 256
-"""Answers that may wait in the socket's buffer, about 20 bytes each."""
 PACKAGE: Final = version("kv-tiers")
 
 A = TypeVar("A", bound=wire.Answer)
@@ -44,8 +42,6 @@ class Connection:
         self.timeout_s = timeout_s
         self._frames = wire.Frames(wire.MAX_ANSWER_BYTES)
         self._descriptors: list[int] = []
-        self._unread = 0
-        """Answers to `post` that have not been read yet."""
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:  # this process may open no more descriptors
@@ -107,26 +103,10 @@ class Connection:
             TierDown: there was no answer in time; the connection can no longer be used.
         """
         self.send(request)
-        while True:
-            answer = self.receive(self.timeout_s)
-            if answer is None:
-                raise TierDown(f"the server did not answer within {self.timeout_s} s")
-            if not self._unread:
-                return answer
-            self._unread -= 1
-            _check_done(answer)
-
-    def post(self, request: wire.Request) -> None:
-        """Send a request whose answer says only that it was done: the next `ask` reads it first.
-
-        Raises:
-            TierDown: the server did not accept it in time, or did not do what was posted before.
-        """
-        if self._unread < _MAX_UNREAD:
-            self.send(request)
-            self._unread += 1
-        else:
-            _check_done(self.ask(request))
+        answer = self.receive(self.timeout_s)
+        if answer is None:
+            raise TierDown(f"the server did not answer within {self.timeout_s} s")
+        return answer
 
     def take_descriptor(self) -> int:
         """The pool's descriptor, which came with `Pool`. The caller closes it.
@@ -152,11 +132,6 @@ class Connection:
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
         return data
-
-
-def _check_done(answer: wire.Answer) -> None:
-    if not isinstance(answer, wire.Done):
-        raise TierDown(answer.text if isinstance(answer, wire.Failed) else f"its answer is a {type(answer).__name__}")
 
 
 class Opening:

@@ -154,23 +154,12 @@ class Link:
         self.lose(got.text if isinstance(got, wire.Failed) else f"its answer is a {type(got).__name__}")
         return None
 
-    def post(self, request: wire.Request) -> None:
-        """Send a request without waiting for its answer, `Done`. Does nothing while the server is away.
-
-        Requests are handled in their order, so this client's next one finds it done.
-        """
-        if self.is_up():
-            assert self.connection is not None
-            self._send(self.connection.post, request)
-
     def tell(self, request: wire.Request) -> None:
         """Send a message that has no answer. Does nothing while the server is away."""
-        if self.connection is not None:
-            self._send(self.connection.send, request)
-
-    def _send(self, send: Callable[[wire.Request], None], request: wire.Request) -> None:
+        if self.connection is None:
+            return
         try:
-            send(request)
+            self.connection.send(request)
         except TierDown as why:
             self.lose(str(why))
         except BaseException:

@@ -243,7 +243,7 @@ class RemoteCache:
                 return
             for lease in [lease for lease, its_holder in self._lasting.items() if its_holder == holder]:
                 self._strike(lease)
-            self._link.post(wire.End(_name_of(holder)))  # nothing depends on its answer, and a step would wait for it
+            self._ask(wire.End(_name_of(holder)), wire.Done)
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
         """No round trip: sent only if the server has a subscriber, and not answered."""
