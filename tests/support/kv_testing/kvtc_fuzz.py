@@ -17,8 +17,8 @@ from kv_tiers.codecs.calibration import Calibration, Shape
 from kv_tiers.codecs.compiled_kernels import CompiledKernels
 from kv_tiers.codecs.kernels import Kernels
 from kv_tiers.codecs.kvtc import HEAD_BYTES, KvtcCodec
-from kv_tiers.codecs.numpy_rows import group_numbers
-from kv_tiers.codecs.row_codes import row_codes
+from kv_tiers.codecs.numpy_rows import decode_rows, unit_numbers
+from kv_tiers.codecs.row_codes import MOST_LOW_BITS, SYMBOLS, row_codes
 from kv_tiers.codecs.transform import TILE, transform_of
 from numpy.typing import NDArray
 
@@ -96,16 +96,17 @@ def _decode(codec: KvtcCodec, payload: bytes, nbytes: int, digest: "xxhash.xxh3_
 
 
 def _rows(kernels: Kernels, chance: np.random.Generator) -> bytes:
-    """Of widths from nearly nothing to all of 16 bits."""
-    tokens = int(chance.integers(1, 400))
-    widths = 10 ** chance.uniform(-1, 4, (int(chance.integers(1, 40)), 1))
-    drawn = np.rint(chance.logistic(0, 1, (len(widths), tokens)) * widths).clip(-32768, 32767)
-    rows, out = drawn.astype(np.int16), np.zeros(4 * drawn.size + 4096, np.uint8)
-    size = kernels.encode_rows(rows, row_codes(), out)
+    """Of widths from nearly nothing to all of 16 bits, with some numbers far beyond."""
+    tokens, channels = int(chance.integers(1, 400)), 2 * int(chance.integers(1, 20))
+    widths = 10 ** chance.uniform(-1, 4, (channels * int(chance.integers(1, 3)), 1))
+    drawn = chance.logistic(0, 1, (len(widths), tokens)) * widths
+    drawn[chance.random(drawn.shape) < 0.001] *= 9
+    rows, out = np.rint(drawn).clip(-32768, 32767).astype(np.int16), np.zeros(4 * drawn.size + 4096, np.uint8)
+    size = kernels.encode_rows(rows, channels, row_codes(), out)
     if size is None:
         return b"none"
     back = np.empty_like(rows)
-    kernels.decode_rows(out[:size], row_codes(), back)
+    decode_rows(out[:size], channels, row_codes(), back)
     return out[:size].tobytes() + (b"same" if np.array_equal(back, rows) else b"others")
 
 
@@ -117,74 +118,62 @@ def kvtc_misfits(kernels: CompiledKernels) -> list[str]:
     transform, codes = transform_of(drawn_calibration(chance, shape)), row_codes()
     words = np.frombuffer(drawn_chunk(chance, shape, tokens), "<u2").copy()
     turns = np.ones((2, 2, 2, 2 * TILE), np.float32)
-    rows = np.zeros((transform.places.size, tokens), np.int16)
-    described, scratch = transform.described(tokens, 4), np.zeros(transform.scratch_bytes, np.uint8)
-    out, group = np.zeros(2 * rows.nbytes, np.uint8), group_numbers(tokens)
+    rows = np.zeros((shape.blocks * shape.block_channels, tokens), np.int16)
+    described, scratch = transform.described(tokens, 4), np.zeros(8 * TILE * 12, np.uint8)
+    out = np.zeros(2 * rows.nbytes, np.uint8)
     lent = (transform.tables, transform.means)
-    own = (codes.kinds, codes.costs, codes.coded)
+    tables = (codes.low_bits, codes.shares, codes.starts, codes.symbols)
     rows[::3] = 7
-    size = kernels.encode_rows(rows, codes, out)
+    size = kernels.encode_rows(rows, shape.block_channels, codes, out)
     calls: dict[str, tuple[Any, ...]] = {
-        "project": (
-            described,
-            words,
-            turns,
-            *lent,
-            transform.steps,
-            transform.forward,
-            transform.places,
-            rows.copy(),
-            scratch,
-        ),
-        "project_back": (
-            described,
+        "project": (described, words, turns, *lent, transform.steps, transform.forward, rows.copy(), scratch),
+        "encode_rows": (
+            np.array([tokens, shape.block_channels], np.int64),
             rows,
+            *tables,
+            codes.limits,
+            np.zeros(unit_numbers(tokens), np.int16),
+            out.copy(),
+        ),
+        "decode": (
+            described,
+            out[:size].copy(),
             turns,
             *lent,
             transform.scales,
             transform.backward,
             transform.small,
-            transform.places,
+            *tables,
             words,
-            scratch,
-        ),
-        "encode_rows": (tokens, rows, *own, np.zeros(2 * group, np.uint32), out.copy()),
-        "decode_rows": (
-            tokens,
-            out[:size],
-            codes.kinds,
-            codes.lookup,
-            codes.pairs,
-            codes.unpacking,
-            np.zeros(group, np.uint8),
-            rows.copy(),
+            np.zeros(transform.scratch_bytes(tokens), np.uint8),
         ),
     }
     for name, arguments in calls.items():
         if kernels.call(name, *arguments) < 0:
             accepted.append(f"{name} refuses what fits")
         for place, one in enumerate(arguments):
-            if isinstance(one, int):
-                wrong: list[Any] = [0, -1, 71, 1 << 40]
-            elif name == "encode_rows" and place == len(arguments) - 1:  # any room will do, but it is all that is used
-                wrong = []
-            else:
-                flat = one.reshape(-1)
-                wrong = [flat[:-1].copy(), np.resize(flat, flat.size + 1)]
-                if (name, place) != ("encode_rows", 1):  # half of the rows are rows
-                    wrong.append(flat[: flat.size // 2].copy())
+            if name == "encode_rows" and place == len(arguments) - 1:  # any room will do, but it is all that is used
+                continue
+            flat = one.reshape(-1)
+            wrong = [flat[:-1].copy(), np.resize(flat, flat.size + 1)]
+            if (name, place) != ("encode_rows", 1):  # half of the rows are rows
+                wrong.append(flat[: flat.size // 2].copy())
             for other in wrong:
                 if not _refused(kernels, name, (*arguments[:place], other, *arguments[place + 1 :])):
                     accepted.append(f"{name}, argument {place}")
-    for name in ("project", "project_back"):
+    for name in calls:
+        described = calls[name][0]
         for at in range(len(described)):
             for value in (-1, 1 << 40, tokens + 1 if at == 6 else 0):  # no tokens may be exact
                 forged = described.copy()
                 forged[at] = value
                 if not _refused(kernels, name, (forged, *calls[name][1:])):
                     accepted.append(f"{name} of shape {forged.tolist()}")
-        for argument, beyond in ((3, 2), (3, -1), (-3, rows.shape[0]), (-3, -1)):  # tables, places
-            accepted += _led_astray(kernels, name, calls[name], argument, beyond)
+    for name in ("project", "decode"):
+        for beyond in (2, -1):
+            accepted += _led_astray(kernels, name, calls[name], 3, beyond)  # tables
+    accepted += _led_astray(kernels, "decode", calls["decode"], 8, MOST_LOW_BITS + 1)
+    accepted += _led_astray(kernels, "decode", calls["decode"], 11, SYMBOLS)
     return accepted
 
 

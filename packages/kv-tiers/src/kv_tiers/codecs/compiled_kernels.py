@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 
 from kv_tiers.codec import CodecError
 from kv_tiers.codecs.kernels import Bytes, Rows, Words, check_exponents
-from kv_tiers.codecs.numpy_rows import DAMAGED, group_numbers
+from kv_tiers.codecs.numpy_rows import DAMAGED, unit_numbers
 from kv_tiers.codecs.row_codes import RowCodes
-from kv_tiers.codecs.transform import Transform
+from kv_tiers.codecs.transform import TILE, Transform
 
 _log = limited_logger(__name__)
 
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
-_VERSION: Final = 9
+_VERSION: Final = 10
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
 """`KV_MISFIT` in the sources, and so on."""
@@ -49,10 +49,9 @@ _ARGUMENTS: Final = {
     "quantise": (0, 4),
     "dequantise": (0, 4),
     "copy_blocks": (1, 4),
-    "encode_rows": (1, 6),
-    "decode_rows": (1, 7),
-    "project": (0, 10),
-    "project_back": (0, 11),
+    "encode_rows": (0, 9),
+    "project": (0, 9),
+    "decode": (0, 14),
 }
 """How many numbers each function takes, and how many arrays behind them."""
 
@@ -129,27 +128,28 @@ class CompiledKernels:
         return counts
 
     def project(self, transform: Transform, words: Words, turns: NDArray[np.float32], rows: Rows, exact: int) -> bool:
-        arrays = (transform.tables, transform.means, transform.steps, transform.forward, transform.places)
-        description, scratch = transform.described(rows.shape[1], exact), np.empty(transform.scratch_bytes, np.uint8)
+        arrays = (transform.tables, transform.means, transform.steps, transform.forward)
+        shape = transform.shape
+        scratch = np.empty(8 * TILE * shape.heads * shape.head_dim, np.uint8)
+        description = transform.described(rows.shape[1], exact)
         return self.call("project", description, words, turns, *arrays, rows, scratch) == 0
 
-    def project_back(self, transform: Transform, rows: Rows, turns: NDArray[np.float32], words: Words) -> None:
-        arrays = (transform.tables, transform.means, transform.scales, transform.backward, transform.small)
-        description, scratch = transform.described(rows.shape[1], 0), np.empty(transform.scratch_bytes, np.uint8)
-        self.call("project_back", description, rows, turns, *arrays, transform.places, words, scratch)
-
-    def encode_rows(self, rows: Rows, codes: RowCodes, out: Bytes) -> int | None:
+    def encode_rows(self, rows: Rows, channels: int, codes: RowCodes, out: Bytes) -> int | None:
         tokens = rows.shape[1]
-        scratch = np.empty(2 * group_numbers(tokens), np.uint32)
-        tables = (codes.kinds, codes.costs, codes.coded)
-        size = self.call("encode_rows", tokens, rows, *tables, scratch, out)
+        scratch = np.empty(unit_numbers(tokens), np.int16)
+        tables = (codes.low_bits, codes.shares, codes.starts, codes.symbols, codes.limits)
+        size = self.call("encode_rows", np.array([tokens, channels], np.int64), rows, *tables, scratch, out)
         return None if size == _FULL else size
 
-    def decode_rows(self, payload: Bytes, codes: RowCodes, rows: Rows) -> None:
-        tokens = rows.shape[1]
-        scratch = np.empty(group_numbers(tokens), np.uint8)
-        tables = (codes.kinds, codes.lookup, codes.pairs, codes.unpacking)
-        if self.call("decode_rows", tokens, payload, *tables, scratch, rows):
+    def decode(
+        self, transform: Transform, payload: Bytes, codes: RowCodes, turns: NDArray[np.float32], words: Words
+    ) -> None:
+        tokens = words.nbytes // transform.shape.token_bytes
+        arrays = (transform.tables, transform.means, transform.scales, transform.backward, transform.small)
+        tables = (codes.low_bits, codes.shares, codes.starts, codes.symbols)
+        description = transform.described(tokens, 0)
+        scratch = np.empty(transform.scratch_bytes(tokens), np.uint8)
+        if self.call("decode", description, payload, turns, *arrays, *tables, words, scratch):
             raise CodecError(DAMAGED)
 
     def call(self, name: str, *arguments: int | NDArray[Any] | tuple[int, int]) -> int:

@@ -127,17 +127,20 @@ class Kernels(Protocol):
         2, tokens, to a whole tile of 64]. exact: number of first tokens whose steps are 0.
         """
 
-    def project_back(self, transform: "Transform", rows: Rows, turns: NDArray[np.float32], words: Words) -> None:
-        """The reverse of `project`."""
+    def encode_rows(self, rows: Rows, channels: int, codes: "RowCodes", out: Bytes) -> int | None:
+        """Encode rows, as specified in docs/formats/kvtc.md. Returns how many bytes they take; None: there is no room
+        for them.
 
-    def encode_rows(self, rows: Rows, codes: "RowCodes", out: Bytes) -> int | None:
-        """Encode rows as prefix codes. Returns how many bytes they take; None: there is no room for them."""
+        channels: the rows of a block.
+        """
 
-    def decode_rows(self, payload: Bytes, codes: "RowCodes", rows: Rows) -> None:
-        """The reverse of `encode_rows`.
+    def decode(
+        self, transform: "Transform", payload: Bytes, codes: "RowCodes", turns: NDArray[np.float32], words: Words
+    ) -> None:
+        """The reverse of `project` and `encode_rows`.
 
         Raises:
-            CodecError: these are not the bytes of this many rows.
+            CodecError: these are not the bytes of a chunk of this size.
         """
 
 

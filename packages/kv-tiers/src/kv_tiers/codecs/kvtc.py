@@ -33,7 +33,7 @@ from kv_tiers.options import read_options
 from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tier import TierContext
 
-VERSION: Final = 2
+VERSION: Final = 3
 _HEAD: Final = struct.Struct(f"<BBxxIQ{ID_BYTES}s")
 HEAD_BYTES: Final = _HEAD.size + SEAL_BYTES
 _NO_NUMBERS: Final[Numbers] = np.empty((0, 0), np.float32)
@@ -143,11 +143,10 @@ class KvtcCodec:
         coded_at = HEAD_BYTES + exact * self._shape.token_bytes
         if len(payload) < coded_at:
             raise CodecError(f"it ends after {len(payload)} bytes, within its first tokens")
-        words, rows = self._words(out), self._rows(tokens)
-        self.kernels.decode_rows(np.frombuffer(payload[coded_at:], np.uint8), self._codes, rows)
+        words, coded = self._words(out), np.frombuffer(payload[coded_at:], np.uint8)
         ordered = words if self._shape.order.is_usual else np.empty_like(words)
         with np.errstate(all="ignore"):  # from payloads that no encoder produces
-            self.kernels.project_back(self._transform, rows, self._turns(first, tokens), ordered)
+            self.kernels.decode(self._transform, coded, self._codes, self._turns(first, tokens), ordered)
         stored = self._shape.planes(words)
         if ordered is not words:
             self._restore(self._shape.planes(ordered), stored)
@@ -169,7 +168,7 @@ class KvtcCodec:
         if not self.kernels.project(self._transform, ordered, self._turns(first, tokens), rows, exact):
             return None
         written = np.frombuffer(out, np.uint8)
-        coded_bytes = self.kernels.encode_rows(rows, self._codes, written[coded_at:])
+        coded_bytes = self.kernels.encode_rows(rows, self._shape.block_channels, self._codes, written[coded_at:])
         if coded_bytes is None:
             return None
         written[HEAD_BYTES:coded_at] = stored[:, :exact].reshape(-1).view(np.uint8)
@@ -207,7 +206,7 @@ class KvtcCodec:
         """This thread's steps, reused because fresh pages cost more than the work done in them."""
         rows: Rows | None = getattr(self._local, "rows", None)
         if rows is None or rows.shape[1] != tokens:
-            rows = self._local.rows = np.empty((self._transform.places.size, tokens), np.int16)
+            rows = self._local.rows = np.empty((self._shape.blocks * self._shape.block_channels, tokens), np.int16)
         return rows
 
 

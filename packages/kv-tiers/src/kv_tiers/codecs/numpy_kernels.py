@@ -24,6 +24,9 @@ from kv_tiers.codecs.kernels import (
 )
 from kv_tiers.codecs.numpy_rows import decode_rows, encode_rows
 from kv_tiers.codecs.numpy_transform import project, project_back
+from kv_tiers.codecs.rotation import Numbers
+from kv_tiers.codecs.row_codes import RowCodes
+from kv_tiers.codecs.transform import Transform
 
 _CACHED: Final = 1 << 15
 """How many numbers are processed at a time, so that numpy's passes over them stay in the processor's cache."""
@@ -119,9 +122,14 @@ class NumpyKernels:
         return counts
 
     project = staticmethod(project)
-    project_back = staticmethod(project_back)
     encode_rows = staticmethod(encode_rows)
-    decode_rows = staticmethod(decode_rows)
+
+    def decode(self, transform: Transform, payload: Bytes, codes: RowCodes, turns: Numbers, words: Words) -> None:
+        shape = transform.shape
+        channels = shape.heads * shape.head_dim
+        rows = np.empty((2 * shape.layers * channels, words.nbytes // shape.token_bytes), np.int16)
+        decode_rows(payload, shape.block_channels, codes, rows)
+        project_back(transform, rows, turns, words)
 
 
 def _pieces(numbers: int) -> list[slice]:

@@ -39,16 +39,18 @@ def project(transform: Transform, words: Words, turns: Numbers, rows: Rows, exac
             whole_steps = (sums + (1 << (shift - 1))) >> shift
             if np.abs(whole_steps).max() > LARGEST_STEPS:
                 return False
-            rows[transform.places[block]] = whole_steps.T
+            rows[block * channels : (block + 1) * channels] = whole_steps.T
     return True
 
 
 def project_back(transform: Transform, rows: Rows, turns: Numbers, words: Words) -> None:
-    """Like `Kernels.project_back`."""
+    """The reverse of `project`."""
     shape = transform.shape
+    channels = shape.block_channels
     for plane, stored in enumerate(shape.planes(words)):
         sums = [
-            rows[transform.places[block]].T.astype(np.float64) @ transform.backward[block].T.astype(np.float64)
+            rows[block * channels : (block + 1) * channels].T.astype(np.float64)
+            @ transform.backward[block].T.astype(np.float64)
             for block in _blocks(transform, plane)
         ]
         numbers = np.concatenate(sums, 1).astype(np.float32) * transform.scales[plane] + transform.means[plane]

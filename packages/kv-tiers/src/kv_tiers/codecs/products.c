@@ -78,35 +78,31 @@ VNNI static void multiply_vnni(const i16 *matrix, size_t block, const int16_t *n
     }
 }
 
-/* Of 128 × a row's numbers, as a number that is 128 too large adds that. */
-VNNI static inline __m512i excess_of(const i8 *row, size_t fours) {
-    const __m512i too_large = _mm512_set1_epi8((char)-128);
-    __m512i sum = _mm512_setzero_si512();
-    size_t i = 0;
-    for (; i + 16 <= fours; i += 16)
-        sum = _mm512_dpbusd_epi32(sum, too_large, _mm512_loadu_si512(row + 4 * i));
-    if (i < fours) {
-        __mmask16 rest = (__mmask16)((1u << (fours - i)) - 1);
-        sum = _mm512_dpbusd_epi32(sum, too_large, _mm512_maskz_loadu_epi32(rest, row + 4 * i));
-    }
-    return _mm512_set1_epi32(-_mm512_reduce_add_epi32(sum));
+/* Of 128 × each row's numbers, as a number that is 128 too large adds that. */
+static void excess_of(const i8 *matrix, size_t block, int32_t *excess) {
+    memset(excess, 0, sizeof *excess * block);
+    for (size_t i = 0; i < (block + 3) / 4; i++)
+        for (size_t row = 0; row < block; row++) {
+            const i8 *four = matrix + 4 * (i * block + row);
+            excess[row] -= 128 * (four[0] + four[1] + four[2] + four[3]);
+        }
 }
 
-VNNI static void bytes_vnni(const i8 *matrix, size_t block, const u8 *numbers, int32_t *restrict sums, const Ahead *ahead) {
-    size_t fours = (block + 3) / 4;
+VNNI static void bytes_vnni(const i8 *matrix, size_t block, const u8 *numbers, size_t stride, int32_t *restrict sums) {
+    int32_t excess[MOST_CHANNELS];
+    excess_of(matrix, block, excess);
     for (size_t next = 0; next < block; next += ROWS) {
-        read_ahead(ahead, next / ROWS, (block + ROWS - 1) / ROWS);
         size_t row = rows_from(next, block);
         __m512i sum[ROWS][4];
         for (int j = 0; j < ROWS; j++)
-            sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = excess_of(matrix + (row + (size_t)j) * 4 * fours, fours);
-        for (size_t i = 0; i < fours; i++) {
+            sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = _mm512_set1_epi32(excess[row + (size_t)j]);
+        for (size_t i = 0; i < (block + 3) / 4; i++) {
             __m512i some[4];
             for (int k = 0; k < 4; k++)
-                some[k] = _mm512_loadu_si512(numbers + 4 * i * TILE + 64 * k);
+                some[k] = _mm512_loadu_si512(numbers + i * stride + 64 * (size_t)k);
             for (int j = 0; j < ROWS; j++) {
                 int32_t four;
-                memcpy(&four, matrix + 4 * ((row + (size_t)j) * fours + i), 4);
+                memcpy(&four, matrix + 4 * (i * block + row + (size_t)j), 4);
                 __m512i own = _mm512_set1_epi32(four);
                 for (int k = 0; k < 4; k++)
                     sum[j][k] = _mm512_dpbusd_epi32(sum[j][k], some[k], own);
@@ -132,11 +128,11 @@ int kv_multiplies_bytes(size_t block) {
 #endif
 }
 
-void kv_multiply_bytes(const i8 *matrix, size_t block, const u8 *numbers, int32_t *restrict sums, const Ahead *ahead) {
+void kv_multiply_bytes(const i8 *matrix, size_t block, const u8 *numbers, size_t stride, int32_t *restrict sums) {
 #ifdef VNNI
-    bytes_vnni(matrix, block, numbers, sums, ahead);
+    bytes_vnni(matrix, block, numbers, stride, sums);
 #else
-    (void)matrix, (void)block, (void)numbers, (void)sums, (void)ahead;
+    (void)matrix, (void)block, (void)numbers, (void)stride, (void)sums;
 #endif
 }
 

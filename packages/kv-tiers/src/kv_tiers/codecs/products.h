@@ -9,18 +9,17 @@ enum {
     MOST_CHANNELS = 256  /* rows at the most */
 };
 
-/* What will be read next, and is brought into the cache while a product is computed: places that are `stride` bytes apart, in
- * this order or as `places` has them; of each so many bytes. */
+/* What will be read next, and is brought into the cache while a product is computed: places that are `stride` bytes apart; of
+ * each so many bytes. */
 typedef struct {
     const u8 *from;
-    const int32_t *places;
     size_t stride, count, bytes;
 } Ahead;
 
 INLINE void read_ahead(const Ahead *ahead, size_t done, size_t of) {
     size_t first = ahead->count * done / of, end = ahead->count * (done + 1) / of;
     for (size_t i = first; i < end; i++) {
-        const u8 *at = ahead->from + (ahead->places ? (size_t)ahead->places[i] : i) * ahead->stride;
+        const u8 *at = ahead->from + i * ahead->stride;
         for (size_t byte = 0; byte < ahead->bytes; byte += 64)
             __builtin_prefetch(at + byte, 0, 2);
     }
@@ -33,8 +32,8 @@ void kv_multiply(const i16 *matrix, size_t block, const int16_t *numbers, int32_
 int kv_multiplies_bytes(size_t block);
 #define ALIGNED __attribute__((aligned(64))) /* no load is of two lines of the cache */
 
-/* The same of bytes, twice as fast. matrix: [block][block, to a multiple of four], with zeros behind the block's end;
- * numbers: [block / 4, rounded up][TILE][4], each of them 128 too large. */
-void kv_multiply_bytes(const i8 *matrix, size_t block, const u8 *numbers, int32_t *restrict sums, const Ahead *ahead);
+/* The same of bytes, twice as fast. matrix: [block / 4, rounded up][block][4], with zeros beyond the block; numbers: [block / 4,
+ * rounded up] times TILE times four, `stride` bytes apart, each of them 128 too large. */
+void kv_multiply_bytes(const i8 *matrix, size_t block, const u8 *numbers, size_t stride, int32_t *restrict sums);
 
 #endif

@@ -1,383 +1,410 @@
-/* The codec `kvtc`: rows of whole numbers into prefix codes and back, as docs/formats/kvtc.md has it. row_codes.py makes the
- * codes, numpy_rows.py says what each function computes.
+/* Rows of whole numbers into the codes of asymmetric numeral systems and back. rows_vbmi.c does it faster, where it can.
  *
  * A payload may be anything: what it says leads no access beyond a buffer, and what cannot be is KV_DAMAGED. Codes are
- * this program's own: only their arrays' sizes are checked.
+ * this program's own: only their arrays' sizes, and what leads elsewhere, are checked.
  */
 #include "rows.h"
 
-enum {
-    LANES = 8,              /* streams of a group, which are decoded side by side */
-    HEAD = 6 + 2 * LANES,   /* of a group */
-    LONGEST = 12,           /* bits of a code */
-    ESCAPED_BYTE = 255,
-    GROUP = 1 << 14,        /* numbers, where a row has no more than these */
-    MOST_TOKENS = 1 << 17,
-    COSTED = 76,            /* classes of symbols that cost about the same */
-    SINGLE = 32,            /* symbols that are a class each */
-    SAMPLED = 16,           /* one of so many decides on the code */
-    MOST_TOGETHER = 8,
-    ALL_ZERO = 255          /* instead of a code */
-};
+enum { MOST_TOKENS = 1 << 17, MOST_ROWS_OF_A_BLOCK = 256, MEAN_UNIT = 1 << 12 };
 
-/* Numbers of a group, 0: the arguments do not fit each other. */
-static size_t group_of(int64_t tokens, size_t rows_bytes) {
-    if (tokens < 1 || tokens > MOST_TOKENS || rows_bytes % (2 * (size_t)tokens))
+int kv_are_codes(Codes *codes, size_t low_bits_bytes, size_t shares_bytes, size_t starts_bytes, size_t symbols_bytes) {
+    codes->count = low_bits_bytes;
+    if (!low_bits_bytes || low_bits_bytes >= ALL_ZERO || shares_bytes != SYMBOLS * low_bits_bytes ||
+        starts_bytes != shares_bytes || symbols_bytes != SHARES * low_bits_bytes)
         return 0;
-    size_t together = GROUP / (size_t)tokens;
-    return (together ? together : 1) * (size_t)tokens;
-}
-
-static void put16(u8 *at, size_t value) {
-    at[0] = (u8)value;
-    at[1] = (u8)(value >> 8);
-}
-
-static void put32(u8 *at, size_t value) {
-    put16(at, value);
-    put16(at + 2, value >> 16);
-}
-
-static size_t get16(const u8 *at) { return (size_t)at[0] | (size_t)at[1] << 8; }
-static size_t get32(const u8 *at) { return get16(at) | get16(at + 2) << 16; }
-
-/* 0, -1, 1, -2, … as 0, 1, 2, 3, … */
-INLINE uint16_t zigzag(int16_t whole) { return (uint16_t)((uint16_t)((uint16_t)whole << 1) ^ (uint16_t)(whole >> 15)); }
-INLINE int16_t straight(uint16_t symbol) { return (int16_t)((symbol >> 1) ^ (uint16_t)(0 - (symbol & 1))); }
-
-/* The byte of up to `together` symbols, the first one least significant; ESCAPED_BYTE where one of them is not below the base. */
-INLINE u8 byte_of(const uint16_t *symbols, size_t n, unsigned base, unsigned together) {
-    unsigned byte = 0, most = 0;
-    for (unsigned j = together; j--;) {
-        unsigned symbol = j < n ? symbols[j] : 0;
-        byte = byte * base + symbol;
-        most = most < symbol ? symbol : most;
+    for (size_t i = 0; i < low_bits_bytes; i++)
+        if (codes->low_bits[i] > MOST_LOW_BITS)
+            return 0;
+    for (size_t i = 0; i < symbols_bytes; i++)
+        if (codes->symbols[i] >= SYMBOLS)
+            return 0;
+    for (size_t i = 0; i < low_bits_bytes; i++) { /* symbols that are not escaped are next to each other */
+        const u8 *own = codes->shares + i * SYMBOLS;
+        int runs = 0;
+        for (int symbol = 0; symbol < ESCAPED; symbol++)
+            runs += own[symbol] && !(symbol && own[symbol - 1]);
+        if (runs != 1)
+            return 0;
     }
-    return (u8)(most < base ? byte : ESCAPED_BYTE);
-}
-
-INLINE void pack_some(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together, u8 *restrict bytes) {
-    size_t whole = n / together;
-    for (size_t i = 0; i < whole; i++)
-        bytes[i] = byte_of(symbols + i * together, together, base, together);
-    if (n % together)
-        bytes[whole] = byte_of(symbols + whole * together, n % together, base, together);
-}
-
-/* Whether there is such a kind. */
-VERSIONS static int to_bytes(const uint16_t *restrict symbols, size_t n, unsigned base, unsigned together,
-                             u8 *restrict bytes) {
-    if (base == 255 && together == 1)
-        pack_some(symbols, n, 255, 1, bytes);
-    else if (base == 15 && together == 2)
-        pack_some(symbols, n, 15, 2, bytes);
-    else if (base == 5 && together == 3)
-        pack_some(symbols, n, 5, 3, bytes);
-    else if (base == 3 && together == 5)
-        pack_some(symbols, n, 3, 5, bytes);
-    else
-        return 0;
     return 1;
 }
 
-VERSIONS static uint32_t to_symbols(const i16 *restrict rows, size_t n, uint16_t *restrict symbols) {
-    uint16_t any = 0;
-    for (size_t i = 0; i < n; i++) {
-        symbols[i] = zigzag(rows[i]);
-        any |= symbols[i];
+/* Which lanes of a vector have a number: so many components, of so many tokens. */
+INLINE uint64_t active_lanes(size_t components, size_t tokens) {
+    if (components >= TOGETHER && tokens >= VECTOR / TOGETHER)
+        return UINT64_MAX;
+    uint64_t of_token = components < TOGETHER ? (1u << components) - 1 : 15, lanes = 0;
+    for (size_t t = 0; t < VECTOR / TOGETHER && t < tokens; t++)
+        lanes |= of_token << TOGETHER * t;
+    return lanes;
+}
+
+INLINE unsigned largest_of(const u8 *symbols) {
+    u8 largest = 0;
+    for (size_t lane = 0; lane < VECTOR; lane++)
+        largest = symbols[lane] > largest ? symbols[lane] : largest;
+    return largest;
+}
+
+/* ---- decoding ---- */
+
+/* As kv_decode_eights has them. */
+INLINE void make_slots(const Code *code, uint32_t *restrict slots) {
+    for (uint32_t low = 0; low < SHARES; low++) {
+        uint32_t symbol = code->symbols[low];
+        slots[low] = symbol | ((low - code->starts[symbol]) & 255) << 8 | (uint32_t)code->shares[symbol] << 16;
     }
-    return any;
 }
 
-/* A quarter of a power of two, from SINGLE on. */
-INLINE unsigned class_of(uint16_t symbol) {
-    if (symbol < SINGLE)
-        return symbol;
-    unsigned power = 31 - (unsigned)__builtin_clz(symbol);
-    return SINGLE + 4 * (power - 5) + (symbol >> (power - 2) & 3);
-}
-
-/* The code that takes the fewest bits for a sample of the symbols. */
-VERSIONS static size_t cheapest(const uint16_t *restrict symbols, size_t n, const uint32_t *restrict costs,
-                                size_t codes) {
-    uint32_t counts[2][COSTED] = {{0}}; /* as a symbol often follows itself, and would wait for its own count */
-    /* Of each sixteen another one, or with some numbers of tokens all samples would be of one token. */
-    for (size_t k = 0, i = 0; i < n; k++, i = k * SAMPLED + (k * 5) % SAMPLED)
-        counts[k & 1][class_of(symbols[i])]++;
-    for (int i = 0; i < COSTED; i++)
-        counts[0][i] += counts[1][i];
-    size_t best = 0;
-    uint64_t least = UINT64_MAX;
-    for (size_t code = 0; code < codes; code++) {
-        uint64_t cost = 0;
-        for (int i = 0; i < COSTED; i++)
-            cost += (uint64_t)counts[0][i] * costs[code * COSTED + i];
-        if (cost < least) {
-            least = cost;
-            best = code;
+/* The symbols of a vector's lanes, of which each may read a byte. 0: there is none. */
+INLINE int decode_symbols(Decoder *decoder, uint16_t *restrict states, const uint32_t *restrict slots, uint64_t active,
+                          u8 *restrict symbols) {
+    const u8 *restrict at = decoder->at;
+    if (active == UINT64_MAX && decoder->end - at >= VECTOR + 8 && kv_has_eights()) {
+        at = kv_decode_eights(states, slots, at, symbols);
+    } else if (active == UINT64_MAX && decoder->end - at >= VECTOR) {
+        for (int i = 0; i < VECTOR; i++) { /* without branches, as none of them could be predicted */
+            uint32_t state = states[i], slot = slots[state & 255];
+            state = (slot >> 16) * (state >> 8) + (slot >> 8 & 255);
+            uint32_t reads = (state - LEAST_STATE) >> 31;
+            states[i] = (uint16_t)(state << 8 * reads | (*at & (0 - reads)));
+            at += reads;
+            symbols[lane_of(i)] = (u8)slot;
         }
-    }
-    return best;
-}
-
-/* Writes the codes of a lane's bytes, at most LONGEST bits each, and up to 8 bytes beyond them. first: the number of the first
- * byte. escaped: room for as many numbers as there are bytes; set to the end of those written. Returns the lane's size in bytes. */
-VERSIONS static size_t write_codes(const u8 *restrict bytes, uint32_t first, uint32_t n, const CodeTable *table,
-                                 uint32_t **escaped, u8 *restrict out) {
-    BitWriter writer = {0, 0, *escaped, out};
-    uint32_t i = 0;
-    if (table->is_split)
-        i = kv_write_split(&writer, bytes, first, n, table);
-    for (; n - i >= 4; i += 4) {
-        for (uint32_t j = 0; j < 4; j++)
-            write_code(&writer, table->coded[bytes[i + j]], first + i + j);
-        flush_bytes(&writer);
-    }
-    for (; i < n; i++)
-        write_code(&writer, table->coded[bytes[i]], first + i);
-    memcpy(writer.out, &writer.bits, 8);
-    *escaped = writer.escaped;
-    return (size_t)(writer.out - out) + (writer.bit_count + 7) / 8;
-}
-
-/* How many bytes of `out` the rows take, or KV_FULL. rows: [rows, tokens], int16. scratch: 8 bytes for each number of a group. */
-EXPORT int64_t kv_encode_rows(int64_t tokens, const u8 *rows, size_t rows_bytes, const u8 *kinds, size_t kinds_bytes,
-                              const u8 *costs, size_t costs_bytes, const u8 *coded, size_t coded_bytes,
-                              u8 *restrict scratch, size_t scratch_bytes, u8 *restrict out, size_t out_bytes) {
-    size_t group = group_of(tokens, rows_bytes), codes = kinds_bytes / 3, at = 0;
-    if (!group || !codes || codes >= ALL_ZERO || kinds_bytes % 3 || costs_bytes != codes * COSTED * 4 ||
-        coded_bytes != codes * 256 * 4 || scratch_bytes != 8 * group || (uintptr_t)scratch % 4)
-        return KV_MISFIT;
-    uint32_t *first_escaped = (uint32_t *)scratch;
-    uint16_t *symbols = (uint16_t *)(first_escaped + group);
-    u8 *bytes = (u8 *)(symbols + group);
-    for (size_t start = 0; start < rows_bytes / 2; start += group) {
-        size_t n = rows_bytes / 2 - start < group ? rows_bytes / 2 - start : group;
-        uint32_t any = to_symbols((const i16 *)rows + start, n, symbols);
-        if (out_bytes - at < HEAD)
-            return KV_FULL;
-        u8 *head = out + at;
-        memset(head, 0, HEAD);
-        head[0] = ALL_ZERO;
-        at += HEAD;
-        if (!any)
-            continue;
-        size_t code = cheapest(symbols, n, (const uint32_t *)costs, codes);
-        unsigned base = kinds[3 * code], together = kinds[3 * code + 1], low = kinds[3 * code + 2];
-        head[0] = (u8)code;
-        if (low) {
-            size_t low_bytes = (n + 1) / 2;
-            if (out_bytes - at < low_bytes)
-                return KV_FULL;
-            for (size_t i = 0; i < low_bytes; i++)
-                out[at + i] = (u8)((symbols[2 * i] & 15) | (2 * i + 1 < n ? (symbols[2 * i + 1] & 15) << 4 : 0));
-            at += low_bytes;
-            for (size_t i = 0; i < n; i++)
-                symbols[i] >>= 4;
-        }
-        if (!together || !to_bytes(symbols, n, base, together, bytes))
-            return KV_MISFIT;
-        size_t count = (n + together - 1) / together, of_lane = (count + LANES - 1) / LANES;
-        uint32_t *escaped = first_escaped;
-        CodeTable table;
-        kv_make_table(&table, (const u32 *)coded + 256 * code);
-        for (size_t lane = 0, first = 0; lane < LANES; lane++) {
-            size_t some = count - first < of_lane ? count - first : of_lane;
-            if (out_bytes - at < some * LONGEST / 8 + 16)
-                return KV_FULL;
-            size_t used = write_codes(bytes + first, (uint32_t)first, (uint32_t)some, &table, &escaped, out + at);
-            put16(head + 2 + 2 * lane, used);
-            at += used;
-            first += some;
-        }
-        put32(head + 2 + 2 * LANES, (size_t)(escaped - first_escaped));
-        for (const uint32_t *one = first_escaped; one < escaped; one++) {
-            size_t number = *one * (size_t)together;
-            if (out_bytes - at < 2 * together)
-                return KV_FULL;
-            for (unsigned i = 0; i < together; i++, at += 2)
-                put16(out + at, number + i < n ? symbols[number + i] : 0);
-        }
-    }
-    return (int64_t)at;
-}
-
-/* ---- the way back ---- */
-
-/* Up to 8 bytes from a bit on. Beyond the end there are zeros. */
-INLINE uint64_t peek(const u8 *from, size_t bytes, size_t bit) {
-    size_t at = bit / 8;
-    uint64_t bits = 0;
-    if (at < bytes)
-        memcpy(&bits, from + at, bytes - at < 8 ? bytes - at : 8);
-    return bits >> bit % 8;
-}
-
-/* The last `n` bytes of a lane. The bit behind them. */
-static size_t lane_rest(const u8 *from, size_t bytes, size_t bit, const uint16_t *restrict lookup, u8 *restrict out,
-                        size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        uint16_t found = lookup[peek(from, bytes, bit) & ((1 << LONGEST) - 1)];
-        out[i] = (u8)(found >> 8);
-        bit += found & 255;
-    }
-    return bit;
-}
-
-typedef struct {
-    const u8 *from;
-    size_t bit, bytes;
-    u8 *out, *out_end;
-} Lane;
-
-/* Four to eight bytes of a lane, of which all bits are there, as four accesses find one or two each: 48 bits at most, and 57
- * can be had. There is room for eight. */
-INLINE void next_of(Lane *lane, const u32 *restrict pairs) {
-    uint64_t bits;
-    uint32_t sum = 0;
-    memcpy(&bits, lane->from + lane->bit / 8, 8);
-    bits >>= lane->bit % 8;
-    for (int j = 0; j < 4; j++) {
-        uint32_t found = pairs[bits & ((1 << LONGEST) - 1)];
-        uint16_t both = (uint16_t)(found >> 16);
-        memcpy(lane->out + (sum >> 8 & 255), &both, 2);
-        bits >>= found & 63; /* how many bits is in the lower byte, as a shift takes it; then how many bytes */
-        sum += found;
-    }
-    lane->bit += sum & 255;
-    lane->out += sum >> 8 & 255;
-}
-
-/* How often `next_of` can be called for a lane without a look at where it is. end: of what can be read. */
-INLINE size_t rounds_of(const Lane *lane, const u8 *end) {
-    size_t readable = (size_t)(end - lane->from) - lane->bit / 8, room = (size_t)(lane->out_end - lane->out) / 8;
-    size_t rounds = readable < 8 ? 0 : (readable - 8) / (4 * LONGEST / 8) + 1;
-    return rounds < room ? rounds : room;
-}
-
-/* The group's bytes, from its lanes. left: bytes from the first lane's first on. How many of them the lanes take, or
- * KV_DAMAGED. */
-VERSIONS static int64_t get_codes(const u8 *head, const u8 *streams, size_t left, const uint16_t *restrict lookup,
-                                  const u32 *restrict pairs, u8 *restrict packed, size_t count) {
-    size_t of_lane = (count + LANES - 1) / LANES, at = 0, rounds;
-    const u8 *end = streams + left;
-    Lane lanes[LANES];
-    for (size_t lane = 0; lane < LANES; lane++) {
-        size_t first = lane * of_lane < count ? lane * of_lane : count;
-        size_t last = first + of_lane < count ? first + of_lane : count;
-        lanes[lane] = (Lane){streams + at, 0, get16(head + 2 + 2 * lane), packed + first, packed + last};
-        if (left - at < lanes[lane].bytes)
-            return KV_DAMAGED;
-        at += lanes[lane].bytes;
-    }
-    /* All lanes side by side, as far as none can run beyond the payload or its room whatever it reads; then again from where
-     * they are. */
-    do {
-        rounds = SIZE_MAX;
-        for (int lane = 0; lane < LANES; lane++) {
-            size_t own = rounds_of(&lanes[lane], end);
-            rounds = own < rounds ? own : rounds;
-        }
-        for (size_t round = 0; round < rounds; round++)
-#pragma GCC unroll 1
-            for (int lane = 0; lane < LANES; lane++)
-                next_of(&lanes[lane], pairs);
-    } while (rounds);
-    for (int lane = 0; lane < LANES; lane++) {
-        Lane *own = &lanes[lane];
-        while (rounds_of(own, end))
-            next_of(own, pairs);
-        own->bit = lane_rest(own->from, (size_t)(end - own->from), own->bit, lookup, own->out,
-                             (size_t)(own->out_end - own->out));
-        if ((own->bit + 7) / 8 != own->bytes)
-            return KV_DAMAGED;
-    }
-    return (int64_t)at;
-}
-
-/* Numbers of bytes that hold several each. */
-INLINE void unpack_some(const u8 *restrict packed, size_t n, const i16 *restrict unpacking, unsigned together,
-                        i16 *restrict rows) {
-    const size_t copied = together == 2 ? 4 : together == 3 ? 8 : 16; /* bytes; those too many are written over */
-    size_t i = 0, at = 0;
-    for (; at + MOST_TOGETHER <= n; i++, at += together)
-        memcpy(rows + at, unpacking + MOST_TOGETHER * packed[i], copied);
-    for (; at < n; i++, at += together)
-        for (unsigned j = 0; j < together && at + j < n; j++)
-            rows[at + j] = unpacking[MOST_TOGETHER * packed[i] + j];
-}
-
-VERSIONS static void unpack_symbols(const u8 *restrict packed, size_t n, const i16 *restrict unpacking,
-                                    unsigned together, const u8 *restrict low, i16 *restrict rows) {
-    if (together == 1 && low) {
-        for (size_t i = 0; i < n; i++)
-            rows[i] = straight((uint16_t)(packed[i] << 4 | (low[i / 2] >> 4 * (i & 1) & 15)));
-    } else if (together == 1) {
-        for (size_t i = 0; i < n; i++)
-            rows[i] = straight(packed[i]);
-    } else if (together == 2) {
-        unpack_some(packed, n, unpacking, 2, rows);
-    } else if (together == 3) {
-        unpack_some(packed, n, unpacking, 3, rows);
     } else {
-        unpack_some(packed, n, unpacking, 5, rows);
+        for (int i = 0; i < VECTOR; i++) {
+            symbols[lane_of(i)] = ZERO_SYMBOL;
+            if (!(active >> lane_of(i) & 1))
+                continue;
+            uint32_t state = states[i], slot = slots[state & 255];
+            state = (slot >> 16) * (state >> 8) + (slot >> 8 & 255);
+            if (state < LEAST_STATE) {
+                if (at == decoder->end)
+                    return 0;
+                state = state << 8 | *at++;
+            }
+            states[i] = (uint16_t)state;
+            symbols[lane_of(i)] = (u8)slot;
+        }
+    }
+    decoder->at = at;
+    return 1;
+}
+
+/* Adds a bit of each number, and returns where the next bits are. */
+INLINE void add_low_bits(const u8 *planes, unsigned low_bits, int32_t *restrict numbers) {
+    for (unsigned bit = 0; bit < low_bits; bit++) {
+        uint64_t plane;
+        memcpy(&plane, planes + LOW_BYTES * bit, LOW_BYTES);
+        for (int lane = 0; lane < VECTOR; lane++)
+            numbers[lane] += (int32_t)(plane >> lane & 1) << bit;
     }
 }
 
-/* 0, or KV_DAMAGED. rows: [rows, tokens], int16. scratch: a byte for each number of a group. */
-EXPORT int64_t kv_decode_rows(int64_t tokens, const u8 *payload, size_t payload_bytes, const u8 *kinds,
-                              size_t kinds_bytes, const u8 *lookup, size_t lookup_bytes, const u8 *pairs,
-                              size_t pairs_bytes, const u8 *unpacking, size_t unpacking_bytes, u8 *restrict scratch, size_t scratch_bytes, u8 *restrict rows,
-                              size_t rows_bytes) {
-    size_t group = group_of(tokens, rows_bytes), codes = kinds_bytes / 3, at = 0;
-    if (!group || kinds_bytes % 3 || lookup_bytes != codes * (2 << LONGEST) || pairs_bytes != 2 * lookup_bytes ||
-        unpacking_bytes != 2 * codes * 256 * MOST_TOGETHER || scratch_bytes != group)
-        return KV_MISFIT;
-    for (size_t start = 0; start < rows_bytes / 2; start += group) {
-        size_t n = rows_bytes / 2 - start < group ? rows_bytes / 2 - start : group;
-        i16 *out = (i16 *)rows + start;
-        if (payload_bytes - at < HEAD)
-            return KV_DAMAGED;
-        const u8 *head = payload + at, *low = 0;
-        at += HEAD;
-        if (head[0] == ALL_ZERO) {
-            memset(out, 0, 2 * n);
+/* One vector. place: of its first byte. NULL: damaged. */
+INLINE Far *decode_vector(Decoder *decoder, const Code *code, const uint32_t *slots, uint64_t active, uint32_t place,
+                          u8 *restrict bytes, Far *restrict far) {
+    u8 symbols[VECTOR];
+    const u8 *planes = decoder->at;
+    if ((size_t)(decoder->end - planes) < LOW_BYTES * code->low_bits)
+        return NULL;
+    decoder->at += LOW_BYTES * code->low_bits;
+    if (!decode_symbols(decoder, decoder->states[decoder->vector % SETS], slots, active, symbols))
+        return NULL;
+    decoder->vector++;
+    int is_escaped = largest_of(symbols) == ESCAPED;
+    u8 *restrict own = bytes + place;
+    if (!code->low_bits && !is_escaped) {
+        for (size_t lane = 0; lane < VECTOR; lane++)
+            own[lane] = (u8)(symbols[lane] + FAR_OFFSET - ZERO_SYMBOL);
+        return far;
+    }
+    int32_t numbers[VECTOR];
+    for (int lane = 0; lane < VECTOR; lane++)
+        numbers[lane] = (int32_t)((uint32_t)(symbols[lane] - ZERO_SYMBOL) << code->low_bits);
+    add_low_bits(planes, code->low_bits, numbers);
+    if (!is_escaped && code->low_bits <= 3) { /* all of them are bytes */
+        for (size_t lane = 0; lane < VECTOR; lane++)
+            own[lane] = (u8)(numbers[lane] + FAR_OFFSET);
+        return far;
+    }
+    for (uint32_t lane = 0; lane < VECTOR; lane++) {
+        if (symbols[lane] == ESCAPED) {
+            if (decoder->end - decoder->at < 2)
+                return NULL;
+            int16_t stored;
+            memcpy(&stored, decoder->at, 2);
+            decoder->at += 2;
+            numbers[lane] = stored;
+        }
+        int is_far = numbers[lane] < -FAR_OFFSET || numbers[lane] >= FAR_OFFSET;
+        own[lane] = (u8)(is_far ? FAR_OFFSET : numbers[lane] + FAR_OFFSET);
+        if (is_far && active >> lane & 1)
+            *far++ = (Far){place + lane, 0, numbers[lane]};
+    }
+    return far;
+}
+
+VERSIONS static Far *decode_some(Decoder *decoder, const Layout *layout, size_t components, const Code *code, size_t from,
+                                 uint32_t place, u8 *restrict bytes, Far *restrict far) {
+    uint32_t slots[SHARES];
+    if (from < layout->vectors)
+        make_slots(code, slots);
+    for (size_t vector = from; far && vector < layout->vectors; vector++, place += VECTOR) {
+        uint64_t active = active_lanes(components, layout->tokens - vector * (VECTOR / TOGETHER));
+        far = decode_vector(decoder, code, slots, active, place, bytes, far);
+    }
+    return far;
+}
+
+Far *kv_decode_block(Decoder *decoder, const Layout *layout, const Codes *codes, const u8 *unit_codes, size_t place,
+                     u8 *restrict bytes, Far *far) {
+    int is_whole = layout->tokens % VECTOR == 0 && kv_has_vectors();
+    for (size_t four = 0; far && four < layout->fours; four++) {
+        size_t number = unit_codes[four / layout->unit_fours], first = place + four * layout->vectors * VECTOR;
+        size_t components = layout->channels - TOGETHER * four, done = 0;
+        if (number == ALL_ZERO) {
+            memset(bytes + first, FAR_OFFSET, layout->vectors * VECTOR);
+            decoder->vector += layout->vectors;
             continue;
         }
-        size_t code = head[0], escapes = get32(head + 2 + 2 * LANES);
-        if (code >= codes)
-            return KV_DAMAGED;
-        unsigned together = kinds[3 * code + 1];
-        if (!together || together > MOST_TOGETHER)
-            return KV_MISFIT;
-        if (kinds[3 * code + 2]) {
-            if (payload_bytes - at < (n + 1) / 2)
-                return KV_DAMAGED;
-            low = payload + at;
-            at += (n + 1) / 2;
-        }
-        size_t count = (n + together - 1) / together;
-        int64_t used = get_codes(head, payload + at, payload_bytes - at, (const uint16_t *)lookup + (code << LONGEST),
-                                 (const u32 *)pairs + (code << LONGEST), scratch, count);
-        if (used < 0)
-            return KV_DAMAGED;
-        at += (size_t)used;
-        unpack_symbols(scratch, n, (const i16 *)unpacking + code * 256 * MOST_TOGETHER, together, low, out);
-        if (escapes > count || (payload_bytes - at) / (2 * together) < escapes)
-            return KV_DAMAGED;
-        const u8 *one = scratch, *end = scratch + count;
-        for (; one < end && (one = memchr(one, ESCAPED_BYTE, (size_t)(end - one))); one++, escapes--) {
-            if (!escapes)
-                return KV_DAMAGED;
-            size_t number = (size_t)(one - scratch) * together;
-            for (unsigned i = 0; i < together; i++, at += 2) {
-                size_t symbol = get16(payload + at), place = number + i;
-                if (place < n)
-                    out[place] = straight((uint16_t)(low ? symbol << 4 | (low[place / 2] >> 4 * (place & 1) & 15) : symbol));
-            }
-        }
-        if (escapes)
-            return KV_DAMAGED;
+        if (number >= codes->count)
+            return NULL;
+        Code code = code_of(codes, number);
+        if (is_whole && components >= TOGETHER)
+            done = kv_decode_vectors(decoder, &code, layout->vectors, first, bytes, &far);
+        far = decode_some(decoder, layout, components, &code, done, (uint32_t)(first + done * VECTOR), bytes, far);
     }
-    return at == payload_bytes ? 0 : KV_DAMAGED;
+    return far;
+}
+
+int kv_ends_well(const Decoder *decoder) {
+    int is_well = decoder->at == decoder->end;
+    for (int set = 0; set < SETS; set++)
+        for (int i = 0; i < VECTOR; i++)
+            is_well &= decoder->states[set][i] == LEAST_STATE;
+    return is_well;
+}
+
+/* ---- encoding: the last number first ---- */
+
+/* 0: there is no room. */
+INLINE int put_byte(Encoder *encoder, unsigned byte) {
+    if (encoder->at == encoder->end)
+        return 0;
+    *encoder->at++ = (u8)byte;
+    return 1;
+}
+
+/* Of each symbol its share, and what a product with it is worth a division: ⌈2^32 ÷ share⌉, exact for states of 16 bits. first,
+ * last: of those that are not escaped. */
+typedef struct {
+    uint64_t inverses[SYMBOLS];
+    uint32_t shares[SYMBOLS], starts[SYMBOLS];
+    int first, last;
+} Dividing;
+
+static void make_dividing(const Code *code, Dividing *restrict dividing) {
+    dividing->first = dividing->last = -1;
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) {
+        uint32_t share = code->shares[symbol] ? code->shares[symbol] : 1;
+        dividing->inverses[symbol] = (((uint64_t)1 << 32) + share - 1) / share;
+        dividing->shares[symbol] = share;
+        dividing->starts[symbol] = code->starts[symbol];
+        if (!code->shares[symbol] || symbol == ESCAPED)
+            continue;
+        dividing->first = dividing->first < 0 ? symbol : dividing->first;
+        dividing->last = symbol;
+    }
+}
+
+/* The codes of a vector's lanes, the last one first. 0: there is no room. */
+INLINE int encode_symbols(Encoder *encoder, uint16_t *restrict states, const Code *code, const Dividing *restrict dividing,
+                          uint64_t active, const u8 *restrict symbols) {
+    u8 *restrict at = encoder->at;
+    int has_room = encoder->end - at >= VECTOR + 8;
+    if (active == UINT64_MAX && has_room && kv_has_eights()) {
+        encoder->at = kv_encode_eights(states, code, symbols, at);
+        return 1;
+    }
+    for (int i = VECTOR; i--;) {
+        int lane = lane_of(i);
+        if (!(active >> lane & 1))
+            continue;
+        uint32_t share = dividing->shares[symbols[lane]];
+        uint32_t state = states[i], writes = (((share << 8) - 1) - state) >> 31; /* without a branch */
+        if (!has_room && writes && at == encoder->end)
+            return 0;
+        if (has_room || writes)
+            *at = (u8)state;
+        at += writes;
+        state >>= 8 * writes;
+        uint32_t whole = (uint32_t)(state * dividing->inverses[symbols[lane]] >> 32);
+        states[i] = (uint16_t)(state + whole * (SHARES - share) + dividing->starts[symbols[lane]]);
+    }
+    encoder->at = at;
+    return 1;
+}
+
+/* One vector. 0: there is no room. */
+VERSIONS static int encode_vector(Encoder *encoder, uint16_t *restrict states, const Code *code, const Dividing *dividing,
+                                  uint64_t active, const int16_t *restrict numbers) {
+    u8 symbols[VECTOR];
+    uint64_t planes[MOST_LOW_BITS] = {0}, escaped = 0;
+    const unsigned low_bits = code->low_bits;
+    const int16_t first = (int16_t)(dividing->first - ZERO_SYMBOL), last = (int16_t)(dividing->last - ZERO_SYMBOL);
+    int16_t own[VECTOR]; /* of 16 bits until they are all in place, for loops that are vectorised */
+    for (size_t lane = 0; lane < VECTOR; lane++) {
+        int16_t high = (int16_t)(numbers[lane] >> low_bits);
+        own[lane] = (int16_t)((high < first) | (high > last) ? ESCAPED - ZERO_SYMBOL : high);
+    }
+    for (size_t lane = 0; lane < VECTOR; lane++)
+        symbols[lane] = (u8)(own[lane] + ZERO_SYMBOL);
+    if (largest_of(symbols) == ESCAPED)
+        for (int lane = 0; lane < VECTOR; lane++)
+            escaped |= (uint64_t)(symbols[lane] == ESCAPED) << lane;
+    for (uint64_t left = escaped & active; left;) {
+        int lane = VECTOR - 1 - __builtin_clzll(left);
+        left &= ~((uint64_t)1 << lane);
+        if (!put_byte(encoder, (unsigned)numbers[lane] >> 8) || !put_byte(encoder, (unsigned)numbers[lane]))
+            return 0;
+    }
+    if (!encode_symbols(encoder, states, code, dividing, active, symbols))
+        return 0;
+    if (kv_has_eights())
+        kv_take_low_bits(numbers, low_bits, planes);
+    else
+        for (unsigned bit = 0; bit < low_bits; bit++)
+            for (int lane = 0; lane < VECTOR; lane++)
+                planes[bit] |= (uint64_t)(numbers[lane] >> bit & 1) << lane;
+    for (unsigned byte = LOW_BYTES * low_bits; byte--;)
+        if (!put_byte(encoder, (unsigned)((planes[byte / LOW_BYTES] & active & ~escaped) >> 8 * (byte % LOW_BYTES))))
+            return 0;
+    return 1;
+}
+
+/* The numbers of up to four rows, a token's side by side. Returns the sum of their distances from 0. */
+VERSIONS static uint64_t take_rows(const Layout *layout, const i16 *rows, size_t components, int16_t *restrict numbers) {
+    uint64_t sum = 0;
+    memset(numbers, 0, 2 * VECTOR * layout->vectors);
+    for (size_t i = 0; i < components && i < TOGETHER; i++)
+        for (size_t t = 0; t < layout->tokens; t++) {
+            int16_t number = rows[i * layout->tokens + t];
+            numbers[TOGETHER * t + i] = number;
+            sum += (uint32_t)(number < 0 ? -number : number);
+        }
+    return sum;
+}
+
+/* The first code that is for numbers of this mean distance from 0. limits: of each code. */
+INLINE size_t chosen_code(uint64_t sum, size_t count, const u8 *limits, size_t codes) {
+    int64_t mean = (int64_t)((sum * MEAN_UNIT + count - 1) / count), limit;
+    size_t first = 0, end = codes - 1; /* the last one is for all */
+    while (first < end) {
+        size_t middle = (first + end) / 2;
+        memcpy(&limit, limits + 8 * middle, 8);
+        if (mean <= limit)
+            end = middle;
+        else
+            first = middle + 1;
+    }
+    return first;
+}
+
+/* A unit of a block. rows: the block's. 0: there is no room. */
+static int encode_unit(Encoder *encoder, const Layout *layout, const i16 *rows, size_t unit, size_t vector,
+                       const Codes *codes, const u8 *limits, int16_t *restrict numbers, u8 *restrict chosen) {
+    size_t first = unit * layout->unit_fours, end = first + layout->unit_fours, count = 0;
+    end = end < layout->fours ? end : layout->fours;
+    uint64_t sum = 0;
+    int is_whole = layout->tokens % VECTOR == 0 && kv_has_vectors();
+    for (size_t four = first; four < end; four++) {
+        size_t components = layout->channels - TOGETHER * four;
+        const i16 *from = rows + TOGETHER * four * layout->tokens;
+        int16_t *to = numbers + (four - first) * layout->vectors * VECTOR;
+        sum += is_whole && components >= TOGETHER ? kv_take_vectors(from, layout->tokens, to)
+                                                  : take_rows(layout, from, components, to);
+        count += (components < TOGETHER ? components : TOGETHER) * layout->tokens;
+    }
+    *chosen = ALL_ZERO;
+    if (!sum)
+        return 1;
+    size_t number = chosen_code(sum, count, limits, codes->count);
+    *chosen = (u8)number;
+    Code code = code_of(codes, number);
+    Dividing dividing;
+    make_dividing(&code, &dividing);
+    for (size_t four = end; four-- > first;) {
+        size_t components = layout->channels - TOGETHER * four;
+        const int16_t *own = numbers + (four - first) * layout->vectors * VECTOR;
+        size_t left = layout->vectors;
+        while (left) {
+            if (is_whole && components >= TOGETHER && left % SETS == 0)
+                left -= kv_encode_vectors(encoder, &code, left, own + left * VECTOR);
+            if (!left--)
+                break;
+            uint64_t active = active_lanes(components, layout->tokens - left * (VECTOR / TOGETHER));
+            uint16_t *states = encoder->states[(vector + (four - first) * layout->vectors + left) % SETS];
+            if (!encode_vector(encoder, states, &code, &dividing, active, own + left * VECTOR))
+                return 0;
+        }
+    }
+    return 1;
+}
+
+static void reverse(u8 *bytes, size_t n) {
+    size_t i = 0;
+    for (; 2 * i + 16 <= n; i += 8) {
+        uint64_t first, last;
+        memcpy(&first, bytes + i, 8);
+        memcpy(&last, bytes + n - i - 8, 8);
+        first = __builtin_bswap64(first);
+        last = __builtin_bswap64(last);
+        memcpy(bytes + i, &last, 8);
+        memcpy(bytes + n - i - 8, &first, 8);
+    }
+    for (; 2 * i + 1 < n; i++) {
+        u8 byte = bytes[i];
+        bytes[i] = bytes[n - 1 - i];
+        bytes[n - 1 - i] = byte;
+    }
+}
+
+/* How many bytes of `out` the rows take, or KV_FULL. shape: tokens, and rows of a block. rows: [rows, tokens], int16. limits: of
+ * each code, int64. scratch: 2 bytes for each number of a unit, to whole vectors. */
+EXPORT int64_t kv_encode_rows(const int64_t *shape, size_t shape_bytes, const u8 *rows, size_t rows_bytes,
+                              const u8 *low_bits, size_t low_bits_bytes, const u8 *shares, size_t shares_bytes,
+                              const u8 *starts, size_t starts_bytes, const u8 *symbols, size_t symbols_bytes,
+                              const u8 *limits, size_t limits_bytes, u8 *restrict scratch, size_t scratch_bytes,
+                              u8 *restrict out, size_t out_bytes) {
+    Codes codes = {low_bits, shares, starts, symbols, 0};
+    if (shape_bytes != 16 || shape[0] < 1 || shape[0] > MOST_TOKENS || shape[1] < 1 || shape[1] > MOST_ROWS_OF_A_BLOCK ||
+        !kv_are_codes(&codes, low_bits_bytes, shares_bytes, starts_bytes, symbols_bytes) ||
+        limits_bytes != 8 * codes.count || (uintptr_t)scratch % 2)
+        return KV_MISFIT;
+    Layout layout = layout_of((size_t)shape[1], (size_t)shape[0]);
+    size_t of_block = layout.channels * layout.tokens, blocks = rows_bytes / 2 / of_block;
+    if (rows_bytes != 2 * of_block * blocks || !blocks || scratch_bytes != 2 * VECTOR * layout.vectors * layout.unit_fours)
+        return KV_MISFIT;
+    size_t units = blocks * layout.units, stream = units + STATES_BYTES;
+    if (out_bytes < stream)
+        return KV_FULL;
+    Encoder encoder = {.at = out + stream, .end = out + out_bytes};
+    for (int set = 0; set < SETS; set++)
+        for (int i = 0; i < VECTOR; i++)
+            encoder.states[set][i] = LEAST_STATE;
+    for (size_t unit = units; unit--;) {
+        size_t block = unit / layout.units, own = unit % layout.units;
+        size_t vector = (block * layout.fours + own * layout.unit_fours) * layout.vectors;
+        const u8 *first = rows + 2 * (block * layout.channels + own * layout.unit_fours * TOGETHER) * layout.tokens;
+        size_t next_bytes = 2 * layout.unit_fours * TOGETHER * layout.tokens, left = (size_t)(first - rows);
+        for (size_t byte = 0; byte < next_bytes && byte < left; byte += 64)
+            __builtin_prefetch(first - 1 - byte); /* of the unit before, which is the next one */
+        if (!encode_unit(&encoder, &layout, (const i16 *)rows + block * of_block, own, vector, &codes, limits,
+                         (int16_t *)scratch, out + unit))
+            return KV_FULL;
+    }
+    memcpy(out + units, encoder.states, STATES_BYTES);
+    reverse(out + stream, (size_t)(encoder.at - out) - stream);
+    return encoder.at - out;
 }

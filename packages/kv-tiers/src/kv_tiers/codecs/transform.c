@@ -1,5 +1,5 @@
-/* The codec `kvtc`: keys and values into whole steps of their components and back, as docs/formats/kvtc.md has it.
- * numpy_transform.py says what each function computes.
+/* The codec `kvtc`: keys and values into whole steps of their components, as docs/formats/kvtc.md has it; transform_back.c has the
+ * way back. numpy_transform.py says what each function computes.
  *
  * Floating point is used for single numbers only, one rounded operation after the other, and products with matrices are
  * of whole numbers, which have no order: so the results are the same on every processor. 64 tokens are worked on at a
@@ -7,17 +7,7 @@
  */
 #include "transform.h"
 
-enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
-
-typedef struct {
-    int64_t dtype, layers, tokens, heads, head_dim, block, exact, tables;
-} Shape;
-
-typedef struct {
-    size_t channels, blocks, tokens, item; /* of a plane; in all; of a chunk; bytes of a number */
-} Sizes;
-
-static int is_shape(const Shape *shape, size_t shape_bytes, Sizes *sizes) {
+int kv_is_shape(const Shape *shape, size_t shape_bytes, Sizes *sizes) {
     if (shape_bytes != sizeof *shape || shape->dtype < BFLOAT16 || shape->dtype > FLOAT32 || shape->layers < 1 ||
         shape->layers > 1024 || shape->tokens < 1 || shape->tokens > 1 << 17 || shape->heads < 1 ||
         shape->heads > 1024 || shape->head_dim < 2 || shape->head_dim > 1024 || shape->head_dim % 2 ||
@@ -32,22 +22,15 @@ static int is_shape(const Shape *shape, size_t shape_bytes, Sizes *sizes) {
     return 1;
 }
 
-/* Whether the arrays that both ways have are of these sizes, and lead nowhere else. */
-static int fit(const Shape *shape, const Sizes *sizes, size_t words_bytes, size_t turns_bytes, const int32_t *tables,
-               size_t tables_bytes, size_t means_bytes, const int32_t *places, size_t places_bytes, size_t rows_bytes,
-               size_t scratch_bytes) {
-    size_t planes = KEYS_AND_VALUES * (size_t)shape->layers, numbers = planes * sizes->channels * sizes->tokens;
-    size_t rows = planes * sizes->channels;
-    if (words_bytes != numbers * sizes->item || rows_bytes != 2 * numbers || means_bytes != 4 * rows ||
-        places_bytes != 4 * rows || tables_bytes != 4 * (size_t)shape->layers ||
-        turns_bytes != 4 * (size_t)(shape->tables * shape->head_dim) * ((sizes->tokens + TILE - 1) / TILE * TILE) ||
-        scratch_bytes != 8 * TILE * sizes->channels)
+int kv_fits(const Shape *shape, const Sizes *sizes, size_t words_bytes, size_t turns_bytes, const u8 *tables,
+            size_t tables_bytes, size_t means_bytes) {
+    size_t rows = KEYS_AND_VALUES * (size_t)shape->layers * sizes->channels;
+    if (words_bytes != rows * sizes->tokens * sizes->item || means_bytes != 4 * rows ||
+        tables_bytes != 4 * (size_t)shape->layers ||
+        turns_bytes != 4 * (size_t)(shape->tables * shape->head_dim) * turns_stride(sizes))
         return 0;
     for (int64_t layer = 0; layer < shape->layers; layer++)
-        if (tables[layer] < 0 || tables[layer] >= shape->tables)
-            return 0;
-    for (size_t row = 0; row < rows; row++)
-        if (places[row] < 0 || (size_t)places[row] >= rows)
+        if (((const int32_t *)tables)[layer] < 0 || ((const int32_t *)tables)[layer] >= shape->tables)
             return 0;
     return 1;
 }
@@ -78,9 +61,8 @@ INLINE void turn_eight(const u16 *from, size_t stride, u16 *to, size_t to_stride
         memcpy(to + (size_t)i * to_stride, &rows[i], 16);
 }
 
-/* A rows × columns matrix, transposed. */
-INLINE void transpose16(const u16 *from, size_t from_stride, size_t rows, size_t columns, u16 *restrict to,
-                        size_t to_stride) {
+VERSIONS void kv_transpose16(const u16 *from, size_t from_stride, size_t rows, size_t columns, u16 *restrict to,
+                             size_t to_stride) {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
     if (rows % 32 == 0 && columns % 8 == 0 && HAS_AVX512("bw")) {
         kv_transpose_lines(from, from_stride, rows, columns, to, to_stride);
@@ -96,13 +78,6 @@ INLINE void transpose16(const u16 *from, size_t from_stride, size_t rows, size_t
             to[column * to_stride + row] = from[row * from_stride + column];
 }
 
-INLINE void transpose32(const u32 *from, size_t from_stride, size_t rows, size_t columns, u32 *restrict to,
-                        size_t to_stride) {
-    for (size_t row = 0; row < rows; row++)
-        for (size_t column = 0; column < columns; column++)
-            to[column * to_stride + row] = from[row * from_stride + column];
-}
-
 /* ---- words and floats ---- */
 
 INLINE float wide_half(uint32_t half) {
@@ -110,21 +85,6 @@ INLINE float wide_half(uint32_t half) {
     uint32_t sign = (half & 0x8000) << 16, rest = half & 0x7fff;
     uint32_t finite = bits_of_float(float_of(rest << 13) * 5.192296858534828e33f);
     return float_of(sign | (rest >= 0x7c00 ? 0x7f800000 | rest << 13 : finite));
-}
-
-/* Rounded to the nearest, the even one of two; no farther than the largest. */
-INLINE uint16_t narrow_half(float number) {
-    uint32_t bits = bits_of_float(number), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-    uint32_t normal = (rest + 0xfff + (rest >> 13 & 1) - (112u << 23)) >> 13;
-    uint32_t small = bits_of_float(float_of(rest) + 0.5f) - 0x3f000000; /* units of 2**-24, as 2**-24 is 0.5's last bit */
-    uint32_t half = rest < (113u << 23) ? small : normal;
-    half = rest > 0x7f800000 ? 0x7e00 : half > 0x7bff || rest >= 0x47800000 ? 0x7bff : half;
-    return (uint16_t)(sign | half);
-}
-
-INLINE uint16_t narrow_bfloat(float number) {
-    uint32_t bits = bits_of_float(number);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 /* One channel's numbers of a tile. */
@@ -139,44 +99,11 @@ INLINE void wide_row(int64_t dtype, const u8 *words, float *restrict numbers) {
         memcpy(numbers, words, 4 * TILE);
 }
 
-INLINE void narrow_row(int64_t dtype, const float *restrict numbers, u8 *restrict words) {
-    if (dtype == BFLOAT16)
-        for (int t = 0; t < TILE; t++)
-            ((u16 *)words)[t] = narrow_bfloat(numbers[t]);
-    else if (dtype == FLOAT16)
-        for (int t = 0; t < TILE; t++)
-            ((u16 *)words)[t] = narrow_half(numbers[t]);
-    else
-        memcpy(words, numbers, 4 * TILE);
-}
-
-/* Turns the two channels of a frequency. cos: of these tokens; sin lies so many numbers behind it. back: -1 to position 0,
- * or 1. */
-INLINE void turn(const f32 *restrict cos, size_t to_sin, float back, float *restrict low, float *restrict high) {
-    for (int t = 0; t < TILE; t++) {
-        float x = low[t], y = high[t], s = cos[to_sin + (size_t)t] * back;
-        low[t] = x * cos[t] - y * s;
-        high[t] = y * cos[t] + x * s;
-    }
-}
-
-/* Cosines of a plane's first frequency from a tile on, and how far it is to the next frequency's. NULL: its numbers are not
- * turned. Tables go on to a whole tile. */
-INLINE const f32 *cosines_of(const Shape *shape, const u8 *turns, const u8 *tables, size_t plane, size_t first,
-                             size_t *stride) {
-    *stride = ((size_t)shape->tokens + TILE - 1) / TILE * TILE;
-    if (plane >= (size_t)shape->layers)
-        return NULL;
-    return (const f32 *)turns + (size_t)((const int32_t *)tables)[plane] * (size_t)shape->head_dim * *stride + first;
-}
-
 /* What `kv_tile_*` do at a time, so that it stays in the cache: a block, if it has whole heads, else a whole plane. */
 INLINE Part part_of(const Shape *shape, const Sizes *sizes, const f32 *cosines, size_t stride) {
     size_t head = (size_t)shape->head_dim, block = (size_t)shape->block;
     return (Part){sizes->channels, head / 2, block, 0, block % head ? sizes->channels : block, cosines, stride};
 }
-
-/* ---- the way there ---- */
 
 /* A tile of a plane, in steps from its means. words: of the first token. moved: room for as many. tokens: how many are
  * there. verbatim: how many of the first are stored as they are, and have no steps. */
@@ -189,7 +116,7 @@ INLINE void to_steps(const Shape *shape, const Sizes *sizes, const u8 *words, si
     if (shape->dtype == FLOAT32)
         transpose32((const u32 *)words, n, tokens, n, (u32 *)moved, TILE);
     else
-        transpose16((const u16 *)words, n, tokens, n, (u16 *)moved, TILE);
+        kv_transpose16((const u16 *)words, n, tokens, n, (u16 *)moved, TILE);
     for (size_t low = 0; low < n; low += low % half == half - 1 ? half + 1 : 1) {
         float both[2][TILE];
         for (size_t i = 0; i < 2; i++)
@@ -230,10 +157,10 @@ INLINE void to_pairs(const f32 *restrict numbers, size_t block, float unit, int1
         }
 }
 
-/* 0: a number is too far from its mean. words: of the tile's first token. means, steps: of the plane. forward, places: of the
- * part's first block. rows: of the first row's first of these tokens. */
+/* 0: a number is too far from its mean. words: of the tile's first token. means, steps: of the plane. forward: of the part's first
+ * block. rows: of its first row's first of these tokens. */
 INLINE int project_part(const Part *part, const u16 *words, const f32 *means, const f32 *steps, const i16 *forward,
-                        const int32_t *places, i16 *rows, size_t row_stride, size_t blocks, f32 *numbers, int16_t *pairs,
+                        i16 *rows, size_t row_stride, size_t blocks, f32 *numbers, int16_t *pairs,
                         const Ahead *ahead) {
     const Ahead nothing = {0};
     f32 far[MOST_BLOCKS];
@@ -244,7 +171,7 @@ INLINE int project_part(const Part *part, const u16 *words, const f32 *means, co
         if (!own.unit)
             return 0;
         kv_tile_to_pairs(numbers + at * block * TILE, block, own.unit, pairs);
-        if (!kv_tile_to_rows(forward + at * block * block, block, pairs, own.bits, places + at * block, rows, row_stride,
+        if (!kv_tile_to_rows(forward + at * block * block, block, pairs, own.bits, rows + at * block * row_stride, row_stride,
                              at + 1 < blocks ? &nothing : ahead))
             return 0;
     }
@@ -252,22 +179,22 @@ INLINE int project_part(const Part *part, const u16 *words, const f32 *means, co
 }
 
 /* 0; or 1: a number is too far from its mean. words: [planes][tokens][channels]. turns: cosines and sines, [tables][2]
- * [head_dim / 2][tokens, to a whole tile]. steps: reciprocals of their widths, [blocks]. forward: [blocks][block][block], int16. places: of
- * each component of each block its row. rows: [rows][tokens], int16. scratch: 8 bytes for each channel and 64 tokens. */
+ * [head_dim / 2][tokens, to a whole tile]. steps: reciprocals of their widths, [blocks]. forward: [blocks][block][block], int16. rows:
+ * [blocks][block][tokens], int16. scratch: 8 bytes for each channel and 64 tokens. */
 EXPORT VERSIONS int64_t kv_project(const int64_t *described, size_t shape_bytes, const u8 *words, size_t words_bytes,
                                    const u8 *turns, size_t turns_bytes, const u8 *tables, size_t tables_bytes,
                                    const u8 *means, size_t means_bytes, const u8 *steps, size_t steps_bytes,
-                                   const u8 *forward, size_t forward_bytes, const u8 *places, size_t places_bytes,
-                                   u8 *restrict rows, size_t rows_bytes, u8 *restrict scratch, size_t scratch_bytes) {
+                                   const u8 *forward, size_t forward_bytes, u8 *restrict rows, size_t rows_bytes, u8 *restrict scratch, size_t scratch_bytes) {
     const Shape *shape = (const Shape *)described;
     Sizes sizes;
-    if (!is_shape(shape, shape_bytes, &sizes) ||
-        !fit(shape, &sizes, words_bytes, turns_bytes, (const int32_t *)tables, tables_bytes, means_bytes,
-             (const int32_t *)places, places_bytes, rows_bytes, scratch_bytes))
+    if (!kv_is_shape(shape, shape_bytes, &sizes) ||
+        !kv_fits(shape, &sizes, words_bytes, turns_bytes, tables, tables_bytes, means_bytes) ||
+        rows_bytes != 2 * (words_bytes / sizes.item) || scratch_bytes != 8 * TILE * sizes.channels)
         return KV_MISFIT;
     size_t block = (size_t)shape->block, n = sizes.channels, exact = (size_t)shape->exact;
     if (steps_bytes != 4 * sizes.blocks || forward_bytes != 2 * sizes.blocks * block * block)
         return KV_MISFIT;
+    size_t stride = turns_stride(&sizes);
     f32 *numbers = (f32 *)scratch;
     int has_tiles = shape->dtype == BFLOAT16 && kv_has_tiles((size_t)shape->head_dim, block, n);
     ALIGNED int16_t pairs[MOST_CHANNELS * TILE];
@@ -276,8 +203,7 @@ EXPORT VERSIONS int64_t kv_project(const int64_t *described, size_t shape_bytes,
         for (size_t first = 0; first < sizes.tokens; first += TILE) {
             size_t tokens = sizes.tokens - first < TILE ? sizes.tokens - first : TILE;
             size_t verbatim = exact > first ? (exact - first < tokens ? exact - first : tokens) : 0;
-            size_t stride;
-            const f32 *cosines = cosines_of(shape, turns, tables, plane, first, &stride);
+            const f32 *cosines = cosines_of(shape, &sizes, turns, tables, plane, first);
             if (has_tiles && tokens == TILE && !verbatim) {
                 Part part = part_of(shape, &sizes, cosines, stride);
                 for (; part.first < n; part.first += part.channels) {
@@ -286,11 +212,11 @@ EXPORT VERSIONS int64_t kv_project(const int64_t *described, size_t shape_bytes,
                     const u8 *next = words + 2 * ((plane * sizes.tokens + first) * n + part.first + part.channels);
                     next += part.first + part.channels < n ? 0 : 2 * (TILE - 1) * n;
                     size_t left = (size_t)(words + words_bytes - next) / (2 * n);
-                    Ahead ahead = {next, NULL, 2 * n, next < words + words_bytes ? (left < TILE ? left : TILE) : 0, 2 * part.channels};
+                    Ahead ahead = {next, 2 * n, next < words + words_bytes ? (left < TILE ? left : TILE) : 0, 2 * part.channels};
                     if (!project_part(&part, (const u16 *)words + (plane * sizes.tokens + first) * n, (const f32 *)means + plane * n,
                                       (const f32 *)steps + plane * (n / block), (const i16 *)forward + which * block * block,
-                                      (const int32_t *)places + which * block, (i16 *)rows + first, sizes.tokens, some,
-                                      numbers, pairs, &ahead))
+                                      (i16 *)rows + which * block * sizes.tokens + first, sizes.tokens, some, numbers, pairs,
+                                      &ahead))
                         return 1;
                 }
                 continue;
@@ -306,10 +232,9 @@ EXPORT VERSIONS int64_t kv_project(const int64_t *described, size_t shape_bytes,
                     return 1;
                 to_pairs(some, block, own.unit, pairs);
                 kv_multiply((const i16 *)forward + which * block * block, block, pairs, sums);
-                const int32_t *own_places = (const int32_t *)places + which * block;
                 int shift = MATRIX_BITS + own.bits, beyond = 0;
                 for (size_t i = 0; i < block; i++) {
-                    i16 *restrict row = (i16 *)rows + (size_t)own_places[i] * sizes.tokens + first;
+                    i16 *restrict row = (i16 *)rows + (which * block + i) * sizes.tokens + first;
                     for (size_t t = 0; t < tokens; t++) {
                         int32_t whole = (int32_t)((uint32_t)sums[i * TILE + t] + (1u << (shift - 1))) >> shift;
                         beyond |= whole > LARGEST_STEPS || whole < -LARGEST_STEPS;
@@ -321,125 +246,5 @@ EXPORT VERSIONS int64_t kv_project(const int64_t *described, size_t shape_bytes,
             }
         }
     }
-    return 0;
-}
-
-/* ---- the way back ---- */
-
-/* A block's steps of a tile, four of 8 bits side by side, 128 too large. Whether 8 bits are enough. */
-INLINE int to_fours(const i16 *rows, size_t stride, const int32_t *restrict places, size_t block, size_t tokens,
-                    u8 *restrict bytes) {
-    static const int16_t none[TILE] = {0};
-    uint16_t beyond = 0;
-    for (size_t i = 0; i < block; i += 4) {
-        const i16 *four[4];
-        u32 *restrict own = (u32 *)bytes + i * (TILE / 4);
-        for (size_t j = 0; j < 4; j++)
-            four[j] = i + j < block ? rows + (size_t)places[i + j] * stride : (const i16 *)none;
-        for (size_t t = 0; t < tokens; t++) {
-            uint16_t a = (uint16_t)(four[0][t] + 128), b = (uint16_t)(four[1][t] + 128);
-            uint16_t c = (uint16_t)(four[2][t] + 128), d = (uint16_t)(four[3][t] + 128);
-            own[t] = (uint32_t)a | (uint32_t)b << 8 | (uint32_t)c << 16 | (uint32_t)d << 24;
-            beyond |= a | b | c | d;
-        }
-    }
-    return beyond < 256;
-}
-
-/* The same, two of 16 bits. */
-INLINE void to_pairs_of(const i16 *rows, size_t stride, const int32_t *restrict places, size_t block, size_t tokens,
-                        int16_t *restrict pairs) {
-    for (size_t i = 0; i < block; i += 2) {
-        const i16 *one = rows + (size_t)places[i] * stride, *other = rows + (size_t)places[i + 1] * stride;
-        for (size_t t = 0; t < tokens; t++) {
-            pairs[i * TILE + 2 * t] = one[t];
-            pairs[i * TILE + 2 * t + 1] = other[t];
-        }
-    }
-}
-
-/* A tile of a plane from the sums of its channels. words: of the first token. */
-INLINE void from_sums(const Shape *shape, const Sizes *sizes, const int32_t *restrict sums, const f32 *scales,
-                      const f32 *means, const f32 *cosines, size_t stride, u8 *restrict moved, u8 *words,
-                      size_t tokens) {
-    size_t n = sizes->channels, half = (size_t)shape->head_dim / 2;
-    for (size_t low = 0; low < n; low += low % half == half - 1 ? half + 1 : 1) {
-        float both[2][TILE];
-        for (size_t i = 0; i < 2; i++) {
-            size_t channel = low + i * half;
-            float scale = scales[channel], mean = means[channel];
-            for (size_t t = 0; t < TILE; t++)
-                both[i][t] = (float)sums[channel * TILE + t] * scale + mean;
-        }
-        if (cosines)
-            turn(cosines + low % half * stride, half * stride, 1.0f, both[0], both[1]);
-        for (size_t i = 0; i < 2; i++)
-            narrow_row(shape->dtype, both[i], moved + (low + i * half) * TILE * sizes->item);
-    }
-    if (shape->dtype == FLOAT32)
-        transpose32((const u32 *)moved, TILE, n, tokens, (u32 *)words, n);
-    else
-        transpose16((const u16 *)moved, TILE, n, tokens, (u16 *)words, n);
-}
-
-/* words, turns, tables, places, rows, scratch: as for `kv_project`. scales: of each channel of each block, [blocks][block].
- * backward: [blocks][block][block], int16; small: the same as bytes, [blocks][block][block, to a multiple of four]. */
-EXPORT VERSIONS int64_t kv_project_back(const int64_t *described, size_t shape_bytes, const u8 *rows, size_t rows_bytes,
-                                        const u8 *turns, size_t turns_bytes, const u8 *tables, size_t tables_bytes,
-                                        const u8 *means, size_t means_bytes, const u8 *scales, size_t scales_bytes,
-                                        const u8 *backward, size_t backward_bytes, const u8 *small, size_t small_bytes,
-                                        const u8 *places, size_t places_bytes, u8 *restrict words, size_t words_bytes,
-                                        u8 *restrict scratch, size_t scratch_bytes) {
-    const Shape *shape = (const Shape *)described;
-    Sizes sizes;
-    if (!is_shape(shape, shape_bytes, &sizes) ||
-        !fit(shape, &sizes, words_bytes, turns_bytes, (const int32_t *)tables, tables_bytes, means_bytes,
-             (const int32_t *)places, places_bytes, rows_bytes, scratch_bytes))
-        return KV_MISFIT;
-    size_t block = (size_t)shape->block, n = sizes.channels, fours = (block + 3) / 4;
-    if (scales_bytes != means_bytes || backward_bytes != 2 * sizes.blocks * block * block ||
-        small_bytes != sizes.blocks * block * fours * 4)
-        return KV_MISFIT;
-    ALIGNED u8 fours_of[MOST_CHANNELS * TILE] = {0}; /* as those beyond a tile's tokens are read too */
-    ALIGNED int16_t pairs[MOST_CHANNELS * TILE] = {0};
-    int try_bytes = kv_multiplies_bytes(block);
-    int has_tiles = shape->dtype == BFLOAT16 && kv_has_tiles((size_t)shape->head_dim, block, n);
-    for (size_t plane = 0; plane < KEYS_AND_VALUES * (size_t)shape->layers; plane++)
-        for (size_t first = 0; first < sizes.tokens; first += TILE) {
-            size_t tokens = sizes.tokens - first < TILE ? sizes.tokens - first : TILE;
-            int is_tile = has_tiles && tokens == TILE;
-            for (size_t at = 0; at < n / block; at++) {
-                size_t which = plane * (n / block) + at;
-                const i16 *own_rows = (const i16 *)rows + first;
-                const int32_t *own_places = (const int32_t *)places + which * block;
-                int32_t *own_sums = (int32_t *)scratch + at * block * TILE;
-                int are_bytes = try_bytes && (is_tile ? kv_tile_to_fours(own_rows, sizes.tokens, own_places, block, fours_of)
-                                              : tokens == TILE ? to_fours(own_rows, sizes.tokens, own_places, block, TILE, fours_of)
-                                                             : to_fours(own_rows, sizes.tokens, own_places, block, tokens, fours_of));
-                if (are_bytes) {
-                    /* The next block of this tile, or the first of the plane's next tile, or of the next plane. */
-                    int is_last = at + 1 == n / block, ends = is_last && first + TILE >= sizes.tokens;
-                    Ahead ahead = {(const u8 *)(is_last ? ends ? (const i16 *)rows : own_rows + TILE : own_rows),
-                                   is_last && !ends ? own_places - at * block : own_places + block, 2 * sizes.tokens,
-                                   ends && which + 1 == sizes.blocks ? 0 : block, 2 * TILE};
-                    kv_multiply_bytes((const i8 *)small + which * block * fours * 4, block, fours_of, own_sums, &ahead);
-                } else {
-                    to_pairs_of(own_rows, sizes.tokens, own_places, block, tokens, pairs);
-                    kv_multiply((const i16 *)backward + which * block * block, block, pairs, own_sums);
-                }
-            }
-            size_t stride;
-            const f32 *cosines = cosines_of(shape, turns, tables, plane, first, &stride);
-            if (is_tile) {
-                Part part = part_of(shape, &sizes, cosines, stride);
-                part.channels = n;
-                kv_tile_from_sums(&part, (const int32_t *)scratch, (const f32 *)scales + plane * n, (const f32 *)means + plane * n,
-                                  (u16 *)words + (plane * sizes.tokens + first) * n);
-                continue;
-            }
-            from_sums(shape, &sizes, (const int32_t *)scratch, (const f32 *)scales + plane * n,
-                      (const f32 *)means + plane * n, cosines, stride, scratch + 4 * TILE * n,
-                      words + (plane * sizes.tokens + first) * n * sizes.item, tokens);
-        }
     return 0;
 }

@@ -18,6 +18,8 @@ FINEST, COARSEST = 4, -2
 LARGEST: Final = 7 << 10
 """The largest number after this rounding. It keeps sums of products below 2 ** 31, even with 256 channels."""
 LARGEST_STEPS: Final = 32767
+_ROW_LANES, _FAR_BYTES = 16, 12
+"""Tokens of a vector, and the size of a number that is not a byte, in the kernels in C."""
 assert MATRIX_BITS + COARSEST > 0
 
 
@@ -29,8 +31,8 @@ class Transform:
     scales: factors for the results of `backward`, [planes, channels].
     forward: [blocks, components, channels], int16.
     backward: [blocks, channels, components], int16.
-    small: `backward` as bytes, each row padded with zeros to a multiple of four.
-    places: the row of each component, [blocks, components], int32.
+    small: the same as bytes, four components of every channel side by side, [blocks, components / 4, channels, 4]; the
+        last components are padded with zeros.
     """
 
     shape: Shape
@@ -41,7 +43,6 @@ class Transform:
     forward: NDArray[np.int16]
     backward: NDArray[np.int16]
     small: NDArray[np.int8]
-    places: NDArray[np.int32]
 
     def described(self, tokens: int, exact: int) -> NDArray[np.int64]:
         """The sizes that the kernels in C take. exact: how many of the first tokens have no steps."""
@@ -49,19 +50,23 @@ class Transform:
         sizes = (shape.layers, tokens, shape.heads, shape.head_dim, shape.block_channels, exact, 1 + max(shape.tables))
         return np.array([DTYPES.index(shape.dtype), *sizes], np.int64)
 
-    @property
-    def scratch_bytes(self) -> int:
-        return 8 * TILE * self.shape.heads * self.shape.head_dim
+    def scratch_bytes(self, tokens: int) -> int:
+        """What the kernels in C need to decode a chunk, as `scratch_of` divides it there."""
+        shape = self.shape
+        block, channels = shape.block_channels, shape.heads * shape.head_dim
+        part = channels if block % shape.head_dim else block
+        padded = -(-tokens // _ROW_LANES) * _ROW_LANES
+        decoded = part // block * -(-block // 4) * 4 * padded
+        turns = 4 * (1 + max(shape.tables)) * shape.head_dim * padded
+        tiles = -(-tokens // TILE)
+        return decoded + 4 * TILE + turns + 8 * TILE * part + 4 * tiles + _FAR_BYTES * decoded
 
 
 def transform_of(calibration: Calibration) -> Transform:
     shape = calibration.shape
-    channels = shape.block_channels
-    relative = (calibration.deviations / calibration.widths[:, None]).reshape(-1)
-    places = np.empty(relative.size, np.int32)
-    places[np.argsort(-relative, kind="stable")] = np.arange(relative.size, dtype=np.int32)
-    small = np.zeros((shape.blocks, channels, -(-channels // 4) * 4), np.int8)
-    small[:, :, :channels] = calibration.backward
+    channels, fours = shape.block_channels, -(-shape.block_channels // 4)
+    padded = np.zeros((shape.blocks, channels, 4 * fours), np.int8)
+    padded[:, :, :channels] = calibration.backward
     planes = (2 * shape.layers, -1)
     return Transform(
         shape,
@@ -71,6 +76,5 @@ def transform_of(calibration: Calibration) -> Transform:
         np.ascontiguousarray(calibration.scales, np.float32).reshape(planes),
         np.ascontiguousarray(calibration.forward, np.int16),
         calibration.backward.astype(np.int16),
-        small,
-        places.reshape(shape.blocks, -1),
+        np.ascontiguousarray(padded.reshape(shape.blocks, channels, fours, 4).transpose(0, 2, 1, 3)),
     )

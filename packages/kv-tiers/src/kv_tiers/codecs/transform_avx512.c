@@ -127,7 +127,7 @@ AVX512 void kv_tile_to_pairs(const f32 *restrict numbers, size_t block, float un
         }
 }
 
-AVX512 int kv_tile_to_rows(const i16 *matrix, size_t block, const int16_t *pairs, int bits, const int32_t *places,
+AVX512 int kv_tile_to_rows(const i16 *matrix, size_t block, const int16_t *pairs, int bits,
                            i16 *restrict rows, size_t stride, const Ahead *ahead) {
     const __m128i shift = _mm_cvtsi32_si128(MATRIX_BITS + bits);
     const __m512i half = _mm512_set1_epi32(1 << (MATRIX_BITS + bits - 1)), least = _mm512_set1_epi32(LARGEST_STEPS);
@@ -158,7 +158,7 @@ AVX512 int kv_tile_to_rows(const i16 *matrix, size_t block, const int16_t *pairs
         }
 #pragma GCC unroll 5 /* or the compiler keeps all sums in memory */
         for (int j = 0; j < ROWS; j++) {
-            i16 *to = rows + (size_t)places[row + (size_t)j] * stride;
+            i16 *to = rows + (row + (size_t)j) * stride;
             for (int k = 0; k < REGISTERS; k += 2) {
                 __m512i one = _mm512_sra_epi32(sum[j][k], shift), other = _mm512_sra_epi32(sum[j][k + 1], shift);
                 most = _mm512_max_epu32(most, _mm512_add_epi32(one, least));
@@ -172,29 +172,6 @@ AVX512 int kv_tile_to_rows(const i16 *matrix, size_t block, const int16_t *pairs
 
 /* ---- the way back ---- */
 
-AVX512 int kv_tile_to_fours(const i16 *rows, size_t stride, const int32_t *restrict places, size_t block,
-                            u8 *restrict bytes) {
-    const __m512i too_large = _mm512_set1_epi16(128);
-    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                           36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    __m512i beyond = _mm512_setzero_si512();
-    for (size_t i = 0; i < block; i += 4)
-        for (size_t t = 0; t < TILE; t += 2 * LANES) {
-            __m512i four[4];
-            for (size_t j = 0; j < 4; j++) {
-                four[j] = _mm512_loadu_si512(rows + (size_t)places[i + j] * stride + t);
-                four[j] = _mm512_add_epi16(four[j], too_large);
-                beyond = _mm512_or_si512(beyond, four[j]);
-            }
-            __m512i low = _mm512_or_si512(four[0], _mm512_slli_epi16(four[1], 8));
-            __m512i high = _mm512_or_si512(four[2], _mm512_slli_epi16(four[3], 8));
-            _mm512_storeu_si512(bytes + i * TILE + 4 * t, _mm512_permutex2var_epi16(low, first, high));
-            _mm512_storeu_si512(bytes + i * TILE + 4 * t + 64, _mm512_permutex2var_epi16(low, second, high));
-        }
-    return _mm512_test_epi16_mask(beyond, _mm512_set1_epi16((short)0xff00)) == 0;
-}
-
 /* The upper words of 32 numbers, rounded to the even one of two. */
 AVX512 static inline __m512i narrow(__m512 first, __m512 second) {
     const __m512i upper_words = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
@@ -206,40 +183,92 @@ AVX512 static inline __m512i narrow(__m512 first, __m512 second) {
     return _mm512_permutex2var_epi16(x, upper_words, y);
 }
 
-AVX512 static inline __m512 scaled(const int32_t *sums, __m512 scale, __m512 mean) {
-    return _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(sums)), scale), mean);
+/* A group of channels, which are turned together: two lines of the cache, half a head apart, of each token. */
+enum { GROUP = 2 * LINE, GROUP_REGISTERS = GROUP / LANES, TOKENS = 4 /* whose sums are in registers at a time */ };
+
+AVX512 static inline size_t channel_of(size_t first, size_t half, int i) {
+    return first + (size_t)(i / 2) * half + (size_t)(i % 2) * LANES;
 }
 
-AVX512 void kv_tile_from_sums(const Part *part, const int32_t *restrict sums, const f32 *scales, const f32 *means,
-                              u16 *words) {
-    size_t half = part->half;
-    for (size_t low = 0; low < part->channels; low += low % (2 * half) == half - LINE ? half + LINE : LINE) {
-        ALIGNED uint16_t narrowed[2][LINE * TILE];
-        for (size_t j = 0; j < LINE; j++) {
-            size_t channel = low + j, other = channel + half;
-            const f32 *cos = part->cosines ? part->cosines + channel % (2 * half) * part->stride : NULL;
-            const __m512 scale = _mm512_set1_ps(scales[part->first + channel]), mean = _mm512_set1_ps(means[part->first + channel]);
-            const __m512 other_scale = _mm512_set1_ps(scales[part->first + other]);
-            const __m512 other_mean = _mm512_set1_ps(means[part->first + other]);
-            for (size_t t = 0; t < TILE; t += 2 * LANES) {
-                __m512 x[2], y[2];
-                for (size_t k = 0; k < 2; k++) {
-                    x[k] = scaled(sums + channel * TILE + t + LANES * k, scale, mean);
-                    y[k] = scaled(sums + other * TILE + t + LANES * k, other_scale, other_mean);
-                    if (cos) {
-                        __m512 c = _mm512_loadu_ps(cos + t + LANES * k);
-                        __m512 s = _mm512_loadu_ps(cos + half * part->stride + t + LANES * k);
-                        __m512 turned = _mm512_sub_ps(_mm512_mul_ps(x[k], c), _mm512_mul_ps(y[k], s));
-                        y[k] = _mm512_add_ps(_mm512_mul_ps(y[k], c), _mm512_mul_ps(x[k], s));
-                        x[k] = turned;
-                    }
-                }
-                _mm512_store_si512(narrowed[0] + j * TILE + t, narrow(x[0], x[1]));
-                _mm512_store_si512(narrowed[1] + j * TILE + t, narrow(y[0], y[1]));
+/* What a group's tokens are computed from: its part of the matrix, and of each channel what its sums begin with, as each step is
+ * FAR_OFFSET too large. */
+typedef struct {
+    __m512i matrix[MOST_CHANNELS / 4][GROUP_REGISTERS], start[GROUP_REGISTERS];
+} Group;
+
+AVX512 static void take_group(Group *group, const i8 *matrix, size_t block, size_t first, size_t half) {
+    const __m512i too_large = _mm512_set1_epi8((char)FAR_OFFSET);
+    for (int i = 0; i < GROUP_REGISTERS; i++) {
+        __m512i excess = _mm512_setzero_si512();
+        for (size_t four = 0; four < block / 4; four++) {
+            group->matrix[four][i] = _mm512_loadu_si512(matrix + 4 * (four * block + channel_of(first, half, i)));
+            excess = _mm512_dpbusd_epi32(excess, too_large, group->matrix[four][i]);
+        }
+        group->start[i] = _mm512_sub_epi32(_mm512_setzero_si512(), excess);
+    }
+}
+
+/* Some tokens of a group. bytes: of the first token. turns: of the first token and the group's first frequency. words: of the first
+ * token and the block's first channel. tokens: how many there are. */
+AVX512 static inline void tokens_of_group(const Part *part, const Group *group, const u8 *bytes, size_t stride, size_t first,
+                                          const f32 *scales, const f32 *means, const f32 *turns, u16 *words, size_t tokens) {
+    __m512i sums[TOKENS][GROUP_REGISTERS];
+    for (int t = 0; t < TOKENS; t++)
+        for (int i = 0; i < GROUP_REGISTERS; i++)
+            sums[t][i] = group->start[i];
+    for (size_t four = 0; four < part->block / 4; four++) {
+        const u8 *own = bytes + four * stride;
+        __m512i matrix[GROUP_REGISTERS];
+        for (int i = 0; i < GROUP_REGISTERS; i++)
+            matrix[i] = group->matrix[four][i];
+#pragma GCC unroll 4
+        for (int t = 0; t < TOKENS; t++) {
+            int32_t steps;
+            memcpy(&steps, own + 4 * t, 4);
+            __m512i all = _mm512_set1_epi32(steps);
+            for (int i = 0; i < GROUP_REGISTERS; i++) {
+                sums[t][i] = _mm512_dpbusd_epi32(sums[t][i], all, matrix[i]);
+                __asm__("" : "+v"(sums[t][i])); /* or gcc copies each sum to another register in each round */
             }
         }
-        for (size_t i = 0; i < 2; i++)
-            transpose_lines(narrowed[i], TILE, LINE, TILE, words + part->first + low + i * half, part->n);
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < TOKENS; t++) {
+        __m512 numbers[GROUP_REGISTERS];
+        for (int i = 0; i < GROUP_REGISTERS; i++) {
+            size_t channel = channel_of(first, part->half, i);
+            numbers[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[t][i]), _mm512_loadu_ps(scales + channel));
+            numbers[i] = _mm512_add_ps(numbers[i], _mm512_loadu_ps(means + channel));
+        }
+        if (turns) {
+            const f32 *cos = turns + (size_t)t * 2 * part->half, *sin = cos + part->half;
+            for (int i = 0; i < 2; i++) {
+                __m512 c = _mm512_loadu_ps(cos + i * LANES), s = _mm512_loadu_ps(sin + i * LANES), x = numbers[i], y = numbers[i + 2];
+                numbers[i] = _mm512_sub_ps(_mm512_mul_ps(x, c), _mm512_mul_ps(y, s));
+                numbers[i + 2] = _mm512_add_ps(_mm512_mul_ps(y, c), _mm512_mul_ps(x, s));
+            }
+        }
+        if ((size_t)t < tokens) {
+            u16 *to = words + (size_t)t * part->n + first;
+            _mm512_storeu_si512(to, narrow(numbers[0], numbers[1]));
+            _mm512_storeu_si512(to + part->half, narrow(numbers[2], numbers[3]));
+        }
+    }
+}
+
+AVX512 void kv_block_to_words(const Part *part, const u8 *bytes, size_t vectors, const i8 *matrix, const f32 *scales, const f32 *means,
+                              const f32 *turns, const uint32_t *far_tiles, u16 *words, size_t tokens, const Ahead *ahead) {
+    size_t half = part->half, done = 0, steps = part->block / GROUP * ((tokens + TOKENS - 1) / TOKENS);
+    for (size_t first = 0; first < part->block; first += first % (2 * half) == half - LINE ? half + LINE : LINE) {
+        Group group;
+        take_group(&group, matrix, part->block, first, half);
+        for (size_t token = 0; token < tokens; token += TOKENS) {
+            read_ahead(ahead, done++, steps);
+            if (far_tiles[token / TILE] != NO_FAR)
+                continue;
+            tokens_of_group(part, &group, bytes + 4 * token, VECTOR * vectors, first, scales, means,
+                            turns ? turns + token * 2 * half + first % (2 * half) : NULL, words + token * part->n, tokens - token);
+        }
     }
 }
 
@@ -252,14 +281,13 @@ void kv_tile_to_steps(const Part *part, const u16 *words, const f32 *means, cons
 void kv_tile_to_pairs(const f32 *restrict numbers, size_t block, float unit, int16_t *restrict pairs) {
     (void)numbers, (void)block, (void)unit, (void)pairs;
 }
-int kv_tile_to_rows(const i16 *matrix, size_t block, const int16_t *pairs, int bits, const int32_t *places, i16 *restrict rows,
-                    size_t stride, const Ahead *ahead) {
-    return (void)matrix, (void)block, (void)pairs, (void)bits, (void)places, (void)rows, (void)stride, (void)ahead, 0;
+int kv_tile_to_rows(const i16 *matrix, size_t block, const int16_t *pairs, int bits, i16 *restrict rows, size_t stride,
+                    const Ahead *ahead) {
+    return (void)matrix, (void)block, (void)pairs, (void)bits, (void)rows, (void)stride, (void)ahead, 0;
 }
-int kv_tile_to_fours(const i16 *rows, size_t stride, const int32_t *restrict places, size_t block, u8 *restrict bytes) {
-    return (void)rows, (void)stride, (void)places, (void)block, (void)bytes, 0;
-}
-void kv_tile_from_sums(const Part *part, const int32_t *restrict sums, const f32 *scales, const f32 *means, u16 *words) {
-    (void)part, (void)sums, (void)scales, (void)means, (void)words;
+void kv_block_to_words(const Part *part, const u8 *bytes, size_t vectors, const i8 *matrix, const f32 *scales, const f32 *means,
+                       const f32 *turns, const uint32_t *far_tiles, u16 *words, size_t tokens, const Ahead *ahead) {
+    (void)part, (void)bytes, (void)vectors, (void)matrix, (void)scales, (void)means, (void)turns, (void)far_tiles, (void)words;
+    (void)tokens, (void)ahead;
 }
 #endif

@@ -18,13 +18,12 @@ int64_t kv_place(int64_t, IN, IN, IN, OUT);
 int64_t kv_histogram(IN, INTEGERS);
 int64_t kv_quantise(const int64_t *, size_t, IN, OUT, OUT);
 int64_t kv_dequantise(const int64_t *, size_t, IN, OUT, OUT);
-int64_t kv_encode_rows(int64_t, IN, IN, IN, IN, OUT, OUT);
-int64_t kv_decode_rows(int64_t, IN, IN, IN, IN, IN, OUT, OUT);
-int64_t kv_project(const int64_t *, size_t, IN, IN, IN, IN, IN, IN, IN, OUT, OUT);
-int64_t kv_project_back(const int64_t *, size_t, IN, IN, IN, IN, IN, IN, IN, IN, OUT, OUT);
+int64_t kv_encode_rows(const int64_t *, size_t, IN, IN, IN, IN, IN, IN, OUT, OUT);
+int64_t kv_project(const int64_t *, size_t, IN, IN, IN, IN, IN, IN, OUT, OUT);
+int64_t kv_decode(const int64_t *, size_t, IN, IN, IN, IN, IN, IN, IN, IN, IN, IN, IN, OUT, OUT);
 int64_t kv_copy_blocks(int64_t, IN, IN, u8 *, size_t, u8 *, size_t);
 
-enum { MOST_ARRAYS = 11 };
+enum { MOST_ARRAYS = 14 };
 
 typedef struct {
     char name[16];
@@ -50,12 +49,13 @@ static int64_t call(const char *name, int64_t number) {
     if (IS("quantise")) return kv_quantise((int64_t *)at[0], size[0], A(1), A(2), A(3));
     if (IS("dequantise")) return kv_dequantise((int64_t *)at[0], size[0], A(1), A(2), A(3));
     if (IS("copy_blocks")) return kv_copy_blocks(number, A(0), A(1), A(2), A(3));
-    if (IS("encode_rows")) return kv_encode_rows(number, A(0), A(1), A(2), A(3), A(4), A(5));
-    if (IS("decode_rows")) return kv_decode_rows(number, A(0), A(1), A(2), A(3), A(4), A(5), A(6));
+    if (IS("encode_rows"))
+        return kv_encode_rows((int64_t *)at[0], size[0], A(1), A(2), A(3), A(4), A(5), A(6), A(7), A(8));
     if (IS("project"))
-        return kv_project((int64_t *)at[0], size[0], A(1), A(2), A(3), A(4), A(5), A(6), A(7), A(8), A(9));
-    if (IS("project_back"))
-        return kv_project_back((int64_t *)at[0], size[0], A(1), A(2), A(3), A(4), A(5), A(6), A(7), A(8), A(9), A(10));
+        return kv_project((int64_t *)at[0], size[0], A(1), A(2), A(3), A(4), A(5), A(6), A(7), A(8));
+    if (IS("decode"))
+        return kv_decode((int64_t *)at[0], size[0], A(1), A(2), A(3), A(4), A(5), A(6), A(7), A(8), A(9), A(10), A(11), A(12),
+                         A(13));
     exit(3);
 }
 
