@@ -14,6 +14,7 @@ import sys
 # This folder holds a copy.py, which must not stand in for the standard library's.
 sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +51,14 @@ def drawn(dtype: str) -> bytes:
     return values.astype({"float16": "<f2", "float32": "<f4"}[dtype]).tobytes()
 
 
+def room(nbytes: int) -> memoryview:
+    """Memory that begins with a page, as a pool's slots do."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
 def rows_of(codec: Codec, dtype: str, chunk: bytes, kernels: str = "", *, judged: bool = False) -> list[Row]:
     """kernels: their name. judged: it has targets."""
-    out, back = memoryview(bytearray(len(chunk))), memoryview(bytearray(len(chunk)))
+    out, back = room(len(chunk)), room(len(chunk))
     source = memoryview(chunk)
     size = codec.encode(source, out)
     if size is None:
@@ -124,7 +130,7 @@ def kvtc_rows(chunk: bytes, step: float, kernels: Kernels) -> list[Row]:
     for _ in range(4):
         learning.add([(numbers[0, layer], numbers[1, layer]) for layer in range(LAYERS)])
     codec = KvtcCodec(learning.learnt(step), kernels)
-    out, back = memoryview(bytearray(len(chunk))), memoryview(bytearray(len(chunk)))
+    out, back = room(len(chunk)), room(len(chunk))
     source = memoryview(chunk)
     size = codec.encode(source, out)
     if size is None:

@@ -8,6 +8,7 @@ size, and the C functions compare all sizes before they touch anything.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,7 @@ class CompiledKernels:
     """`Kernels` in C."""
 
     name = "compiled"
+    _local = threading.local()
 
     def __init__(self, library: Path) -> None:
         """
@@ -130,13 +132,13 @@ class CompiledKernels:
     def project(self, transform: Transform, words: Words, turns: NDArray[np.float32], rows: Rows, exact: int) -> bool:
         arrays = (transform.tables, transform.means, transform.steps, transform.forward)
         shape = transform.shape
-        scratch = np.empty(8 * TILE * shape.heads * shape.head_dim, np.uint8)
+        scratch = self._scratch(8 * TILE * shape.heads * shape.head_dim)
         description = transform.described(rows.shape[1], exact)
         return self.call("project", description, words, turns, *arrays, rows, scratch) == 0
 
     def encode_rows(self, rows: Rows, channels: int, codes: RowCodes, out: Bytes) -> int | None:
         tokens = rows.shape[1]
-        scratch = np.empty(unit_numbers(tokens), np.int16)
+        scratch = self._scratch(2 * unit_numbers(tokens))
         tables = (codes.low_bits, codes.shares, codes.starts, codes.symbols, codes.limits)
         size = self.call("encode_rows", np.array([tokens, channels], np.int64), rows, *tables, scratch, out)
         return None if size == _FULL else size
@@ -148,9 +150,16 @@ class CompiledKernels:
         arrays = (transform.tables, transform.means, transform.scales, transform.backward, transform.small)
         tables = (codes.low_bits, codes.shares, codes.starts, codes.symbols)
         description = transform.described(tokens, 0)
-        scratch = np.empty(transform.scratch_bytes(tokens), np.uint8)
+        scratch = self._scratch(transform.scratch_bytes(tokens))
         if self.call("decode", description, payload, turns, *arrays, *tables, words, scratch):
             raise CodecError(DAMAGED)
+
+    def _scratch(self, nbytes: int) -> Bytes:
+        """This thread's memory, reused because fresh pages cost more than the work done in some of them."""
+        kept: Bytes | None = getattr(self._local, "scratch", None)
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._local.scratch = np.empty(nbytes, np.uint8)
+        return kept[:nbytes]
 
     def call(self, name: str, *arguments: int | NDArray[Any] | tuple[int, int]) -> int:
         """Call a function by its name in the source, without `kv_`; returns its result.

@@ -333,7 +333,7 @@ static int encode_unit(Encoder *encoder, const Layout *layout, const i16 *rows, 
     *chosen = (u8)number;
     Code code = code_of(codes, number);
     Dividing dividing;
-    make_dividing(&code, &dividing);
+    int has_dividing = 0;
     for (size_t four = end; four-- > first;) {
         size_t components = layout->channels - TOGETHER * four;
         const int16_t *own = numbers + (four - first) * layout->vectors * VECTOR;
@@ -343,6 +343,9 @@ static int encode_unit(Encoder *encoder, const Layout *layout, const i16 *rows, 
                 left -= kv_encode_vectors(encoder, &code, left, own + left * VECTOR);
             if (!left--)
                 break;
+            if (!has_dividing)
+                make_dividing(&code, &dividing);
+            has_dividing = 1;
             uint64_t active = active_lanes(components, layout->tokens - left * (VECTOR / TOGETHER));
             uint16_t *states = encoder->states[(vector + (four - first) * layout->vectors + left) % SETS];
             if (!encode_vector(encoder, states, &code, &dividing, active, own + left * VECTOR))

@@ -147,26 +147,23 @@ VBMI static inline __m512i encode_half(__m512i states, __m512i share, __m512i st
     return _mm512_add_epi16(_mm512_add_epi16(_mm512_slli_epi16(whole, 8), rest), start);
 }
 
+/* 2**16 / share, or 2**16 - 1; exact, as no such quotient is so near to the next whole number. */
+VBMI static inline __m256i inverses_of(const u8 *shares) {
+    __m512 divisors = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i_u *)shares)));
+    return _mm512_cvtusepi32_epi16(_mm512_cvttps_epu32(_mm512_div_ps(_mm512_set1_ps(65536), divisors)));
+}
+
 VBMI size_t kv_encode_vectors(Encoder *encoder, const Code *code, size_t n, const int16_t *numbers) {
     /* Of each half the last lane first, as that is the order of what they write. */
-    uint16_t even_lanes[HALF], odd_lanes[HALF], last_first[HALF];
-    uint16_t inverses[SYMBOLS], own[SYMBOLS];
-    for (int i = 0; i < HALF; i++) {
-        even_lanes[i] = (uint16_t)(VECTOR - 2 - 2 * i);
-        odd_lanes[i] = (uint16_t)(VECTOR - 1 - 2 * i);
-        last_first[i] = (uint16_t)(HALF - 1 - i);
-    }
-    for (int i = 0; i < SYMBOLS; i++) {
-        unsigned share = code->shares[i];
-        inverses[i] = (uint16_t)(share > 1 ? 65536 / share : 65535);
-        own[i] = (uint16_t)(share ? i : ESCAPED);
-    }
-    const __m512i evens = _mm512_loadu_si512(even_lanes), odds = _mm512_loadu_si512(odd_lanes);
-    const __m512i reversed = _mm512_loadu_si512(last_first);
+    const __m512i symbols = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10,
+                                             9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i reversed = _mm512_sub_epi16(_mm512_set1_epi16(HALF - 1), symbols);
+    const __m512i evens = _mm512_slli_epi16(reversed, 1), odds = _mm512_add_epi16(evens, _mm512_set1_epi16(1));
     const __m512i shares = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i_u *)code->shares));
     const __m512i starts = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i_u *)code->starts));
-    const __m512i inverse = _mm512_loadu_si512(inverses), owns = _mm512_loadu_si512(own);
+    const __m512i inverse = _mm512_inserti64x4(_mm512_castsi256_si512(inverses_of(code->shares)), inverses_of(code->shares + 16), 1);
     const __m512i zero_symbol = _mm512_set1_epi16(ZERO_SYMBOL), escape = _mm512_set1_epi16(ESCAPED);
+    const __m512i owns = _mm512_mask_mov_epi16(escape, _mm512_test_epi16_mask(shares, shares), symbols);
     const __m128i low_bits = _mm_cvtsi32_si128((int)code->low_bits);
     __m512i even[SETS], odd[SETS];
     for (int set = 0; set < SETS; set++) {
