@@ -156,10 +156,10 @@ class CompiledKernels:
 
     def _scratch(self, nbytes: int) -> Bytes:
         """This thread's memory, reused because fresh pages cost more than the work done in some of them."""
-        kept: Bytes | None = getattr(self._local, "scratch", None)
-        if kept is None or kept.nbytes < nbytes:
-            kept = self._local.scratch = np.empty(nbytes, np.uint8)
-        return kept[:nbytes]
+        scratch: Bytes | None = getattr(self._local, "scratch", None)
+        if scratch is None or scratch.nbytes < nbytes:
+            scratch = self._local.scratch = np.empty(nbytes, np.uint8)
+        return scratch[:nbytes]
 
     def call(self, name: str, *arguments: int | NDArray[Any] | tuple[int, int]) -> int:
         """Call a function by its name in the source, without `kv_`; returns its result.

@@ -85,37 +85,37 @@ def row_codes() -> RowCodes:
 
 def shares_of(weights: list[int]) -> list[int]:
     """Shares of `SHARES` for these weights of `_ONE`, the last one of which is for all that is escaped."""
-    kept = [weight if weight >= _LEAST_SHARE else 0 for weight in weights[:ESCAPED]]
-    kept.append(_ONE - sum(kept))
-    shares = [max(1, weight * SHARES // _ONE) if weight else 0 for weight in kept]
+    coded = [weight if weight >= _LEAST_SHARE else 0 for weight in weights[:ESCAPED]]
+    coded.append(_ONE - sum(coded))
+    shares = [max(1, weight * SHARES // _ONE) if weight else 0 for weight in coded]
     shares[ESCAPED] = max(1, shares[ESCAPED])
     used = [symbol for symbol in range(SYMBOLS) if shares[symbol]]
     while sum(shares) < SHARES:
-        shares[max(used, key=lambda symbol: Fraction(kept[symbol], 2 * shares[symbol] + 1))] += 1
+        shares[max(used, key=lambda symbol: Fraction(coded[symbol], 2 * shares[symbol] + 1))] += 1
     while sum(shares) > SHARES:
         larger = [symbol for symbol in used if shares[symbol] > 1]
-        shares[min(larger, key=lambda symbol: Fraction(kept[symbol], 2 * shares[symbol] - 1))] -= 1
+        shares[min(larger, key=lambda symbol: Fraction(coded[symbol], 2 * shares[symbol] - 1))] -= 1
     return shares
 
 
 def _weights(scale: int, low_bits: int) -> list[int]:
     """The shares of `_ONE` that symbols have in a logistic distribution of this many parts of a step, the last one of
     which is for all other numbers."""
-    half, step = _half_a_step(scale), _ONE
+    half = _half_a_step(scale)
     step = half * half // _ONE
     for _ in range(low_bits):
         step = step * step // _ONE
-    # The shares of numbers below 0, below one symbol's more, and so on. To either side they are each other's rest.
+    # The shares of the numbers below each symbol's, computed from the middle outwards, where a power of `step` is small.
     first, power = _ONE * _ONE // half, _ONE
     above = []
-    for _ in range(ZERO_SYMBOL + 1):
+    for _ in range(ZERO_SYMBOL):
         above.append(_ONE * _ONE // (_ONE + power * first // _ONE))
         power = power * step // _ONE
     under, power = [], step
     for _ in range(ZERO_SYMBOL):
         under.append(_ONE - _ONE * _ONE // (_ONE + power * half // _ONE))
         power = power * step // _ONE
-    below = [*reversed(under), *above[:ZERO_SYMBOL]]
+    below = [*reversed(under), *above]
     weights = [more - less for less, more in pairwise(below)]
     return [*weights, _ONE - sum(weights)]
 

@@ -91,7 +91,7 @@ INLINE int decode_symbols(Decoder *decoder, uint16_t *restrict states, const uin
     return 1;
 }
 
-/* Adds a bit of each number, and returns where the next bits are. */
+/* Adds the lower bits of each number. */
 INLINE void add_low_bits(const u8 *planes, unsigned low_bits, int32_t *restrict numbers) {
     for (unsigned bit = 0; bit < low_bits; bit++) {
         uint64_t plane;
@@ -123,7 +123,7 @@ INLINE Far *decode_vector(Decoder *decoder, const Code *code, const uint32_t *sl
     for (int lane = 0; lane < VECTOR; lane++)
         numbers[lane] = (int32_t)((uint32_t)(symbols[lane] - ZERO_SYMBOL) << code->low_bits);
     add_low_bits(planes, code->low_bits, numbers);
-    if (!is_escaped && code->low_bits <= 3) { /* all of them are bytes */
+    if (!is_escaped && code->low_bits <= BYTE_LOW_BITS) {
         for (size_t lane = 0; lane < VECTOR; lane++)
             own[lane] = (u8)(numbers[lane] + FAR_OFFSET);
         return far;
@@ -253,7 +253,7 @@ VERSIONS static int encode_vector(Encoder *encoder, uint16_t *restrict states, c
     uint64_t planes[MOST_LOW_BITS] = {0}, escaped = 0;
     const unsigned low_bits = code->low_bits;
     const int16_t first = (int16_t)(dividing->first - ZERO_SYMBOL), last = (int16_t)(dividing->last - ZERO_SYMBOL);
-    int16_t own[VECTOR]; /* of 16 bits until they are all in place, for loops that are vectorised */
+    int16_t own[VECTOR]; /* not in `symbols` at once: loops over two widths are not vectorised */
     for (size_t lane = 0; lane < VECTOR; lane++) {
         int16_t high = (int16_t)(numbers[lane] >> low_bits);
         own[lane] = (int16_t)((high < first) | (high > last) ? ESCAPED - ZERO_SYMBOL : high);

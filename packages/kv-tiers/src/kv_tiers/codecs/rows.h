@@ -12,6 +12,7 @@ enum {
     STATES_BYTES = 2 * SETS * VECTOR,
     LOW_BYTES = VECTOR / 8, /* one bit of each number of a vector */
     MOST_LOW_BITS = 11,
+    BYTE_LOW_BITS = 3,      /* with no more of them, all numbers that are not escaped are bytes */
     SYMBOLS = 32,
     ESCAPED = SYMBOLS - 1,  /* the symbol of a number that is stored as it is */
     ZERO_SYMBOL = 16,       /* the symbol of 0 */
@@ -40,7 +41,7 @@ INLINE Code code_of(const Codes *codes, size_t number) {
                   codes->symbols + number * SHARES};
 }
 
-/* Whether these arrays are of as many codes, none of which has more low bits than there can be. */
+/* Whether these arrays are of as many codes, which it counts, and lead nowhere else. */
 int kv_are_codes(Codes *codes, size_t low_bits_bytes, size_t shares_bytes, size_t starts_bytes, size_t symbols_bytes);
 
 /* How a block's numbers are divided. */
@@ -72,7 +73,7 @@ typedef struct {
 typedef struct {
     uint16_t states[SETS][VECTOR]; /* in the order in which lanes read */
     const u8 *at, *end;            /* what is left of the stream */
-    size_t vector;                 /* the number of the next one, modulo SETS */
+    size_t vector;                 /* the number of the next one, which decides on its set */
 } Decoder;
 
 /* Reads the states. */

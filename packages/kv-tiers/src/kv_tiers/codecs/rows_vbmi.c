@@ -11,7 +11,6 @@
 
 enum {
     HALF = VECTOR / 2,
-    MOST_BITS = 3, /* with more low bits, numbers do not fit into bytes */
     SLACK = VECTOR /* what is read or written beyond a vector's bytes */
 };
 
@@ -34,7 +33,7 @@ static const u8 *read_escaped(const u8 *at, uint64_t escaped, size_t place, u8 *
 }
 
 VBMI size_t kv_decode_vectors(Decoder *decoder, const Code *code, size_t n, size_t first, u8 *restrict bytes, Far **far) {
-    if (code->low_bits > MOST_BITS || decoder->vector % SETS)
+    if (code->low_bits > BYTE_LOW_BITS || decoder->vector % SETS)
         return 0;
     const __m512i low_byte = _mm512_set1_epi16(255), least = _mm512_set1_epi16(LEAST_STATE);
     const __m512i escape = _mm512_set1_epi8(ESCAPED);

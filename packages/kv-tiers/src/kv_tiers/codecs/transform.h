@@ -119,8 +119,9 @@ int kv_tile_to_rows(const i16 *matrix, size_t block, const int16_t *pairs, int b
                     const Ahead *ahead);
 
 /* Tokens of a block, of whole heads, from its decoded steps. vectors: of four rows. matrix: as for kv_multiply_bytes. far_tiles:
- * of each tile, NO_FAR if all of its steps are bytes; else it is left alone. turns: of each token the cosines of all frequencies, then the sines; NULL: they
- * are not turned. words: of the plane's first token and the block's first channel. */
+ * of each tile, NO_FAR if all of its steps are bytes; else it is left alone. turns: of each token the cosines of all
+ * frequencies, then the sines; NULL: they are not turned. words: of the plane's first token and the block's first channel.
+ * ahead: what is read next. */
 void kv_block_to_words(const Part *part, const u8 *bytes, size_t vectors, const i8 *matrix, const f32 *scales, const f32 *means,
                        const f32 *turns, const uint32_t *far_tiles, u16 *words, size_t tokens, const Ahead *ahead);
 

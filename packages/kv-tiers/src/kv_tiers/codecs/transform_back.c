@@ -168,9 +168,9 @@ INLINE void tiles_to_words(const Shape *shape, const Sizes *sizes, const Parts *
     }
 }
 
-/* 0, or KV_DAMAGED. words, turns, tables, means: as for `kv_project`. scales: of each channel of each block, [blocks][block].
+/* 0, or KV_DAMAGED. payload: behind the tokens that are stored unencoded. words, turns, tables, means: as for `kv_project`. scales: of each channel of each block, [blocks][block].
  * backward: [blocks][block][block], int16; matrix: the same as bytes, [blocks][block / 4, rounded up][block][4]. low_bits and so on:
- * as `RowCodes` has them. scratch: as `scratch_of` divides it. */
+ * as `RowCodes` has them. memory: as `scratch_of` divides it. */
 EXPORT VERSIONS int64_t kv_decode(const int64_t *described, size_t shape_bytes, const u8 *payload, size_t payload_bytes,
                                   const u8 *turns, size_t turns_bytes, const u8 *tables, size_t tables_bytes,
                                   const u8 *means, size_t means_bytes, const u8 *scales, size_t scales_bytes,
