@@ -105,7 +105,7 @@ def _weights(scale: int, low_bits: int) -> list[int]:
     step = half * half // _ONE
     for _ in range(low_bits):
         step = step * step // _ONE
-    # The shares of the numbers below each symbol's, computed from the middle outwards, where a power of `step` is small.
+    # The shares of the numbers below each symbol's, from the middle outwards, where powers of `step` are small.
     first, power = _ONE * _ONE // half, _ONE
     above = []
     for _ in range(ZERO_SYMBOL):
