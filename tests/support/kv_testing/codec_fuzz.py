@@ -16,7 +16,7 @@ from kv_core.errors import MisuseError
 from kv_tiers.codec import CodecError
 from kv_tiers.codecs.compiled_kernels import CompiledKernels
 from kv_tiers.codecs.floats import FloatsCodec
-from kv_tiers.codecs.kernels import SCALED_NUMBERS, Bytes, Kernels, Words, packed_room
+from kv_tiers.codecs.kernels import ALL_MISSING, SCALED_NUMBERS, Bytes, Cut, Kernels, Words, packed_room
 from kv_tiers.codecs.progressive import HEAD, HEAD_BYTES, PARTS, VERSION, ProgressiveCodec
 from kv_tiers.sealed import seal
 
@@ -136,14 +136,13 @@ def misfits(kernels: CompiledKernels) -> list[str]:
     words, marks = drawn_words(chance, n), np.zeros(n, np.uint8)
     marks[::7] = 5
     marked = int(np.count_nonzero(marks == 5))
-    symbols = chance.integers(0, 256, n, dtype=np.uint8)
     missing = chance.integers(0, 9, n, dtype=np.uint8)
-    steps, nibbles, packed = (
-        _bytes(n // SCALED_NUMBERS),
-        _bytes(n // 2),
-        kernels.pack(words, missing, _bytes(packed_room(n))),
-    )
-    empty = np.zeros(n, "<u2")
+    empty, cut = np.zeros(n, "<u2"), Cut.empty(n)
+    counts = np.zeros(3, np.int64)
+    longs, _, whole = kernels.cut(words, 0, cut)
+    packed, lists = kernels.pack(words, cut.missing, _bytes(packed_room(n))), (cut.long_codes[:longs], _words(n))
+    stored = kernels.select(words, cut.missing, ALL_MISSING, whole)
+    restored = (cut.exponents, cut.signs, cut.codes, *lists, cut.nibbles, stored, packed, empty, np.zeros(4, np.int64))
     # Planes, tokens, heads, numbers of a head, tokens that are kept, and the range that is wanted.
     shape, numbers, channels = np.array([2, 9, 3, 7, 4, 2, 8], np.int64), 2 * 9 * 21, 21
     plane_bytes = 9 * 21 + 4 * 9 * 3 + 2 * 4 * 21 + 24
@@ -152,19 +151,19 @@ def misfits(kernels: CompiledKernels) -> list[str]:
     calls: dict[str, tuple[Words | int, ...]] = {
         "split": (1, words, _bytes(n), _bytes(n)),
         "join": (1, _bytes(n), _bytes(n), empty),
-        "cut": (0, words, steps, _bytes(n), nibbles, _bytes(n), np.zeros(2, np.int64)),
-        "restore": (0, symbols, nibbles, steps, packed, empty, _bytes(n), np.zeros(3, np.int64)),
+        "cut": (0, words, *Cut.empty(n), counts),
+        "restore": (3, *restored),
         "pack": (words, missing, _bytes(packed_room(n))),
-        "select": (5, words, marks, _bytes(marked), _bytes(marked)),
-        "place": (5, _bytes(marked), _bytes(marked), marks, empty),
-        "histogram": (symbols, np.zeros(256, np.int64)),
+        "select": (5, words, marks, _words(marked)),
+        "histogram": (_bytes(n), np.zeros(256, np.int64)),
         "quantise": (shape, drawn_words(chance, numbers), quantised, scratch),
         "dequantise": (shape, any_chunk, np.zeros(numbers, "<u2"), scratch),
     }
+    of_any_number = {("histogram", 0), *(("restore", place) for place in (4, 5, 7, 8))}
     for name, arguments in calls.items():
         kernels.call(name, *arguments)
         for place, one in enumerate(arguments):
-            if isinstance(one, int) or (name, place) in {("histogram", 0), ("restore", 4)}:  # of any number
+            if isinstance(one, int) or (name, place) in of_any_number:
                 continue
             for other in (one[:-1].copy(), one[: one.size // 2].copy(), np.resize(one, one.size + 1)):
                 try:
@@ -192,6 +191,10 @@ def misfits(kernels: CompiledKernels) -> list[str]:
 
 def _bytes(count: int) -> Bytes:
     return np.zeros(count, np.uint8)
+
+
+def _words(count: int) -> Words:
+    return np.zeros(count, "<u2")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import zlib
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +16,22 @@ from kv_core.errors import MisuseError
 from kv_testing.codec_fuzz import drawn_words, misfits, outcomes
 from kv_testing.copy_fuzz import wrong_copies
 from kv_testing.kvtc_fuzz import kvtc_outcomes
-from kv_tiers.codec import Codec
+from kv_tiers.codec import Codec, CodecError
 from kv_tiers.codecs import compiled_kernels
 from kv_tiers.codecs.compiled_kernels import LIBRARY, SOURCES, CompiledKernels, installed_kernels
 from kv_tiers.codecs.floats import FloatsCodec
 from kv_tiers.codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
+    ESCAPED_CODE,
     LEAST_EXPONENT,
+    LONG_CODE,
     MOST_EXPONENT,
     SCALED_NUMBERS,
     SECTION_NUMBERS,
     Bytes,
+    Cut,
+    Words,
     kernels_here,
     packed_room,
 )
@@ -85,11 +88,9 @@ def test_a_library_that_cannot_be_used_means_numpy(
     assert bool(caplog.records) == (library != "absent")
 
 
-def arrays(n: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Steps, symbols, nibbles and missing bits of so many numbers."""
-    sizes = (n // SCALED_NUMBERS, n, n // 2, n)
-    steps, symbols, nibbles, missing = (np.full(size, 0xA5, np.uint8) for size in sizes)
-    return steps, symbols, nibbles, missing
+def unset(n: int) -> Cut:
+    """Arrays for n numbers, all bytes the same."""
+    return Cut(*(np.full_like(array, 0xA5) for array in Cut.empty(n)))
 
 
 @needs_compiled
@@ -103,40 +104,76 @@ def test_numbers_are_cut_and_put_together_alike(seed: int, blocks: int, offset: 
     words = drawn_words(chance, n, n // 20) if seed % 3 else chance.integers(0, 1 << 16, n, dtype=np.uint16)
     cuts = []
     for kernels in (NUMPY, compiled):
-        made = arrays(n)
-        steps, symbols, nibbles, missing = made
-        escaped, whole = kernels.cut(words, offset, exponents=steps, symbols=symbols, nibbles=nibbles, missing=missing)
+        made = unset(n)
+        longs, escaped, whole = kernels.cut(words, offset, made)
         cuts.append(
             [
-                *made,
-                kernels.pack(words, missing, np.empty(packed_room(n), np.uint8)),
-                np.stack(kernels.select(words, symbols, ESCAPED, escaped)),
-                np.stack(kernels.select(words, missing, ALL_MISSING, whole)),
-                kernels.histogram(symbols),
+                *made._replace(long_codes=made.long_codes[:longs]),
+                kernels.pack(words, made.missing, np.empty(packed_room(n), np.uint8)),
+                kernels.select(words, made.missing, ESCAPED, escaped),
+                kernels.select(words, made.missing, ALL_MISSING, whole),
+                kernels.histogram(made.codes),
             ]
         )
     for one, other in zip(*cuts, strict=True):
         assert np.array_equal(one, other)
-    steps, symbols, nibbles, missing, packed, escapes, wholes, _ = cuts[0]
+    steps, signs, codes, long_codes, nibbles, missing, packed, escapes, wholes, _ = cuts[0]
+    assert packed.size == (int(np.where(missing < ALL_MISSING, missing, 0).sum(dtype=np.int64)) + 7) // 8
     for kernels in (NUMPY, compiled):
-        restored, lacking = np.empty(n, "<u2"), np.empty(n, np.uint8)
-        counts = kernels.restore(symbols, nibbles, steps, packed, words=restored, missing=lacking, to_middle=False)
-        assert counts == (escapes.shape[1], wholes.shape[1], int((missing & 7).sum(dtype=np.int64)))
-        assert np.array_equal(lacking, missing)
-        kernels.place(*wholes, missing, ALL_MISSING, restored)
-        kernels.place(*escapes, symbols, ESCAPED, restored)
+        restored = np.empty(n, "<u2")
+        used = kernels.restore(
+            3,
+            restored,
+            exponents=steps,
+            signs=signs,
+            codes=codes,
+            long_codes=long_codes,
+            escaped=escapes,
+            nibbles=nibbles,
+            whole=wholes,
+            packed=packed,
+        )
+        assert used == (long_codes.size, escapes.size, wholes.size, packed.size)
         assert np.array_equal(restored, words)
-    any_bytes = [chance.integers(0, 256, size, dtype=np.uint8) for size in (n, n // 2)]
-    any_steps = chance.integers(LEAST_EXPONENT, MOST_EXPONENT + 1, n // SCALED_NUMBERS, dtype=np.uint8)
-    for known, to_middle, end in product((any_bytes[1], None), (False, True), (0, n // 4, n)):
-        both = []
-        for kernels in (NUMPY, compiled):
-            restored, lacking, bits = np.empty(n, "<u2"), np.empty(n, np.uint8), any_bytes[0][:end]  # or some of them
-            counts = kernels.restore(
-                any_bytes[0], known, any_steps, bits, words=restored, missing=lacking, to_middle=to_middle
-            )
-            both.append((counts, restored.tobytes(), lacking.tobytes()))
-        assert both[0] == both[1]
+
+
+@needs_compiled
+@settings(deadline=None, max_examples=100)
+@given(
+    seed=SEEDS, blocks=st.one_of(BLOCKS, st.just(2 * SECTION_NUMBERS // SCALED_NUMBERS + 3)), parts=st.integers(1, 3)
+)
+def test_numbers_are_put_together_alike_from_any_bytes(seed: int, blocks: int, parts: int) -> None:
+    """Of several sections too, and with too few long codes, numbers that are stored unchanged, and packed bits."""
+    compiled = installed_kernels()
+    assert compiled is not None
+    chance, n = np.random.default_rng(seed), blocks * SCALED_NUMBERS
+
+    def drawn(count: int) -> Bytes:
+        return chance.integers(0, 256, count, dtype=np.uint8)
+
+    def some(*shares: int) -> int:
+        """A number of numbers: all, or one of so many."""
+        return n // int(chance.choice(shares))
+
+    codes = drawn(n // 2)
+    lists: dict[str, Words] = {
+        "exponents": chance.integers(LEAST_EXPONENT, MOST_EXPONENT + 1, n // SCALED_NUMBERS, dtype=np.uint8),
+        "signs": drawn(n // 8),
+        "codes": codes if seed % 2 else codes & drawn(n // 2),  # with more zeros
+        "long_codes": chance.integers(LONG_CODE, ESCAPED_CODE + 1, some(1, 4, 16), dtype=np.uint8),
+        "escaped": drawn(2 * some(1, 128)).view("<u2"),
+        "nibbles": drawn(n // 2 if parts > 1 else 0),
+        "whole": drawn(2 * some(1, 64) if parts > 2 else 0).view("<u2"),
+        "packed": drawn(some(1, 3) if parts > 2 else 0),
+    }
+    both: list[tuple[object, bytes]] = []
+    for kernels in (NUMPY, compiled):
+        restored = np.empty(n, "<u2")
+        try:
+            both.append((kernels.restore(parts, restored, **lists), restored.tobytes()))
+        except CodecError as error:
+            both.append((str(error), b""))
+    assert both[0] == both[1]
 
 
 @needs_compiled
@@ -162,21 +199,14 @@ def test_numbers_are_taken_apart_alike_at_any_address(seed: int, n: int, kind: i
 @needs_compiled
 @settings(deadline=None, max_examples=200)
 @given(seed=SEEDS, n=st.integers(0, 600), marks=st.integers(1, 20))
-def test_marked_numbers_are_taken_and_put_back_alike_at_any_length(seed: int, n: int, marks: int) -> None:
+def test_marked_numbers_are_selected_alike_at_any_length(seed: int, n: int, marks: int) -> None:
     compiled = installed_kernels()
     assert compiled is not None
     random = np.random.default_rng(seed)
-    words, other = np.frombuffer(random.bytes(2 * n), "<u2"), np.frombuffer(random.bytes(2 * n), "<u2")
-    marked = random.integers(0, marks, n, np.uint8)
+    words, marked = np.frombuffer(random.bytes(2 * n), "<u2"), random.integers(0, marks, n, np.uint8)
     count = int(np.count_nonzero(marked == 0))
-    placed = []
     for kernels in (NUMPY, compiled):
-        chosen = kernels.select(words, marked, 0, count)
-        assert np.array_equal(np.stack(chosen, 1).reshape(-1), words[marked == 0].view(np.uint8))
-        put = other.copy()
-        kernels.place(*chosen, marked, 0, put)
-        placed.append(put.tobytes())
-    assert placed[0] == placed[1]
+        assert np.array_equal(kernels.select(words, marked, 0, count), words[marked == 0])
 
 
 @needs_compiled

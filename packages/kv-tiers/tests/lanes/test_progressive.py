@@ -5,6 +5,8 @@
 """
 
 import re
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_testing.codec_fuzz import SPECIAL, drawn_words, parts_of, sealed_again
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
+from kv_tiers.codecs.byte_coder import ByteCoder
 from kv_tiers.codecs.kernels import kernels_here
 from kv_tiers.codecs.numpy_kernels import NumpyKernels
 from kv_tiers.codecs.progressive import HEAD_BYTES, PARTS, ProgressiveCodec, make_progressive_codec
@@ -191,6 +194,49 @@ def test_a_step_that_no_encoder_chooses_is_refused(codec: ProgressiveCodec, expo
             from_prefix(payload, len(chunk), codec)
 
 
+def with_other_long_codes(part: bytes, numbers: int, change: Callable[[np.ndarray], np.ndarray]) -> bytes:
+    """A first part with its long codes, of which there is one frame, changed."""
+    coder, at = ByteCoder("progressive"), numbers // 256 + numbers // 8
+    count, size = struct.unpack_from("<II", part, at)
+    frame_at = at + 8
+    changed = change(coder.decode(memoryview(part)[frame_at : frame_at + size], count).copy())
+    frame = coder.encode(changed)
+    return part[:at] + struct.pack("<II", changed.size, len(frame)) + frame + part[frame_at + size :]
+
+
+@CODECS
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        pytest.param(lambda codes: np.append(codes[1:], np.uint8(14)), "out of range", id="that is short"),
+        pytest.param(lambda codes: np.append(codes[1:], np.uint8(128)), "out of range", id="too large"),
+        pytest.param(
+            lambda codes: np.append(codes[1:], np.uint8(127)), "fewer numbers", id="of a number that is not there"
+        ),
+        pytest.param(lambda codes: codes[1:], "fewer numbers", id="one too few"),
+        pytest.param(lambda codes: np.append(codes, np.uint8(15)), "more numbers", id="one too many"),
+    ],
+)
+def test_long_codes_that_no_encoder_writes_are_refused(
+    codec: ProgressiveCodec, change: Callable[[np.ndarray], np.ndarray], problem: str
+) -> None:
+    chunk = RECORDED["smollm2"]
+    first, *others = parts_of(encoded(chunk, codec))
+    forged = sealed_again([with_other_long_codes(first, len(chunk) // 2, change), *others], len(chunk))
+    with pytest.raises(CodecError, match=problem):
+        from_prefix(forged, len(chunk), codec)
+
+
+def test_a_list_of_more_numbers_than_the_chunk_has_is_not_decoded() -> None:
+    chunk = RECORDED["smollm2"]
+    numbers = len(chunk) // 2
+    first, *others = parts_of(encoded(chunk))
+    at = numbers // 256 + numbers // 8
+    changed = first[:at] + struct.pack("<I", numbers + 1) + first[at + 4 :]
+    with pytest.raises(CodecError, match=f"{numbers + 1} numbers of {numbers}"):
+        from_prefix(sealed_again([changed, *others], len(chunk)), len(chunk))
+
+
 def test_what_cannot_be_cut_into_so_small_a_first_part_is_left() -> None:
     for chunk in (b"", b"\x01", np.random.default_rng(0).bytes(1 << 16)):
         assert CODEC.encode(memoryview(chunk), memoryview(bytearray(len(chunk)))) is None
@@ -199,7 +245,7 @@ def test_what_cannot_be_cut_into_so_small_a_first_part_is_left() -> None:
 def test_the_page_describes_the_head() -> None:
     page = (Path(__file__).parents[4] / "docs" / "formats" / "progressive.md").read_text(encoding="utf-8")
     (written,) = re.findall(r"^    ([0-9a-f ]+)$", page, re.MULTILINE)
-    chunk = np.resize(np.array([0x3F80, 0xC020, 0x3F00, 0xBE80], "<u2"), 512).tobytes()
+    chunk = np.resize(np.array([0x3F80, 0xC020, 0x3F00, 0xBE80], "<u2"), 256).tobytes()
     payload = encoded(chunk)
     assert payload[: len(bytes.fromhex(written))] == bytes.fromhex(written)
 

@@ -20,7 +20,7 @@ from kv_core.log import limited_logger
 from numpy.typing import NDArray
 
 from kv_tiers.codec import CodecError
-from kv_tiers.codecs.kernels import Bytes, Rows, Words, check_exponents
+from kv_tiers.codecs.kernels import TOO_FEW, Bytes, Cut, Rows, Used, Words, check_exponents
 from kv_tiers.codecs.numpy_rows import DAMAGED, unit_numbers
 from kv_tiers.codecs.row_codes import RowCodes
 from kv_tiers.codecs.transform import TILE, Transform
@@ -30,22 +30,20 @@ _log = limited_logger(__name__)
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
-_VERSION: Final = 10
+_VERSION: Final = 11
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
 MISFIT: Final = -1
 """`KV_MISFIT` in the sources, and so on."""
 _DAMAGED, _FULL = -2, -3
 _addressof = ctypes.addressof
 _at: Final[Callable[[Any], ctypes.Array[ctypes.c_char]]] = (ctypes.c_char * 0).from_buffer
-_NONE: Final[Bytes] = np.empty(0, np.uint8)
 _ARGUMENTS: Final = {
     "split": (1, 3),
     "join": (1, 3),
-    "cut": (1, 6),
-    "restore": (1, 7),
+    "cut": (1, 8),
+    "restore": (1, 10),
     "pack": (0, 3),
-    "select": (1, 4),
-    "place": (1, 4),
+    "select": (1, 3),
     "histogram": (0, 2),
     "quantise": (0, 4),
     "dequantise": (0, 4),
@@ -88,41 +86,39 @@ class CompiledKernels:
     def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
         self.call("join", kind, coded, rest, words)
 
-    def cut(
-        self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
-    ) -> tuple[int, int]:
-        counts = np.empty(2, np.int64)
-        self.call("cut", offset, words, exponents, symbols, nibbles, missing, counts)
-        return int(counts[0]), int(counts[1])
+    def cut(self, words: Words, offset: int, into: Cut) -> tuple[int, int, int]:
+        counts = np.empty(3, np.int64)
+        self.call("cut", offset, words, *into, counts)
+        return int(counts[0]), int(counts[1]), int(counts[2])
 
     def restore(
         self,
-        symbols: Bytes,
-        nibbles: Bytes | None,
-        exponents: Bytes,
-        packed: Bytes,
-        *,
+        parts: int,
         words: Words,
-        missing: Bytes,
-        to_middle: bool,
-    ) -> tuple[int, int, int]:
-        counts = np.empty(3, np.int64)
-        nibbles = _NONE if nibbles is None else nibbles
-        arrays = (symbols, nibbles, exponents, packed, words, missing, counts)
-        if self.call("restore", int(to_middle), *arrays) == _DAMAGED:
+        *,
+        exponents: Bytes,
+        signs: Bytes,
+        codes: Bytes,
+        long_codes: Bytes,
+        escaped: Words,
+        nibbles: Bytes,
+        whole: Words,
+        packed: Bytes,
+    ) -> Used:
+        counts = np.empty(4, np.int64)
+        arrays = (exponents, signs, codes, long_codes, escaped, nibbles, whole, packed, words, counts)
+        if self.call("restore", parts, *arrays) == _DAMAGED:
             check_exponents(exponents)
-        return int(counts[0]), int(counts[1]), int(counts[2])
+            raise CodecError(TOO_FEW)
+        return Used(*counts.tolist())
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
         return room[: self.call("pack", words, missing, room)]
 
-    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[Bytes, Bytes]:
-        lower, upper = np.empty(count, np.uint8), np.empty(count, np.uint8)
-        self.call("select", mark, words, marks, lower, upper)
-        return lower, upper
-
-    def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
-        self.call("place", mark, lower, upper, marks, words)
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
+        selected = np.empty(count, "<u2")
+        self.call("select", mark, words, marks, selected)
+        return selected
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         counts = np.empty(256, np.int64)

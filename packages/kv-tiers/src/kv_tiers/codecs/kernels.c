@@ -95,78 +95,23 @@ VBMI static inline __mmask64 marked(u8 mark, const u8 *marks, size_t left) {
     return _mm512_mask_cmpeq_epi8_mask(here, _mm512_maskz_loadu_epi8(here, marks), _mm512_set1_epi8((char)mark));
 }
 
-VBMI static int64_t select_vbmi(u8 mark, const u16 *words, const u8 *marks, size_t n, u8 *restrict lower,
-                                u8 *restrict upper, size_t room) {
-    u8 even[64], odd[64];
-    for (int i = 0; i < 64; i++) {
-        even[i] = (u8)(2 * i);
-        odd[i] = (u8)(2 * i + 1);
-    }
-    const __m512i lower_places = _mm512_loadu_si512(even), upper_places = _mm512_loadu_si512(odd);
+VBMI static int64_t select_vbmi(u8 mark, const u16 *words, const u8 *marks, size_t n, u16 *restrict selected, size_t room) {
     size_t done = 0;
     for (size_t at = 0; at < n; at += 64) {
         __mmask64 all = first_of(n - at), here = marked(mark, marks + at, n - at);
-        size_t found = (size_t)__builtin_popcountll(here);
-        if (room - done < found)
+        if (room - done < (size_t)__builtin_popcountll(here))
             return KV_MISFIT;
-        __m512i first = _mm512_maskz_loadu_epi16((__mmask32)all, words + at), second = _mm512_setzero_si512();
-        if (n - at > 32)
-            second = _mm512_maskz_loadu_epi16((__mmask32)(all >> 32), words + at + 32);
-        __m512i low = _mm512_permutex2var_epi8(first, lower_places, second);
-        __m512i high = _mm512_permutex2var_epi8(first, upper_places, second);
-        _mm512_mask_storeu_epi8(lower + done, first_of(found), _mm512_maskz_compress_epi8(here, low));
-        _mm512_mask_storeu_epi8(upper + done, first_of(found), _mm512_maskz_compress_epi8(here, high));
-        done += found;
+        for (int k = 0; k < 2; k++, here >>= 32, all >>= 32) {
+            __mmask32 own = (__mmask32)here;
+            if (!own)
+                continue;
+            __m512i word = _mm512_maskz_loadu_epi16((__mmask32)all, words + at + 32 * k);
+            size_t found = (size_t)__builtin_popcount(own);
+            _mm512_mask_storeu_epi16(selected + done, (__mmask32)first_of(found), _mm512_maskz_compress_epi16(own, word));
+            done += found;
+        }
     }
     return done == room ? 0 : KV_MISFIT;
-}
-
-/* Of the next 64 marks, or of as many as are left: those that are this one, and their bytes in the places of the marks. */
-typedef struct {
-    __m512i low, high;
-    __mmask64 here;
-    size_t found;
-} Placed;
-
-VBMI static inline Placed placed(__mmask64 here, const u8 *lower, const u8 *upper, size_t left) {
-    size_t found = (size_t)__builtin_popcountll(here);
-    __mmask64 read = first_of(found < left ? found : left);
-    __m512i low = _mm512_maskz_loadu_epi8(read, lower), high = _mm512_maskz_loadu_epi8(read, upper);
-    return (Placed){_mm512_maskz_expand_epi8(here, low), _mm512_maskz_expand_epi8(here, high), here, found};
-}
-
-VBMI static int64_t place_vbmi(u8 mark, const u8 *lower, const u8 *upper, size_t count, const u8 *marks, size_t n,
-                               u16 *restrict words) {
-    u8 places[2][64]; /* where a word's two bytes are */
-    for (int i = 0; i < 128; i++)
-        places[i / 64][i % 64] = (u8)(i / 2 + 64 * (i % 2));
-    const __m512i first = _mm512_loadu_si512(places[0]), second = _mm512_loadu_si512(places[1]);
-    const __m512i wanted = _mm512_set1_epi8((char)mark);
-    size_t done = 0, at = 0;
-    /* Words that stay are stored again: a store by a mask takes several times as long. */
-    for (; n - at >= 64; at += 64) {
-        Placed own = placed(_mm512_cmpeq_epi8_mask(_mm512_loadu_si512(marks + at), wanted), lower + done, upper + done,
-                            count - done);
-        __m512i here = _mm512_permutex2var_epi8(own.low, first, own.high), *to = (__m512i *)(words + at);
-        _mm512_storeu_si512(to, _mm512_mask_mov_epi16(_mm512_loadu_si512(to), (__mmask32)own.here, here));
-        here = _mm512_permutex2var_epi8(own.low, second, own.high);
-        _mm512_storeu_si512(to + 1, _mm512_mask_mov_epi16(_mm512_loadu_si512(to + 1), (__mmask32)(own.here >> 32), here));
-        if (count - done < own.found)
-            return KV_MISFIT;
-        done += own.found;
-    }
-    if (at < n) {
-        Placed own = placed(marked(mark, marks + at, n - at), lower + done, upper + done, count - done);
-        __m512i here = _mm512_permutex2var_epi8(own.low, first, own.high);
-        _mm512_mask_storeu_epi16(words + at, (__mmask32)own.here, here);
-        here = _mm512_permutex2var_epi8(own.low, second, own.high);
-        if (n - at > 32)
-            _mm512_mask_storeu_epi16(words + at + 32, (__mmask32)(own.here >> 32), here);
-        if (count - done < own.found)
-            return KV_MISFIT;
-        done += own.found;
-    }
-    return done == count ? 0 : KV_MISFIT;
 }
 
 static int has_vbmi(void) {
@@ -174,44 +119,25 @@ static int has_vbmi(void) {
 }
 #endif
 
-/* Copies the words of this mark, lower bytes and upper ones apart; there is room for exactly as many as there are. */
+/* Copies the words of this mark; there is room for exactly as many as there are. */
 EXPORT int64_t kv_select(int64_t mark, const u8 *words, size_t words_bytes, const u8 *marks, size_t marks_bytes,
-                         u8 *restrict lower, size_t lower_bytes, u8 *restrict upper, size_t upper_bytes) {
-    if (words_bytes != 2 * marks_bytes || lower_bytes != upper_bytes)
+                         u8 *restrict selected, size_t selected_bytes) {
+    const u16 *from = (const u16 *)words;
+    u16 *to = (u16 *)selected;
+    size_t room = selected_bytes / 2, done = 0;
+    if (words_bytes != 2 * marks_bytes || selected_bytes % 2)
         return KV_MISFIT;
 #ifdef VBMI
     if (has_vbmi())
-        return select_vbmi((u8)mark, (const u16 *)words, marks, marks_bytes, lower, upper, lower_bytes);
+        return select_vbmi((u8)mark, from, marks, marks_bytes, to, room);
 #endif
-    size_t done = 0;
     const u8 *end = marks + marks_bytes;
     for (const u8 *at = marks; at < end && (at = memchr(at, (int)mark, (size_t)(end - at))); at++, done++) {
-        if (done == lower_bytes)
+        if (done == room)
             return KV_MISFIT;
-        lower[done] = words[2 * (at - marks)];
-        upper[done] = words[2 * (at - marks) + 1];
+        to[done] = from[at - marks];
     }
-    return done == lower_bytes ? 0 : KV_MISFIT;
-}
-
-/* The reverse: there are exactly as many bytes as there are marks. */
-EXPORT int64_t kv_place(int64_t mark, const u8 *lower, size_t lower_bytes, const u8 *upper, size_t upper_bytes,
-                        const u8 *marks, size_t marks_bytes, u8 *restrict words, size_t words_bytes) {
-    if (words_bytes != 2 * marks_bytes || lower_bytes != upper_bytes)
-        return KV_MISFIT;
-#ifdef VBMI
-    if (has_vbmi())
-        return place_vbmi((u8)mark, lower, upper, lower_bytes, marks, marks_bytes, (u16 *)words);
-#endif
-    size_t done = 0;
-    const u8 *end = marks + marks_bytes;
-    for (const u8 *at = marks; at < end && (at = memchr(at, (int)mark, (size_t)(end - at))); at++, done++) {
-        if (done == lower_bytes)
-            return KV_MISFIT;
-        words[2 * (at - marks)] = lower[done];
-        words[2 * (at - marks) + 1] = upper[done];
-    }
-    return done == lower_bytes ? 0 : KV_MISFIT;
+    return done == room ? 0 : KV_MISFIT;
 }
 
 /* How often each byte occurs: 256 counts. */

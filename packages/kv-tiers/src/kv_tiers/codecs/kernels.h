@@ -10,7 +10,7 @@
 #error "for little-endian machines; on others the codecs use numpy"
 #endif
 
-#define KV_VERSION 10 /* of these functions' arguments: compiled_kernels.py asks for its own */
+#define KV_VERSION 11 /* of these functions' arguments: compiled_kernels.py asks for its own */
 #define KV_MISFIT (-1) /* sizes do not fit each other */
 #define KV_DAMAGED (-2) /* a payload that cannot be */
 #define KV_FULL (-3)    /* there is more than fits */

@@ -5,7 +5,7 @@ which is many times as fast and available if this package was built with a compi
 how.
 """
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,16 @@ LEAST_EXPONENT: Final = 8
 """The least exponent of a step, so that numbers of exponent 0, which have no leading one, lie far below every step."""
 MOST_EXPONENT: Final = 240
 """The largest exponent of a step, so that no approximation is infinite."""
-ESCAPED: Final = 255
-"""The symbol of a number of 1984 steps or more, which the first part holds unchanged."""
+LONG_CODE: Final = 15
+"""The least code of steps that does not fit into four bits."""
+ESCAPED_CODE: Final = 127
+"""The code of a number of 1984 steps or more, which the first part holds unchanged."""
 ALL_MISSING: Final = 8
 """Missing bits of a number whose leading one is in neither the first part nor the second: it is stored unchanged."""
+ESCAPED: Final = 16
+"""Missing bits of a number whose code is `ESCAPED_CODE`."""
+
+TOO_FEW: Final = "there are fewer numbers than its codes say"
 
 
 def packed_room(numbers: int) -> int:
@@ -51,6 +57,41 @@ def check_exponents(exponents: Bytes) -> None:
     wrong = exponents[(exponents < LEAST_EXPONENT) | (exponents > MOST_EXPONENT)]
     if wrong.size:
         raise CodecError(f"steps of exponents out of range, such as {wrong[0]}")
+
+
+class Cut(NamedTuple):
+    """What n bfloat16 numbers are cut into, as docs/formats/progressive.md specifies it.
+
+    exponents: of the steps, [n / `SCALED_NUMBERS`]. signs: a bit each, [n / 8].
+    codes: of the steps, four bits each, [n / 2]; `LONG_CODE` for longer ones. Those of the first half are in the lower
+        bits.
+    long_codes: the longer ones, one after the other, [n], of which the first ones are used.
+    nibbles: [n / 2], as codes.
+    missing: how many bits of each number are in neither codes nor nibbles, `ALL_MISSING` or `ESCAPED`, [n].
+    """
+
+    exponents: Bytes
+    signs: Bytes
+    codes: Bytes
+    long_codes: Bytes
+    nibbles: Bytes
+    missing: Bytes
+
+    @staticmethod
+    def empty(n: int) -> "Cut":
+        """New arrays for this many numbers."""
+        sizes = (n // SCALED_NUMBERS, n // 8, n // 2, n, n // 2, n)
+        return Cut(*(np.empty(size, np.uint8) for size in sizes))
+
+
+class Used(NamedTuple):
+    """What restored numbers used of what they share with others: long codes, numbers that are stored unchanged in the
+    first part and in the third, and bytes of packed bits."""
+
+    long_codes: int
+    escaped: int
+    whole: int
+    packed: int
 
 
 class Kernels(Protocol):
@@ -71,50 +112,46 @@ class Kernels(Protocol):
     def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
         """The reverse of `split`."""
 
-    def cut(
-        self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
-    ) -> tuple[int, int]:
-        """Cut bfloat16 numbers at a step, as specified in docs/formats/progressive.md. Returns how many are `ESCAPED`,
-        and how many are `ALL_MISSING`.
+    def cut(self, words: Words, offset: int, into: Cut) -> tuple[int, int, int]:
+        """Cut numbers at a step. Returns how many have long codes, how many are `ESCAPED`, and how many are
+        `ALL_MISSING`.
 
         offset: how far the step lies above the mean exponent of its numbers, in 256ths of a bit.
-        exponents: n / `SCALED_NUMBERS`, the exponents of the steps. symbols: n. nibbles: n / 2, those of the first half
-        in the lower bits. missing: n, how many bits of each number are in neither symbols nor nibbles.
         """
 
     def restore(
         self,
-        symbols: Bytes,
-        nibbles: Bytes | None,
-        exponents: Bytes,
-        packed: Bytes,
-        *,
+        parts: int,
         words: Words,
-        missing: Bytes,
-        to_middle: bool,
-    ) -> tuple[int, int, int]:
-        """Restore the numbers, and how many bits of each symbols and nibbles lack. Returns how many numbers are
-        `ESCAPED`, how many are `ALL_MISSING`, and how many bits all others lack together.
+        *,
+        exponents: Bytes,
+        signs: Bytes,
+        codes: Bytes,
+        long_codes: Bytes,
+        escaped: Words,
+        nibbles: Bytes,
+        whole: Words,
+        packed: Bytes,
+    ) -> Used:
+        """Restore the numbers of some sections, of which there may be more than `SECTION_NUMBERS`.
 
-        nibbles: None if they are not known: each number is then assumed to be in the middle of its step.
-        packed: the missing bits, and perhaps more behind them; bits that it lacks are 0.
-        to_middle: halfway to the next nibble, where there are no missing bits.
+        parts: how many are known, 1 to 3. What only further parts have is empty: each number is then assumed to be in
+        the middle of its step or of its nibble. long_codes, escaped, whole, packed: what these numbers need, and
+        perhaps more; bits that packed lacks are 0.
 
         Raises:
-            CodecError: as `check_exponents`.
+            CodecError: as `check_exponents`, or there are fewer long codes or stored numbers than it takes.
         """
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
-        """The missing bits of all numbers but those that are `ALL_MISSING`, one after the other from bit 0 up.
+        """The missing bits of all numbers but those that are `ALL_MISSING` or `ESCAPED`, one after the other from bit 0
+        up.
 
         room: memory of `packed_room(n)` bytes for the result.
         """
 
-    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[Bytes, Bytes]:
-        """The words whose mark is this one: their lower bytes and their upper ones. count: how many there are."""
-
-    def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
-        """Set the words whose mark is this one. lower, upper: the bytes of all of them."""
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
+        """The words whose mark is this one. count: how many there are."""
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         """How often each of the 256 symbols occurs."""

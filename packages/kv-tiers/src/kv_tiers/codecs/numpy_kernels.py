@@ -9,16 +9,23 @@ import numpy as np
 from kv_core.errors import MisuseError
 from numpy.typing import NDArray
 
+from kv_tiers.codec import CodecError
 from kv_tiers.codecs.kernels import (
     ALL_MISSING,
     BFLOAT16,
     ESCAPED,
+    ESCAPED_CODE,
     FLOAT16,
     FLOAT32,
     LEAST_EXPONENT,
+    LONG_CODE,
     MOST_EXPONENT,
     SCALED_NUMBERS,
+    SECTION_NUMBERS,
+    TOO_FEW,
     Bytes,
+    Cut,
+    Used,
     Words,
     check_exponents,
 )
@@ -50,43 +57,65 @@ class NumpyKernels:
         for piece in _pieces(words.size):
             _JOINS[kind](coded[piece], [plane[piece] for plane in planes], words[piece])
 
-    def cut(
-        self, words: Words, offset: int, *, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes
-    ) -> tuple[int, int]:
-        _check(words, symbols, exponents, missing)
+    def cut(self, words: Words, offset: int, into: Cut) -> tuple[int, int, int]:
+        exponents, signs, codes, long_codes, nibbles, missing = into
+        _check(words, exponents, signs, codes, nibbles)
         number_exponents = (words >> 7).astype(np.uint8).reshape(-1, SCALED_NUMBERS)
         sums = number_exponents.sum(1, dtype=np.uint32) + np.uint32(offset)
         exponents[...] = np.clip(sums // SCALED_NUMBERS, LEAST_EXPONENT, MOST_EXPONENT)
-        wide = np.empty(words.size, np.uint8)
+        wide_codes, wide_nibbles = np.empty(words.size, np.uint8), np.empty(words.size, np.uint8)
         for piece in _pieces(words.size):
             steps = exponents[piece.start // SCALED_NUMBERS : piece.stop // SCALED_NUMBERS]
-            _cut(words[piece], steps, symbols[piece], wide[piece], missing[piece])
-        half = words.size // 2
-        nibbles[...] = wide[:half] | wide[half:] << 4
-        return int(np.count_nonzero(symbols == ESCAPED)), int(np.count_nonzero(missing == ALL_MISSING))
+            _cut(words[piece], steps, wide_codes[piece], wide_nibbles[piece], missing[piece])
+        signs[...] = np.packbits(words >> 15, bitorder="little")
+        longs = wide_codes[wide_codes >= LONG_CODE]
+        long_codes[: longs.size] = longs
+        codes[...] = _halves_together(np.minimum(wide_codes, LONG_CODE))
+        nibbles[...] = _halves_together(wide_nibbles)
+        return longs.size, int(np.count_nonzero(missing == ESCAPED)), int(np.count_nonzero(missing == ALL_MISSING))
 
     def restore(
         self,
-        symbols: Bytes,
-        nibbles: Bytes | None,
-        exponents: Bytes,
-        packed: Bytes,
-        *,
+        parts: int,
         words: Words,
-        missing: Bytes,
-        to_middle: bool,
-    ) -> tuple[int, int, int]:
-        _check(words, symbols, exponents, missing)
+        *,
+        exponents: Bytes,
+        signs: Bytes,
+        codes: Bytes,
+        long_codes: Bytes,
+        escaped: Words,
+        nibbles: Bytes,
+        whole: Words,
+        packed: Bytes,
+    ) -> Used:
+        _check(words, exponents, signs, codes, nibbles if parts > 1 else codes)
         check_exponents(exponents)
-        wide = np.full(words.size, 8, np.uint8)  # the middle of a step
-        if nibbles is not None:
-            half = words.size // 2
-            wide[:half], wide[half:] = nibbles & 15, nibbles >> 4
-        for piece in _pieces(words.size):
-            steps = exponents[piece.start // SCALED_NUMBERS : piece.stop // SCALED_NUMBERS]
-            _restore(symbols[piece], wide[piece], steps, words[piece], missing[piece], to_middle=to_middle)
-        escaped, whole = np.count_nonzero(symbols == ESCAPED), np.count_nonzero(missing == ALL_MISSING)
-        return int(escaped), int(whole), _unpack(packed, missing, words)
+        used = Used(0, 0, 0, 0)
+        for start in range(0, words.size, SECTION_NUMBERS):
+            section = words[start : start + SECTION_NUMBERS]
+            end = start + section.size
+            wide_codes = _halves_apart(codes[start // 2 : end // 2])
+            is_long = wide_codes == LONG_CODE
+            longs = int(np.count_nonzero(is_long))
+            if longs > long_codes.size - used.long_codes:
+                raise CodecError(TOO_FEW)
+            wide_codes[is_long] = long_codes[used.long_codes :][:longs]
+            wide_nibbles = np.full(section.size, 8, np.uint8)  # the middle of a step
+            if parts > 1:
+                wide_nibbles = _halves_apart(nibbles[start // 2 : end // 2])
+            missing = np.empty(section.size, np.uint8)
+            for piece in _pieces(section.size):
+                steps = exponents[(start + piece.start) // SCALED_NUMBERS : (start + piece.stop) // SCALED_NUMBERS]
+                of_piece = (wide_codes[piece], wide_nibbles[piece], steps, section[piece], missing[piece])
+                _restore(*of_piece, to_middle=parts == 2)
+            section |= np.unpackbits(signs[start // 8 : end // 8], bitorder="little").astype("<u2") << 15
+            bits = _unpack(packed[used.packed :], missing, section) if parts == 3 else 0
+            wholes = _place(whole[used.whole :], missing == ALL_MISSING, section) if parts == 3 else 0
+            escapes = _place(escaped[used.escaped :], wide_codes == ESCAPED_CODE, section)
+            used = Used(
+                used.long_codes + longs, used.escaped + escapes, used.whole + wholes, used.packed + (bits + 7) // 8
+            )
+        return used
 
     def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
         bits, starts, sizes = _runs(missing)
@@ -105,17 +134,11 @@ class NumpyKernels:
         result[...] = packed[:-_RUN]
         return result
 
-    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[Bytes, Bytes]:
-        halves = words[marks == mark].view(np.uint8)
-        if halves.size != 2 * count:
-            raise MisuseError(f"{halves.size // 2} words of mark {mark} instead of {count}")
-        return halves[::2].copy(), halves[1::2].copy()
-
-    def place(self, lower: Bytes, upper: Bytes, marks: Bytes, mark: int, words: Words) -> None:
-        is_marked = marks == mark
-        if not lower.size == upper.size == np.count_nonzero(is_marked):  # numpy would repeat a single one
-            raise MisuseError(f"{lower.size} and {upper.size} bytes for a different number of places")
-        words[is_marked] = upper.astype("<u2") << 8 | lower
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
+        selected: Words = words[marks == mark]
+        if selected.size != count:
+            raise MisuseError(f"{selected.size} words of mark {mark} instead of {count}")
+        return selected
 
     def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
         counts: NDArray[np.int64] = np.bincount(symbols, minlength=256)
@@ -143,15 +166,36 @@ def _planes(kind: int, rest: Bytes, numbers: int) -> list[Words]:
     return [rest[: 2 * numbers].view("<u2"), rest[2 * numbers :]]
 
 
-def _check(words: Words, symbols: Bytes, exponents: Bytes, missing: Bytes) -> None:
-    sizes = (words.size, symbols.size, missing.size, exponents.size * SCALED_NUMBERS)
+def _check(words: Words, exponents: Bytes, signs: Bytes, *halves: Bytes) -> None:
+    sizes = (words.size, exponents.size * SCALED_NUMBERS, signs.size * 8, *(2 * half.size for half in halves))
     if len(set(sizes)) > 1:
         raise MisuseError(f"sizes that do not match: {sizes}")
 
 
+def _halves_together(fours: Bytes) -> Bytes:
+    """Four bits of each number, those of the second half in the upper bits."""
+    half = fours.size // 2
+    together: Bytes = fours[:half] | fours[half:] << np.uint8(4)
+    return together
+
+
+def _halves_apart(together: Bytes) -> Bytes:
+    """The reverse."""
+    return np.concatenate((together & np.uint8(15), together >> np.uint8(4)))
+
+
+def _place(stored: Words, is_stored: NDArray[np.bool_], words: Words) -> int:
+    """Set these words. Returns how many there are."""
+    count = int(np.count_nonzero(is_stored))
+    if count > stored.size:
+        raise CodecError(TOO_FEW)
+    words[is_stored] = stored[:count]
+    return count
+
+
 def _runs(missing: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
-    """[n / 8, 8]: how many bits each number misses, where `ALL_MISSING` counts as none; [n / 8]: where the bits of
-    eight numbers begin; and the number of all bits."""
+    """[n / 8, 8]: how many bits each number misses, where `ALL_MISSING` and `ESCAPED` count as none; [n / 8]: where the
+    bits of eight numbers begin; and the number of all bits."""
     bits = (missing & 7).astype(np.uint64).reshape(-1, _RUN)
     ends = bits.sum(1, dtype=np.uint64).cumsum(dtype=np.uint64)
     return bits, np.append(np.uint64(0), ends[:-1]), int(ends[-1])
@@ -159,8 +203,6 @@ def _runs(missing: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
 
 def _unpack(packed: Bytes, missing: Bytes, words: Words) -> int:
     """Set the missing bits in words that have zeros in their place. Returns the number of these bits."""
-    if not packed.size:
-        return int((missing & 7).sum(dtype=np.int64))
     bits, starts, sizes = _runs(missing)
     padded = np.zeros(max(packed.size, sizes // 8) + 9, np.uint8)
     padded[: packed.size] = packed
@@ -226,26 +268,24 @@ _SPLITS: Final = {BFLOAT16: _split_bfloat16, FLOAT16: _split_float16, FLOAT32: _
 _JOINS: Final = {BFLOAT16: _join_bfloat16, FLOAT16: _join_float16, FLOAT32: _join_float32}
 
 
-def _cut(words: Words, exponents: Bytes, symbols: Bytes, nibbles: Bytes, missing: Bytes) -> None:
+def _cut(words: Words, exponents: Bytes, codes: Bytes, nibbles: Bytes, missing: Bytes) -> None:
     # A number is its significand (its leading one and seven bits) times 2 ** (its exponent - 134), and a step
     # 2 ** (the step's exponent - 127): the whole steps are the significand, moved by so many bits.
     number_exponents = np.bitwise_and(words >> 7, 0xFF).view(np.int16).reshape(-1, SCALED_NUMBERS)
     moved = ((exponents.astype(np.int16) + 7)[:, None] - number_exponents).reshape(-1)
-    # At most five bits of the significand are in the symbol; the distance that they were moved up by is added to them.
+    # At most five bits of the significand are in the code; the distance that they were moved up by is added to them.
     clipped = np.clip(moved, 3, ALL_MISSING + 4)
     sixteenths = np.right_shift((words & 0x7F | 0x80) << 4, clipped.view(np.uint16))
     steps = (sixteenths >> 4) + (np.maximum(3 - moved, 0) << 4).view(np.uint16)
-    symbols[...] = steps << 1 | words >> 15
-    symbols[steps >= ESCAPED >> 1] = ESCAPED
+    np.minimum(steps, ESCAPED_CODE, out=codes, casting="unsafe")
     np.bitwise_and(sixteenths, 15, out=nibbles, casting="unsafe")
     np.maximum(clipped - 4, 0, out=missing, casting="unsafe")
+    missing[codes == ESCAPED_CODE] = ESCAPED
 
 
-def _restore(
-    symbols: Bytes, nibbles: Bytes, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool
-) -> None:
-    wide = symbols.astype(np.uint16)
-    steps = wide >> 1
+def _restore(codes: Bytes, nibbles: Bytes, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool) -> None:
+    """All but signs."""
+    steps = codes.astype(np.uint16)
     moved_up = np.maximum(steps >> 4, 1) - 1
     steps -= moved_up << 4
     sixteenths = (steps << 4 | nibbles).astype(np.float32)  # exact, and brings the leading one to its place
@@ -257,4 +297,4 @@ def _restore(
     high += moved_up << 7
     blocks = high.reshape(-1, SCALED_NUMBERS)
     blocks += ((exponents.astype(np.uint16) - 131) << 7)[:, None]
-    np.bitwise_or(high, wide << 15, out=words)
+    words[...] = high

@@ -1,9 +1,10 @@
 """The codec `progressive`: bfloat16 in three parts, of which the first quarter alone is an approximation.
 
 A number is split by a step, a power of two chosen for each block of 256 numbers: into the number of whole steps, the
-next four bits, and the remaining bits. The first part contains the whole steps and signs, entropy coded; steps are
-chosen coarse enough for it to end within a quarter of the chunk's size. Each further part refines all numbers, and all
-parts together are exact. docs/formats/progressive.md specifies the bytes, docs/quality.md what the first part costs.
+next four bits, and the remaining bits. The first part contains signs and the whole steps, the latter entropy coded, two
+numbers at a time; steps are chosen coarse enough for it to end within a quarter of the chunk's size. Each further part
+refines all numbers, and all parts together are exact. docs/formats/progressive.md specifies the bytes, docs/quality.md
+what the first part costs.
 
 The step of each block follows the mean of its exponents, so that a channel that is far larger than its neighbours does
 not degrade them, and the first tokens, whose values are small, keep their precision (see the judge's table).
@@ -14,19 +15,24 @@ The inner loops are in `kernels`; this module lays out the parts, and validates 
 import struct
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
 from kv_tiers.codecs.byte_coder import FRAME_SYMBOLS, ByteCoder, NoOptions
 from kv_tiers.codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
+    ESCAPED_CODE,
+    FLOAT16,
+    LONG_CODE,
     SCALED_NUMBERS,
     Bytes,
+    Cut,
     Kernels,
     Words,
     best_kernels,
@@ -39,18 +45,18 @@ from kv_tiers.tier import TierContext
 PARTS: Final = 3
 
 HEAD: Final = struct.Struct("<B3xQ3I3Q")
-VERSION: Final = 2
+VERSION: Final = 3
 HEAD_BYTES: Final = HEAD.size + SEAL_BYTES
-_FRAME_BYTES: Final = struct.Struct("<I")
-_NO_FRAME: Final = bytes(_FRAME_BYTES.size)
+_COUNT: Final = struct.Struct("<I")
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
+_NO_WORDS: Final[Words] = np.empty(0, "<u2")
 _SECTION: Final = FRAME_SYMBOLS
 """Numbers that are coded together; the last section has what remains."""
-_SAMPLED: Final = 128
-"""How many blocks of 256 numbers the step is chosen from."""
-_CODER_BITS: Final = 0.06
-"""Bits that the coder spends on a symbol beyond its entropy, because Huffman codes have whole bits."""
-_OFFSETS: Final = range(0, 4 * SCALED_NUMBERS, SCALED_NUMBERS // 8)
+_SAMPLED: Final = 64
+"""How many blocks of 256 numbers the step is chosen from, each with the one that shares its bytes."""
+_CODER_BITS: Final = 0.045
+"""Bits that the coder spends on a number beyond its entropy, because Huffman codes have whole bits."""
+_OFFSETS: Final = range(0, 4 * SCALED_NUMBERS, SCALED_NUMBERS // 32)
 """How far a step may lie above the mean exponent of its numbers, in 256ths of a bit."""
 
 
@@ -82,11 +88,15 @@ class ProgressiveCodec:
         words = np.frombuffer(chunk, "<u2", len(chunk) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
         tail = bytes(chunk[words.nbytes :])
         room = len(chunk) // APPROXIMATE_SHARE - HEAD_BYTES - len(tail)
-        for offset in self._offsets_that_may_fit(words, room):
+        offset = self._likeliest_offset(words, room)
+        while offset in _OFFSETS:
             parts = self._parts(words, offset, tail, self._scratch())
             sizes = [sum(map(len, part)) for part in parts]
-            if sizes[0] <= room + len(tail):
+            excess = sizes[0] - room - len(tail)
+            if excess <= 0:
                 break
+            # A step that is twice as coarse saves about a bit of each number.
+            offset += _OFFSETS.step * -(-8 * SCALED_NUMBERS * excess // (_OFFSETS.step * words.size))
         else:
             return None
         if HEAD_BYTES + sum(sizes) > len(out):
@@ -108,13 +118,11 @@ class ProgressiveCodec:
     def decode_prefix(self, prefix: memoryview, out: memoryview) -> int:
         """Like `decode`, from the parts that are complete in the first bytes of a payload. Returns their number."""
         parts, is_longer = _parts_in(prefix, len(out))
-        missing = self._scratch().missing
         words = np.frombuffer(out, "<u2", len(out) // (2 * SCALED_NUMBERS) * SCALED_NUMBERS)
-        first, *later = map(_Cursor, parts)
-        for start in range(0, words.size, _SECTION):
-            self._decode_section(words[start : start + _SECTION], first, later, missing)
+        first, *later = cursors = [_Cursor(part) for part in parts]
+        self._decode_numbers(words, first, *later)
         out[words.nbytes :] = first.take(len(out) - words.nbytes).data
-        if is_longer or any(cursor.rest.size for cursor in (first, *later)):
+        if is_longer or any(cursor.rest.size for cursor in cursors):
             raise CodecError("there are bytes after its numbers")
         return len(parts)
 
@@ -127,81 +135,129 @@ class ProgressiveCodec:
 
     def _parts(self, words: Words, offset: int, tail: bytes, scratch: "_Scratch") -> tuple[list[bytes | Bytes], ...]:
         """The three parts, each in pieces; some of them in the scratch."""
-        first: list[bytes | Bytes] = []
-        second: list[bytes | Bytes] = []
-        third: list[bytes | Bytes] = []
-        scratch.grow(words.size)
+        frames: list[bytes | Bytes] = []
+        packed: list[bytes | Bytes] = []
+        long_codes, escaped, whole = [_NOTHING], [_NO_WORDS], [_NO_WORDS]
+        scratch.grow_to_cut(words.size)
         for start in range(0, words.size, _SECTION):
             section = words[start : start + _SECTION]
-            n = section.size
-            exponents = np.empty(n // SCALED_NUMBERS, np.uint8)
-            symbols, missing = scratch.symbols[:n], scratch.missing[:n]
-            nibbles = scratch.nibbles[start // 2 : (start + n) // 2]
-            escaped, whole = self.kernels.cut(
-                section, offset, exponents=exponents, symbols=symbols, nibbles=nibbles, missing=missing
-            )
-            first += exponents, *self._framed(symbols)
-            first += self._unchanged(section, symbols, ESCAPED, escaped)
-            second.append(nibbles)
-            room = scratch.packed[start // _SECTION * packed_room(_SECTION) :][: packed_room(n)]
-            third.append(self.kernels.pack(section, missing, room))
-            third += self._unchanged(section, missing, ALL_MISSING, whole)
-        first.append(tail)
-        return first, second, third
+            cut, room = scratch.section(start, section.size)
+            long_count, escaped_count, whole_count = self.kernels.cut(section, offset, cut)
+            frames += self._framed(cut.codes)
+            long_codes.append(cut.long_codes[:long_count].copy())
+            if escaped_count:
+                escaped.append(self.kernels.select(section, cut.missing, ESCAPED, escaped_count))
+            if whole_count:
+                whole.append(self.kernels.select(section, cut.missing, ALL_MISSING, whole_count))
+            packed.append(self.kernels.pack(section, cut.missing, room))
+        exponents, signs = scratch.exponents[: words.size // SCALED_NUMBERS], scratch.signs[: words.size // 8]
+        coded = self._coded(np.concatenate(long_codes))
+        first = [exponents, signs, *coded, *self._unchanged(escaped), *frames, tail]
+        return first, [scratch.nibbles[: words.size // 2]], [*self._unchanged(whole), *packed]
 
     def _framed(self, symbols: Bytes) -> tuple[bytes, bytes]:
-        frame = self._coder.encode(symbols) if symbols.size else b""
-        return _FRAME_BYTES.pack(len(frame)), frame
+        frame = self._coder.encode(symbols)
+        return _COUNT.pack(len(frame)), frame
 
-    def _unchanged(self, words: Words, marks: Bytes, mark: int, count: int) -> tuple[bytes | Bytes, ...]:
-        """The numbers with this mark, of the given count, unchanged, except that their upper bytes, which have few
-        different values, are coded.
-        """
-        if not count:
-            return (_NO_FRAME,)
-        lower, upper = self.kernels.select(words, marks, mark, count)
-        return *self._framed(upper), lower
+    def _coded(self, symbols: Bytes) -> list[bytes | Bytes]:
+        """How many there are, and frames of them."""
+        pieces: list[bytes | Bytes] = [_COUNT.pack(symbols.size)]
+        for start in range(0, symbols.size, FRAME_SYMBOLS):
+            pieces += self._framed(symbols[start : start + FRAME_SYMBOLS])
+        return pieces
 
-    def _decode_section(self, words: Words, first: "_Cursor", later: Sequence["_Cursor"], scratch: Bytes) -> None:
-        """Decode some numbers from the parts that are complete: the first, and later ones."""
-        exponents = first.take(words.size // SCALED_NUMBERS)
-        symbols = self._coder.decode(first.take_frame(), words.size)
-        nibbles = later[0].take(words.size // 2) if later else None
-        missing = scratch[: words.size]
-        packed = later[1].rest if len(later) == 2 else _NOTHING
-        escaped, whole, bits = self.kernels.restore(
-            symbols, nibbles, exponents, packed, words=words, missing=missing, to_middle=len(later) == 1
+    def _unchanged(self, numbers: list[Words]) -> list[bytes | Bytes]:
+        """All bits of these numbers, of which the upper bytes have few different values and are coded."""
+        words = np.concatenate(numbers)
+        lower, upper = np.empty(words.size, np.uint8), np.empty(words.size, np.uint8)
+        self.kernels.split(FLOAT16, words, upper, lower)
+        return [*self._coded(upper), lower]
+
+    def _decode_numbers(
+        self, words: Words, first: "_Cursor", second: "_Cursor | None" = None, third: "_Cursor | None" = None
+    ) -> None:
+        """Decode from the parts that are complete."""
+        exponents, signs = first.take(words.size // SCALED_NUMBERS), first.take(words.size // 8)
+        long_codes = self._take_coded(first, words.size)
+        if long_codes.size and not (long_codes.min() >= LONG_CODE and long_codes.max() <= ESCAPED_CODE):
+            raise CodecError("a long code is out of range")
+        escaped = self._take_unchanged(first, words.size)
+        nibbles = second.take(words.size // 2) if second else _NOTHING
+        whole = self._take_unchanged(third, words.size) if third else _NO_WORDS
+        parts = 1 + (second is not None) + (third is not None)
+        scratch = self._scratch()
+        scratch.grow_to_restore(words.size)
+        codes = scratch.codes[: words.size // 2]
+        for start in range(0, codes.size, _SECTION // 2):
+            of_section = codes[start : start + _SECTION // 2]
+            of_section[...] = self._coder.decode(first.take_frame(), of_section.size)
+        used = self.kernels.restore(
+            parts,
+            words,
+            exponents=exponents,
+            signs=signs,
+            codes=codes,
+            long_codes=long_codes,
+            escaped=escaped,
+            nibbles=nibbles,
+            whole=whole,
+            packed=third.rest if third else _NOTHING,
         )
-        if len(later) == 2:
-            later[1].take((bits + 7) // 8)
-            self._place(later[1], whole, missing, ALL_MISSING, words)
-        self._place(first, escaped, symbols, ESCAPED, words)
+        if third:
+            third.take(used.packed)
+        if (used.long_codes, used.escaped, used.whole) != (long_codes.size, escaped.size, whole.size):
+            raise CodecError("there are more numbers than its codes say")
 
-    def _place(self, cursor: "_Cursor", count: int, marks: Bytes, mark: int, words: Words) -> None:
-        """Set the numbers with this mark, of the given count, as the part stores them."""
-        frame = cursor.take_frame()
-        if count:
-            self.kernels.place(cursor.take(count), self._coder.decode(frame, count), marks, mark, words)
+    def _take_coded(self, cursor: "_Cursor", most: int) -> Bytes:
+        """Raises `CodecError`: there are more than this, or they are damaged."""
+        count = cursor.take_count()
+        if count > most:
+            raise CodecError(f"{count} numbers of {most}")
+        sizes = [min(FRAME_SYMBOLS, count - start) for start in range(0, count, FRAME_SYMBOLS)]
+        return np.concatenate([self._coder.decode(cursor.take_frame(), size) for size in sizes] or [_NOTHING])
 
-    def _offsets_that_may_fit(self, words: Words, room: int) -> range:
-        """How far the steps may be above the mean exponents for the first part to fit into this many bytes, judged by a
-        sample: the likeliest offset, and coarser ones. Empty: the numbers cannot become that small.
+    def _take_unchanged(self, cursor: "_Cursor", most: int) -> Words:
+        """The reverse of `_unchanged`. Raises `CodecError`."""
+        upper = self._take_coded(cursor, most)
+        words = np.empty(upper.size, "<u2")
+        self.kernels.join(FLOAT16, upper, cursor.take(upper.size), words)
+        return words
+
+    def _likeliest_offset(self, words: Words, room: int) -> int:
+        """How far the steps should be above the mean exponents for the first part to fit just into this many bytes,
+        judged by a sample. None of `_OFFSETS`: the numbers cannot become that small.
         """
-        blocks = words.reshape(-1, SCALED_NUMBERS)
-        sample = np.ascontiguousarray(blocks[:: max(1, len(blocks) // _SAMPLED)]).reshape(-1)
+        sample = _sample(words)
         if not sample.size:
-            return range(0)
-        exponents, nibbles = np.empty(sample.size // SCALED_NUMBERS, np.uint8), np.empty(sample.size // 2, np.uint8)
-        symbols, missing = np.empty(sample.size, np.uint8), np.empty(sample.size, np.uint8)
+            return _OFFSETS.stop
+        n, cut = sample.size, Cut.empty(sample.size)
 
         def fits(offset: int) -> bool:
-            self.kernels.cut(sample, offset, exponents=exponents, symbols=symbols, nibbles=nibbles, missing=missing)
-            shares = self.kernels.histogram(symbols) / sample.size
-            nonzero = shares[shares > 0]
-            bits = 8 / SCALED_NUMBERS + _CODER_BITS + 12 * shares[ESCAPED] - float((nonzero * np.log2(nonzero)).sum())
-            return bool(bits * words.size < 8 * room)
+            longs, escaped, _ = self.kernels.cut(sample, offset, cut)
+            bits = 8 * cut.exponents.size + n * (1 + _CODER_BITS) + 12 * escaped
+            bits += _entropy(self.kernels.histogram(cut.codes))
+            bits += _entropy(self.kernels.histogram(cut.long_codes[:longs]))
+            return bool(bits / n * words.size < 8 * room)
 
-        return _OFFSETS[bisect_left(_OFFSETS, True, key=fits) :]
+        return _OFFSETS.step * bisect_left(_OFFSETS, True, key=fits)
+
+
+def _sample(words: Words) -> Words:
+    """Some blocks of 256 numbers, and behind them those of which it shares bytes with each."""
+    blocks = words.reshape(-1, SCALED_NUMBERS)
+    half = min(len(blocks), _SECTION // SCALED_NUMBERS) // 2
+    if not half:
+        return words
+    places = np.arange(len(blocks) // (2 * half) * half)
+    chosen = places[:: max(1, places.size // _SAMPLED)]
+    chosen += chosen // half * half
+    return np.concatenate((blocks[chosen], blocks[chosen + half])).reshape(-1)
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    """Bits of all symbols that occur so often."""
+    occurring = counts[counts > 0]
+    return float((occurring * np.log2(occurring.sum() / occurring)).sum())
 
 
 def _parts_in(prefix: memoryview, chunk_bytes: int) -> tuple[list[memoryview], bool]:
@@ -256,24 +312,48 @@ class _Cursor:
             raise CodecError(f"a part ends {end - self._part.size} bytes too early")
         return self._part[start:end]
 
+    def take_count(self) -> int:
+        """Raises `CodecError`."""
+        count: int = _COUNT.unpack(self.take(_COUNT.size).data)[0]
+        return count
+
     def take_frame(self) -> Bytes:
         """A frame, behind its size. Raises `CodecError`."""
-        (frame_bytes,) = _FRAME_BYTES.unpack(self.take(_FRAME_BYTES.size).data)
-        return self.take(frame_bytes)
+        return self.take(self.take_count())
 
 
 class _Scratch:
     """One thread's memory, reused because fresh pages cost more than the work done in them.
 
-    symbols, missing: those of a section. nibbles, packed: those of a chunk, section after section.
+    exponents, signs, codes, nibbles: as in `Cut`, of a chunk.
     """
 
     def __init__(self) -> None:
-        self.symbols, self.missing = np.empty(_SECTION, np.uint8), np.empty(_SECTION, np.uint8)
-        self.nibbles = self.packed = np.empty(0, np.uint8)
+        self.exponents = self.signs = self.codes = self.nibbles = self._packed = np.empty(0, np.uint8)
+        self._long_codes, self._missing = np.empty(_SECTION, np.uint8), np.empty(_SECTION, np.uint8)
 
-    def grow(self, numbers: int) -> None:
+    def grow_to_cut(self, numbers: int) -> None:
         """Make room for a chunk of this many numbers."""
+        self.grow_to_restore(numbers)
         if self.nibbles.size < numbers // 2:
+            self.exponents, self.signs = np.empty(numbers // SCALED_NUMBERS, np.uint8), np.empty(numbers // 8, np.uint8)
             self.nibbles = np.empty(numbers // 2, np.uint8)
-            self.packed = np.empty(-(-numbers // _SECTION) * packed_room(_SECTION), np.uint8)
+            self._packed = np.empty(-(-numbers // _SECTION) * packed_room(_SECTION), np.uint8)
+
+    def grow_to_restore(self, numbers: int) -> None:
+        """Make room for the codes of a chunk of this many numbers."""
+        if self.codes.size < numbers // 2:
+            self.codes = np.empty(numbers // 2, np.uint8)
+
+    def section(self, start: int, n: int) -> tuple[Cut, Bytes]:
+        """What n numbers are cut into, and room for their packed bits. start: the first one's place in the chunk."""
+        end = start + n
+        cut = Cut(
+            self.exponents[start // SCALED_NUMBERS : end // SCALED_NUMBERS],
+            self.signs[start // 8 : end // 8],
+            self.codes[start // 2 : end // 2],
+            self._long_codes[:n],
+            self.nibbles[start // 2 : end // 2],
+            self._missing[:n],
+        )
+        return cut, self._packed[start // _SECTION * packed_room(_SECTION) :][: packed_room(n)]
