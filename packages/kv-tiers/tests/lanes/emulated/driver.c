@@ -10,11 +10,10 @@
 #define INTEGERS int64_t *restrict, size_t
 int64_t kv_split(int64_t, IN, OUT, OUT);
 int64_t kv_join(int64_t, IN, IN, OUT);
-int64_t kv_cut(int64_t, IN, OUT, OUT, OUT, OUT, INTEGERS);
-int64_t kv_restore(int64_t, IN, IN, IN, IN, OUT, OUT, INTEGERS);
+int64_t kv_cut(int64_t, IN, OUT, OUT, OUT, OUT, OUT, OUT, INTEGERS);
+int64_t kv_restore(int64_t, IN, IN, IN, IN, IN, IN, IN, IN, OUT, INTEGERS);
 int64_t kv_pack(IN, IN, OUT);
-int64_t kv_select(int64_t, IN, IN, OUT, OUT);
-int64_t kv_place(int64_t, IN, IN, IN, OUT);
+int64_t kv_select(int64_t, IN, IN, OUT);
 int64_t kv_histogram(IN, INTEGERS);
 int64_t kv_quantise(const int64_t *, size_t, IN, OUT, OUT);
 int64_t kv_dequantise(const int64_t *, size_t, IN, OUT, OUT);
@@ -40,11 +39,11 @@ static uint64_t size[MOST_ARRAYS];
 static int64_t call(const char *name, int64_t number) {
     if (IS("split")) return kv_split(number, A(0), A(1), A(2));
     if (IS("join")) return kv_join(number, A(0), A(1), A(2));
-    if (IS("cut")) return kv_cut(number, A(0), A(1), A(2), A(3), A(4), (int64_t *)at[5], size[5]);
-    if (IS("restore")) return kv_restore(number, A(0), A(1), A(2), A(3), A(4), A(5), (int64_t *)at[6], size[6]);
+    if (IS("cut")) return kv_cut(number, A(0), A(1), A(2), A(3), A(4), A(5), A(6), (int64_t *)at[7], size[7]);
+    if (IS("restore"))
+        return kv_restore(number, A(0), A(1), A(2), A(3), A(4), A(5), A(6), A(7), A(8), (int64_t *)at[9], size[9]);
     if (IS("pack")) return kv_pack(A(0), A(1), A(2));
-    if (IS("select")) return kv_select(number, A(0), A(1), A(2), A(3));
-    if (IS("place")) return kv_place(number, A(0), A(1), A(2), A(3));
+    if (IS("select")) return kv_select(number, A(0), A(1), A(2));
     if (IS("histogram")) return kv_histogram(A(0), (int64_t *)at[1], size[1]);
     if (IS("quantise")) return kv_quantise((int64_t *)at[0], size[0], A(1), A(2), A(3));
     if (IS("dequantise")) return kv_dequantise((int64_t *)at[0], size[0], A(1), A(2), A(3));
