@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -132,10 +132,11 @@ def launch(
         with process.stdin:
             process.stdin.write(msgspec.json.encode(dict(config)).decode())
         until_s = time.monotonic() + ready_s
-        output = _line(process.stdout, until_s)
+        lines = _Lines(process.stdout.fileno(), until_s)
+        output = lines.take()
         if detached and output is not None and output.strip().isdigit():  # of the process that goes on
             server.pid = int(output)
-            output = _line(process.stdout, until_s)
+            output = lines.take()
         if output is None:
             raise ConfigError(f"the cache server was not ready within {ready_s} s")
         if not output.startswith("READY"):
@@ -155,18 +156,27 @@ def launch(
     return server
 
 
-def _line(output: IO[str], until_s: float) -> str | None:
-    """The next line, or what there is of it at the end. None: it was not complete in time. Byte by byte, because what
-    `readline` reads ahead is not seen by `is_readable`."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not is_readable(output.fileno(), max(0.0, until_s - time.monotonic())):
-            return None
-        byte = os.read(output.fileno(), 1)
-        if not byte:
-            break
-        line += byte
-    return line.decode()
+class _Lines:
+    """Lines from a pipe, with few calls: after each, this thread waits for the interpreter, and an engine that is busy
+    on another thread leaves it to us rarely. Not by `readline`, as `is_readable` does not see what that reads ahead.
+    """
+
+    def __init__(self, descriptor: int, until_s: float) -> None:
+        """until_s: when to give up, as `time.monotonic` counts."""
+        self._descriptor, self._until_s = descriptor, until_s
+        self._read = b""
+
+    def take(self) -> str | None:
+        """The next line, or what there is of it at the end. None: it was not complete in time."""
+        while b"\n" not in self._read:
+            if not is_readable(self._descriptor, max(0.0, self._until_s - time.monotonic())):
+                return None
+            more = os.read(self._descriptor, 4096)
+            if not more:
+                break
+            self._read += more
+        line, end, self._read = self._read.partition(b"\n")
+        return (line + end).decode()
 
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:
