@@ -50,6 +50,20 @@ def test_it_is_small(home: Path) -> None:
         assert f"'{name}'" not in loaded
 
 
+def test_it_is_not_bound_to_the_processor_of_the_thread_that_starts_it(home: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("there is one processor")
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        server = launch({"host": {"capacity_bytes": "1MiB"}}, socket=home / "s")
+        assert os.sched_getaffinity(0) == {min(allowed)}
+        assert os.sched_getaffinity(server.pid) == os.sched_getaffinity(os.getppid()) | {min(allowed)}
+        server.stop()
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def test_a_private_server_ends_with_whoever_started_it() -> None:
     code = (
         "import os, signal, sys\n"

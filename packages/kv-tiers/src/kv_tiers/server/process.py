@@ -12,8 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -116,9 +116,10 @@ def launch(
     elif threading.current_thread() is threading.main_thread():
         command += ["--parent", str(os.getpid())]
     try:
-        process = subprocess.Popen(  # noqa: S603  # ourselves
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watched,), text=True
-        )
+        with _on_all_processors():
+            process = subprocess.Popen(  # noqa: S603  # ourselves
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watched,), text=True
+            )
     except BaseException:
         os.close(lifeline)
         if home is not None:
@@ -154,6 +155,25 @@ def launch(
             raise ConfigError("the cache server ended while it started; its error output says why") from None
         raise
     return server
+
+
+@contextmanager
+def _on_all_processors() -> Iterator[None]:
+    """A child that this thread starts meanwhile may run where the process that started ours may.
+
+    Engines bind their workers to processors which they then keep busy, and a child inherits that.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    with suppress(OSError):
+        os.sched_setaffinity(0, own | os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, own)
 
 
 class _Lines:
