@@ -159,7 +159,7 @@ def launch(
 
 @contextmanager
 def _on_all_processors() -> Iterator[None]:
-    """A child that this thread starts meanwhile may run where the process that started ours may.
+    """A child that this thread starts meanwhile may run wherever this engine's processes may.
 
     Engines bind their workers to processors which they then keep busy, and a child inherits that.
     """
@@ -168,12 +168,25 @@ def _on_all_processors() -> Iterator[None]:
         return
     own = os.sched_getaffinity(0)
     with suppress(OSError):
-        os.sched_setaffinity(0, own | os.sched_getaffinity(os.getppid()))
+        os.sched_setaffinity(0, own | _processors_of_parents())
     try:
         yield
     finally:
         with suppress(OSError):
             os.sched_setaffinity(0, own)
+
+
+def _processors_of_parents() -> set[int]:
+    """Where the processes may run from which ours descends, as far as they run the same program: whoever started the
+    engine may have limited them, and what started it need not be limited."""
+    found: set[int] = set()
+    with suppress(OSError, ValueError):  # one that ends meanwhile, or belongs to somebody else
+        parent, program = os.getppid(), os.readlink("/proc/self/exe")
+        while parent > 1 and os.readlink(f"/proc/{parent}/exe") == program:
+            found |= os.sched_getaffinity(parent)
+            state = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8", errors="replace")
+            parent = int(state.rpartition(")")[2].split()[1])
+    return found
 
 
 class _Lines:
