@@ -84,7 +84,7 @@ def test_a_private_server_that_is_killed_costs_hits_until_its_successor_has_them
         assert first and not none
         os.kill(first, signal.SIGKILL)
         assert engine.ask_in_turn(PROMPTS) == reference
-        until(lambda: engine.inside("kv_server") != first, within_s=180)  # a start that is late is repeated
+        until(lambda: engine.inside("kv_server") != first, within_s=60)
         until(lambda: engine.ask_in_turn(PROMPTS) == reference and engine.hits == WARM_HITS, within_s=60)
 
 
