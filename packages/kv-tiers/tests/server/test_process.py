@@ -60,13 +60,19 @@ def test_it_is_not_bound_to_the_processor_of_the_process_that_starts_it(home: Pa
         "from kv_tiers.server import launch\n"
         f"os.sched_setaffinity(0, {{{min(allowed)}}})\n"
         "server = launch({'host': {'capacity_bytes': '1MiB'}}, socket=Path(sys.argv[1]))\n"
-        "print([sorted(os.sched_getaffinity(process)) for process in (0, server.pid)])\n"
+        "bound = Path(f'/proc/{server.pid}/environ').read_bytes().count(b'GOMP_CPU_AFFINITY')\n"
+        "print([*(sorted(os.sched_getaffinity(process)) for process in (0, server.pid)), bound])\n"
         "server.stop()\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, home / "s"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, home / "s"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=os.environ | {"GOMP_CPU_AFFINITY": str(min(allowed))},
     )
-    assert json.loads(ran.stdout) == [[min(allowed)], sorted(allowed)]
+    assert json.loads(ran.stdout) == [[min(allowed)], sorted(allowed), 0]
 
 
 def test_a_private_server_ends_with_whoever_started_it() -> None:

@@ -118,7 +118,12 @@ def launch(
     try:
         with _on_all_processors():
             process = subprocess.Popen(  # noqa: S603  # ourselves
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watched,), text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(watched,),
+                text=True,
+                env={name: value for name, value in os.environ.items() if name not in _BINDING},
             )
     except BaseException:
         os.close(lifeline)
@@ -155,6 +160,11 @@ def launch(
             raise ConfigError("the cache server ended while it started; its error output says why") from None
         raise
     return server
+
+
+_BINDING: Final = {"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"}
+"""Variables by which OpenMP binds a process to processors when it is loaded. vLLM sets the first on a CPU, and preloads
+OpenMP, in a worker's environment."""
 
 
 @contextmanager
