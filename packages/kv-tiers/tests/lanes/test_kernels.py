@@ -31,7 +31,7 @@ from kv_tiers.codecs.kernels import (
     SECTION_NUMBERS,
     Bytes,
     Cut,
-    Words,
+    Known,
     kernels_here,
     packed_room,
 )
@@ -121,18 +121,8 @@ def test_numbers_are_cut_and_put_together_alike(seed: int, blocks: int, offset: 
     assert packed.size == (int(np.where(missing < ALL_MISSING, missing, 0).sum(dtype=np.int64)) + 7) // 8
     for kernels in (NUMPY, compiled):
         restored = np.empty(n, "<u2")
-        used = kernels.restore(
-            3,
-            restored,
-            exponents=steps,
-            signs=signs,
-            codes=codes,
-            long_codes=long_codes,
-            escaped=escapes,
-            nibbles=nibbles,
-            whole=wholes,
-            packed=packed,
-        )
+        known = Known(steps, signs, codes, long_codes, escapes, nibbles, wholes, packed)
+        used = kernels.restore(3, known, restored)
         assert used == (long_codes.size, escapes.size, wholes.size, packed.size)
         assert np.array_equal(restored, words)
 
@@ -156,21 +146,21 @@ def test_numbers_are_put_together_alike_from_any_bytes(seed: int, blocks: int, p
         return n // int(chance.choice(shares))
 
     codes = drawn(n // 2)
-    lists: dict[str, Words] = {
-        "exponents": chance.integers(LEAST_EXPONENT, MOST_EXPONENT + 1, n // SCALED_NUMBERS, dtype=np.uint8),
-        "signs": drawn(n // 8),
-        "codes": codes if seed % 2 else codes & drawn(n // 2),  # with more zeros
-        "long_codes": chance.integers(LONG_CODE, ESCAPED_CODE + 1, some(1, 4, 16), dtype=np.uint8),
-        "escaped": drawn(2 * some(1, 128)).view("<u2"),
-        "nibbles": drawn(n // 2 if parts > 1 else 0),
-        "whole": drawn(2 * some(1, 64) if parts > 2 else 0).view("<u2"),
-        "packed": drawn(some(1, 3) if parts > 2 else 0),
-    }
+    known = Known(
+        exponents=chance.integers(LEAST_EXPONENT, MOST_EXPONENT + 1, n // SCALED_NUMBERS, dtype=np.uint8),
+        signs=drawn(n // 8),
+        codes=codes if seed % 2 else codes & drawn(n // 2),  # with more zeros
+        long_codes=chance.integers(LONG_CODE, ESCAPED_CODE + 1, some(1, 4, 16), dtype=np.uint8),
+        escaped=drawn(2 * some(1, 128)).view("<u2"),
+        nibbles=drawn(n // 2 if parts > 1 else 0),
+        whole=drawn(2 * some(1, 64) if parts > 2 else 0).view("<u2"),
+        packed=drawn(some(1, 3) if parts > 2 else 0),
+    )
     both: list[tuple[object, bytes]] = []
     for kernels in (NUMPY, compiled):
         restored = np.empty(n, "<u2")
         try:
-            both.append((kernels.restore(parts, restored, **lists), restored.tobytes()))
+            both.append((kernels.restore(parts, known, restored), restored.tobytes()))
         except CodecError as error:
             both.append((str(error), b""))
     assert both[0] == both[1]

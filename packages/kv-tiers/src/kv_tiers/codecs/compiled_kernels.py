@@ -20,7 +20,7 @@ from kv_core.log import limited_logger
 from numpy.typing import NDArray
 
 from kv_tiers.codec import CodecError
-from kv_tiers.codecs.kernels import TOO_FEW, Bytes, Cut, Rows, Used, Words, check_exponents
+from kv_tiers.codecs.kernels import TOO_FEW, Bytes, Cut, Known, Rows, Used, Words, check_exponents
 from kv_tiers.codecs.numpy_rows import DAMAGED, unit_numbers
 from kv_tiers.codecs.row_codes import RowCodes
 from kv_tiers.codecs.transform import TILE, Transform
@@ -91,24 +91,10 @@ class CompiledKernels:
         self.call("cut", offset, words, *into, counts)
         return int(counts[0]), int(counts[1]), int(counts[2])
 
-    def restore(
-        self,
-        parts: int,
-        words: Words,
-        *,
-        exponents: Bytes,
-        signs: Bytes,
-        codes: Bytes,
-        long_codes: Bytes,
-        escaped: Words,
-        nibbles: Bytes,
-        whole: Words,
-        packed: Bytes,
-    ) -> Used:
+    def restore(self, parts: int, known: Known, words: Words) -> Used:
         counts = np.empty(4, np.int64)
-        arrays = (exponents, signs, codes, long_codes, escaped, nibbles, whole, packed, words, counts)
-        if self.call("restore", parts, *arrays) == _DAMAGED:
-            check_exponents(exponents)
+        if self.call("restore", parts, *known, words, counts) == _DAMAGED:
+            check_exponents(known.exponents)
             raise CodecError(TOO_FEW)
         return Used(*counts.tolist())
 

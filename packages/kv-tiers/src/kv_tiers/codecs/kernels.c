@@ -87,8 +87,6 @@ EXPORT VERSIONS int64_t kv_join(int64_t kind, const u8 *coded, size_t coded_byte
  * end for every 64. */
 #define VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")))
 
-VBMI static inline __mmask64 first_of(size_t count) { return count < 64 ? ((uint64_t)1 << count) - 1 : ~(uint64_t)0; }
-
 /* Of the next 64 marks, or of as many as are left, those that are this one. */
 VBMI static inline __mmask64 marked(u8 mark, const u8 *marks, size_t left) {
     __mmask64 here = first_of(left);

@@ -35,6 +35,9 @@
 #endif
 #define INLINE static inline __attribute__((always_inline)) /* so that each version has its own */
 
+/* A mask of the first bits, or of all 64. */
+INLINE uint64_t first_of(size_t count) { return count < 64 ? ((uint64_t)1 << count) - 1 : UINT64_MAX; }
+
 typedef uint8_t u8;
 typedef uint16_t u16 __attribute__((aligned(1), may_alias)); /* at any address, of any buffer */
 typedef uint32_t u32 __attribute__((aligned(1), may_alias));

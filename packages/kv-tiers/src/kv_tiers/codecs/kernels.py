@@ -84,9 +84,27 @@ class Cut(NamedTuple):
         return Cut(*(np.empty(size, np.uint8) for size in sizes))
 
 
+class Known(NamedTuple):
+    """What n numbers of several sections are restored from; what only further parts have is empty.
+
+    exponents, signs, codes, nibbles: as in `Cut`, section after section.
+    long_codes: those of these numbers, and perhaps more behind them. So are the following:
+    escaped, whole: the numbers that are stored unchanged, in the first part and in the third.
+    packed: the missing bits of each section; if there are fewer, the others are 0.
+    """
+
+    exponents: Bytes
+    signs: Bytes
+    codes: Bytes
+    long_codes: Bytes
+    escaped: Words
+    nibbles: Bytes
+    whole: Words
+    packed: Bytes
+
+
 class Used(NamedTuple):
-    """What restored numbers used of what they share with others: long codes, numbers that are stored unchanged in the
-    first part and in the third, and bytes of packed bits."""
+    """How much of `Known` restored numbers used, where it may have more than they need. packed: in bytes."""
 
     long_codes: int
     escaped: int
@@ -119,25 +137,10 @@ class Kernels(Protocol):
         offset: how far the step lies above the mean exponent of its numbers, in 256ths of a bit.
         """
 
-    def restore(
-        self,
-        parts: int,
-        words: Words,
-        *,
-        exponents: Bytes,
-        signs: Bytes,
-        codes: Bytes,
-        long_codes: Bytes,
-        escaped: Words,
-        nibbles: Bytes,
-        whole: Words,
-        packed: Bytes,
-    ) -> Used:
-        """Restore the numbers of some sections, of which there may be more than `SECTION_NUMBERS`.
+    def restore(self, parts: int, known: Known, words: Words) -> Used:
+        """Restore numbers, of which there may be more than `SECTION_NUMBERS`.
 
-        parts: how many are known, 1 to 3. What only further parts have is empty: each number is then assumed to be in
-        the middle of its step or of its nibble. long_codes, escaped, whole, packed: what these numbers need, and
-        perhaps more; bits that packed lacks are 0.
+        parts: how many are known, 1 to 3; each number is assumed to be in the middle of its step or of its nibble.
 
         Raises:
             CodecError: as `check_exponents`, or there are fewer long codes or stored numbers than it takes.

@@ -25,6 +25,7 @@ from kv_tiers.codecs.kernels import (
     TOO_FEW,
     Bytes,
     Cut,
+    Known,
     Used,
     Words,
     check_exponents,
@@ -74,20 +75,8 @@ class NumpyKernels:
         nibbles[...] = _halves_together(wide_nibbles)
         return longs.size, int(np.count_nonzero(missing == ESCAPED)), int(np.count_nonzero(missing == ALL_MISSING))
 
-    def restore(
-        self,
-        parts: int,
-        words: Words,
-        *,
-        exponents: Bytes,
-        signs: Bytes,
-        codes: Bytes,
-        long_codes: Bytes,
-        escaped: Words,
-        nibbles: Bytes,
-        whole: Words,
-        packed: Bytes,
-    ) -> Used:
+    def restore(self, parts: int, known: Known, words: Words) -> Used:
+        exponents, signs, codes, long_codes, escaped, nibbles, whole, packed = known
         _check(words, exponents, signs, codes, nibbles if parts > 1 else codes)
         check_exponents(exponents)
         used = Used(0, 0, 0, 0)

@@ -1,4 +1,4 @@
-/* The passes over numbers of the codec `progressive`: into symbols, nibbles and missing bits, and back. kernels.c says what
+/* The passes over numbers of the codec `progressive`: into signs, codes, nibbles and missing bits, and back. kernels.c says what
  * holds for all such passes. */
 #include "progressive.h"
 
@@ -6,8 +6,8 @@ enum { SECTION = 1 << 17 }; /* the most numbers of a section */
 
 static int is_section(size_t numbers) { return numbers % SCALED == 0 && numbers <= SECTION; }
 
-/* How many of half a block's bytes are this one: a byte counts them. */
-INLINE uint32_t equal_to(u8 value, const u8 *restrict bytes) {
+/* How many of half a block's bytes are this one; the compiler counts them in bytes side by side. */
+INLINE uint32_t count_of(u8 value, const u8 *restrict bytes) {
     uint8_t count = 0;
     for (int i = 0; i < HALF_SCALED; i++)
         count += bytes[i] == value;
@@ -76,8 +76,8 @@ VERSIONS static void cut_anywhere(Cutting *all) {
             all->codes[at + i] = (u8)(codes[0][i] | codes[1][i] << 4);
             all->nibbles[at + i] = (u8)(nibbles[0][i] | nibbles[1][i] << 4);
         }
-        all->escaped += equal_to(ESCAPED, missing) + equal_to(ESCAPED, missing + half);
-        all->whole += equal_to(ALL_MISSING, missing) + equal_to(ALL_MISSING, missing + half);
+        all->escaped += count_of(ESCAPED, missing) + count_of(ESCAPED, missing + half);
+        all->whole += count_of(ALL_MISSING, missing) + count_of(ALL_MISSING, missing + half);
     }
     join_long_codes(all, (size_t)(longs - all->long_codes), (size_t)(high_longs - all->long_codes) - half);
 }

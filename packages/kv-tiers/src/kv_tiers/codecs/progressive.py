@@ -34,6 +34,7 @@ from kv_tiers.codecs.kernels import (
     Bytes,
     Cut,
     Kernels,
+    Known,
     Words,
     best_kernels,
     packed_room,
@@ -184,25 +185,15 @@ class ProgressiveCodec:
         escaped = self._take_unchanged(first, words.size)
         nibbles = second.take(words.size // 2) if second else _NOTHING
         whole = self._take_unchanged(third, words.size) if third else _NO_WORDS
-        parts = 1 + (second is not None) + (third is not None)
         scratch = self._scratch()
         scratch.grow_to_restore(words.size)
         codes = scratch.codes[: words.size // 2]
         for start in range(0, codes.size, _SECTION // 2):
             of_section = codes[start : start + _SECTION // 2]
             of_section[...] = self._coder.decode(first.take_frame(), of_section.size)
-        used = self.kernels.restore(
-            parts,
-            words,
-            exponents=exponents,
-            signs=signs,
-            codes=codes,
-            long_codes=long_codes,
-            escaped=escaped,
-            nibbles=nibbles,
-            whole=whole,
-            packed=third.rest if third else _NOTHING,
-        )
+        packed = third.rest if third else _NOTHING
+        known = Known(exponents, signs, codes, long_codes, escaped, nibbles, whole, packed)
+        used = self.kernels.restore(1 + bool(second) + bool(third), known, words)
         if third:
             third.take(used.packed)
         if (used.long_codes, used.escaped, used.whole) != (long_codes.size, escaped.size, whole.size):

@@ -64,6 +64,7 @@ BMI2 static inline __m256i by_table(__m128i table, __m256i index) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), index);
 }
 
+/* Of 32 numbers. */
 BMI2 static inline __m256i four_bits(const u8 *plane, size_t at, size_t half) {
     __m256i both = _mm256_loadu_si256((const __m256i_u *)(plane + (at < half ? at : at - half)));
     return _mm256_and_si256(at < half ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
@@ -73,7 +74,7 @@ BMI2 static inline uint32_t equal_of(u8 value, __m256i bytes) {
     return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi8((char)value)));
 }
 
-/* The same, from tables instead of floating point: what a number misses is 7 less than the place of its leading one, and
+/* From tables instead of floating point: what a number misses is 7 less than the place of its leading one, and
  * two to that power moves the leading one to its place. */
 BMI2 void kv_restore_bmi2(Restoring *all) {
     const __m128i of_steps = _mm_setr_epi8(0, 3, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);

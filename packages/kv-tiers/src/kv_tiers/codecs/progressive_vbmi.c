@@ -1,5 +1,4 @@
-/* The codec `progressive` with AVX-512's instructions for bytes: what progressive.c computes, from tables of 128 bytes that are
- * kept in registers. */
+/* The codec `progressive` with AVX-512's instructions for bytes: what progressive.c computes. */
 #include "progressive.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
@@ -107,8 +106,6 @@ VBMI static inline __m512i missing_bits(const u8 *packed, __m512i lacking, size_
     *bit += (size_t)_mm_extract_epi16(eights, 7);
     return found;
 }
-
-VBMI static inline __mmask64 first_of(size_t n) { return n >= AT_ONCE ? ~(__mmask64)0 : ((__mmask64)1 << n) - 1; }
 
 /* The next 64 long codes, or those that are left. */
 VBMI static inline __m512i next_codes(const Restoring *all) {
