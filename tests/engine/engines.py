@@ -105,6 +105,7 @@ def started(
     policy: str = "recompute",
     role: str = "kv_both",
     chunk_tokens: int | None = CHUNK_TOKENS,
+    connector: str = "KVTiersConnector",
     **arguments: Any,
 ) -> Iterator[Engine]:
     """A running engine; `cache` is our extra config, None for an engine without us.
@@ -120,7 +121,7 @@ def started(
         if chunk_tokens is not None:
             cache = {"chunk_tokens": chunk_tokens} | cache
         transfer = KVTransferConfig(
-            kv_connector="KVTiersConnector",
+            kv_connector=connector,
             kv_role=role,
             kv_load_failure_policy=policy,
             kv_connector_extra_config=cache,

@@ -1,12 +1,18 @@
 """Beside other connectors under vLLM's MultiConnector: a cache, which leaves hand-overs to those. Two answers to one
 proxy would end the engine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import CHUNK_TOKENS, PROMPTS, Answer, Engine, empty_the_pool, started
 from kv_tiers.settings import Settings, load
 from kv_vllm.handover import with_protocol
+from kv_vllm.trials import Trials
 from oracle import Oracle
+from unreliable import Behaviour, Unreliable
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -17,6 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+QUICK = [("first", "sync"), ("middle", "sync"), ("last", "sync"), ("middle", "late"), ("last", "async")]
+"""The failures of others that the fast tests look at."""
 PROMPT = [3 + (7 * i) % 40 for i in range(240)]
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 
@@ -74,3 +82,112 @@ def test_without_the_protocol_a_proxys_words_change_nothing(tiny_llama: str) -> 
         oracle.assert_at_rest()
     finally:
         oracle.close()
+
+
+# What others report as failed.
+
+FOUND = [512, 512, 1023, 896, 0, 512]
+"""Tokens of each prompt that are found once all are stored: by us, or by vLLM in its own blocks."""
+
+
+@contextmanager
+def beside_unreliable(model: str, cache: dict[str, Any], **arguments: Any) -> Iterator[Engine]:
+    """An engine with a connector that may fail, which is asked first and holds all prompts, and ours, which is empty.
+
+    cache: our settings.
+    """
+    both = [
+        {"kv_connector": "Unreliable", "kv_role": "kv_both", "kv_connector_module_path": "unreliable"},
+        {
+            "kv_connector": "KVTiersConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"chunk_tokens": CHUNK_TOKENS, "host": {"capacity_bytes": "256MiB"}} | cache,
+        },
+    ]
+    Unreliable.now = Behaviour(offers=False)
+    arguments = {"enable_prefix_caching": True, "connector": "MultiConnector"} | arguments
+    with started(model, cache={"connectors": both}, chunk_tokens=None, **arguments) as engine:
+        engine.ask(PROMPTS)
+        behave(engine)
+        yield engine
+
+
+def behave(engine: Engine, **behaviour: Any) -> None:
+    """The other connector does as it is told from now on, and nothing is found elsewhere."""
+    engine.inside("kv_settle")
+    empty_the_pool()
+    engine.llm.reset_prefix_cache()
+    Unreliable.now = Behaviour(held=Unreliable.now.held, **behaviour)
+
+
+def asked_of_us_alone(engine: Engine) -> list[Answer]:
+    """The tokens of all prompts, of which only our cache has something."""
+    Unreliable.now.offers = False
+    engine.llm.reset_prefix_cache()
+    return engine.ask_in_turn(PROMPTS)
+
+
+@pytest.fixture(scope="class", params=[{}, {"max_num_batched_tokens": 256}], ids=["whole", "chunked"])
+def beside(request: pytest.FixtureRequest, tiny_llama: str, reference: list[Answer]) -> Iterator[Engine]:
+    with beside_unreliable(tiny_llama, {}, **request.param) as engine:
+        yield engine
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "late": {"late": True},
+    "async": {"is_async": True},
+    "async by request": {"is_async": True, "whole_requests": True},
+}
+
+
+class TestLoadsOfOthersThatFail:
+    @pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
+    @pytest.mark.parametrize(
+        ("fails", "way"),
+        [
+            pytest.param(fails, way, marks=() if (fails, way) in QUICK else pytest.mark.slow)
+            for fails in ("", "first", "middle", "last")
+            for way in WAYS
+        ],
+    )
+    def test_nothing_wrong_is_stored_and_what_is_computed_instead_is(
+        self, beside: Engine, reference: list[Answer], fails: str, way: str, at_once: bool
+    ) -> None:
+        """vLLM's own tokens may be wrong where requests share failed blocks, and where the report is late: not looked
+        at."""
+        behave(beside, fails=fails, **WAYS[way])
+        (beside.ask if at_once else beside.ask_in_turn)(PROMPTS)
+        assert Unreliable.now.loaded_blocks > 0 and bool(Unreliable.now.failed_requests) == bool(fails)
+        assert asked_of_us_alone(beside) == reference
+        assert asked_of_us_alone(beside) == reference
+        assert beside.hits == FOUND
+        beside.inside("kv_settle")
+        assert beside.inside("kv_snapshot")["faults"] == []
+
+    def test_without_the_trials_wrong_bytes_are_stored(
+        self, beside: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else the tests above could not fail."""
+        behave(beside, fails="middle")
+        monkeypatch.setattr(Trials, "begin", lambda *_args, **_named: 0)
+        monkeypatch.setattr(Trials, "failed", lambda *_args: None)
+        beside.ask_in_turn(PROMPTS)
+        assert asked_of_us_alone(beside) != reference
+
+
+def test_right_from_disk_after_a_restart_and_when_requests_are_preempted(
+    tiny_llama: str, reference: list[Answer], tmp_path: Path
+) -> None:
+    disk = {"tiers": [{"type": "disk", "directory": str(tmp_path), "capacity_bytes": "256MiB", "write": "through"}]}
+    with beside_unreliable(
+        tiny_llama, disk, num_gpu_blocks_override=14, max_model_len=1280
+    ) as engine:  # of 128 tokens: not for all
+        for fails in ("first", "middle", "last"):
+            behave(engine, fails=fails)
+            engine.ask(PROMPTS)
+            engine.ask_in_turn(PROMPTS)
+            assert Unreliable.now.failed_requests
+    with started(tiny_llama, cache={"host": {"capacity_bytes": "256MiB"}, **disk}) as engine:
+        assert engine.ask_in_turn(PROMPTS) == reference
+        assert sum(engine.hits) > 0

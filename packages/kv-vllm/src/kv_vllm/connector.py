@@ -41,7 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_scheduler, bind_worker, in_one_process, warn_of_failure_policy
-from kv_vllm.handover import answer_to_proxy, with_protocol
+from kv_vllm.handover import answer_to_proxy, is_one_of_several, with_protocol
 from kv_vllm.held import held_blocks
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
@@ -56,6 +56,7 @@ from kv_vllm.sessions import Sessions
 from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
 from kv_vllm.steps import StepReader
 from kv_vllm.translate import request_reader
+from kv_vllm.trials import Trials
 from kv_vllm.weights import Weights, note_resets
 
 _log = limited_logger(__name__)
@@ -68,17 +69,24 @@ _MAX_FAILURES = 32
 
 
 def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:
-    """Report a failed load to every request that waits for one."""
-    failed, self._unanswered = self._unanswered, set()
+    """Report a failed load to every request that waits for one, and whose blocks no copy writes to any more."""
+    filling = frozenset() if self._engine.worker is None else self._engine.worker.filling
+    failed, self._unanswered = self._unanswered - filling, self._unanswered & filling
     return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=set(failed))
 
 
 def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorMetadata:
     """Requests that were promised a load wait for it, so a load that is not planned is refused explicitly."""
-    refused, self._unplanned = tuple(sorted(self._unplanned)), set()
     number = 0 if self._held is None else self._held.number
-    plan = StepPlan(refused=refused, number=number)
-    return KVTiersMetadata(plan.to_plain(), refused, number, self._promised.to_send(plan), self._nodes.to_send())
+    plan = StepPlan(refused=tuple(sorted(self._unplanned)), number=number)
+    layerwise, to_nodes, trials = self._promised.to_send(plan), self._nodes.to_send(), self._trials.to_send()
+    self._unplanned.clear()
+    return KVTiersMetadata(plan.to_plain(), plan.refused, number, layerwise, to_nodes, trials)
+
+
+def _acknowledge_all(self: "KVTiersConnector") -> Acknowledged:
+    """No copy reads any block: those in flight were waited for when the cache was turned off."""
+    return Acknowledged({self._engine.share.rank: self._plan_number}, trial=self._trial)
 
 
 def _last_figures(self: "KVTiersConnector") -> Stats | None:
@@ -124,6 +132,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config)
         self._promised = LayerwisePromised(self._engine)
+        self._trials, self._trial = Trials(), 0
+        self._is_alone = not is_one_of_several()
         self._layerwise = LayerwiseRank(self._engine, is_asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()
@@ -151,7 +161,6 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Worker half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._nodes.registered()
         self._register(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -160,11 +169,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(connector_metadata, KVTiersMetadata):
             # Also when the cache is off: these requests wait until they are reported.
             self._unanswered.update(connector_metadata.waiting)
-            self._plan_number = connector_metadata.number
-            self._layerwise.begin(connector_metadata.layerwise)
-            if connector_metadata.to_nodes is not None:
-                self._nodes.hear(connector_metadata.to_nodes)
-            self._read_plan(connector_metadata)
+            self._plan_number, self._trial = connector_metadata.number, connector_metadata.trials.trial
+            self._begin_step(connector_metadata)
 
     @guarded(always(None))
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -198,12 +204,14 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._layerwise.take_unfilled()
 
+    @guarded(_acknowledge_all, even_off=True)
     def build_connector_worker_meta(self) -> Acknowledged | None:
         through, layerwise, from_nodes = self._stored_through(), self._layerwise.news(), self._nodes.answers()
-        if through == self._acknowledged and layerwise is None and not from_nodes:
+        trial, self._trial = self._trial, 0
+        if through == self._acknowledged and layerwise is None and not from_nodes and not trial:
             return None
         self._acknowledged, rank = through, self._engine.share.rank
-        return Acknowledged({rank: through}, {} if layerwise is None else {rank: layerwise}, from_nodes)
+        return Acknowledged({rank: through}, {} if layerwise is None else {rank: layerwise}, from_nodes, trial)
 
     # Either half.
 
@@ -233,7 +241,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_cache_manager = kv_cache_manager
         self._start_events()
         self._start_holding()
-        note_resets(kv_cache_manager, self._engine)
+        self._note_resets()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -243,6 +251,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._follow_weights()
+        self._trials.looked_up(request.request_id, num_computed_tokens)
         tokens = self._tokens_of(request)
         if isinstance(tokens, Unsure):
             return None, False
@@ -263,36 +272,41 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._sources.of(by_tier, num_external_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens and not self._promised.allocated(request.request_id, blocks.get_block_ids()[0]):
-            self._unplanned.add(request.request_id)
+        if num_external_tokens:
+            self._accepted(request, blocks)
         self._allocated(request, blocks, num_external_tokens)
 
     @guarded(_refuse_unplanned)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         plan = self._build_step(scheduler_output)
         # Messages are taken last: were they taken before something fails here, `_refuse_unplanned` would lack them.
-        if not (plan.loads or plan.stores or plan.refused or self._unplanned):
+        if not (plan.loads or plan.stores or plan.refused or self._unplanned):  # most steps
             number = 0 if self._held is None else self._held.number
-            return KVTiersMetadata(None, (), number, self._promised.to_send(plan), self._nodes.to_send())  # most steps
+            layerwise, to_nodes = self._promised.to_send(plan), self._nodes.to_send()
+            return KVTiersMetadata(None, (), number, layerwise, to_nodes, self._trials.to_send())
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
         if self._unplanned - planned:
             plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
         waiting = tuple(sorted(planned | self._unplanned))
         if self._held is not None:
             plan = self._held.hold(plan)
-        self._unplanned.clear()
         sent = plan if self._in_process else plan.to_plain()
-        return KVTiersMetadata(sent, waiting, plan.number, self._promised.to_send(plan), self._nodes.to_send())
+        layerwise, to_nodes, trials = self._promised.to_send(plan), self._nodes.to_send(), self._trials.to_send()
+        self._unplanned.clear()  # last: `_refuse_unplanned` must know them if anything here fails
+        return KVTiersMetadata(sent, waiting, plan.number, layerwise, to_nodes, trials)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._handle_report(connector_output.kv_connector_worker_meta)
+        message, failed_blocks = connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids
+        self._handle_report(message if isinstance(message, Acknowledged) else None, failed_blocks or set())
         self._loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
 
+    @guarded(always(False), even_off=True, last_resort=False)
     def has_pending_push_work(self) -> bool:
         # Otherwise vLLM would become idle before its blocks, or our chunks, are released.
-        is_waiting = self._promised.are_under_way or self._nodes.has_unsent
+        is_waiting = self._promised.are_under_way or self._nodes.has_unsent or self._trials.are_open
         return is_waiting or (self._held is not None and self._held.is_waiting)
 
+    @guarded(always(False), even_off=True)
     def has_pending_block_frees(self) -> bool:
         return self._held is not None and self._held.will_free()  # vLLM then waits for these blocks, and preempts none
 
@@ -343,6 +357,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         try:
             config, groups, in_force = self._vllm_config, self._kv_cache_config, self._in_force
+            self._nodes.registered()
             self._layers.bound(bind_worker(self._engine, config, groups, self._settings, kv_caches, in_force=in_force))
             if not self.off:
                 self._worker = self._engine.start_worker(step_tokens=config.scheduler_config.max_num_batched_tokens)
@@ -375,20 +390,33 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _stored_through(self) -> int:
         return 0 if self._worker is None else self._worker.stored_through
 
-    def _handle_report(self, message: Any) -> None:
+    @guarded(always(None), even_off=True)
+    def _handle_report(self, message: Acknowledged | None, failed_blocks: set[int]) -> None:
         """Handle workers' reports, even while the cache is off: workers in other processes may still be reading."""
-        try:
-            if isinstance(message, Acknowledged):
-                self._handle_acknowledged(message)
-            worker = self._engine.worker
-            is_stepped = bool(self._requests) or envs.VLLM_ENABLE_V1_MULTIPROCESSING
-            if worker is not None and not is_stepped and self.has_pending_push_work():
-                # An engine in its caller's process is not stepped without requests, even to get blocks back.
-                worker.finish_stores()
-                rank, report = self._engine.share.rank, worker.take_layerwise(wait=True)
-                self._handle_acknowledged(Acknowledged({rank: worker.stored_through}, {rank: RankAnswer(report)}))
-        except Exception as error:  # noqa: BLE001  # as in `guarded`
-            self.turn_off(f"giving blocks back raised {type(error).__name__}: {error}", error)
+        if failed_blocks:
+            self._distrust(failed_blocks)
+        self._trials.heard(0 if message is None else message.trial, failed_blocks)
+        if message is not None:
+            self._handle_acknowledged(message)
+        worker = self._engine.worker
+        is_stepped = bool(self._requests) or envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        if worker is not None and not is_stepped and self.has_pending_push_work():
+            # An engine in its caller's process is not stepped without requests, even to get blocks back.
+            for trial, passed in self._trials.take_verdicts():
+                worker.judge(trial, passed=passed)
+            worker.finish_stores()
+            rank, report = self._engine.share.rank, worker.take_layerwise(wait=True)
+            self._handle_acknowledged(Acknowledged({rank: worker.stored_through}, {rank: RankAnswer(report)}))
+
+    def _distrust(self, failed_blocks: set[int]) -> None:
+        """vLLM was told that these blocks were not filled, by whichever connector."""
+        half, manager = self._scheduler, self._kv_cache_manager
+        if half is None or manager is None:
+            return
+        tables = {request_id: manager.get_block_ids(request_id)[0] for request_id in self._requests}
+        self._trials.failed(failed_blocks, tables, half.shape.tables[0], half)
+        if self._steps is not None:
+            self._steps.look_again()
 
     def _handle_acknowledged(self, message: Acknowledged) -> None:
         if self._held is not None:
@@ -414,9 +442,19 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
                 self.turn_off(f"all loads have failed, {in_a_row} times in a row")
 
+    @guarded(lambda self, request, blocks: self._unplanned.add(request.request_id), even_off=True)
+    def _accepted(self, request: Any, blocks: Any) -> None:
+        if not self._promised.allocated(request.request_id, blocks.get_block_ids()[0]):
+            self._unplanned.add(request.request_id)
+
+    @guarded(always(None))
+    def _note_resets(self) -> None:
+        note_resets(self._kv_cache_manager, self._engine)
+
     @guarded(always(None))
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
+            self._trials.allocated(request.request_id, blocks, self._scheduler.shape.tables[0])
             tables = blocks.get_block_ids() if num_external_tokens else ()
             self._scheduler.allocated(request.request_id, num_external_tokens, tables)
 
@@ -449,8 +487,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for request_id in self._sessions.follow(scheduler_output, self._requests):
             self._drop(request_id)
         assert self._steps is not None
+        others_load = scheduler_output.has_sync_kv_loads and not (self._is_alone and self._promised.is_filling)
+        trial = self._trials.begin(others_load=others_load)
+        self._trials.follow(scheduler_output, self._requests, self._scheduler.shape.tables[0], self._scheduler)
         step = self._steps.read(scheduler_output, self._requests)
-        plan = self._scheduler.build_step(step.scheduled)
+        plan = self._scheduler.build_step(step.scheduled, trial=trial)
         self._steps.planned(step, plan)
         if self._events is not None:
             self._events.planned(plan, lambda request_id: self._requests.get(request_id, (None, None))[0])
@@ -467,8 +508,16 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
         self._worker.finish_stores(wait=not self._step.number)
 
-    @guarded(always(None))
-    def _read_plan(self, metadata: KVTiersMetadata) -> None:
+    @guarded(always(None), even_off=True)
+    def _begin_step(self, metadata: KVTiersMetadata) -> None:
+        self._layerwise.begin(metadata.layerwise)
+        if metadata.to_nodes is not None:
+            self._nodes.hear(metadata.to_nodes)
+        if self.off:
+            return
+        if self._worker is not None:
+            for trial, passed in metadata.trials.verdicts:
+                self._worker.judge(trial, passed=passed)
         if (sent := metadata.plan) is not None:
             self._step = sent if isinstance(sent, StepPlan) else StepPlan.from_plain(sent)
         elif metadata.number:

@@ -27,13 +27,13 @@ def with_protocol(settings: Settings) -> Settings:
     """The settings of the connector that is being created, with `handover.protocol` decided."""
     if settings.handover.protocol != "auto":
         return settings
-    protocol = "never" if _is_one_of_several() else "always"
+    protocol = "never" if is_one_of_several() else "always"
     return msgspec.structs.replace(settings, handover=msgspec.structs.replace(settings.handover, protocol=protocol))
 
 
-def _is_one_of_several() -> bool:
-    """Whether vLLM's MultiConnector creates this one. Only the stack shows it: its children get a configuration as if
-    each were alone."""
+def is_one_of_several() -> bool:
+    """Whether vLLM's MultiConnector is creating the connector whose constructor asks. Only the stack shows it: its
+    children get a configuration as if each were alone."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not MultiConnector.__init__.__code__:
         frame = frame.f_back

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kv_core.connect.step import StepPlan
 from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.guard import always, guarded
+from kv_tiers.attach.guard import PartOf, always, guarded
 
 
 class LayerPlace(NamedTuple):
@@ -15,10 +15,11 @@ class LayerPlace(NamedTuple):
     layer: int
 
 
-class LayerHooks:
+class LayerHooks(PartOf):
     """A worker's hooks. Layers not known here hold none of our chunks, or cannot be told apart."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
         self._engine = engine
         self._places: Mapping[str, LayerPlace] = {}
         self._computes: dict[str, LayerPlace] = {}
@@ -42,12 +43,3 @@ class LayerHooks:
         place = self._computes.get(layer_name)
         if place is not None and self._engine.worker is not None:
             self._engine.worker.layer_computed(step, place.group, place.layer)
-
-    # For `guarded`.
-
-    @property
-    def off(self) -> str:
-        return self._engine.off
-
-    def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        self._engine.turn_off(why, error)

@@ -17,7 +17,7 @@ from kv_core.connect.layerwise_promises import RanksReports
 from kv_core.connect.step import StepPlan
 from kv_core.errors import CopyFailed
 from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.guard import guarded
+from kv_tiers.attach.guard import PartOf, guarded
 from kv_tiers.attach.pools import PoolPart
 
 
@@ -53,10 +53,11 @@ NO_LAYERWISE: Final = LayerwiseStep()
 """The message of nearly every step."""
 
 
-class LayerwisePromised:
+class LayerwisePromised(PartOf):
     """In the scheduler's connector: the requests whose loads are synchronous, and those loads in flight."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
         self._engine = engine
         self._requests: set[str] = set()
         self._accepted: set[str] = set()  # requests accepted in this step
@@ -69,6 +70,11 @@ class LayerwisePromised:
     def are_under_way(self) -> bool:
         """Whether chunks are leased until workers report, so that the engine has to go on stepping to get reports."""
         return bool(self._sent)
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether the step that is being planned has loads of ours."""
+        return bool(self._accepted)
 
     def promise(self, request_id: str, *, is_layerwise: bool) -> None:
         """Note the latest answer to vLLM for this request."""
@@ -87,6 +93,7 @@ class LayerwisePromised:
         """The request has ended."""
         self._requests.discard(request_id)
 
+    @guarded(lambda self, plan: LayerwiseStep(tuple(self._blocks), is_planned=False), even_off=True)
     def to_send(self, plan: StepPlan) -> LayerwiseStep:
         """The message that goes with the plan of the current step."""
         cache, ready = self._engine.cache, self._engine.ready
@@ -120,11 +127,12 @@ def _all_given_up(self: "LayerwiseRank") -> RankAnswer:
     return RankAnswer() if worker is None else RankAnswer(worker.layers.give_up())
 
 
-class LayerwiseRank:
+class LayerwiseRank(PartOf):
     """In a worker's connector: the blocks that this step is to fill, and the last report to the scheduler."""
 
     def __init__(self, engine: Engine, *, is_asynchronous: bool) -> None:
         """is_asynchronous: vLLM schedules a step before it knows the outcome of the previous one."""
+        super().__init__(engine)
         self._engine = engine
         self._is_asynchronous = is_asynchronous
         self._last_answer = RankAnswer()
@@ -145,16 +153,17 @@ class LayerwiseRank:
         self.are_filled = loads.forward_ended() and self._is_planned
         return self.are_filled
 
+    @guarded(lambda self: self._unfilled(), even_off=True, meant=CopyFailed)
     def take_unfilled(self) -> set[int]:
         """The blocks that do not hold what they should, to be reported to vLLM.
 
         Raises:
             CopyFailed: the report would come too late.
         """
+        return set() if self.are_filled else self._unfilled()
+
+    def _unfilled(self) -> set[int]:
         if not self.blocks:
-            return set()
-        blocks, self.blocks = self.blocks, set()
-        if self.are_filled:
             return set()
         if self._is_asynchronous:
             raise CopyFailed(
@@ -162,7 +171,7 @@ class LayerwiseRank:
                 "vLLM cannot compute the requests again, so the engine ends rather than answer wrongly. The log says "
                 "what failed; with load: async this cannot happen"
             )
-        return blocks
+        return self.blocks
 
     def news(self) -> RankAnswer | None:
         """The report that the scheduler does not have yet; None: there is none."""
@@ -183,12 +192,3 @@ class LayerwiseRank:
     def _follow(self, pool: PoolPart) -> None:
         if self._engine.pools is not None:
             self._engine.pools.follow(pool)
-
-    # For `guarded`.
-
-    @property
-    def off(self) -> str:
-        return self._engine.off
-
-    def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        self._engine.turn_off(why, error)

@@ -7,6 +7,7 @@ from kv_tiers.attach.node_messages import FromNode, ToNodes
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kv_vllm.layerwise import LayerwiseStep, RankAnswer
+from kv_vllm.trials import NO_TRIAL, TrialMessage
 
 
 @dataclass(eq=False)
@@ -19,6 +20,7 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
     number: the plan's `StepPlan.number`, which such a worker acknowledges too.
     layerwise: the step's layerwise loads, as such a worker needs them, and, for every worker, the scheduler's pool.
     to_nodes: in an engine over several nodes, the scheduler's message to the other nodes.
+    trials: which stores may be committed, where other connectors fill blocks too.
     """
 
     plan: Any
@@ -26,6 +28,7 @@ class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine'
     number: int
     layerwise: LayerwiseStep
     to_nodes: ToNodes | None
+    trials: TrialMessage = NO_TRIAL
 
 
 @dataclass(eq=False)
@@ -35,12 +38,15 @@ class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engi
     through: by rank, the number of the latest plan that was read, together with all before it.
     layerwise: by rank, its report on layerwise loads.
     from_nodes: in an engine over several nodes, the other nodes' answers.
+    trial: the number of the step that this is the output of, if it is on trial.
     """
 
     through: dict[int, int]
     layerwise: dict[int, RankAnswer] = field(default_factory=dict)
     from_nodes: tuple[FromNode, ...] = ()
+    trial: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
         layerwise = self.layerwise | other.layerwise
-        return Acknowledged(self.through | other.through, layerwise, self.from_nodes + other.from_nodes)
+        from_nodes, trial = self.from_nodes + other.from_nodes, max(self.trial, other.trial)
+        return Acknowledged(self.through | other.through, layerwise, from_nodes, trial)

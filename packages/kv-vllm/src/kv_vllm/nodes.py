@@ -7,17 +7,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.guard import guarded
+from kv_tiers.attach.guard import PartOf, always, guarded
 from kv_tiers.attach.node_agent import NodeAgent
 from kv_tiers.attach.node_messages import FromNode, ToNodes
 
 from kv_vllm.parallel import rank_share
 
 
-class NodeMail:
+class NodeMail(PartOf):
     """The messages of one connector, in either role."""
 
     def __init__(self, engine: Engine, vllm_config: Any) -> None:
+        super().__init__(engine)
         self._engine = engine
         self._config = vllm_config
         self._agent: NodeAgent | None = None
@@ -30,6 +31,7 @@ class NodeMail:
         nodes = self._engine.nodes
         return nodes is not None and nodes.has_unsent
 
+    @guarded(always(None), even_off=True)
     def to_send(self) -> ToNodes | None:
         """The message that goes with a step's plan."""
         nodes = self._engine.nodes
@@ -58,12 +60,3 @@ class NodeMail:
     def answers(self) -> tuple[FromNode, ...]:
         """The answers that go with the step's output."""
         return () if self._agent is None else self._agent.take()
-
-    # For `guarded`.
-
-    @property
-    def off(self) -> str:
-        return self._engine.off
-
-    def turn_off(self, why: str, error: BaseException | None = None) -> None:
-        self._engine.turn_off(why, error)

@@ -4,6 +4,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from kv_core.connect.inputs import RequestTokens
@@ -28,8 +29,7 @@ def request_reader(
     the request's content has no stable identity; `Unsure` if that is not known yet, and the engine has to ask again.
 
     The following have none: prompts given as embeddings, streaming sessions with media, adapters that are reloaded in
-    place or whose files have not been read yet, requests that skip reading caches, such as those that pool every token,
-    and names that are not Unicode.
+    place or whose files have not been read yet, and names that are not Unicode.
 
     settings: the defaults of requests.
     engine: read anew at each call.
@@ -45,7 +45,7 @@ def request_reader(
         if request.pooling_params is not None and not pools_parts:
             return None
         named_by_tokens = request.prompt_embeds is None and request.prompt_is_token_ids is None
-        if not named_by_tokens or request.skip_reading_prefix_cache or (request.resumable and request.mm_features):
+        if not named_by_tokens or (request.resumable and request.mm_features):
             return None
         adapter = None
         if lora is not None:
@@ -62,6 +62,9 @@ def request_reader(
             options = chosen(
                 settings, params, request.request_id, tiers=() if engine.cache is None else engine.cache.tiers
             )
+        controls = with_handover(options.controls, params, request.num_prompt_tokens, settings)
+        if request.skip_reading_prefix_cache:  # it wants every token computed, as for `prompt_logprobs`
+            controls = replace(controls, loads=False)
         return RequestTokens(
             request_id=request.request_id,
             tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
@@ -69,7 +72,7 @@ def request_reader(
             salt=salt,
             lora=adapter,
             items=items,
-            controls=with_handover(options.controls, params, request.num_prompt_tokens, settings),
+            controls=controls,
         )
 
     return read

@@ -8,20 +8,20 @@ from kv_core.transfer import TransferPlan
 
 
 class CopyEvent(Protocol):
-    """The completion of a copy."""
+    """The completion of a copy. Ask by way of `kv_core.connect.copies`, which says what an exception means."""
 
     def done(self) -> bool:
         """True once the bytes have arrived.
 
         Raises:
-            CopyFailed: they never will.
+            CopyFailed: they never will, and the copy reads and writes nothing any more.
         """
 
     def wait(self) -> None:
         """Return when the bytes have arrived.
 
         Raises:
-            CopyFailed: they never will.
+            CopyFailed: as for `done`.
         """
 
     def hold_engine(self) -> None:

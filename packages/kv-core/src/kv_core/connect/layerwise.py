@@ -9,12 +9,11 @@ reports that the step was wrong.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from kv_core.connect.copies import Copies
 from kv_core.connect.device import CopyEvent, LayerwiseCopier
-from kv_core.errors import KVError
 from kv_core.log import limited_logger
 from kv_core.transfer import TransferPlan
 
@@ -34,6 +33,7 @@ class _Batch:
     requests: the requests whose chunks are loaded.
     plan: all their copies; None: they could not be planned.
     layers: for each layer, the event that its bytes have arrived.
+    copies: all that were begun, and may still be in flight.
     waits: how often the forward pass has waited for a layer.
     is_retried: whether the copies were made again in one piece.
     failure: why the blocks do not hold what they should, or "".
@@ -42,6 +42,7 @@ class _Batch:
     requests: tuple[str, ...]
     plan: TransferPlan | None = None
     layers: Sequence[CopyEvent] = ()
+    copies: Copies = field(default_factory=Copies)
     waits: int = 0
     is_retried: bool = False
     failure: str = ""
@@ -79,6 +80,7 @@ class LayerLoads:
         batch = self._current = _Batch(tuple(requests), plan)
         try:
             batch.layers = self._copier.load_layers(plan)
+            batch.copies.add(batch.layers)
         except Exception as error:  # noqa: BLE001  # a bug here would cost the engine more than the wait
             self._copy_again(batch, error)
 
@@ -106,14 +108,11 @@ class LayerLoads:
             return True
         if not batch.waits and not batch.failure:
             batch.failure = "the forward pass has waited for no layer: are full CUDA graphs in use?"
-        for event in batch.layers:  # a later pass may read what this one has not
-            try:
-                event.hold_engine()
-            except KVError as error:
-                batch.failure = batch.failure or str(error)
+        batch.copies.hold_engine()  # a later pass may read what this one has not
+        self._note_failure(batch)
         if batch.failure:
             _log.error("a layerwise load has failed: %s", batch.failure)
-            self._settle(batch)  # nothing may be written to blocks that are recomputed
+            batch.copies.have_stopped(wait=True)  # nothing may be written to blocks that are recomputed
         self._ending.append(batch)
         return not batch.failure
 
@@ -124,9 +123,8 @@ class LayerLoads:
         ended: set[str] = set()
         failed: set[str] = set()
         for batch in list(self._ending):
-            if wait:
-                self._settle(batch)
-            if self._has_ended(batch):
+            if batch.copies.have_stopped(wait=wait):
+                self._note_failure(batch)
                 self._ending.remove(batch)
                 ended.update(batch.requests)
                 failed.update(batch.requests if batch.failure else ())
@@ -140,11 +138,12 @@ class LayerLoads:
         ended, self._expected = frozenset(self._expected), set()
         return LayerwiseReport(ended, ended)
 
-    def close(self) -> None:
-        """Wait for every copy, and forget all loads."""
-        for batch in (*self._ending, *([self._current] if self._current else [])):
-            self._settle(batch)
-        self._ending, self._current = [], None
+    def close(self) -> bool:
+        """Wait for every copy, and forget all loads. False: copies do not say that they have stopped."""
+        batches = (*self._ending, *([self._current] if self._current else []))
+        self._ending, self._current = [batch for batch in batches if not batch.copies.have_stopped(wait=True)], None
+        self._expected -= {request for batch in self._ending for request in batch.requests}  # they must not be reported
+        return not self._ending
 
     def _copy_again(self, batch: _Batch, failed: Exception) -> None:
         """Copy the same chunks to the same blocks again, and wait, before anything is computed from them. The step is
@@ -154,25 +153,18 @@ class LayerLoads:
             return
         batch.is_retried = True
         _log.warning("a layerwise load has failed and is retried as a whole: %s", failed)
-        for event in batch.layers:  # no copy of the first attempt may follow the second
-            with suppress(KVError):
-                event.wait()
         batch.layers = ()
+        if not batch.copies.have_stopped(wait=True):  # no copy of the first attempt may follow the second
+            batch.failure = str(failed)
+            return
+        batch.copies = Copies()
         try:
-            self._copier.load(batch.plan).wait()
+            batch.copies.add([self._copier.load(batch.plan)])
+            batch.copies.have_stopped(wait=True)
+            self._note_failure(batch)
         except Exception as error:  # noqa: BLE001  # then the step's blocks are reported
             batch.failure = str(error)
 
-    def _has_ended(self, batch: _Batch) -> bool:
-        try:
-            return all(event.done() for event in batch.layers)
-        except KVError as error:
-            batch.failure = batch.failure or str(error)
-            return True
-
-    def _settle(self, batch: _Batch) -> None:
-        for event in batch.layers:
-            try:
-                event.wait()
-            except KVError as error:
-                batch.failure = batch.failure or str(error)
+    def _note_failure(self, batch: _Batch) -> None:
+        if batch.copies.failure is not None:
+            batch.failure = batch.failure or str(batch.copies.failure)

@@ -213,11 +213,17 @@ class SchedulerHalf:
             return False  # nearly always: this runs for every request in every step
         return (tracked is None or not tracked.mixed) and self._storable_chunks(request, computed_tokens) >= wanted
 
-    def build_step(self, scheduled: Iterable[Scheduled]) -> StepPlan:
-        """Everything for this step: the loads that were allocated, and the chunks that it completes."""
+    def build_step(self, scheduled: Iterable[Scheduled], *, trial: int = 0) -> StepPlan:
+        """Everything for this step: the loads that were allocated, and the chunks that it completes.
+
+        trial: as in `StepPlan`.
+        """
         stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
         space_id = NO_SPACE if self._space is None else self._space.fingerprint
-        plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id)
+        plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, trial=trial)
+        for store in stores:
+            tracked = self._tracked[store.request_id]
+            tracked.first_trial = min(tracked.first_trial, trial)
         if self.costs is not None:
             for load in self._loads:
                 if not load.extents:
@@ -251,6 +257,24 @@ class SchedulerHalf:
                 tracked = self._tracked[request_id]
                 self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
                 self._move(request_id, tracked, Event.LOADED)
+
+    def not_filled(self, request_id: str, first_token: int, *, judged: int) -> None:
+        """Another connector has not filled the request's blocks from this token on, which the engine has computed with:
+        forget the chunks that were stored from them. The engine computes again, and then they are stored again.
+
+        judged: all trials up to this one were passed; what is stored in later ones has yet to be committed.
+        """
+        if (tracked := self._tracked.get(request_id)) is None:
+            return
+        first_chunk, per_chunk = first_token // self._shape.chunk_tokens, self._shape.chunk.keys_per_chunk
+        if tracked.first_trial <= judged and first_chunk < tracked.stored_chunks:
+            self._service.forget(tracked.chunk_keys[first_chunk * per_chunk : tracked.stored_chunks * per_chunk])
+        tracked.store_again()
+
+    def distrust(self, request_id: str) -> None:
+        """The request computes from blocks that hold other tokens' KV: store nothing of it, unless it is preempted."""
+        if (tracked := self._tracked.get(request_id)) is not None:
+            tracked.mixed = True
 
     def given_tokens(self, request_id: str) -> int:
         """How many of its leading tokens another engine can load: those that are stored, or being stored."""

@@ -16,7 +16,7 @@ from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would not tell a reader more.)"""
 
-STEP_VERSION = 8
+STEP_VERSION = 9
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """The key space of an empty plan that was made before the scheduler knew its own."""
 
@@ -96,6 +96,8 @@ class StepPlan:
     number: the number of the last plan with stores whose blocks the engine holds until every worker has acknowledged
         that plan (`kv_core.connect.held`); this plan's if it has stores. So workers need not wait for the copies.
         0: no blocks are held.
+    trial: the number of the verdict that the stores await before they are committed, because the step computes with
+        blocks that others say they have filled; 0: they await none.
     """
 
     loads: tuple[LoadStep, ...] = ()
@@ -103,6 +105,7 @@ class StepPlan:
     refused: tuple[str, ...] = ()
     space_id: bytes = NO_SPACE
     number: int = 0
+    trial: int = 0
 
     def to_plain(self) -> Plain:
         return {
@@ -136,6 +139,7 @@ class StepPlan:
             "refused": list(self.refused),
             "space_id": self.space_id,
             "number": self.number,
+            "trial": self.trial,
         }
 
     @classmethod
@@ -154,6 +158,7 @@ class StepPlan:
                 refused=tuple(_text(entry) for entry in _sequence(plain["refused"])),
                 space_id=_bytes(plain["space_id"], (SPACE_ID_BYTES,), "a key space's fingerprint"),
                 number=_count(plain["number"]),
+                trial=_count(plain["trial"]),
             )
         except KeyError as missing:
             raise InputError(f"the step plan lacks {missing}") from None

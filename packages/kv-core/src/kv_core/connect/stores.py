@@ -2,17 +2,20 @@
 
 Their slots are reserved all at once, over all groups of layers. Then they are gathered: after the forward pass, in one
 piece for each group, or layer by layer while later layers are computed, where the copier can. Either way they
-are committed together once every byte is there, in this step or a later one, so a chunk never lacks a layer.
+are committed together once every byte is there, in this step or a later one, so a chunk never lacks a layer. A step on
+trial computes with blocks that another connector of the engine says it has filled: what it stores is committed only
+once the scheduler has heard from every rank that they were.
 
 A layer that the engine does not report loses only the head start: it is gathered after the forward pass. A layer that
 is reported twice was computed in parts, or recomputed, so it is gathered once more after the pass.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kv_core.connect.copies import Copies
 from kv_core.connect.counts import WorkerCounts
 from kv_core.connect.device import CopyEvent, LayerwiseCopier, LayerwiseStore
 from kv_core.connect.shape import ConnectShape, stored_from, without_holes
@@ -61,18 +64,23 @@ class _Store:
     lease: the lease on their slots.
     nbytes: the size of their payloads.
     tokens: the tokens of one group's chunks, as `WorkerCounts.tokens_stored` counts them.
+    trial: the trial that it has to stand before it is committed; 0: none.
     parts: the parts still to be gathered; none once all copies have begun.
-    copying: the completion of each copy that has begun.
-    failure: why the store is aborted, once its copies have ended.
+    copies: those that have begun. A failure aborts the store, once all of them have stopped.
     """
 
     number: int
     lease: WriteLease
     nbytes: int
     tokens: int
+    trial: int
     parts: list[_Part] = field(default_factory=list)
-    copying: list[CopyEvent] = field(default_factory=list)
-    failure: KVError | None = None
+    copies: Copies = field(default_factory=Copies)
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether what its blocks hold still matters: whatever a failed store reads is discarded."""
+        return self.copies.failure is None and (bool(self.parts) or self.copies.are_in_flight)
 
 
 class Stores:
@@ -143,56 +151,70 @@ class Stores:
 
     def finish(self, *, wait: bool) -> None:
         """Publish what has been gathered; see `WorkerHalf.finish_stores`."""
-        if not self._storing:
-            return
-        storing, self._storing = self._storing, []
-        for store in storing:
-            is_copied = self._is_copied(store, wait=wait)
-            if store.parts or not is_copied:
-                self._storing.append(store)
+        for store in tuple(self._storing):
+            if store.parts or not store.copies.have_stopped(wait=wait):
                 continue
-            if store.failure is None:
+            if store.copies.failure is not None:
+                self._remove(store)
+                self._service.release(store.lease)
+                self._counts.stores_failed += 1
+                _log.warning("chunks could not be stored and were discarded: %s", store.copies.failure)
+            elif not store.trial:
+                self._remove(store)
                 self._service.commit(store.lease)
                 self._counts.chunks_stored += len(store.lease.keys)
                 self._counts.bytes_stored += store.nbytes
                 self._counts.tokens_stored += store.tokens
-            else:
-                self._service.release(store.lease)
-                self._counts.stores_failed += 1
-                _log.warning("chunks could not be stored and were discarded: %s", store.failure)
-            self._in_flight_bytes -= store.nbytes
+
+    def judge(self, trial: int, *, passed: bool) -> None:
+        """The scheduler knows how this trial ended: commit what stood it, or discard it."""
+        for store in self._storing:
+            if store.trial == trial:
+                store.trial = 0
+                if not passed:
+                    store.copies.fail(CopyFailed("another connector has not filled the blocks that it promised"))
+        self.finish(wait=False)
 
     @property
     def through(self) -> int:
         """The number of the last plan that, like all before it, no longer reads any blocks."""
-        return min((store.number - 1 for store in self._storing), default=self._plan_number)
+        return min((store.number - 1 for store in self._storing if store.reads_blocks), default=self._plan_number)
 
-    def close(self) -> Iterator[CopyEvent]:
-        """The copies in flight, to be waited for; none of them is published. The end of the holder frees the slots."""
-        storing, self._storing = self._storing, []
-        self._in_flight_bytes, self._begun = 0, None
-        return (event for store in storing for event in store.copying)
+    def close(self) -> bool:
+        """Give up every store. False: copies do not say that they have stopped, and their slots stay leased."""
+        self._begun = None
+        for store in self._storing:
+            store.parts, store.trial = [], 0
+            store.copies.fail(CopyFailed("the engine has shut down"))
+        self.finish(wait=True)
+        return not self._storing
 
     def _begin(self, plan: StepPlan) -> None:
         self._give_up_begun("the step ended before all layers were computed")
         self._plan_number, self._begun = plan.number, plan
         self._computed.clear()
         for step in plan.stores if self._copiers else ():
-            self._reserve_store(plan.space_id, step)
+            self._reserve_store(plan, step)
 
     def _give_up_begun(self, why: str) -> None:
         for store in self._storing:
             if store.parts:
-                store.parts, store.failure = [], store.failure or CopyFailed(why)
+                store.parts = []
+                store.copies.fail(CopyFailed(why))
 
-    def _reserve_store(self, space_id: bytes, step: StoreStep) -> None:
+    def _remove(self, store: _Store) -> None:
+        """Before its lease is given back, which must happen once."""
+        self._storing.remove(store)
+        self._in_flight_bytes -= store.nbytes
+
+    def _reserve_store(self, plan: StepPlan, step: StoreStep) -> None:
         """Reserve slots for everything that the groups store of this step, all at once."""
         gathers = [gather for group in range(len(self._copiers)) if (gather := self._gather_of(step, group)).chunks]
         whole_keys: list[tuple[int, int, ChunkKey]] = []
         other_keys: list[tuple[int, int, ChunkKey]] = []
         for gather in gathers:
             digests = [step.digests[chunk] for chunk in gather.chunks]
-            keys = keys_in(space_id, digests, groups=(gather.group,), shards=(self._shard,), tenant=step.tenant)
+            keys = keys_in(plan.space_id, digests, groups=(gather.group,), shards=(self._shard,), tenant=step.tenant)
             needs_all = self._shape.groups[gather.group].coverage.kind == "all"
             group_keys = whole_keys if needs_all else other_keys
             group_keys += zip(gather.chunks, itertools.repeat(gather.group), keys)
@@ -203,7 +225,7 @@ class Stores:
         extent_of = dict(zip(lease.keys, lease.extents, strict=True))
         slots = {(chunk, group): extent_of[key] for chunk, group, key in ordered if key in extent_of}
         nbytes = sum(extent.nbytes for extent in lease.extents)
-        store = _Store(self._plan_number, lease, nbytes, self._tokens_counted(step, slots))
+        store = _Store(self._plan_number, lease, nbytes, self._tokens_counted(step, slots), plan.trial)
         self._storing.append(store)
         self._in_flight_bytes += nbytes
         try:
@@ -213,8 +235,10 @@ class Stores:
                 ]
                 if extents:
                     store.parts.append(self._part(gather, extents))
-        except KVError as error:
-            store.failure = error
+        except Exception as error:
+            store.copies.fail(error)
+            if not isinstance(error, KVError):
+                raise
 
     def _part(self, gather: _Gather, extents: Iterable[tuple[int, HostExtent]]) -> _Part:
         plans = [gather.plan(chunk, extent) for chunk, extent in extents]
@@ -224,11 +248,13 @@ class Stores:
 
     def _gather(self, store: _Store, gather: Callable[[], Iterable[CopyEvent]]) -> None:
         """Does nothing after a failure; copies in flight end before the slots are released."""
-        if store.failure is None:
+        if store.copies.failure is None:
             try:
-                store.copying += gather()
-            except KVError as error:
-                store.failure = error
+                store.copies.add(gather())
+            except Exception as error:
+                store.copies.fail(error)
+                if not isinstance(error, KVError):
+                    raise  # a bug, which turns the cache off
 
     def _gather_layer(self, by_layers: LayerwiseStore, layer: int) -> list[CopyEvent]:
         self._counts.layers_stored_early += 1
@@ -242,8 +268,7 @@ class Stores:
 
     def _order_after_earlier(self, store: _Store) -> list[CopyEvent]:
         """Order a repeated gather after the one that it replaces, even where copies have no queue."""
-        for event in store.copying:
-            event.hold_engine()
+        store.copies.hold_engine()
         return []
 
     def _gather_of(self, step: StoreStep, number: int) -> _Gather:
@@ -304,15 +329,3 @@ class Stores:
             self._service.release(lease)
             return None
         return lease
-
-    def _is_copied(self, store: _Store, *, wait: bool) -> bool:
-        """Whether none of its copies is in flight any more. wait: until then."""
-        for event in store.copying:
-            try:
-                if wait:
-                    event.wait()
-                elif not event.done():
-                    return False
-            except KVError as error:
-                store.failure = store.failure or error
-        return True

@@ -1,5 +1,6 @@
 """The scheduler half's record of one request, from the first lookup to its end."""
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -42,13 +43,16 @@ class Tracked:
     has_loaded: whether a load was begun, so that its blocks may hold loaded tokens.
     stored_chunks: number of leading chunks that are stored or need not be.
     tail: the digest of the last, partial chunk that another engine hands over; empty if there is none.
+    first_trial: the number of the first trial that what is stored of it awaits (`StepPlan.trial`); 0: something awaits
+        none.
     stored_tail_tokens: tokens of the last, partial chunk that was stored for another engine.
     awaited: its wait for chunks of another engine.
     has_awaited: whether its wait for another engine is over.
     has_taken: whether other engines need no longer hold anything for it.
     may_wait: whether it may still wait for slower tiers.
     is_counted: whether its lookup is in the counts.
-    mixed: whether its blocks may hold KV of other weights than the key space's, which is never stored.
+    mixed: whether its blocks may hold other KV than its keys name, such as that of earlier weights, which is never
+        stored.
     """
 
     keys: KeySequence
@@ -64,6 +68,7 @@ class Tracked:
     layerwise: ReadLease | None = None
     has_loaded: bool = False
     stored_chunks: int = 0
+    first_trial: int = sys.maxsize
     tail: Digest = b""
     stored_tail_tokens: int = 0
     awaited: Awaited | None = None

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kv_core.connect.copies import Copies
 from kv_core.connect.counts import WorkerCounts
-from kv_core.connect.device import CopyEvent, LayerwiseCopier
+from kv_core.connect.device import LayerwiseCopier
 from kv_core.connect.layerwise import LayerLoads, LayerwiseReport
 from kv_core.connect.shape import NO_BLOCK, ConnectShape, load_from
 from kv_core.connect.step import NO_REPORT, LoadStep, StepPlan, StepReport
@@ -31,14 +32,14 @@ class _Load:
 
     step: what is to be loaded, and where.
     lease: the lease on all its chunks; None if it was refused.
-    copying: the completion of the copy into each group's blocks.
+    copies: those into each group's blocks.
     failure: the first reason to give the load up, or "".
     suspect: the keys to forget if it fails, so that they do not fail again.
     """
 
     step: LoadStep
     lease: ReadLease | None = None
-    copying: list[CopyEvent] = field(default_factory=list)
+    copies: Copies = field(default_factory=Copies)
     failure: str = ""
     suspect: set[ChunkKey] = field(default_factory=set)
 
@@ -169,17 +170,29 @@ class WorkerHalf:
         self._failed.clear()
         return report
 
-    def close(self) -> None:
-        """Release everything. Loads in progress are not reported: the engine no longer polls."""
-        loading = [event for load in self._loading.values() for event in load.copying]
-        for event in (*loading, *self._stores.close()):
-            try:
-                event.wait()
-            except KVError as error:
-                _log.warning("a copy under way at shutdown failed: %s", error)
-        self.layers.close()
-        self._loading.clear()
+    def judge(self, trial: int, *, passed: bool) -> None:
+        """How this plan's trial (`StepPlan.trial`) ended: whether the blocks that others promised were filled."""
+        self._stores.judge(trial, passed=passed)
+
+    @property
+    def filling(self) -> frozenset[str]:
+        """After `close`: requests whose blocks copies may still write to, which must not be given to others."""
+        self._loading = {name: load for name, load in self._loading.items() if not load.copies.have_stopped()}
+        return frozenset(self._loading)
+
+    def close(self) -> bool:
+        """Release everything, once its copies have stopped. Loads in progress are not reported: the engine no longer
+        polls. False: copies do not say that they have stopped; what they use stays leased."""
+        for name, load in tuple(self._loading.items()):
+            if load.copies.have_stopped(wait=True):
+                del self._loading[name]
+                if load.lease is not None:
+                    self._service.release(load.lease)
+        has_stored, has_loaded = self._stores.close(), self.layers.close()
+        if not (has_stored and has_loaded) or self._loading:
+            return False
         self._service.end(self._holder)
+        return True
 
     def _start_layers(self, steps: Sequence[LoadStep], space_id: bytes) -> None:
         if not steps:
@@ -237,7 +250,7 @@ class WorkerHalf:
     def _finish_loads(self) -> None:
         """Finish the loads whose copies are complete."""
         for load in list(self._loading.values()):
-            if all(self._arrived(load, event) for event in load.copying):
+            if load.copies.have_stopped():
                 self._finish(load)
 
     def _start_copies(self, load: _Load, lease: ReadLease, parts: Sequence[_Part]) -> None:
@@ -246,19 +259,14 @@ class WorkerHalf:
             extents = lease.extents[offset : offset + len(part.keys)]
             offset += len(part.keys)
             try:
-                load.copying.append(self._copiers[part.group].load(self._plan_load(load.step, part, extents)))
+                load.copies.add([self._copiers[part.group].load(self._plan_load(load.step, part, extents))])
             except KVError as error:
                 load.fail(str(error), part.keys)
                 return
 
-    def _arrived(self, load: _Load, event: CopyEvent) -> bool:
-        try:
-            return event.done()
-        except KVError as error:
-            load.fail(str(error), () if load.lease is None else load.lease.keys)
-            return True
-
     def _finish(self, load: _Load) -> None:
+        if load.copies.failure is not None and load.lease is not None:
+            load.fail(str(load.copies.failure), load.lease.keys)
         if load.lease is not None and not self._service.release(load.lease):
             load.fail(
                 "the lease expired, or its chunks were forgotten, while the bytes were being copied", load.lease.keys

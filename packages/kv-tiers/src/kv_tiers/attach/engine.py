@@ -10,7 +10,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 from kv_core.connect.engine_costs import EngineCosts
@@ -174,16 +173,14 @@ class Engine(OffSwitch):
         """Stop loading and storing because of a fault of ours. (`refuse` sets only `off`, and records no fault.)"""
         super().turn_off(why, error)
         self.faults.append(why)
-        closes: list[Callable[[], None]] = []
-        if self.worker is not None:
-            closes.append(self.worker.close)  # first: it waits for copies of chunks that the other half has leased
-        if self.scheduler is not None:
-            closes.append(partial(self.scheduler.close, but_filling=self.worker is None))
-        for close in closes:
-            try:
-                close()
-            except Exception as close_error:  # noqa: BLE001  # perhaps the same fault, which must not reach the engine
-                _log.exception("what the cache holds for this engine could not be given back: %s", close_error)
+        try:
+            # The worker first: it waits for copies of chunks that the other half has leased. If it does not know that
+            # they have ended, these stay leased.
+            has_stopped = self.worker is not None and self.worker.close()
+            if self.scheduler is not None:
+                self.scheduler.close(but_filling=not has_stopped)
+        except Exception as close_error:  # noqa: BLE001  # perhaps the same fault, which must not reach the engine
+            _log.exception("what the cache holds for this engine could not be given back: %s", close_error)
 
     def refuse(self, why: str) -> None:
         """Never begin: the layout of this engine's cache cannot be proven, or its model cannot be cached."""

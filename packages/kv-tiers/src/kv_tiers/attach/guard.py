@@ -27,20 +27,59 @@ class OffSwitch:
         _log.error("the KV cache is off, the engine goes on without it: %s", why, exc_info=error)
 
 
-def guarded(fallback: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
+class PartOf:
+    """A part of such an object, with hooks of its own: off when that is."""
+
+    def __init__(self, engine: OffSwitch) -> None:
+        self._switch = engine
+
+    @property
+    def off(self) -> str:
+        return self._switch.off
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        self._switch.turn_off(why, error)
+
+
+def guarded(
+    fallback: Callable[..., Any],
+    *,
+    even_off: bool = False,
+    meant: type[Exception] | tuple[()] = (),
+    last_resort: object = None,
+) -> Callable[[_Hook], _Hook]:
     """For a method of an object with `off` and `turn_off`, as of `OffSwitch`: answer `fallback(self, *arguments)` while
-    the cache is off, and turn the cache off when the method raises."""
+    the cache is off, and turn the cache off when the method raises.
+
+    even_off: call the method while the cache is off, too.
+    meant: an exception that is the method's answer to the engine.
+    last_resort: the answer if the fallback raises as well, perhaps for the same reason as the method.
+    """
 
     def decorate(hook: _Hook) -> _Hook:
+        def fall_back(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return fallback(self, *args, **kwargs)
+            except meant:
+                raise
+            except Exception as error:  # noqa: BLE001  # as below
+                _log.error("%s could not fall back: %r", hook.__name__, error, exc_info=error)
+                return last_resort
+
         @functools.wraps(hook)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.off:
-                return fallback(self, *args, **kwargs)
+            if self.off and not even_off:
+                return fall_back(self, *args, **kwargs)
             try:
                 return hook(self, *args, **kwargs)
+            except meant:
+                raise
             except Exception as error:  # noqa: BLE001  # whatever it is, it is our bug, and it would kill the engine
-                self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
-                return fallback(self, *args, **kwargs)
+                try:
+                    self.turn_off(f"{hook.__name__} raised {type(error).__name__}: {error}", error)
+                except Exception as further:  # noqa: BLE001  # `off` is set before anything that can raise
+                    _log.error("turning the cache off failed: %r", further, exc_info=further)
+                return fall_back(self, *args, **kwargs)
 
         return cast(_Hook, wrapper)
 
