@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_core.errors import InputError, MisuseError
+from kv_core.errors import CopyFailed, InputError, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import CpuCopier
@@ -292,10 +292,10 @@ def test_a_layer_of_which_a_piece_fails_says_so_when_no_other_is_being_copied(mo
     assert not layer.done()
     held_up.end_when_waited_for(pieces[1], monkeypatch)
     for _ in range(2):
-        with pytest.raises(MisuseError, match="beyond the pool"):
+        with pytest.raises(CopyFailed, match="beyond the pool"):
             layer.wait()
         assert copied == [0]
-    with pytest.raises(MisuseError, match="beyond the pool"):
+    with pytest.raises(CopyFailed, match="beyond the pool"):
         layer.done()
 
 
@@ -319,9 +319,9 @@ def test_a_copy_that_fails_says_so_to_all_who_wait_for_that_layer_and_no_other()
 
     bad, good = copy_behind([fail, lambda: None])
     for _ in range(2):
-        with pytest.raises(MisuseError, match="beyond the pool"):
+        with pytest.raises(CopyFailed, match="beyond the pool"):
             bad.wait()
-    with pytest.raises(MisuseError, match="beyond the pool"):
+    with pytest.raises(CopyFailed, match="beyond the pool"):
         bad.done()
     good.wait()
     assert good.done()
@@ -341,7 +341,7 @@ def test_a_copy_that_fails_while_somebody_looks_is_not_taken_for_one_that_has_ar
     def fail() -> None:
         raise MisuseError("beyond the pool")
 
-    with pytest.raises(MisuseError, match="beyond the pool"):
+    with pytest.raises(CopyFailed, match="beyond the pool"):
         Ending(fail).done()
 
 

@@ -35,6 +35,7 @@ from kv_tiers.messages import MAX_KEYS
 from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.remote_cache import RemoteCache
 
+from kv_sglang.copies import await_copies
 from kv_sglang.metrics import NO_FIGURES, Figures, OncePerRequest
 from kv_sglang.pools import PoolPages
 from kv_sglang.prefill import PrefillSpeed
@@ -327,7 +328,7 @@ class PageStore:
             raise CopyFailed("the cache server was started again")
         with self._copier(copier, pool) as binding:
             plan = self.plan(zip(lease.extents, (place[key] for key in lease.keys), strict=True))
-            binding.store(plan).wait()
+            await_copies([binding.store(plan)])
         self.cache.commit(lease)
         self._figures.add("stored_tokens", len(lease.keys) * self.pages.page_slots)
         self._figures.add("stored_bytes", len(lease.keys) * self.pages.format.nbytes)
@@ -421,7 +422,7 @@ class PageStore:
         try:
             if lies_in(lease, pool):
                 with self._copier(copier, pool) as binding:
-                    binding.load(self.plan(zip(lease.extents, slots, strict=False))).wait()
+                    await_copies([binding.load(self.plan(zip(lease.extents, slots, strict=False)))])
         finally:
             # Bytes that did not stay in place while they were read may belong to another page.
             is_good = self.cache.release(lease)

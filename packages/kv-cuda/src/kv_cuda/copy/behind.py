@@ -17,6 +17,8 @@ from functools import cache
 from threading import Lock, get_native_id
 from typing import Final
 
+from kv_core.errors import CopyFailed
+
 _MIN_BYTES: Final = 2 << 20
 """Waking a thread takes longer than copying a few hundred kilobytes."""
 
@@ -36,7 +38,7 @@ class LayerCopy:
         """next_layer: the layer that the thread copies after this one."""
         self._lock = Lock()
         self._copy: Callable[[], None] | None = copy  # None once it has ended: it keeps the memory of both sides alive
-        self._failure: Exception | None = None
+        self._failure: CopyFailed | None = None  # for every caller that waits for this layer
         self._next = next_layer
 
     @property
@@ -73,8 +75,9 @@ class LayerCopy:
             if self._copy is not None:
                 try:
                     self._copy()
-                except Exception as error:  # noqa: BLE001  # every caller that waits for this layer gets it
-                    self._failure = error
+                except Exception as error:  # noqa: BLE001  # of any family: this copy has ended
+                    self._failure = CopyFailed(f"{type(error).__name__}: {error}")
+                    self._failure.__cause__ = error
                 self._copy = None
         finally:
             self._lock.release()

@@ -351,7 +351,7 @@ class _Ring:
         finally:
             for transfers in self._transfers:
                 for transfer in transfers:
-                    with suppress(OSError):
+                    with suppress(Exception):  # whatever one raises, the next has to end too
                         transfer.wait()
                 transfers.clear()
 

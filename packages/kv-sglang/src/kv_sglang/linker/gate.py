@@ -1,10 +1,8 @@
 """The gate at which a forward pass waits, layer by layer, for pages that are being loaded."""
 
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kv_core.errors import CopyFailed
 from kv_cuda.copy.streams import Event
 
 
@@ -14,12 +12,14 @@ class _Batch:
 
     layers: copies in flight, by layer.
     over: no more will follow.
-    landed: all have arrived.
+    landed: all have arrived, and every forward pass has waited for them.
+    missed: a forward pass could not wait for a layer.
     """
 
     layers: list[Event] = field(default_factory=list)
     over: bool = False
     landed: bool = False
+    missed: bool = False
 
 
 class LayerGate:
@@ -68,8 +68,10 @@ class LayerGate:
             self._changed.wait_for(lambda: len(batch.layers) > layer or batch.over)
             event = batch.layers[layer] if len(batch.layers) > layer else None
         if event is not None:
-            with suppress(CopyFailed):  # the loading thread gets it too, and ends the batch as not landed
+            try:
                 event.hold_engine()
+            except Exception:  # noqa: BLE001  # whatever it is: the pass goes on without this layer, and is not used
+                batch.missed = True
 
     def finish(self, number: int) -> bool:
         """Wait until nothing is written for this batch, and forget it. True if all of it arrived, or there is none."""
@@ -79,7 +81,7 @@ class LayerGate:
                 return True
             self._changed.wait_for(lambda: batch.over)
             del self._batches[number]
-            return batch.landed
+            return batch.landed and not batch.missed
 
     def finish_all(self) -> None:
         """The same for every batch."""

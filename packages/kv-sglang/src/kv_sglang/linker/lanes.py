@@ -20,6 +20,7 @@ from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
 from kv_cuda.choose import LayerwiseCopier
 
+from kv_sglang.copies import await_copies
 from kv_sglang.linker.gate import LayerGate
 from kv_sglang.pages import PageStore, PoolBinding, lies_in
 from kv_sglang.pools import first_slots
@@ -115,7 +116,8 @@ class Loads:
         self.reset()
         self._batches.put(None)
         self._thread.join(_END_S)
-        self._binding.unbind()
+        if not self._thread.is_alive():  # else a copy is in flight
+            self._binding.unbind()
 
     def _asker(self, request: str) -> str:
         return f"{self._store.name}-ask-{request}"
@@ -145,8 +147,7 @@ class Loads:
         events = self._binding.on(pool).load_layers(store.plan(pairs)) if is_there else []
         for event in events:
             self.gate.let_through(number, event)
-        for event in events:
-            event.wait()
+        await_copies(events)
         # Bytes that did not stay in place while they were read may belong to another page.
         released = [store.cache.release(load.lease) for load in loads]
         for load, is_good in zip(loads, released, strict=True):

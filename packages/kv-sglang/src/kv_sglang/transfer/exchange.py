@@ -18,6 +18,7 @@ from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_tiers.messages import MAX_KEYS
 
+from kv_sglang.copies import await_copies
 from kv_sglang.names import Names
 from kv_sglang.pages import PageStore, PoolBinding, lies_in
 
@@ -148,7 +149,7 @@ class Exchange:
                 lease = cache.begin_store(keys, self._name, hold_s=self._hold_s)
             pool = cache.pool
             if lease.keys and lies_in(lease, pool):
-                self._binding.on(pool).store(self._plan(lease, place, tail, tail_tokens)).wait()
+                await_copies([self._binding.on(pool).store(self._plan(lease, place, tail, tail_tokens))])
                 if is_wanted():
                     cache.commit(lease)
             return lease.refused
@@ -182,7 +183,7 @@ class Exchange:
                 if not is_wanted():
                     return "the request has ended"
                 if lies_in(lease, pool):
-                    copier.load(self._store.plan(zip(lease.extents, slots, strict=True))).wait()
+                    await_copies([copier.load(self._store.plan(zip(lease.extents, slots, strict=True)))])
         finally:
             # Bytes that did not stay in place while they were read may belong to another page.
             is_good = cache.release(lease)
