@@ -112,11 +112,35 @@ def test_a_reset_while_copies_are_on_their_way_publishes_none_of_them(tiny_llama
     with started(tiny_llama, asynchronous=asynchronous) as engine:
         engine.oracle.submit("a", SHARED[:200], 2)
         step(engine, 8)
-        assert not engine.oracle.scheduler.reset_prefix_cache(reset_connector=True)  # blocks are in use, vLLM says
+        assert engine.device.queue.pending
+        assert engine.oracle.scheduler.reset_prefix_cache(reset_connector=True)
         engine.come_to_rest()
         cache = engine.oracle.engine.cache
         assert cache is not None and cache.counts().chunks_resident == 0
         assert engine.oracle.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("what", ["a store", "a load", "a request"])
+def test_vllms_cache_is_empty_after_a_reset_though_copies_of_ours_hold_blocks(
+    tiny_llama: str, asynchronous: bool, what: str
+) -> None:
+    """vLLM itself refuses then, and a trainer that takes no notice would get KV of the weights before."""
+    with started(tiny_llama, asynchronous=asynchronous, prefix_caching=True) as engine:
+        oracle, manager = engine.oracle, engine.oracle.scheduler.kv_cache_manager
+        oracle.submit("a", SHARED[:200], 60 if what == "a request" else 2)
+        step(engine, 8)
+        if what == "a load":
+            engine.come_to_rest()
+            assert oracle.scheduler.reset_prefix_cache()
+            oracle.submit("b", SHARED[:200], 2)
+            step(engine, 3)
+            oracle.abort("b")
+        assert engine.device.queue.pending and engine.blocks.get_num_free_blocks() < engine.blocks.num_gpu_blocks - 1
+        assert oracle.scheduler.reset_prefix_cache() == (what != "a request")
+        if what != "a request":
+            assert not len(engine.blocks.cached_block_hash_to_block)
+            assert manager.block_pool.get_num_free_blocks() < manager.block_pool.num_gpu_blocks - 1
 
 
 @SCHEDULERS

@@ -449,7 +449,14 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _note_resets(self) -> None:
-        note_resets(self._kv_cache_manager, self._engine)
+        note_resets(self._kv_cache_manager, self._engine, self._blocks_in_copies)
+
+    def _blocks_in_copies(self) -> set[int]:
+        """Blocks that our copies read for a store, or fill for a request that has ended."""
+        draining = () if self._scheduler is None else self._scheduler.draining()
+        tables = [self._kv_cache_manager.get_block_ids(request_id) for request_id in draining]
+        filled = {block for groups in tables for table in groups for block in table}
+        return filled if self._held is None else filled | self._held.blocks
 
     @guarded(always(None))
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

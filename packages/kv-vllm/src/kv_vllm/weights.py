@@ -120,16 +120,36 @@ def adapter_identity(weights: EngineWeights | None) -> Callable[[Any, str], str 
     return weights.adapter if isinstance(weights, Weights) else None
 
 
-def note_resets(kv_cache_manager: Any, engine: Engine) -> None:
+def note_resets(kv_cache_manager: Any, engine: Engine, ours: Callable[[], set[int]]) -> None:
     """Inform the scheduler half whenever vLLM has emptied its own prefix cache, of which vLLM itself notifies only a
-    connector that is to be reset, too."""
+    connector that is to be reset, too.
+
+    vLLM refuses while any block is in use. A caller who has changed the weights and takes no notice would get KV of the
+    old ones, so the cache is emptied if nobody but we use blocks: no request reads them, and none will find them.
+
+    ours: the blocks that copies of ours read or fill, for no request that runs.
+    """
     if engine.off:  # perhaps because this vLLM has no such method
         return
     reset: Callable[[], bool] = kv_cache_manager.reset_prefix_cache
 
+    def empty_beside() -> bool:
+        pool = kv_cache_manager.block_pool
+        try:
+            used = {block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt and not block.is_null}
+            if any(owners > 1 for owners in used.values()) or not used.keys() <= ours() or pool._reuse_watchers:
+                return False
+            kv_cache_manager.evict_blocks({block.block_id for block in pool.blocks})
+            if kv_cache_manager.log_stats:
+                kv_cache_manager.prefix_cache_stats.reset = True
+            return True
+        except Exception as error:  # noqa: BLE001  # as in `guarded`
+            engine.turn_off(f"emptying vLLM's cache beside our copies raised {type(error).__name__}: {error}", error)
+            return False
+
     @functools.wraps(reset)
     def reset_prefix_cache() -> bool:
-        is_empty, half, weights = reset(), engine.scheduler, engine.weights
+        is_empty, half, weights = reset() or empty_beside(), engine.scheduler, engine.weights
         if is_empty and half is not None and weights is not None and not engine.off:
             try:
                 weights.follow(half)  # first: vLLM has just forgotten the blocks of weights from before a change

@@ -71,6 +71,11 @@ class HeldBlocks:
         """Whether blocks are held, so that the engine has to go on stepping to get them back."""
         return bool(self._plans)
 
+    @property
+    def blocks(self) -> set[int]:
+        """The blocks that are held."""
+        return set(self._holds)
+
     def will_free(self) -> bool:
         """Whether the engine gets free blocks if it waits until the held ones are released."""
         return any(map(self._engine.is_ours_alone, self._holds))

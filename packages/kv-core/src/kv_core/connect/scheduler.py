@@ -368,6 +368,10 @@ class SchedulerHalf:
         """Every tracked request and its phase; empty when the engine is idle."""
         return {request_id: tracked.phase for request_id, tracked in self._tracked.items()}
 
+    def draining(self) -> list[str]:
+        """Requests that have ended while their blocks are being filled."""
+        return [request_id for request_id, tracked in self._tracked.items() if tracked.phase is Phase.DRAINING]
+
     def _holder(self, request_id: str) -> str:
         return f"{self._name}/{request_id}"
 

@@ -1,0 +1,60 @@
+"""A store that fails in one engine must not free the slot that another of its stores is still writing to: on a shared
+server it would be the next engine's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import SHARED, started
+from kv_testing.connect import QueuedCopy
+from kv_tiers.attach.engine import engines
+from kv_tiers.server.process import launch
+from slow_device import slow_device
+
+FIRST, SECOND = SHARED[:300], SHARED[300:600]
+OTHERS = [SHARED[600:900], SHARED[700:1000]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [RuntimeError, OSError, MemoryError])
+@pytest.mark.parametrize("is_freed_early", [False, True], ids=["", "control"])
+def test_another_engines_chunks_are_not_overwritten(
+    tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: type[Exception], is_freed_early: bool
+) -> None:
+    with started(tiny_llama, cache=None) as plain:
+        expected = plain.ask_in_turn(OTHERS)
+    pool = {"host": {"capacity_bytes": "1MiB"}}  # of two chunks
+    server = launch(pool, socket=tmp_path / "private" / "s")
+    joined: dict[str, Any] = {"server": {"socket": str(server.socket)}}
+    asked: list[QueuedCopy] = []
+    look = QueuedCopy.done
+
+    def done(copy: QueuedCopy) -> bool:
+        asked.append(copy)
+        if len(asked) == 1:
+            raise family("raised by the test")
+        return look(copy)
+
+    try:
+        with (
+            slow_device() as device,
+            started(tiny_llama, cache=joined) as one,
+            started(tiny_llama, cache=joined, own_process=True) as two,
+        ):
+            monkeypatch.setattr(QueuedCopy, "done", done)
+            # An engine in its caller's process waits for its copies when the last request ends: not for these.
+            monkeypatch.setattr(QueuedCopy, "wait", lambda copy: None if copy.has_ended else done(copy))
+            one.ask([FIRST, SECOND])
+            assert len(device.queue.pending) == 2
+            if is_freed_early:
+                (inner,) = engines().values()
+                assert inner.worker is not None and inner.cache is not None
+                inner.cache.end(inner.worker._holder)
+            two.ask_in_turn(OTHERS)
+            device.queue.run(2)
+            assert two.ask_in_turn(OTHERS) == expected or is_freed_early
+            if is_freed_early:
+                assert sum(two.hits) > 0
+                assert two.ask_in_turn(OTHERS) != expected
+    finally:
+        server.stop()
