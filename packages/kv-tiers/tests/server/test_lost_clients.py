@@ -19,6 +19,7 @@ from kv_tiers.config import HostConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.server import RemoteCache, ServerConfig, ServerProcess, launch, wire
 from kv_tiers.server import connections as connections_module
+from kv_tiers.server import orphans as orphans_module
 from kv_tiers.server.server import CacheServer
 
 SLOTS = 8
@@ -65,9 +66,9 @@ def cut(cache: RemoteCache) -> None:
 
 
 @contextlib.contextmanager
-def lost_process(server: ServerProcess, does_map: str) -> Iterator["subprocess.Popen[str]"]:
+def lost_process(path: Path, does_map: str) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOST, str(server.socket), does_map, str(CHUNK_BYTES)],
+        [sys.executable, "-c", LOST, str(path), does_map, str(CHUNK_BYTES)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -169,25 +170,6 @@ def test_another_server_is_not_met_behind_the_engines_back(tmp_path: Path) -> No
     second.stop()
 
 
-def test_a_process_that_has_let_go_of_the_pool_writes_nowhere(server: ServerProcess) -> None:
-    other = join_at(server.socket)
-    with lost_process(server, "never") as process:
-        said(process, "lost")
-        until(lambda: other.counts().slots_used == 0, 30)
-        assert process.poll() is None
-    with lost_process(server, "map") as process:
-        said(process, "lost")
-        with pytest.raises(AssertionError):  # it may be in the middle of a copy
-            until(lambda: other.counts().slots_used < 4, 5)
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        said(process, "unmapped")
-        until(lambda: other.counts().slots_used == 0, 30)
-        assert process.poll() is None
-    other.close()
-
-
 # Who does not say what it wants.
 
 
@@ -238,6 +220,28 @@ def within() -> Iterator[CacheServer]:
         made.stop()
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_a_process_that_has_let_go_of_the_pool_writes_nowhere(
+    within: CacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orphans_module, "SETTLE_S", 0.2)
+    other = join_at(within.socket_path)
+    with lost_process(within.socket_path, "never") as process:
+        said(process, "lost")
+        until(lambda: other.counts().slots_used == 0, 30)
+        assert process.poll() is None
+    with lost_process(within.socket_path, "map") as process:
+        said(process, "lost")
+        with pytest.raises(AssertionError):  # it may be in the middle of a copy
+            until(lambda: other.counts().slots_used < 4, 3)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        said(process, "unmapped")
+        until(lambda: other.counts().slots_used == 0, 30)
+        assert process.poll() is None
+    other.close()
 
 
 def test_who_registers_nothing_and_asks_nothing_is_not_kept(

@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import fcntl
+import gc
 import json
 import os
 import random
@@ -23,14 +25,26 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain
-from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, fill, held, raw_session, read, report_of, store
+from kv_testing.cache_servers import (
+    SLOT_BYTES,
+    ThreadedServer,
+    fill,
+    held,
+    raw_session,
+    read,
+    register,
+    report_of,
+    store,
+)
 from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
 from kv_testing.wait import accepted, joined, until
+from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server import connection as connection_module
 from kv_tiers.server import connections as clients_module
 from kv_tiers.server import orphans as orphans_module
-from kv_tiers.server.connection import Connection, ask_server
+from kv_tiers.server.connection import Connection, Opening, ask_server
+from kv_tiers.server.mapped import MappedPool
 
 
 def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedServer) -> None:
@@ -188,14 +202,33 @@ def test_what_is_read_for_good_stays_in_place_without_a_connection(served: Threa
     other.close()
 
 
-def test_without_a_pidfd_nothing_is_leased_for_good_to_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would ever know that it has ended."""
-    monkeypatch.setattr(clients_module, "open_pidfd", lambda pid: -1)
-    with contextlib.closing(ThreadedServer()) as served, contextlib.closing(served.join()) as reader:
-        store(reader, key_chain(2))
-        failed = reader.load(key_chain(2), "r", lasting=True)
+def test_nothing_is_reserved_for_one_whose_end_nobody_would_ever_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives no pidfd, and does not lock what is mapped."""
+    monkeypatch.setattr(clients_module, "open_pidfd", lambda connection, pid: -1)
+    monkeypatch.setattr(fcntl, "F_OFD_SETLK", 0x7FFF)
+    with contextlib.closing(ThreadedServer()) as served, contextlib.closing(served.join()) as client:
+        failed = client.load(key_chain(2), "r", lasting=True)
         assert isinstance(failed, LoadFailed) and "kernel" in failed.reason
-        assert isinstance(reader.load(key_chain(2), "r"), ReadLease)
+        refused = client.begin_store(key_chain(2), "w")
+        assert not refused.keys and "kernel" in refused.refused
+        assert client.lookup(key_chain(2), "r").ended is Ended.ABSENT
+
+
+def test_a_pidfd_is_enough_where_mappings_are_not_known(
+    served: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "F_OFD_SETLK", 0x7FFF)
+    stays, lost = served.join(), served.join()
+    assert lost.begin_store(key_chain(3), "w").keys
+    cut_off(lost)
+    until(lambda: served.report().orphans == 1)
+    served.clock.advance(100_000)
+    served.server.submit(lambda: None).result(10)
+    assert stays.counts().write_leases == 1
+    monkeypatch.setattr(orphans_module, "is_gone", lambda pidfd: True)
+    until(lambda: stays.counts().write_leases == 0)
+    for cache in (stays, lost):
+        cache.close()
 
 
 def test_what_was_given_up_while_away_is_given_back_at_the_return(served: ThreadedServer) -> None:
@@ -222,21 +255,81 @@ def test_what_was_given_up_while_away_is_given_back_at_the_return(served: Thread
     other.close()
 
 
-def test_without_a_pidfd_slots_wait_for_as_long_as_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients_module, "open_pidfd", lambda pid: -1)
-    monkeypatch.setattr(orphans_module, "_LOOK_S", 0.01)
-    served = ThreadedServer()
-    stays = served.join()
-    with raw_session(served) as ask:
-        ask(wire.BeginStore(wire.pack_keys(key_chain(3)), "w", 0.0, None))
+def cut_off(cache: RemoteCache) -> None:
+    """Its connection is lost and it does not come back, though it lives and has the pool."""
+    with cache._lock:
+        cache._must_return = False
+        cache._link.lose("for the test")
+        cache._link.back_off(1e9)
+
+
+def test_without_a_pidfd_slots_wait_until_nobody_maps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes; and then for the devices of a process that may be ending."""
+    monkeypatch.setattr(clients_module, "open_pidfd", lambda connection, pid: -1)
+    monkeypatch.setattr(orphans_module, "_MAX_LOOK_S", 0.01)
+    looks = looked(monkeypatch)
+    with contextlib.closing(ThreadedServer()) as served, contextlib.closing(served.join()) as stays:
+        lost = served.join()
+        assert lost.begin_store(key_chain(3), "w").keys
+        cut_off(lost)
+        until(lambda: served.report().orphans == 1)
+        child = os.fork()  # which could write there as well
+        if child == 0:
+            signal.pause()
+        try:
+            lost.pool.close()
+            lost.pool.view.release()
+            del lost
+            gc.collect()
+            for _ in range(2):
+                served.clock.advance(3600)
+                seen = len(looks)
+                until(lambda: len(looks) > seen + 2)  # noqa: B023
+                assert looks[-1] and stays.counts().write_leases == 1
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        until(lambda: not looks[-1])
+        served.clock.advance(orphans_module.SETTLE_S - 0.1)
+        seen = len(looks)
+        until(lambda: len(looks) > seen + 2)
+        assert stays.counts().write_leases == 1
+        served.clock.advance(0.1)
+        until(lambda: served.report().orphans == 0)
+        assert stays.counts().slots_used == 0
+
+
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
+    """What the server finds each time it looks whether a pool is still mapped."""
+    looks: list[bool | None] = []
+    is_lent = HostPool.is_lent
+
+    def look(pool: HostPool, token: bytes) -> bool | None:
+        looks.append(is_lent(pool, token))
+        return looks[-1]
+
+    monkeypatch.setattr(HostPool, "is_lent", look)
+    return looks
+
+
+def test_a_client_that_registers_anew_may_write_in_its_first_mapping(served: ThreadedServer) -> None:
+    """It unregistered, and the pool is the one that it maps already; it need not map it again."""
+    opening = Opening(served.path, 10, register())
+    answer = opening.finish(10)
+    assert answer is not None
+    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.connection.take_descriptor())
+    assert isinstance(opening.connection.ask(wire.Unregister()), wire.Done)
+    again = opening.connection.ask(register())
+    assert isinstance(again, wire.Pool) and again.name == pool.name
+    assert isinstance(
+        opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(2)), "w", 0.0, None)), wire.Answer
+    )
+    opening.connection.close()
     until(lambda: served.report().orphans == 1)
-    served.clock.advance(299)
-    assert stays.counts().write_leases == 1
-    served.clock.advance(1)
-    until(lambda: served.report().orphans == 0)
-    assert stays.counts().slots_used == 0
-    stays.close()
-    served.close()
+    (cache,) = served.server.caches.values()
+    assert cache.pool.is_lent(again.token)
+    pool.close()
+    pool.view.release()
 
 
 DEEDS = st.tuples(
@@ -253,6 +346,7 @@ def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, st
     """Whatever clients do and whenever they die, in any order."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(orphans_module, "is_gone", lambda pidfd: True)
+        patched.setattr(HostPool, "is_lent", lambda pool, token: False)
         served = ThreadedServer()
         judge = served.join()
         clients = [served.join() for _ in range(3)]

@@ -1,15 +1,10 @@
 """A system may have no more threads for us: what needs one fails for now, and nothing ends or waits for good."""
 
-import os
-import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from kv_core.clock import HandClock
@@ -27,14 +22,12 @@ from kv_tiers.drain_state import DrainState
 from kv_tiers.events.bus import EventBus
 from kv_tiers.host_port import HostPort
 from kv_tiers.messages import pack_keys
-from kv_tiers.server import ServerConfig, orphans, wire
+from kv_tiers.server import ServerConfig, wire
 from kv_tiers.server.caches import Caches, Format
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.http.jobs import MAX_RUNNING, Jobs
 from kv_tiers.server.http.problem import Problem
-from kv_tiers.server.orphans import Orphans, open_pidfd
 from kv_tiers.server.server import CacheServer
-from kv_tiers.server.session import LastingLease
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers import peer_following
 from kv_tiers.tiers.peer_hosts import PeerHosts
@@ -44,38 +37,6 @@ from kv_tiers.tiers.peers_wire import Follow, Followed, Given, Held, PeerStream,
 pytestmark = pytest.mark.usefixtures("peers_in_process")
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
 LEASE_S = 300.0
-
-
-def test_slots_of_a_lost_client_are_freed_later_and_the_server_goes_on(
-    ending: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the client's process still maps the pool is looked up on a thread, because the kernel may block it."""
-    monkeypatch.setattr(orphans, "_LOOK_S", 0.0)
-    selector = selectors.DefaultSelector()
-    ending.callback(selector.close)
-    released: list[int] = []
-    descriptor = os.memfd_create("pool")  # which this process does not map
-    ending.callback(os.close, descriptor)
-    cache: Any = SimpleNamespace(
-        pool=SimpleNamespace(descriptor=descriptor), release=lambda lease: released.append(lease.id)
-    )
-    answers: SimpleQueue[Callable[[], None]] = SimpleQueue()
-    mine = Orphans(selector, HandClock(), LEASE_S, on_server=answers.put)
-    ending.callback(mine.close)
-    pid = os.getpid()
-    mine.add(b"token", cache, {7: LastingLease("h", 1, 1, is_write=True)}, pid, open_pidfd(pid))
-    with threads_left():
-        mine.expire()
-    assert len(mine) == 1 and mine.patience_s() is not None
-
-    def is_freed() -> bool:
-        mine.expire()
-        while not answers.empty():
-            answers.get()()
-        return released == [7]
-
-    until(is_freed)
-    assert len(mine) == 0
 
 
 def format_of(fingerprint: str) -> Format:

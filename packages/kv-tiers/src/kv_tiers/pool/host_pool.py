@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import re
+import struct
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ __all__ = ("PAGE_BYTES", "HostPool", "check_capacity", "pool_path", "slot_bytes_
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 """The file system is full, or this user or control group has used up its quota of it."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_LOCK: Final = struct.Struct("hhqqi4x")
+"""The kernel's `struct flock`: type, whence, start, length, process."""
 
 
 class HostPool:
@@ -84,6 +87,8 @@ class HostPool:
             )
         self.view = memoryview(mapping)[self._slots_offset :]
         """The slots' bytes, writable; offsets of extents count from its start. Release everything derived from it."""
+        self.knows_lent = True
+        """The system can say whether what `lend` gave out is still mapped."""
         self._closed = False
         self._taken = bytearray(slots)
         # Last in, first out: the slot that is most likely still in the processor's cache.
@@ -196,7 +201,8 @@ class HostPool:
 
     @property
     def descriptor(self) -> int:
-        """The file that holds the slots, from its first byte; for a shared pool only. The pool still owns it.
+        """The file that holds the slots, from its first byte; for a shared pool only. The pool still owns it, and
+        other processes get theirs from `lend`.
 
         Raises:
             MisuseError: not a shared pool.
@@ -204,6 +210,36 @@ class HostPool:
         if self._file < 0 or self.directory is not None:
             raise MisuseError(f"pool {self.name!r} is not shared, so it has no descriptor to hand out")
         return self._file
+
+    def lend(self, token: bytes) -> int:
+        """A descriptor for another process to map, of a shared pool: `is_lent` knows about it by this token. Close it.
+
+        Raises:
+            OSError: this process may open no more descriptors.
+        """
+        lent = -1
+        try:
+            # A description of its own, which lives as long as any descriptor or mapping that was made from it, in
+            # whatever process; and the lock lives as long as the description.
+            lent = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            fcntl.fcntl(lent, fcntl.F_OFD_SETLK, _lock_of(token, fcntl.F_RDLCK))
+        except OSError as error:
+            if lent >= 0:
+                os.close(lent)
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.ENOMEM):
+                raise
+            if self.knows_lent:
+                _log.warning("pool %s cannot know which processes map it: %s", self.name, error.strerror)
+            self.knows_lent = False
+            return os.dup(self.descriptor)
+        return lent
+
+    def is_lent(self, token: bytes) -> bool | None:
+        """Whether some process has, or maps, what `lend` gave out for this token. None: the system cannot say."""
+        if not self.knows_lent:
+            return None
+        found = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _lock_of(token, fcntl.F_WRLCK))
+        return bool(_LOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     @property
     def slots_used(self) -> int:
@@ -370,6 +406,11 @@ def _check_size(name: str, chunk_bytes: int, slots: int) -> int:
     nbytes = slots * slot_bytes_for(chunk_bytes)
     check_capacity(nbytes, name)
     return nbytes
+
+
+def _lock_of(token: bytes, kind: int) -> bytes:
+    """A lock of one byte, which need not exist: that with this token's number."""
+    return _LOCK.pack(kind, os.SEEK_SET, int.from_bytes(token[:7], "little"), 1, 0)
 
 
 def _open_unnamed(name: str) -> tuple[int, bool]:

@@ -22,7 +22,7 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.log import limited_logger
 
 from kv_tiers.server import wire
-from kv_tiers.server.orphans import open_pidfd
+from kv_tiers.server.orphans import close_descriptor, open_pidfd
 from kv_tiers.server.session import Session
 from kv_tiers.threads import OutOfThreadsError
 
@@ -176,6 +176,7 @@ class Connections:
         return True
 
     def send(self, client: ClientConnection, answer: wire.Answer, descriptor: int = -1) -> None:
+        """descriptor: goes with the answer, and is closed here."""
         client.unsent.append((wire.frame(answer), descriptor))
         if len(client.unsent) > MAX_QUEUED_FRAMES:
             _log.warning("session %d is dropped: it does not read its answers", client.number)
@@ -201,6 +202,9 @@ class Connections:
             self._selector.unregister(client.socket)
             client.events = 0
         client.socket.close()
+        for _, descriptor in client.unsent:
+            close_descriptor(descriptor)
+        client.unsent.clear()
         self._gone(client)
 
     def greet(self, accepted: socket.socket) -> None:
@@ -216,7 +220,7 @@ class Connections:
         elif len(self._connections) > self._max_connections:
             self.refuse(client, f"this server already has its {self._max_connections} clients (max_sessions)")
         else:
-            client.pidfd = open_pidfd(pid)
+            client.pidfd = open_pidfd(accepted, pid)
             self._watch(client)
 
     def _watch(self, client: ClientConnection) -> None:
@@ -280,6 +284,7 @@ class Connections:
                 data, descriptor = client.unsent[0]
                 if descriptor >= 0:
                     sent = socket.send_fds(client.socket, [data], [descriptor])
+                    os.close(descriptor)
                 else:
                     sent = client.socket.send(data)
                 if sent == len(data):

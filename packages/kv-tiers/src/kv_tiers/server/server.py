@@ -36,7 +36,7 @@ from kv_tiers.server.connections import ClientConnection, Connections, turn_away
 from kv_tiers.server.engine_loads import EngineLoads
 from kv_tiers.server.explain import explain_elsewhere, explain_prompt
 from kv_tiers.server.mailbox import ServerMailbox
-from kv_tiers.server.orphans import Orphans, close_pidfd, give_up
+from kv_tiers.server.orphans import Orphans, close_descriptor, give_up
 from kv_tiers.server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
 from kv_tiers.server.session import Session
 from kv_tiers.watch.build import build_bus
@@ -86,7 +86,7 @@ class CacheServer:
         self.engine_loads = EngineLoads(self._clock)
         """For the serving thread."""
         self._mailbox = ServerMailbox(self._wake)
-        self._orphans = Orphans(self._selector, self._clock, self._lease_s, on_server=self._mailbox.submit)
+        self._orphans = Orphans(self._clock, self._lease_s)
         self._connections = Connections(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
         self._acceptor = Acceptor(self._address.listener, greet=self._connections.greet, turn_away=turn_away)
         self._accepts_from_s: float | None = None
@@ -251,13 +251,21 @@ class CacheServer:
         return True
 
     def _begin_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> None:
+        pool = cache.pool
+        # The same for the client's whole life: it may never have read our last answer, and it keeps its first mapping.
+        token = request.resume or client.token or token_bytes(16)
+        try:
+            lent = pool.lend(token)
+        except OSError as error:
+            self._connections.refuse(client, f"this server can lend its pool to no more clients: {error.strerror}")
+            return
         note = partial(self.engine_loads.looked_up, request.engine, (request.group_bytes, request.fingerprint))
         session = Session(
             client.number,
             cache,
             lease_s=self._lease_s,
             clock=self._clock,
-            is_watched=client.pidfd >= 0,
+            is_watched=client.pidfd >= 0 or pool.knows_lent,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
             on_lookup=(lambda *_: None) if facts.REPEATS_LOOKUPS in request.facts else note,
             ends_holds=facts.READS_TOGETHER not in request.facts,
@@ -269,10 +277,7 @@ class CacheServer:
         if request.is_cleared:
             cache.clear()
         cache.forget(request.forgotten.unpack())
-        client.session, client.register = session, request
-        # The same for the client's whole life: it may never have read our last answer.
-        client.token = request.resume or token_bytes(16)
-        pool = cache.pool
+        client.session, client.register, client.token = session, request, token
         answer = wire.Pool(
             name=pool.name,
             group_bytes=pool.sizes.group_bytes,
@@ -283,7 +288,7 @@ class CacheServer:
             tiers=cache.tiers,
             lease_s=self._lease_s,
         )
-        self._connections.send(client, answer, pool.descriptor)
+        self._connections.send(client, answer, lent)
 
     def _resume(self, session: Session, request: wire.Register) -> None:
         """Take over the leases under which this client was copying in its previous session, and which it still has."""
@@ -304,12 +309,11 @@ class CacheServer:
             give_up(client.session.cache, client.session.lasting)
             self.formats.left(client.session.cache)
         client.session = client.register = None
-        client.token = b""
 
     def _gone(self, client: ClientConnection) -> None:
         pidfd, client.pidfd = client.pidfd, -1
         if client.session is None:
-            close_pidfd(pidfd)
+            close_descriptor(pidfd)
             return
         client.session.end_reads()
         self.formats.left(client.session.cache)

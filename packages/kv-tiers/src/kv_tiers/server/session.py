@@ -3,9 +3,8 @@
 The cache identifies holders by session number and name, and leases belong to the session that opened them, so no client
 can touch another's. When the connection closes, promises and read leases end at once; a client that is still reading
 learns from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader
-cannot discard what it has read: a killed client copies nothing any more, so its slots are free as soon as its process
-is gone. A client that only lost its connection may be in the middle of a copy, so these leases last until it reports
-otherwise or ends: see `kv_tiers.server.orphans`.
+cannot discard what it has read. A client that lost its connection may be in the middle of a copy, so these leases last
+until it reports otherwise or nobody maps the pool for it: see `kv_tiers.server.orphans`.
 
 Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
 lookups are refused, stores get no room and loads fail, which costs a miss.
@@ -35,6 +34,11 @@ MAX_LASTING: Final = 1 << 13
 MAX_TIMED: Final = 1 << 16
 MAX_HOLDERS: Final = 1 << 16
 _MAX_SECONDS: Final = 1e9
+_UNWATCHED: Final = (
+    "the kernel of the server can report neither when this client's process ends nor when it lets go of the pool, so "
+    "room that is reserved for a copy could never be given to another; mount /proc in the server's container, or let "
+    "both share a PID namespace"
+)
 
 
 @dataclass(slots=True)
@@ -80,7 +84,7 @@ class Session:
         on_lookup: OnLookup,
         ends_holds: bool,
     ) -> None:
-        """is_watched: the kernel will report when the client's process ends.
+        """is_watched: it will be known when nobody can be copying for this client any more.
         is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
         on_lookup: called after each lookup.
         ends_holds: whether a chunk that it has read need not be held any more."""
@@ -203,8 +207,7 @@ class Session:
         if not self._has_room(len(keys)) or (verb.lasting and len(self.lasting) >= MAX_LASTING):
             return wire.ReadLeased(0, [], wire.Keys(), "this session holds as much as a session may")
         if verb.lasting and not self._is_watched:
-            why = "the kernel cannot report when the client's process ends, so no lease to read can last until then"
-            return wire.ReadLeased(0, [], wire.Keys(), why)
+            return wire.ReadLeased(0, [], wire.Keys(), _UNWATCHED)
         holder = self._lasting_holder if verb.lasting else self._prefix + verb.holder
         answer = self.cache.load(keys, holder, lasting=verb.lasting)
         if isinstance(answer, LoadFailed):
@@ -220,6 +223,8 @@ class Session:
         keys = verb.keys.unpack()
         if len(self.lasting) >= MAX_LASTING or not self._has_room(len(keys)):
             return wire.WriteLeased(0, [], [], "this session holds as much as a session may")
+        if not self._is_watched:
+            return wire.WriteLeased(0, [], [], _UNWATCHED)
         lease = self.cache.begin_store(keys, self._lasting_holder, hold_s=verb.hold_s, tiers=verb.tiers)
         self._note_lasting(lease.id, LastingLease(verb.holder, len(keys), len(lease.keys), is_write=True))
         places: list[int] = []
