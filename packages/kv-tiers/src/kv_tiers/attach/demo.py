@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kv_tiers.attach.demo_table import Row, table
+from kv_tiers.interpreter import environment, module_command
 from kv_tiers.pool.host_pool import HostPool, pool_path
 
 SHARED_TOKENS = 512
@@ -133,7 +134,7 @@ def _show(demo: Demo, args: argparse.Namespace, scratch: Path) -> int:
     cache = {"host": {"capacity_bytes": _CAPACITY, "name": pool}, "tiers": [disk], "cold": {"wait_s": 20.0}}
     if shutil.disk_usage(pool_path(pool).parent.parent).free < 2 * _CAPACITY:
         del cache["host"]["name"]  # type: ignore[attr-defined]  # a small shared memory: all is found on disk
-    command, other_command = [sys.executable, "-m", demo.program], ["env", *shlex.split(args.then)] if args.then else []
+    command, other_command = module_command(demo.program), ["env", *shlex.split(args.then)] if args.then else []
     if other_command:
         cache["chunk_tokens"] = CHUNK_TOKENS_OF_BOTH  # type: ignore[assignment]
     engines = [
@@ -173,7 +174,7 @@ class _Engine:
         command = [*self.program, "--run", phase, *self.model_args, "--cache", json.dumps(cache)]
         what = f"{self.name}: {what}"
         log = self.scratch / f"{phase}.log"
-        environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        environ = {key: value for key, value in environment().items() if key != "PYTHONDONTWRITEBYTECODE"}
         start = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)  # noqa: S603

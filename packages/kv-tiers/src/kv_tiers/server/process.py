@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ import msgspec
 from kv_core.errors import ConfigError
 
 from kv_tiers.config import ColdConfig
+from kv_tiers.interpreter import environment, module_command
 from kv_tiers.server.address import remove_stale
 
 READY_S: Final = 30.0
@@ -107,7 +107,7 @@ def launch(
         home = Path(tempfile.mkdtemp(prefix="kv-tiers-"))
         socket = home / "kv.sock"
     watched, lifeline = os.pipe()
-    command = [sys.executable, "-m", "kv_tiers.server", "--config", "-", "--socket", str(socket)]
+    command = [*module_command("kv_tiers.server"), "--config", "-", "--socket", str(socket)]
     command += ["--lifeline", str(watched), "--owner", str(os.getpid()), "--log-level", log_level]
     if home is not None:
         command.append("--own-directory")
@@ -123,7 +123,7 @@ def launch(
                 stdout=subprocess.PIPE,
                 pass_fds=(watched,),
                 text=True,
-                env={name: value for name, value in os.environ.items() if name not in _BINDING},
+                env={name: value for name, value in environment().items() if name not in _BINDING},
             )
     except BaseException:
         os.close(lifeline)
