@@ -72,15 +72,22 @@ def build_local_cache(
     if config.name and shared:
         raise ConfigError(f"a pool that a server shares has no name; leave out name: {config.name}")
     if config.name:
-        pool = HostPool.named(config.name, chunk_bytes, slots, group_bytes=group_bytes, fingerprint=fingerprint)
+        pool = HostPool.named(
+            config.name,
+            chunk_bytes,
+            slots,
+            group_bytes=group_bytes,
+            fingerprint=fingerprint,
+            core_dump=config.core_dump,
+        )
     elif shared:
         # Globally unique: a client that stays across a server's restart must not mistake the new pool for the old one.
         name = f"shared-{os.getpid()}-{secrets.token_hex(8)}"
-        pool = HostPool.shared(name, chunk_bytes, slots, group_bytes=group_bytes)
+        pool = HostPool.shared(name, chunk_bytes, slots, group_bytes=group_bytes, core_dump=config.core_dump)
     else:
         # The name appears only in extents; this process has no other pool with this number.
         name = f"host-{os.getpid()}-{next(_NUMBERS)}"
-        pool = HostPool.anonymous(name, chunk_bytes, slots, group_bytes=group_bytes)
+        pool = HostPool.anonymous(name, chunk_bytes, slots, group_bytes=group_bytes, core_dump=config.core_dump)
     lanes: list[tuple[Lane, WriteMode]] = []
     bounded = BoundedGroups()
     try:

@@ -35,6 +35,8 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Empty: the pool ends with its process. A name: it stays in shared memory (0600) for the next process."""
     lease_s: SomeSeconds = 300.0
     """How long chunks stay leased for a request, or another holder, that makes no further call."""
+    core_dump: bool = False
+    """Whether a core dump has the pool in it: users' prompts, once for each process that maps it."""
     policy: PolicySpec = DEFAULT_POLICY
     """The eviction policy: its name, or a mapping of `name` and its parameters. `kv sim` compares policies on a
     trace."""

@@ -150,6 +150,7 @@ def open_remote(
                 facts=facts,
                 on_new_pool=on_new_pool,
                 timeout_s=settings.server.answer_s,
+                core_dump=settings.host.core_dump,
             )
         except ConfigError as error:
             # A server that has refused once would refuse again.

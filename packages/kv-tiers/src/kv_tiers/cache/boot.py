@@ -7,7 +7,6 @@ start does not wait for it. After a second no further load is started, so a slow
 to know that it is slow; and none is started once requests use the lane.
 """
 
-import mmap
 import threading
 from collections.abc import Sequence
 from typing import Final
@@ -19,6 +18,7 @@ from kv_core.log import limited_logger
 from kv_tiers import chunk_header
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import NamesChunks, Read
 
 _log = limited_logger(__name__)
@@ -73,7 +73,7 @@ class BootMeasurement:
             is_late = number > 0 and self._clock.now_s() >= until_s
             if not chunks or is_late or self._is_over.is_set() or not lane.is_idle():
                 break
-            memory = memoryview(mmap.mmap(-1, len(chunks) * self._slot_bytes))  # in whole pages, for direct reads
+            memory = chunk_memory(len(chunks) * self._slot_bytes)  # in whole pages, for direct reads
             reads = [
                 Read(
                     key,

@@ -5,7 +5,6 @@ peer's read does not count as a use of the chunk, because the copy is used on th
 cache's content, except that a hold on a chunk ends once the chunk has been read.
 """
 
-import mmap
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from kv_tiers.index.journal import Journal
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
+from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import Read, TracksKeys
 from kv_tiers.tiers.directory.contents import Contents, Source
 
@@ -155,7 +155,7 @@ class PeerReads:
         is_lent = False
         try:
             if pages is None:
-                pages = memoryview(mmap.mmap(-1, pool.slot_bytes))
+                pages = chunk_memory(pool.slot_bytes)
             read = Read(key, bytearray(HEADER_BYTES), pages, pool.chunk_bytes, pool.sizes.of(key), as_stored=True)
             arrived: Future[list[Arrival]] = Future()
             if lane.load([read], arrived.set_result):

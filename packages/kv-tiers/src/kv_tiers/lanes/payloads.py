@@ -5,7 +5,6 @@ go through memory that belongs to the thread and is reused: room for one chunk, 
 the batch.
 """
 
-import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from kv_tiers import chunk_header
 from kv_tiers.chunk_header import PAGE_BYTES, Header, WholeOnly, checksums_of, make_header, pack_header
 from kv_tiers.codec import Codec, CodecError, CodesShares, DecodesPrefixes, EncodesFirst
 from kv_tiers.lanes.jobs import Arrival, FirstBytes, Outgoing
+from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import Read, Write
 
 _log = limited_logger(__name__)
@@ -194,7 +194,7 @@ class Payloads:
         except AttributeError:
             buffers = self._local.buffers = []
         while len(buffers) <= number:
-            buffers.append(memoryview(mmap.mmap(-1, nbytes)))
+            buffers.append(chunk_memory(nbytes))
         return buffers[number]
 
 

@@ -27,6 +27,7 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
 from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.core_dumps import keep_out
 from kv_tiers.pool.directory import Directory, nbytes_for
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.pool.places import PAGE_BYTES, Places, slot_bytes_for
@@ -63,6 +64,7 @@ class HostPool:
         file: int = -1,
         keeps_directory: bool = False,
         fingerprint: str = "",
+        core_dump: bool = False,
     ) -> None:
         self.name = name
         self.sizes = PayloadSizes(group_bytes or (chunk_bytes,))
@@ -72,7 +74,7 @@ class HostPool:
         self.slot_bytes = slot_bytes_for(chunk_bytes)
         self.slots = slots
         self.directory: Directory | None = None
-        self._mapping = mapping
+        self._mapping = mapping if core_dump else keep_out(mapping)
         self._file = file
         self._slots_offset = 0
         self._can_run_dry = file >= 0
@@ -101,10 +103,13 @@ class HostPool:
             self._pages.reached(0)
 
     @classmethod
-    def anonymous(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
+    def anonymous(
+        cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), core_dump: bool = False
+    ) -> "HostPool":
         """Memory of this process alone, in huge pages where the machine has them.
 
         chunk_bytes: of the largest chunk. group_bytes: of each group's; none: all have that size.
+        core_dump: a core dump of this process has the pool in it.
 
         Raises:
             ConfigError: not enough memory.
@@ -122,15 +127,22 @@ class HostPool:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             except OSError as error:
                 _log.debug("pool %s has no huge pages: %s", name, error)
-        return cls(name, chunk_bytes, slots, mapping, group_bytes=group_bytes)
+        return cls(name, chunk_bytes, slots, mapping, group_bytes=group_bytes, core_dump=core_dump)
 
     @classmethod
     def named(
-        cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), fingerprint: str = ""
+        cls,
+        name: str,
+        chunk_bytes: int,
+        slots: int,
+        *,
+        group_bytes: Sequence[int] = (),
+        fingerprint: str = "",
+        core_dump: bool = False,
     ) -> "HostPool":
         """A pool in a private file (mode 0600) in a directory of this user. One process at a time can open it.
 
-        chunk_bytes, group_bytes: as for `anonymous`.
+        chunk_bytes, group_bytes, core_dump: as for `anonymous`.
         fingerprint: identifies the format of the chunks. If it, the chunks' sizes or the number of slots differ from
             the file's, the pool starts empty.
 
@@ -152,6 +164,7 @@ class HostPool:
                 file=file,
                 keeps_directory=True,
                 fingerprint=fingerprint,
+                core_dump=core_dump,
             )
         except BaseException:
             os.close(file)
@@ -165,13 +178,15 @@ class HostPool:
         return pool
 
     @classmethod
-    def shared(cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = ()) -> "HostPool":
+    def shared(
+        cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), core_dump: bool = False
+    ) -> "HostPool":
         """A pool without a name in any file system; a process that receives `descriptor` can map it too.
 
         Memory is allocated when it is first written, and freed when the last process that maps it ends. The file is
         sealed against truncation and growth, so that no process can take pages from under another.
 
-        chunk_bytes, group_bytes: as for `anonymous`.
+        chunk_bytes, group_bytes, core_dump: as for `anonymous`.
 
         Raises:
             ConfigError: not enough memory.
@@ -182,7 +197,15 @@ class HostPool:
             os.ftruncate(file, nbytes)
             if is_sealed:
                 fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            pool = cls(name, chunk_bytes, slots, mmap.mmap(file, nbytes), group_bytes=group_bytes, file=file)
+            pool = cls(
+                name,
+                chunk_bytes,
+                slots,
+                mmap.mmap(file, nbytes),
+                group_bytes=group_bytes,
+                file=file,
+                core_dump=core_dump,
+            )
         except OSError as error:
             os.close(file)
             raise ConfigError(

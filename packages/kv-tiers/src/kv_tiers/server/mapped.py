@@ -9,6 +9,7 @@ from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 
 from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.core_dumps import keep_out
 from kv_tiers.pool.places import Places, slot_bytes_for
 from kv_tiers.pool.populated import PopulatedPages, distance
 
@@ -19,9 +20,12 @@ _BLOCK_BYTES = 512
 class MappedPool:
     """The part of `HostPool` that copiers need. Only the server allocates slots."""
 
-    def __init__(self, name: str, group_bytes: Sequence[int], slots: int, descriptor: int) -> None:
+    def __init__(
+        self, name: str, group_bytes: Sequence[int], slots: int, descriptor: int, *, core_dump: bool = False
+    ) -> None:
         """group_bytes: as for `PayloadSizes`.
         descriptor: closed here in any case.
+        core_dump: a core dump of this process has the pool in it.
 
         Raises:
             TierDown: it cannot be mapped, or is shorter than it should be.
@@ -42,6 +46,8 @@ class MappedPool:
             raise TierDown(f"the server's pool {name} cannot be mapped: {error}") from None
         finally:
             os.close(descriptor)
+        if not core_dump:
+            keep_out(mapping)
         self.view = memoryview(mapping)
         """The slots' bytes, writable. The mapping lives as long as this pool or anything derived from the view."""
         # The server's pages are ready, but this process has its own page table.

@@ -70,6 +70,7 @@ class RemoteCache:
         connect_timeout_s: float = 30.0,
         on_new_pool: Callable[[MappedPool], None] | None = None,
         clock: Clock | None = None,
+        core_dump: bool = False,
     ) -> None:
         """Connect and register; this waits for the server, up to `connect_timeout_s`, and much longer for one that has
         greeted us and is opening its tiers.
@@ -80,6 +81,7 @@ class RemoteCache:
         timeout_s: how long any later call may take.
         on_new_pool: called with each pool but the first before anything in it is leased to this client. It is called by
             whichever call connected to the restarted server and must not call the cache.
+        core_dump: a core dump of this process has the pool in it.
 
         Raises:
             ConfigError: no server answers there, or it refuses this client; the text says why.
@@ -90,6 +92,7 @@ class RemoteCache:
         self._about = (engine, shards, dict(facts or {}))
         self._on_new_pool = on_new_pool
         self._timeout_s = timeout_s
+        self._core_dump = core_dump
         self._lock = threading.Lock()
         self._token = b""
         self._lasting: dict[LeaseId, Holder] = {}
@@ -379,7 +382,7 @@ class RemoteCache:
                 raise TierDown("chunks are still being copied from the pool of the previous server")
             resumed.clear()
             descriptor = opening.connection.take_descriptor()
-            pool = MappedPool(answer.name, answer.group_bytes, answer.slots, descriptor)
+            pool = MappedPool(answer.name, answer.group_bytes, answer.slots, descriptor, core_dump=self._core_dump)
             if self.generation >= 0 and self._on_new_pool is not None:
                 try:
                     self._on_new_pool(pool)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.tiers.disk_files import File
 
@@ -35,7 +36,7 @@ class HeaderPages:
             while len(pages) < count:
                 pages.append(self._free.pop())
         except IndexError:
-            pages += [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in range(count - len(pages))]
+            pages += [chunk_memory(PAGE_BYTES) for _ in range(count - len(pages))]
         return pages
 
     def give(self, pages: Iterable[memoryview]) -> None:

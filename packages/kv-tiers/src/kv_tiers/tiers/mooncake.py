@@ -14,7 +14,6 @@ could write.
 https://kvcache-ai.github.io/Mooncake/ has the store's design and how to start a master.
 """
 
-import mmap
 import re
 import socket
 import threading
@@ -33,6 +32,7 @@ from numpy.typing import NDArray
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.config import SomeSeconds, Timeout
 from kv_tiers.host_port import read_host_port
+from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import Read, TierContext, TierUsage, Write
 from kv_tiers.tiers.factories import factory_of
 
@@ -277,7 +277,7 @@ class MooncakeTier:
             raise TierDown(f"Mooncake's client could not join the store at {config.master}: error {code}")
         buffers = []
         for _ in range(config.transfers):
-            buffer = np.frombuffer(mmap.mmap(-1, self._object_bytes), np.uint8)
+            buffer = np.frombuffer(chunk_memory(self._object_bytes), np.uint8)
             if code := client.register_buffer(buffer.ctypes.data, self._object_bytes):
                 client.close()
                 raise TierDown(f"Mooncake's client could not register a buffer of {self._object_bytes} bytes: {code}")
