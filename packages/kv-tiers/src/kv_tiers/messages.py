@@ -14,8 +14,9 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import KEY_BYTES, KEY_VERSION, ChunkKey
 
 HEADER: Final = struct.Struct("<IB")
-MAX_KEYS: Final = 1 << 16
-"""Keys in one message: 16 million tokens in chunks of 256."""
+MAX_KEYS: Final = 1 << 20
+"""Keys in one message. A chunk has one for each group of layers and shard: 8 million tokens in chunks of 256, with 4
+groups of 8 shards."""
 
 MAX_NAME: Final = 256
 """Characters of a name."""

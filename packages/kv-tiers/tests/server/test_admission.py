@@ -314,7 +314,7 @@ def test_the_holder_not_heard_of_for_longest_goes_first(
 
 
 def test_a_question_too_long_for_one_message_is_answered_as_far_as_it_goes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = ThreadedServer(slots=20)
     cache = served.join()
@@ -323,12 +323,36 @@ def test_a_question_too_long_for_one_message_is_answered_as_far_as_it_goes(
     assert "at most 6" in store(cache, keys).refused
     plan = cache.lookup(keys, "r")
     assert (plan.chunks, plan.ended) == (6, Ended.REFUSED)
+    assert "its first 6 chunks only" in caplog.text
     assert cache.lookup(keys, "r", shape=keys_of(5)).chunks == 1
     assert isinstance(cache.load(keys, "l"), LoadFailed)
     cache.forget(keys)
     assert held(cache, keys) == 0
     cache.close()
     served.close()
+
+
+def test_all_of_a_million_tokens_is_found() -> None:
+    """4,096 chunks of 4 groups in 8 shards: every verb takes all of their keys."""
+    served = ThreadedServer(slots=4096 * 4 * 8)
+    with contextlib.closing(served), contextlib.closing(served.join(timeout_s=60.0)) as cache:
+        shape = keys_of(4 * 8)
+        keys = key_chain(4096 * shape.keys_per_chunk)
+        lease = cache.begin_store(keys, "w")
+        assert lease.keys == tuple(keys) and not lease.refused
+        cache.commit(lease)
+        plan = cache.lookup(keys, "r", shape=shape)
+        assert (plan.chunks, plan.ended) == (4096, Ended.ALL_HELD)
+        read = cache.load(keys, "l")
+        assert isinstance(read, ReadLease) and read.keys == tuple(keys)
+        assert cache.release(read)
+        cache.end("r")
+        cache.taken(keys)
+        cache.forget(keys)
+        failed = cache.load(keys, "l")
+        assert isinstance(failed, LoadFailed) and failed.missing == tuple(keys)
+        assert cache.lookup(keys, "r", shape=shape).chunks == 0
+        assert cache.counts().slots_used == 0
 
 
 def test_who_does_not_read_is_dropped(served: ThreadedServer) -> None:

@@ -16,8 +16,8 @@ from typing import Final
 from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
 
-_MAX_KEYS: Final = 1 << 16
-"""Limit of keys in all announcements together: a few megabytes."""
+_MAX_KEYS: Final = 1 << 20
+"""Limit of keys in all announcements together: about 100 MB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kv_core.keys import ChunkKey
 
 from kv_tiers.events.events import Committed, Damaged, Event, Evicted, Forgotten, Promoted
 
-MAX_KEYS: Final = 1 << 16
+MAX_KEYS: Final = 1 << 18
 """About 6 MB."""
 POOL: Final = "host"
 

@@ -141,6 +141,13 @@ class RemoteCache:
                 f"a lookup of {len(keys)} keys, {keys_per_chunk} a chunk: give all the keys of every chunk"
             )
         most = wire.MAX_KEYS // keys_per_chunk * keys_per_chunk
+        if len(keys) > most:
+            _log.warning(
+                "a prompt of %d chunks has %d keys; a cache server is asked about its first %d chunks only",
+                len(keys) // keys_per_chunk,
+                len(keys),
+                most // keys_per_chunk,
+            )
         request = wire.Lookup(
             wire.pack_keys(keys[:most]),
             _name_of(holder),
@@ -264,8 +271,8 @@ class RemoteCache:
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         """No round trip: it is not answered."""
         with self._lock:
-            if keys and not self._closed:
-                self._link.tell(wire.Taken(wire.pack_keys(keys[: wire.MAX_KEYS])))
+            for at in range(0, 0 if self._closed else len(keys), wire.MAX_KEYS):
+                self._link.tell(wire.Taken(wire.pack_keys(keys[at : at + wire.MAX_KEYS])))
 
     def clear(self) -> None:
         with self._lock:

@@ -28,8 +28,8 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.server import wire
 from kv_tiers.server.engine_loads import OnLookup
 
-MAX_KEYS_HELD: Final = 1 << 20
-"""Keys in all of a session's promises, loads, read leases and stores together: about 100 MB of the server's memory."""
+MAX_KEYS_HELD: Final = 1 << 22
+"""Keys in all of a session's promises, loads, read leases and stores together: about 400 MB of the server's memory."""
 MAX_LASTING: Final = 1 << 13
 MAX_TIMED: Final = 1 << 16
 MAX_HOLDERS: Final = 1 << 16

@@ -15,7 +15,7 @@ import msgspec
 from kv_core.cost import Choice, Costs, Measured
 from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import InputError
-from kv_core.keys import ChunkKey
+from kv_core.keys import KEY_BYTES, ChunkKey
 from kv_core.service import CacheCounts
 
 from kv_tiers.directory_state import DirectoryState
@@ -38,8 +38,8 @@ MAX_ALLOCATED: Final = 1 << 12
 """Requests whose blocks, or estimates whose outcomes, one message reports."""
 MAX_TIERS: Final = 64
 """Names of tiers in one message."""
-MAX_REQUEST_BYTES: Final = 4 << 20
-MAX_ANSWER_BYTES: Final = 64 << 20
+MAX_REQUEST_BYTES: Final = MAX_KEYS * max(KEY_BYTES) + (1 << 20)
+MAX_ANSWER_BYTES: Final = MAX_REQUEST_BYTES
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 GroupBytes = Annotated[
