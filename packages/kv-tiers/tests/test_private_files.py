@@ -1,5 +1,7 @@
 """One rule for every secret and every directory of ours, kept by all who read or make one."""
 
+import errno
+import fcntl
 import os
 import socket
 import stat
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from kv_core.errors import ConfigError
 from kv_tiers import HostPool
+from kv_tiers.build import build_lane
 from kv_tiers.pool import host_pool
 from kv_tiers.pool.private_files import own_directory, read_secret
 from kv_tiers.server.address import Address
@@ -209,3 +212,26 @@ def test_a_trace_is_written_into_no_pipe_and_no_link(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True)
     assert "trace" in done.stdout
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As Lustre mounted without -o flock."""
+
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    tmp_path.chmod(0o700)
+    disk = {"type": "disk", "directory": str(tmp_path / "disk"), "capacity_bytes": "64MiB"}
+    places: list[Callable[[], object]] = [
+        lambda: build_lane(disk, TierContext(4096, 4096, "f"), where="t"),
+        lambda: Address(tmp_path / "kv.sock"),
+        lambda: HostPool.named(f"unlockable-{os.getpid()}", 4096, 4),
+    ]
+    for place in places:
+        with pytest.raises(ConfigError, match=r"cannot be locked.*file locks.*Lustre: -o flock"):
+            place()
+    HostPool.unlink(f"unlockable-{os.getpid()}")

@@ -6,6 +6,7 @@ import re
 import socket
 import uuid
 from argparse import Namespace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from kv_core.tools.cli import main, prompt_scheme
 from kv_tiers.attach.connect import Format, open_in_process, open_remote
 from kv_tiers.build import check_settings
 from kv_tiers.config import ColdConfig, HostConfig
+from kv_tiers.options import read_options
 from kv_tiers.server import wire
 from kv_tiers.server.config import read_config, server_config
 from kv_tiers.server.connection import ask_server
 from kv_tiers.settings import Layer, Settings, load, read_file, resolve
+from kv_tiers.tiers.disk import DiskConfig
 
 
 def nested(depth: int) -> list[object]:
@@ -119,6 +122,85 @@ def test_a_slip_in_the_environment_is_an_error_and_a_strangers_variable_is_not()
     with pytest.raises(ConfigError, match="did you mean KV_CHUNK_TOKENS"):
         load({}, {"KV_CHUNK_TOKEN": "256"})
     load({}, {"KV_SERVICE_HOST": "10.0.0.1", "KV_SERVER_PORT": "tcp://10.0.0.1:9400", "KVM": "yes"})
+
+
+# What Kubernetes sets in every container of a namespace with a service of this name and these ports.
+def service_links(name: str, address: str, ports: dict[str, int], protocol: str = "TCP") -> dict[str, str]:
+    prefix = name.upper().replace("-", "_")
+    links = {f"{prefix}_SERVICE_HOST": address}
+    for number, (port_name, port) in enumerate(ports.items()):
+        url = f"{protocol.lower()}://{address}:{port}"
+        if number == 0:
+            links |= {f"{prefix}_SERVICE_PORT": str(port), f"{prefix}_PORT": url}
+        if port_name:
+            links[f"{prefix}_SERVICE_PORT_{port_name.upper().replace('-', '_')}"] = str(port)
+        links |= {
+            f"{prefix}_PORT_{port}_{protocol}": url,
+            f"{prefix}_PORT_{port}_{protocol}_PROTO": protocol.lower(),
+            f"{prefix}_PORT_{port}_{protocol}_PORT": str(port),
+            f"{prefix}_PORT_{port}_{protocol}_ADDR": address,
+        }
+    return links
+
+
+def test_links_to_services_are_no_settings_whatever_the_services_are_called() -> None:
+    """Those whose names are nearest to ours: sections, settings, and ports called as settings."""
+    settings, in_force = load({}, {})
+    names = {one.path.replace(".", "-").replace("_", "-") for one in in_force}
+    for name in {f"kv-{part}" for path in names for part in (path, path.rpartition("-")[0])} | {"kv"}:
+        for address in ("10.0.0.1", "fd00::1"):
+            for protocol in ("TCP", "UDP", "SCTP"):
+                ports = {"socket": 9400, "listen": 80, "capacity-bytes": 65535}
+                assert load({}, service_links(name.rstrip("-"), address, ports, protocol))[0] == settings
+    for wrong in ({"KV_SERVER_SOCKETS": "tcp"}, {"KV_HTTP_LISTEN_": "tcp://10.0.0.1:80"}, {"KV_OBSERVE_LOG_": "1"}):
+        with pytest.raises(ConfigError, match="did you mean"):
+            load({}, wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "written", "meant"),
+    [
+        ("host.capacity_bytes", "5.36e+11", 536_000_000_000),
+        ("host.capacity_bytes", "1.099511627776e+12", 1 << 40),
+        ("host.capacity_bytes", "4.294967296e+09", 1 << 32),
+        ("chunk_tokens", "256.0", 256),
+        ("chunk_tokens", "2.56e+02", 256),
+        ("stores_in_flight_bytes", "1.073741824e+09", 1 << 30),
+        ("server.max_sessions", "1e+03", 1000),
+        ("cold.wait_s", "2.0", 2.0),
+        ("cold.wait_s", "2.5e+00", 2.5),
+        ("observe.history_keys", "1.048576e+06", 1 << 20),
+    ],
+)
+def test_integers_that_are_rendered_as_floats_are_integers(
+    tmp_path: Path, path: str, written: str, meant: float
+) -> None:
+    """Helm does that to every number of its values above a million, and to some below."""
+    section, _, name = path.rpartition(".")
+    file = tmp_path / "kv.yaml"
+    file.write_text(f"{section}:\n  {name}: {written}\n" if section else f"{name}: {written}\n")
+    of_json = tmp_path / "kv.json"
+    of_json.write_text(f'{{"{path}": {written}}}')
+    variable = f"KV_{path.replace('.', '_').upper()}"
+    places: list[tuple[dict[str, object], dict[str, str]]] = [
+        ({"config_file": str(file)}, {}),
+        ({"config_file": str(of_json)}, {}),
+        ({path: float(written)}, {}),
+        ({}, {variable: written}),
+    ]
+    if path.endswith("_bytes"):
+        places.append(({path: written}, {}))  # quoted
+    for extra, environ in places:
+        found = attrgetter(path)(load(extra, environ)[0])
+        assert found == meant and type(found) is type(meant)
+
+
+def test_a_fraction_is_no_integer_and_a_name_of_digits_is_a_name() -> None:
+    for extra, environ in (({"chunk_tokens": 256.5}, {}), ({}, {"KV_CHUNK_TOKENS": "2.565e+02"})):
+        with pytest.raises(ConfigError, match="chunk_tokens"):
+            load(extra, environ)
+    assert load({}, {"KV_SERVER_NAME": "1e3"})[0].server.name == "1e3"
+    assert read_options(DiskConfig, {"directory": "/kv", "capacity_bytes": 5.36e11}, "t").capacity_bytes == 536 * 10**9
 
 
 SAME = {

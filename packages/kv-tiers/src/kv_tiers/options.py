@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from kv_core.errors import ConfigError
@@ -28,9 +28,12 @@ _RENAMED: Final = {
     "socket": "server.socket",
 }
 """Earlier names of settings and options, from when engines and server used different ones."""
-_BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]*)")
-BYTES_PATTERN: Final = rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,9}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
+_BYTES: Final = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?(?:[eE]\+?([0-9]{1,2}))?\s*([A-Za-z]*)")
+BYTES_PATTERN: Final = (
+    rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,18}})?([eE]\+?[0-9]{{1,2}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
+)
 """Matches text that `byte_count` accepts, for schemas; `byte_count` also refuses fractions of a byte."""
+_LIKE_A_FLOAT: Final = re.compile(r"[0-9]+(\.[0-9]*|(\.[0-9]*)?[eE]\+?[0-9]{1,2})")
 _LONGEST_NAME: Final = 100
 """How much of a name is compared with others: some names come from an engine's clients, and may be of any length."""
 
@@ -47,7 +50,7 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
     for name in options:
         if name not in fields:
             raise ConfigError(f"{where}: there is no option {name!r}; {nearest(name, fields)}")
-    values = {name: counted(name, value, f"{where}: {name}") for name, value in options.items()}
+    values = {name: counted(name, value, f"{where}: {name}", fields[name].type) for name, value in options.items()}
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{where}: {name} is {value}; write a finite number")
@@ -67,13 +70,27 @@ def _choices(fields: Mapping[str, msgspec.structs.FieldInfo], error_text: str) -
     return f"; write one of {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else ""
 
 
-def counted(name: str, value: object, where: str) -> object:
-    """The value of an option: a number where it counts bytes and was written as text. Raises as `byte_count` does."""
+def counted(name: str, value: object, where: str, wanted: Any) -> object:
+    """The value of an option: a number where it counts bytes and was written as text, and an integer where it was
+    written as a float without a fraction. Helm renders integers so: 256.0, 5.36e+11, and 1e+06, which YAML takes for
+    text. Raises as `byte_count` does.
+
+    wanted: the option's type.
+    """
+    if isinstance(value, str) and _LIKE_A_FLOAT.fullmatch(value) and not _takes(wanted, str):
+        value = float(value) if _takes(wanted, int) or _takes(wanted, float) else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     return byte_count(value, where) if name.endswith("_bytes") and isinstance(value, str) else value
 
 
+def _takes(wanted: Any, kind: type) -> bool:
+    """Whether a value of this type may be set, in what may be an annotated or optional type."""
+    return wanted is kind or any(_takes(part, kind) for part in get_args(wanted) if get_origin(wanted) is not Literal)
+
+
 def byte_count(value: int | str, where: str) -> int:
-    """A number of bytes from a whole number or text: "4096", "4MiB", "1.5 GiB", "2GB" (units of 1000).
+    """A number of bytes from a whole number or text: "4096", "4MiB", "1.5 GiB", "2GB" (units of 1000), "5.36e+11".
 
     Raises:
         ConfigError: anything else, or a fraction of a byte.
@@ -81,9 +98,9 @@ def byte_count(value: int | str, where: str) -> int:
     if isinstance(value, int):
         return value
     match = _BYTES.fullmatch(value.strip())
-    if match is None or match[3] not in _UNITS:
+    if match is None or match[4] not in _UNITS:
         raise ConfigError(f'{where} is {value!r}; write a whole number of bytes, or text such as "4MiB" or "2GB"')
-    unit, fraction = _UNITS[match[3]], match[2] or ""
+    unit, fraction = _UNITS[match[4]] * 10 ** int(match[3] or 0), match[2] or ""
     nbytes, remainder = divmod(int(match[1] + fraction) * unit, int("1" + "0" * len(fraction)))
     if remainder:
         raise ConfigError(f"{where} is {value!r}, which is not a whole number of bytes")

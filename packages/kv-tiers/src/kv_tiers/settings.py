@@ -11,6 +11,7 @@ values.
 import difflib
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -312,12 +313,24 @@ def _read_environ(environ: Mapping[str, str], known: Mapping[str, Any]) -> Itera
     for variable, text in environ.items():
         if variable in variables:
             yield variables[variable], variable, text
-        elif variable.startswith("KV_") and variable != "KV_CONFIG_FILE":
-            # The prefix is not ours alone (a Kubernetes service called kv sets KV_SERVICE_HOST), so only a likely typo
-            # is an error.
+        elif variable.startswith("KV_") and variable != "KV_CONFIG_FILE" and not _is_service_link(variable, text):
+            # The prefix is not ours alone, so only a likely typo is an error.
             close = difflib.get_close_matches(variable, sorted(variables), n=1, cutoff=0.82)
             if close:
                 raise ConfigError(f"the environment has {variable}, which is no setting; did you mean {close[0]}?")
+
+
+_SERVICE_LINK: Final = re.compile(
+    r"\w+_SERVICE_HOST=[^/\s]+"
+    r"|\w+_SERVICE_PORT(_\w+)?=[0-9]{1,5}"
+    r"|\w+_PORT(_[0-9]{1,5}_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://\S+"
+    r"|\w+_PORT_[0-9]{1,5}_(TCP|UDP|SCTP)_(PROTO=(tcp|udp|sctp)|PORT=[0-9]{1,5}|ADDR=[^/\s]+)"
+)
+
+
+def _is_service_link(variable: str, text: str) -> bool:
+    """Whether Kubernetes sets this, in every container of a namespace that has a service called kv or kv-…."""
+    return _SERVICE_LINK.fullmatch(f"{variable}={text}") is not None
 
 
 def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: bool = False) -> object:
@@ -326,7 +339,7 @@ def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: boo
         if is_text and get_origin(wanted) is list:
             value, is_text = msgspec.json.decode(str(value), type=wanted), False
         _check_text(path, value, origin)
-        value = counted(path, value, path)
+        value = counted(path, value, path, wanted)
         return msgspec.convert(value, wanted, strict=not is_text)
     except RecursionError:
         raise ConfigError(f"{path} in {origin} is nested too deeply for a setting") from None

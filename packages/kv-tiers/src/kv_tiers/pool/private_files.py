@@ -18,6 +18,7 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 
+_NO_LOCKS: Final = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 MAX_SECRET_BYTES: Final = 64 << 10
 _KUBERNETES: Final = (
     "for a secret that Kubernetes mounts write defaultMode: 0400; with fsGroup, which opens it to that group, run as "
@@ -143,11 +144,14 @@ def open_locked(path: Path, open_file: Callable[[], int]) -> int | None:
     """Open the file at this path and lock it. None: another process or descriptor has the lock.
 
     A file that was removed before it was locked protects nothing, so the file that has replaced it is opened instead.
+
+    Raises:
+        ConfigError: the file system has no locks.
     """
     while True:
         file = open_file()
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, path)
             if os.path.samestat(os.fstat(file), path.lstat()):
                 return file
         except BlockingIOError:
@@ -159,6 +163,24 @@ def open_locked(path: Path, open_file: Callable[[], int]) -> int | None:
             os.close(file)
             raise
         os.close(file)
+
+
+def lock(file: int, path: Path) -> None:
+    """Lock the open file, until it is closed.
+
+    Raises:
+        BlockingIOError: another process or descriptor has the lock.
+        ConfigError: its file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise ConfigError(
+            f"{path} cannot be locked, because its file system has no file locks ({error.strerror}): mount it with "
+            "them (Lustre: -o flock, or localflock; NFS: with its lock daemon), or use another file system"
+        ) from None
 
 
 def _not_ours(path: Path, remedy: str) -> ConfigError:

@@ -18,7 +18,6 @@ into `ConfigError`.
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import re
@@ -34,7 +33,7 @@ from kv_core.errors import ConfigError
 
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
-from kv_tiers.pool.private_files import open_own_directory
+from kv_tiers.pool.private_files import lock, open_own_directory
 from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes
 from kv_tiers.tiers.disk_record import RECORD_BYTES, Found, RecordReader
@@ -224,9 +223,9 @@ class DiskDirectory:
         self._open_files.append(file)
         return file
 
-    def _take_possession(self, lock: File) -> None:
+    def _take_possession(self, file: File) -> None:
         try:
-            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file.fd, file.path)
         except BlockingIOError:
             raise ConfigError(
                 f"{self.path} is in use by another disk tier, in this process or another, and has one owner: stop "

@@ -1,6 +1,10 @@
 """HTTP beside the relay: what it tells is true."""
 
 import asyncio
+import json
+import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -193,3 +197,19 @@ def test_metrics_are_what_happened(served: Served) -> None:
     assert f'kv_chunks_hit_total{{{label},tier="host"}} 3.0' in told.text
     assert f'kv_pool_bytes{{{label},state="resident"}} {3.0 * SLOT_BYTES}' in told.text
     cache.close()
+
+
+def test_the_page_asks_beside_itself_so_that_a_proxy_may_serve_it_behind_a_prefix() -> None:
+    """Nothing in it has an address from the root of its host, which is another's then."""
+    served = Served()
+    text = served.get("/").text
+    served.close()
+    asked = re.findall(r"fetch\(([^,]*),", text)
+    assert asked == ['HERE + "status"']
+    assert not re.findall(r"""(?:href|src|action)=["']/|(?:fetch|open|EventSource)\(["'`]/""", text)
+    (here,) = re.findall(r"const HERE = (.*);", text)
+    if (node := shutil.which("node")) is None:
+        pytest.skip("no JavaScript engine to ask where that leads")
+    for page, beside in {"/": "/", "/kv": "/kv/", "/kv/": "/kv/", "/a/b": "/a/b/"}.items():
+        program = f"const location = {{pathname: {json.dumps(page)}}}; process.stdout.write({here})"
+        assert subprocess.check_output([node, "-e", program], text=True) == beside

@@ -87,8 +87,19 @@ def test_an_address_open_to_others_is_asked_by_itself_too_whatever_names_the_set
     url = f"http://127.0.0.1:{served.port()}/healthz"
     assert httpx.get(url).status_code == 200
     assert httpx.get(url, headers={"host": "kv.example"}).status_code == 200
-    for another in ("127.0.0.2", ""):
-        assert problem(httpx.get(url, headers={"host": another}), 421)
+    assert problem(httpx.get(url, headers={"host": "evil.example"}), 421)
+    served.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9400", "", "10.1.2.3:9400", "10.1.2.3", "[fd00::7]:80"])
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_probes_get_their_answer_whatever_names_the_settings_say(host: str, path: str) -> None:
+    """Load balancers send the address that they connect to, which need not be ours behind a translation, or nothing.
+    What else is served is not for them."""
+    served = Served(listen="0.0.0.0:0", hosts=["kv.example"])
+    url = f"http://127.0.0.1:{served.port()}"
+    assert httpx.get(url + path, headers={"host": host}).status_code == 200
+    assert problem(httpx.get(f"{url}/status", headers={"host": host}), 421)
     served.close()
 
 

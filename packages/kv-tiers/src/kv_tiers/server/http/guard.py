@@ -1,12 +1,14 @@
 """Checks around every request: the host name before it, a time limit, and safe headers on the answer."""
 
 import asyncio
+from ipaddress import ip_address
 from typing import Final
 
 from kv_core.log import limited_logger
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kv_tiers.host_port import LOOPBACK_NAME
 from kv_tiers.server.http.connections import IS_HEALTH_ONLY, IS_LAST
 from kv_tiers.server.http.problem import Problem, problem_response
 
@@ -25,6 +27,14 @@ _HEADERS: Final = {
     "cache-control": "no-store",
 }
 _NOTHING_LOADS: Final = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Guard:
@@ -76,6 +86,8 @@ class Guard:
             return
         host = Headers(scope=scope).get("host", "")
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if scope["path"] in _HEALTH and (name.lower() in ("", LOOPBACK_NAME) or _is_address(name)):
+            return  # no name that a site could have: probes send what they connect to, or nothing
         own_address = (scope.get("server") or ("",))[0]
         if name.lower() not in self._hosts and (not name or name != own_address):
             raise Problem(
