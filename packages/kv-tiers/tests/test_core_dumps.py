@@ -81,7 +81,7 @@ def test_a_core_of_a_client_has_no_prompt(core_dump: bool, tmp_path: Path) -> No
         pytest.skip("cores of this system are not written where the process is")
     server = launch(settings_for(tmp_path))
     command = [sys.executable, "-c", DUMPS, str(server.socket), str(core_dump)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     server.stop()
     assert done.returncode == -signal.SIGABRT, done.stderr
     (core,) = tmp_path.glob("core*")

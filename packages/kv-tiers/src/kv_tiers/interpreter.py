@@ -12,7 +12,7 @@ from typing import Final
 
 # With -P nothing of the current directory is imported before this has set the path. An engine that was itself started
 # with `python -m` has it in its path, as have all that it spawned; it is kept only where the environment or an
-# installed package names it.
+# installed package names it. What the environment has had added since this process began comes last.
 _START: Final = """\
 import os, runpy, sys
 module, count = sys.argv[1], int(sys.argv[2])
@@ -22,7 +22,8 @@ try:
     here = os.path.realpath(os.getcwd())
 except OSError:
     here = None
-sys.path[:] = [path for path in given if path in own or os.path.realpath(path) != here]
+given = [path for path in given if path in own or os.path.realpath(path) != here]
+sys.path[:] = given + [path for path in sys.path if path not in given]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 _FLAGS: Final = {"ignore_environment": "-E", "no_user_site": "-s", "no_site": "-S"}

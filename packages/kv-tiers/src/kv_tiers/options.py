@@ -100,7 +100,7 @@ def byte_count(value: int | str, where: str) -> int:
     match = _BYTES.fullmatch(value.strip())
     if match is None or match[4] not in _UNITS:
         raise ConfigError(f'{where} is {value!r}; write a whole number of bytes, or text such as "4MiB" or "2GB"')
-    unit, fraction = _UNITS[match[4]] * 10 ** int(match[3] or 0), match[2] or ""
+    unit, fraction = _UNITS[match[4]] * int("1" + "0" * int(match[3] or 0)), match[2] or ""
     nbytes, remainder = divmod(int(match[1] + fraction) * unit, int("1" + "0" * len(fraction)))
     if remainder:
         raise ConfigError(f"{where} is {value!r}, which is not a whole number of bytes")

@@ -16,6 +16,7 @@ CLIENT = {
     "kv_tiers.messages",
     "kv_tiers.payload_sizes",
     "kv_tiers.pool",
+    "kv_tiers.pool.core_dumps",
     "kv_tiers.pool.populated",
     "kv_tiers.pool.places",
     "kv_tiers.server",

@@ -44,7 +44,7 @@ os._exit(0)
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Path]:
     """The socket of a server in a PID namespace of its own. Its leases last half a second."""
-    if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+    if subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=60).returncode:
         pytest.skip("this user may not make PID namespaces")
     tmp_path.chmod(0o700)
     settings, path = tmp_path / "kv.yaml", tmp_path / "kv.sock"

@@ -88,9 +88,9 @@ def test_a_directory_that_the_environment_names_is_kept_where_it_is_the_current_
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text("import sys; print(sys.argv[1:])")
     command = [*module_command("mine"), "a", "-b"]
-    assert subprocess.run(command, env=environment(), capture_output=True).returncode
+    assert subprocess.run(command, env=environment(), capture_output=True, timeout=60).returncode
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert subprocess.check_output(command, env=environment(), text=True) == "['a', '-b']\n"
+    assert subprocess.check_output(command, env=environment(), text=True, timeout=60) == "['a', '-b']\n"
 
 
 def test_more_paths_than_one_argument_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_more_paths_than_one_argument_holds(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "mine.py").write_text("import sys; print(sys.path[-1])")
     added = [str(tmp_path), *(f"/nowhere/{number}/{'x' * 200}" for number in range(1000))]
     monkeypatch.setattr(sys, "path", [*sys.path, *added])
-    assert subprocess.check_output(module_command("mine"), env=environment(), text=True) == f"{added[-1]}\n"
+    assert subprocess.check_output(module_command("mine"), env=environment(), text=True, timeout=60) == f"{added[-1]}\n"
 
 
 def test_no_command_of_ours_starts_python_with_the_current_directory() -> None:

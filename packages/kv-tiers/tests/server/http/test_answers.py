@@ -212,4 +212,4 @@ def test_the_page_asks_beside_itself_so_that_a_proxy_may_serve_it_behind_a_prefi
         pytest.skip("no JavaScript engine to ask where that leads")
     for page, beside in {"/": "/", "/kv": "/kv/", "/kv/": "/kv/", "/a/b": "/a/b/"}.items():
         program = f"const location = {{pathname: {json.dumps(page)}}}; process.stdout.write({here})"
-        assert subprocess.check_output([node, "-e", program], text=True) == beside
+        assert subprocess.check_output([node, "-e", program], text=True, timeout=60) == beside
