@@ -47,5 +47,13 @@ class Refused:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unstorable(Refused):
+    """The medium does not accept this chunk for what it is, such as too large a value or too long a name.
+
+    It is neither full nor at fault: it serves and takes other chunks. The reason says what to set.
+    """
+
+
 LoadOutcome = Loaded | Absent | Damaged | ReadFailed
 StoreOutcome = Stored | Refused

@@ -17,6 +17,11 @@ A failed read is a fault of the device and says nothing about the bytes: `ReadFa
 may have been read, else `TierDown`. Neither discards anything, and the lane backs off after either. Only bytes that
 were read and proved wrong are `Damaged`. A medium that is full or read-only is not at fault: chunks are `Refused`, and
 `usage` says why. (A tier that cannot do without writing, such as the disk, is down on a read-only medium.)
+
+An error that one chunk causes says nothing about the medium. What cannot be stored because of its size or its name is
+`Unstorable`, and what cannot be read because of what it is, is `Absent` or `Damaged`. Raising `TierDown` for it would
+take all other chunks away: the probe succeeds, the chunk is offered again, and so on for ever. Where a medium's error
+does not tell, ask it for something else: if it answers, the chunk is the cause.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +32,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 from kv_core.errors import TierDown
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
-from kv_core.outcome import LoadOutcome, StoreOutcome
+from kv_core.outcome import LoadOutcome, Refused, StoreOutcome, Unstorable
 
 from kv_tiers.chunk_header import VERSION, decoded_bytes_in, format_id
 from kv_tiers.eviction.coverage import BoundedGroups
@@ -117,6 +122,12 @@ class TierUsage:
     cut_chunks: int = 0
 
 
+def why_full(outcomes: Sequence[StoreOutcome]) -> str:
+    """`TierUsage.full` after a store with these outcomes: why the medium refused a chunk that it could have taken."""
+    refusals = (outcome for outcome in outcomes if isinstance(outcome, Refused) and not isinstance(outcome, Unstorable))
+    return next((refusal.reason for refusal in refusals), "")
+
+
 WhenFull = Literal["drop_chunks", "drop_parts"]
 """The option `when_full` of a tier that evicts: whether it drops the last parts of chunks before it evicts any.
 
@@ -184,7 +195,7 @@ class Tier(Protocol):
         """Store chunks. `Stored` acknowledges that the chunk is as durable as this tier ever makes it.
 
         A chunk that is already stored is `Stored` too; the tier chooses which copy to keep. Chunks are in the prompt's
-        order: when space is short, the first are worth most.
+        order: when space is short, the first are worth most. One that is `Unstorable` does not affect the others.
         """
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:

@@ -18,19 +18,23 @@ from typing import Any
 import pytest
 import redis
 import redis.crc
+from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome, Unstorable
 from kv_core.testing import key_chain
 from kv_testing.redis_servers import VALKEY, AskedServer, end_all, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.wait import joined, until
 from kv_tiers import chunk_header
+from kv_tiers.lanes.health import Health
+from kv_tiers.lanes.jobs import Outgoing
+from kv_tiers.lanes.lane import Lane
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
 from kv_tiers.tier import Read, RemovalRefusedError, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
-from kv_tiers.tiers.redis_servers import key_slot
+from kv_tiers.tiers.redis_servers import RedisConfig, key_slot
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -412,6 +416,103 @@ class TestTroubles:
         assert all(isinstance(outcome, Refused) for outcome, is_kept in zip(outcomes, kept, strict=True) if not is_kept)
         assert tier.holds(keys) == self.bench.loaded(keys) == kept
         assert len(server.ask("KEYS", "*")) == 5 * sum(kept)
+
+    @pytest.mark.parametrize("over", ["unix", "tcp"])
+    @pytest.mark.parametrize("limit", ["proto-max-bulk-len", "client-query-buffer-limit"])
+    def test_a_value_above_the_servers_limit_is_refused_and_the_tier_stays_up(
+        self, over: str, limit: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It closed the connection: the tier was down, its probe succeeded, and so on for ever, 0 chunks stored."""
+        server = running(f"limited by {limit}", VALKEY, f"--{limit}", "1mb")
+        url = f"unix://{server.unix}" if over == "unix" else f"redis://127.0.0.1:{server.port}"
+        clock = HandClock()
+        config = RedisConfig(url=url, prefix=f"limit{next(self.numbers)}")
+        self.bench.context = TierContext(3 << 20, 3 << 20, "troubles")
+        tier = self.bench.tier = RedisTier(config, self.bench.context, clock=clock)
+        self.closing.append(tier)
+        keys = key_chain(4)
+        writes = [self.bench.write(key, stored_bytes=1000 if number == 2 else None) for number, key in enumerate(keys)]
+        lane = Lane(tier, chunk_header.format_id("troubles"), clock=clock)
+        self.closing.append(lane)
+        for _ in range(2):
+            outcomes = tier.store(writes)
+            assert [type(outcome) for outcome in outcomes] == [Unstorable, Unstorable, Stored, Unstorable]
+            assert isinstance(outcomes[0], Unstorable)
+            assert "proto-max-bulk-len" in outcomes[0].reason and "piece_bytes" in outcomes[0].reason
+        assert tier.usage().full == ""
+        answered: list[list[StoreOutcome]] = []
+        slot = aligned_pages(3 << 20)
+        assert lane.store([Outgoing(keys[0], None, slot, 3 << 20)], answered.append)
+        assert lane.drain(60)
+        assert [type(outcome) for outcome in answered[0]] == [Unstorable]
+        assert lane.health()[0] is Health.UP and lane.counts().downs == 0
+        assert limit in caplog.text
+        assert self.bench.load(keys[2:3]) == [Loaded(1000)]
+        server.ask("CONFIG", "SET", limit, "512mb")
+        try:
+            assert isinstance(tier.store(writes)[0], Unstorable)
+            clock.advance(61)
+            assert tier.store(writes) == [Stored()] * 4
+        finally:
+            server.ask("CONFIG", "SET", limit, "1mb")
+
+    def test_a_proxy_that_refuses_one_value_in_words_takes_the_others(self) -> None:
+        server = running("valkey")
+        proxy = self.behind(server)
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}", piece_bytes=1 << 20)
+        keys = key_chain(2)
+        answers = [b"-ERR max request size exceeded\r\n"]
+        proxy.spoil = lambda data: answers.pop() if data == b"+OK\r\n" and answers else data
+        first, second = tier.store(self.bench.writes(keys))
+        assert isinstance(first, Unstorable) and "max request size exceeded" in first.reason
+        assert second == Stored() and tier.holds(keys) == [False, True]
+
+    def test_a_writer_that_is_killed_while_it_stores_leaves_nothing(self) -> None:
+        """Pieces without a head stayed for ever: no lookup finds them, and nothing expired them."""
+        server = running("valkey")
+        proxy = self.behind(server)
+        tier = self.tier(f"redis://127.0.0.1:{proxy.port}")
+        (key,) = key_chain(1)
+        for cut_after in range(0, 300_000, 65536):
+            passed = [0]
+
+            def cut(data: bytes, passed: list[int] = passed, cut_after: int = cut_after) -> bytes | None:
+                passed[0] += len(data)
+                return data if passed[0] <= cut_after + 1000 else None
+
+            proxy.spoil_questions = cut
+            with pytest.raises(TierDown):
+                tier.store([self.bench.write(key)])
+            proxy.spoil_questions = lambda data: data
+            assert server.ask("KEYS", tier._prefix + b"*") == []
+        self.bench.store([key])
+        assert self.bench.loaded([key]) == [True]
+
+    @pytest.mark.parametrize("rights", [[], ["+multi"]])
+    def test_without_the_right_to_transactions_pieces_come_one_by_one_and_it_is_said(
+        self, rights: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server = running("valkey")
+        few = ["+get", "+strlen", "+exists", "+set", "+unlink", "+scan", "+ping"]
+        server.ask("ACL", "SETUSER", "plain", "reset", "on", ">s3cret", "~*", *few, *rights)
+        monkeypatch.setenv("KV_TEST_PASSWORD", "s3cret")
+        self.tier(f"redis://127.0.0.1:{server.port}", username="plain", password_env="KV_TEST_PASSWORD")
+        for branch in ("a", "b"):
+            keys = key_chain(3, branch=branch)
+            self.bench.store(keys)
+            assert self.bench.loaded(keys) == [True] * 3
+        assert caplog.text.count("+multi and +exec") == 1
+
+    @pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+    def test_a_newline_after_a_password_in_the_environment_is_none_of_it(
+        self, end: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server = running("closed", VALKEY, "--requirepass", "s3cret")
+        monkeypatch.setenv("KV_TEST_PASSWORD", "s3cret" + end)
+        self.tier(f"redis://127.0.0.1:{server.port}", password_env="KV_TEST_PASSWORD").probe()
+        monkeypatch.setenv("KV_TEST_PASSWORD", end)
+        with pytest.raises(ConfigError, match="KV_TEST_PASSWORD is empty"):
+            self.tier(f"redis://127.0.0.1:{server.port}", password_env="KV_TEST_PASSWORD")
 
     def test_chunks_end_with_their_time_unless_they_are_used(self) -> None:
         server = running("valkey")

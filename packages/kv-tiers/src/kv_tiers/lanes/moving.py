@@ -13,7 +13,8 @@ from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
+from kv_core.log import limited_logger
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome, Unstorable
 
 from kv_tiers import chunk_header
 from kv_tiers.lanes.counts import LaneCounts
@@ -21,6 +22,8 @@ from kv_tiers.lanes.jobs import Arrival, Ask, Job, Jobs, Load, Rest, Store
 from kv_tiers.lanes.payloads import Payloads, chunk_bytes, first_parts
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.tier import Read, ReadsPrefixes, ReadsRests, Tier
+
+_log = limited_logger(__name__)
 
 STEP_BYTES: Final = 1 << 20
 _DECODED_BYTES: Final = 4 << 20
@@ -116,6 +119,8 @@ class Moving:
         outcome_of = dict(zip([write.key for write in writes], self._tier.store(writes) if writes else (), strict=True))
         outcomes = [outcome_of.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
+        for reason in dict.fromkeys(outcome.reason for outcome in outcomes if isinstance(outcome, Unstorable)):
+            _log.warning("tier %s cannot store some chunks: %s", self._tier.name, reason)
         with self._changed:
             self._counts.stored += stored
             self._counts.refused += len(outcomes) - stored

@@ -59,6 +59,12 @@ def read_secret(path: Path, what: str, *, empty_hint: str = "write the secret in
     return secret
 
 
+def without_newline(secret: str) -> str:
+    """The secret from a file or an environment variable, both of which editors and `$(cat …)` in manifests end with a
+    newline that belongs to no secret."""
+    return secret.rstrip("\r\n")
+
+
 def _check_link(path: Path, description: str) -> None:
     """The owner of a link chooses which of our files is read, and sent."""
     status = path.lstat()

@@ -10,11 +10,18 @@ braces and glob characters out of names. The head's length gives the number of p
 than a head alone can be. `holds` queries that length (STRLEN) and counts the other pieces (EXISTS of all possible
 names), so a chunk that lost a piece to the server's eviction or to expiry is absent.
 
-The first piece is written last. Two writers of one chunk may mix pieces if their bytes differ; the header's checksum
-detects that, like all other damage. A chunk found incomplete is discarded.
+All pieces of a chunk are written in one transaction (MULTI), so nothing is left of a writer that is killed while it
+writes. A user without that permission, and a server without it, gets them one by one, the first piece last: then pieces
+without a head may stay behind, until they expire, are evicted, or the chunk is stored again. Two such writers of one
+chunk may mix pieces if their bytes differ; the header's checksum detects that, like all other damage. A chunk found
+incomplete is discarded.
+
+A value that is too large for the server makes it close the connection, usually without a word that arrives. So a chunk
+whose store loses the connection is stored again by itself, and if that fails as well while the server answers, the
+chunk is what it does not take. Chunks with values of that size are then refused for a while.
 
 A user needs GET, GETRANGE, STRLEN (GETEX and EXPIRE to refresh times), SET, EXISTS, UNLINK, SCAN and PING on
-<prefix>:*, SELECT where the url names a database, CLUSTER SLOTS in a cluster. Without SET and UNLINK the tier reads
+<prefix>:*, SELECT where the url names a database, CLUSTER SLOTS in a cluster; MULTI and EXEC are wanted. Without SET and UNLINK the tier reads
 what others store.
 """
 
@@ -25,15 +32,19 @@ from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
+from kv_core.clock import Clock
 from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+from kv_core.log import limited_logger
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome, Unstorable
 
 from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
-from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write
+from kv_tiers.clock import MonotonicClock
+from kv_tiers.pool.machine import spelled
+from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write, why_full
 from kv_tiers.tiers.factories import factory_of
-from kv_tiers.tiers.redis_servers import Address, RedisConfig, Servers
-from kv_tiers.tiers.resp import Connection, ErrorReply, TooLarge, command, set_command
+from kv_tiers.tiers.redis_servers import Address, ConnectionLostError, RedisConfig, Servers
+from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, TooLarge, command, set_command
 from kv_tiers.tiers.timed_socket import Buffer
 from kv_tiers.tiers.together import run_all
 
@@ -48,7 +59,24 @@ _LOOKS: Final = 8
 """Requests to a server when the names of a few values are wanted. Each request scans a thousand of the server's
 values."""
 
+_LONE_TRIES: Final = 2
+"""How often a chunk is stored by itself before it is taken for the reason that the connection is lost: the server may
+just have been restarted."""
+
+_TOO_LARGE_REST_S: Final = 60.0
+"""How long values as large as one that the server did not take are not sent: each costs a connection, and the server's
+limit may be raised meanwhile."""
+
+_TRANSACTION_BYTES: Final = 256 << 20
+"""Larger chunks are written without a transaction: the server would hold all of one in a buffer that it limits."""
+
+_MAX_EXEC_BYTES: Final = 1 << 20
+
 _ASKING: Final = command(b"ASKING")
+_MULTI: Final = command(b"MULTI")
+_EXEC: Final = command(b"EXEC")
+
+_log = limited_logger(__name__)
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -63,7 +91,7 @@ class RedisTier:
     name = "redis"
     holds_is_local = False
 
-    def __init__(self, config: RedisConfig, context: TierContext) -> None:
+    def __init__(self, config: RedisConfig, context: TierContext, *, clock: Clock | None = None) -> None:
         """Connects to no server yet. Raises `ConfigError`."""
         self._config = config
         self._chunk_bytes = context.chunk_bytes
@@ -77,6 +105,9 @@ class RedisTier:
         self.name = context.name or self.name
         self._servers = Servers(config, self.name)
         self._full = ""
+        self._clock: Clock = clock or MonotonicClock()
+        self._transactions = True
+        self._too_large: tuple[int, float] | None = None  # the size of a value, and until when it is not sent
         self.on_progress: Callable[[], object] = lambda: None
         self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-redis")
 
@@ -107,9 +138,13 @@ class RedisTier:
         return list(islice((key for key in keys if key is not None), count))
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
-        outcomes: list[StoreOutcome] = self._spread([write.key for write in writes], writes, self._store)
+        outcomes: list[StoreOutcome]
+        try:
+            outcomes = self._spread([write.key for write in writes], writes, self._store)
+        except ConnectionLostError:
+            outcomes = [self._store_alone(write) for write in writes]
         if outcomes:
-            self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
+            self._full = why_full(outcomes)
             if self._full.startswith("READONLY"):  # if it was the master, another server is by now
                 self._servers.forget()
         return outcomes
@@ -241,9 +276,46 @@ class RedisTier:
         """Whether we may only read. (If it is a replica among several servers, `_spread` turns to its master.)"""
         return reply.code == "NOPERM" or (reply.code == "READONLY" and self._config.mode == "single")
 
-    def _is_refusal(self, reply: ErrorReply) -> bool:
-        """Whether the server accepts no more values, but keeps those that it has."""
-        return self._is_forbidden(reply) or reply.code in ("OOM", "MISCONF", "NOREPLICAS")
+    def _refusal(self, reply: ErrorReply, write: Write) -> Refused | ErrorReply:
+        """The outcome of a chunk that the server does not store, unless something else than the chunk is the reason."""
+        if self._is_forbidden(reply) or reply.code in ("OOM", "MISCONF", "NOREPLICAS"):
+            return Refused(reply.text)  # it accepts no more values, but keeps those that it has
+        # A server or proxy that speaks the protocol and refuses just this value says so in words of its own.
+        return Unstorable(f"{reply.text} ({self._size_and_remedy(write)})") if reply.code == "ERR" else reply
+
+    # Values that a server does not take.
+
+    def _store_alone(self, write: Write) -> StoreOutcome:
+        """Store a chunk with which, or with a neighbour of which, a connection was lost.
+
+        Raises:
+            TierDown: the server does not answer either without it.
+        """
+        for _ in range(_LONE_TRIES):
+            try:
+                (outcome,) = self._spread([write.key], [write], self._store)
+            except ConnectionLostError as error:
+                why = str(error)
+            else:
+                return outcome
+        self._spread([write.key], [write.key], self._are_whole)
+        self._too_large = self._largest_value(write), self._clock.now_s() + _TOO_LARGE_REST_S
+        return Unstorable(f"{why}, though it answers otherwise ({self._size_and_remedy(write)})")
+
+    def _is_too_large(self, write: Write) -> bool:
+        if self._too_large is not None and self._clock.now_s() >= self._too_large[1]:
+            self._too_large = None
+        return self._too_large is not None and self._largest_value(write) >= self._too_large[0]
+
+    def _largest_value(self, write: Write) -> int:
+        pieces = self._pieces_for(write.stored_bytes)
+        return HEADER_BYTES + min(write.stored_bytes, self._piece_bytes) + pieces - 1
+
+    def _size_and_remedy(self, write: Write) -> str:
+        return (
+            f"a value of {spelled(self._largest_value(write))}: raise proto-max-bulk-len and client-query-buffer-limit "
+            "of the server, and limits of proxies before it, or lower piece_bytes of every cache that shares its chunks"
+        )
 
     def _raise_if_forbidden(self, answers: Sequence[int | ErrorReply]) -> None:
         for answer in answers:
@@ -365,30 +437,30 @@ class RedisTier:
         if incomplete:  # or a reader might find old and new pieces of one chunk
             self._unlink(connection, incomplete, asking)
         outcomes: list[StoreOutcome | ErrorReply] = []
-        sent: list[int] = []  # not yet answered
+        sent: list[tuple[int, bool]] = []  # not yet answered: the chunk's number, and whether it is a transaction
 
         def settle() -> None:
-            number = sent.pop()
-            pieces = self._pieces_for(writes[number].stored_bytes)
-            refusals = [self._answer(connection, asking) for _ in range(pieces)]
-            first = next((refusal for refusal in refusals if refusal is not None), None)
-            if first is not None:
-                outcomes[number] = Refused(first.text) if self._is_refusal(first) else first
+            number, as_transaction = sent.pop()
+            refusal = self._answer(connection, self._pieces_for(writes[number].stored_bytes), asking, as_transaction)
+            if refusal is not None:
+                outcomes[number] = self._refusal(refusal, writes[number])
 
         for write, is_held in zip(writes, held, strict=True):
             if isinstance(is_held, ErrorReply):
                 outcomes.append(is_held)
             elif is_held:
                 outcomes.append(Stored())
-            elif any(isinstance(outcome, Refused) for outcome in outcomes[-2:]):
+            elif self._is_too_large(write):
+                outcomes.append(Unstorable(f"the server has refused {self._size_and_remedy(write)}"))
+            elif why_full([outcome for outcome in outcomes[-2:] if not isinstance(outcome, ErrorReply)]):
                 # Later chunks of the prompt are worth less than the one that was refused.
                 outcomes.append(Refused("the server took no earlier chunk"))
             else:
-                self._send_pieces(connection, write, asking)
+                as_transaction = self._send_pieces(connection, write, asking)
                 outcomes.append(Stored())
                 if sent:  # while the server is busy with this one
                     settle()
-                sent.append(len(outcomes) - 1)
+                sent.append((len(outcomes) - 1, as_transaction))
         if sent:
             settle()
         refused = [write.key for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Refused)]
@@ -396,19 +468,51 @@ class RedisTier:
             self._unlink(connection, refused, asking)
         return outcomes
 
-    def _send_pieces(self, connection: Connection, write: Write, asking: bool) -> None:
+    def _send_pieces(self, connection: Connection, write: Write, asking: bool) -> bool:
+        """Whether they are sent as a transaction."""
         pieces = self._pieces_for(write.stored_bytes)
+        as_transaction = self._transactions and pieces > 1 and not asking and write.stored_bytes <= _TRANSACTION_BYTES
+        if as_transaction:
+            connection.send([_MULTI])
         for piece, name in reversed(list(enumerate(self._names(write.key)[:pieces]))):
             part = write.payload[piece * self._piece_bytes : (piece + 1) * self._piece_bytes]
             value: list[Buffer] = [part] if piece else [write.header, part, bytes(pieces - 1)]
             connection.send([_ASKING if asking else b"", *set_command(name, value, self._expiry)])
+        if as_transaction:
+            connection.send([_EXEC])
+        return as_transaction
 
-    def _answer(self, connection: Connection, asking: bool) -> ErrorReply | None:
-        if asking:
-            connection.read_ok()
-        refusal = connection.read_ok()
-        self.on_progress()
-        return refusal
+    def _answer(self, connection: Connection, pieces: int, asking: bool, as_transaction: bool) -> ErrorReply | None:
+        """The first error in the replies to a chunk's pieces, if there is one."""
+        no_transaction = connection.read_ok() if as_transaction else None
+        refusals = []
+        for _ in range(pieces):
+            if asking:
+                connection.read_ok()
+            refusals.append(connection.read_ok())
+            self.on_progress()
+        if as_transaction:
+            executed = connection.read_reply(_MAX_EXEC_BYTES)
+            if no_transaction is not None:  # then each piece was stored by itself
+                self._do_without_transactions(no_transaction)
+            elif isinstance(executed, list):
+                refusals += [reply for reply in executed if isinstance(reply, ErrorReply)]
+            elif isinstance(executed, ErrorReply) and "NOPERM" in executed.text and not any(refusals):
+                self._do_without_transactions(executed)
+                raise ConnectionResetError("a transaction was begun that may not be ended")  # `store` tries again
+            elif not isinstance(executed, ErrorReply) or executed.code != "EXECABORT" or not any(refusals):
+                raise ProtocolError(f"an unexpected reply to EXEC: {str(executed)[:100]}")
+        return next((refusal for refusal in refusals if refusal is not None), None)
+
+    def _do_without_transactions(self, refusal: ErrorReply) -> None:
+        if self._transactions:
+            self._transactions = False
+            _log.warning(
+                "%s: chunks are stored without a transaction (%s), so a writer that is killed leaves pieces behind until "
+                "they expire or are evicted; give its user +multi and +exec, or set ttl_s",
+                self.name,
+                refusal.text,
+            )
 
 
 make_redis_tier = factory_of(RedisTier, RedisConfig, "redis")

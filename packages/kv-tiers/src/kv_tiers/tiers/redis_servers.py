@@ -22,7 +22,7 @@ import msgspec
 from kv_core.errors import ConfigError, TierDown
 
 from kv_tiers.config import Timeout
-from kv_tiers.pool.private_files import read_secret
+from kv_tiers.pool.private_files import read_secret, without_newline
 from kv_tiers.tier import RemovalRefusedError
 from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, Reply, command
 from kv_tiers.tiers.tls_files import TlsFiles, load_certificate
@@ -125,6 +125,10 @@ class Url:
     database: int
 
 
+class ConnectionLostError(TierDown):
+    """A server closed a connection on which it had answered the login, or on which something was being sent."""
+
+
 class Servers:
     """The servers of one tier. Safe to call from any thread."""
 
@@ -138,8 +142,9 @@ class Servers:
         self._tls = _tls_files(config, where) if self._url.kind == "tls" else None
         if config.password_file:
             read_secret(Path(config.password_file), f"{where}: password_file")
-        if config.password_env and config.password_env not in os.environ:
-            raise ConfigError(f"{where}: password_env: there is no environment variable {config.password_env}")
+        if config.password_env and not self._password():
+            what = "is empty" if config.password_env in os.environ else "does not exist"
+            raise ConfigError(f"{where}: password_env: the environment variable {config.password_env} {what}")
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Connection]] = defaultdict(list)
         self._closed = False
@@ -185,7 +190,8 @@ class Servers:
         out to be dead: the server may have been restarted meanwhile.
 
         Raises:
-            TierDown: it cannot be reached, is too slow, or does not speak the protocol.
+            TierDown: it cannot be reached, is too slow, or does not speak the protocol; `ConnectionLostError` if it
+                closed a new connection.
         """
         with self._lock:
             idle = self._idle[address].pop() if self._idle[address] else None
@@ -265,7 +271,9 @@ class Servers:
     def _down(self, address: Address, error: Exception) -> TierDown:
         self._drop(address)
         self.forget()
-        return TierDown(f"{address}: {str(error) or type(error).__name__}")
+        is_lost = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+        kind = ConnectionLostError if is_lost else TierDown
+        return kind(f"{address}: {str(error) or type(error).__name__}")
 
     def _connect(self, address: Address, *, log_in: bool = True) -> Connection:
         limit_s = self._config.connect_timeout_s
@@ -313,13 +321,13 @@ class Servers:
 
     def _password(self) -> str:
         if self._config.password_env:
-            return os.environ.get(self._config.password_env, "")
+            return without_newline(os.environ.get(self._config.password_env, ""))
         if self._config.password_file:
             try:
                 secret = read_secret(Path(self._config.password_file), "password_file")
             except ConfigError as error:  # the file was changed since the start
                 raise TierDown(str(error)) from None
-            return secret.decode("utf-8", "surrogateescape").rstrip("\r\n")
+            return without_newline(secret.decode("utf-8", "surrogateescape"))
         return ""
 
     def _find_servers(self) -> tuple[list[Address], list[Address | None]]:
