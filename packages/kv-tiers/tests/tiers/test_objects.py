@@ -5,6 +5,7 @@ import gc
 import itertools
 import mmap
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,9 +18,10 @@ import obstore
 import pytest
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, Unstorable
 from kv_core.testing import key_chain
 from kv_testing.s3_server import s3_server
+from kv_testing.servers import free_port
 from kv_testing.wait import joined, until
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.registry import tier_factory
@@ -178,10 +180,12 @@ def listening(answer: bytes | Callable[[bytes], bytes] | None) -> Iterator[str]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    ended.set()
-    joined(thread)
-    listener.close()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        ended.set()
+        joined(thread)
+        listener.close()
 
 
 OK = b"HTTP/1.1 200 OK\r\nLast-Modified: Sat, 21 Nov 2026 07:00:00 GMT\r\nETag: x\r\n"
@@ -256,6 +260,133 @@ def test_a_full_store_refuses_and_goes_on_serving(status: bytes, code: bytes) ->
         assert contract.tier.usage().full.endswith("no room")
         assert contract.tier.holds(key_chain(1)) == [False]
         contract.teardown_method()
+
+
+NO_OBJECT = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+NOTHING_LISTED = b"<ListBucketResult><Name>chunks</Name><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+def refusing(status: bytes, code: bytes = b"") -> bytes:
+    body = b"<Error><Code>%b</Code><Message>no</Message></Error>" % code if code else b""
+    return b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(body), body)
+
+
+def listed() -> bytes:
+    size = len(NOTHING_LISTED)
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (size, NOTHING_LISTED)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        refusing(b"400 Bad Request", b"EntityTooLarge"),
+        refusing(b"413 Payload Too Large"),  # a proxy's
+        refusing(b"501 Not Implemented", b"NotImplemented"),
+        b"",  # a proxy that closes the connection
+    ],
+    ids=["too-large", "proxy", "not-implemented", "closing"],
+)
+def test_an_object_that_the_store_does_not_take_is_refused_and_the_tier_stays_up(refusal: bytes) -> None:
+    """The tier was down, its probe succeeded, and so on for ever."""
+
+    def answer(asked: bytes) -> bytes:
+        return refusal if asked.startswith(b"PUT") else NO_OBJECT if asked.startswith(b"HEAD") else listed()
+
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    with listening(answer) as endpoint:
+        contract.tier = make_objects_tier(contract.options | {"endpoint": endpoint, "retries": 0}, contract.context)
+        outcomes = contract.tier.store(contract.writes(key_chain(2)))
+        assert [type(outcome) for outcome in outcomes] == [Unstorable] * 2
+        assert isinstance(outcomes[0], Unstorable) and "raise the limit" in outcomes[0].reason
+        assert contract.tier.usage().full == ""
+        assert contract.tier.holds(key_chain(2)) == [False] * 2
+        contract.teardown_method()
+
+
+def test_an_object_encrypted_with_anothers_key_is_missing_and_the_tier_stays_up() -> None:
+    """S3 answers 400 to whoever does not send the key, to HEAD as well."""
+
+    def answer(asked: bytes) -> bytes:
+        return listed() if asked.startswith(b"GET /chunks?") else refusing(b"400 Bad Request", b"InvalidRequest")
+
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    with listening(answer) as endpoint:
+        contract.tier = make_objects_tier(contract.options | {"endpoint": endpoint, "retries": 0}, contract.context)
+        assert contract.tier.holds(key_chain(2)) == [False] * 2
+        assert contract.load(key_chain(2)) == [Absent()] * 2
+        contract.teardown_method()
+
+
+AWS = {
+    "AWS_SESSION_TOKEN": "of-a-role",
+    "AWS_REQUEST_PAYER": "true",
+    "AWS_CHECKSUM_ALGORITHM": "sha256",
+    "AWS_SERVER_SIDE_ENCRYPTION": "aws:kms",
+    "AWS_SSE_KMS_KEY_ID": "a-key",
+    "AWS_ACCESS_KEY_ID": "anothers",
+    "AWS_SECRET_ACCESS_KEY": "anothers",
+    "AWS_PROXY_URL": "http://127.0.0.1:9",
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+}
+
+
+@pytest.mark.parametrize("credentials", ["keys", "anonymous", "environment"])
+def test_settings_with_keys_are_the_whole_credential(credentials: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the pod's role, sent with our keys, makes every request fail; the others change who pays, or fail."""
+    sent: list[bytes] = []
+
+    def answer(asked: bytes) -> bytes:
+        sent.append(asked.lower())
+        return NO_OBJECT if asked.startswith(b"HEAD") else OK + b"Content-Length: 0\r\nConnection: close\r\n\r\n"
+
+    names = AWS if credentials != "environment" else dict(list(AWS.items())[:7])
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    without_keys: dict[str, object] = {"access_key_id": "", "secret_access_key_file": ""}
+    options = contract.options | ({} if credentials == "keys" else without_keys)
+    with listening(answer) as endpoint:
+        options |= {"endpoint": endpoint, "anonymous": credentials == "anonymous", "retries": 0}
+        contract.tier = make_objects_tier(options, contract.context)
+        assert contract.tier.store(contract.writes(key_chain(1))) == [Stored()]
+        contract.teardown_method()
+    asked = b"".join(sent)
+    for header in (b"security-token", b"request-payer", b"checksum-sha256", b"server-side-encryption"):
+        assert (header in asked) == (credentials == "environment"), header
+    assert (b"credential=someone/" in asked) == (credentials == "keys")
+    assert (b"credential=anothers/" in asked) == (credentials == "environment")
+    in_c = subprocess.run(
+        ["env"], capture_output=True, text=True, check=True
+    ).stdout  # what others inherit is unchanged
+    assert all(f"{name}={value}" in in_c for name, value in names.items())
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
+def test_a_proxy_that_does_not_answer_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, f"http://me:s3cret@127.0.0.1:{free_port()}")
+    contract = TestObjects()
+    contract.setup_method()
+    contract.tier.close()
+    options = contract.options | {"endpoint": "http://minio.example:9000", "retries": 0}
+    contract.tier = make_objects_tier(options, contract.context)
+    with pytest.raises(TierDown, match=r"Connection refused, through the proxy 127\.0\.0\.1:\d+$") as raised:
+        contract.tier.probe()
+    assert "s3cret" not in str(raised.value)
+    monkeypatch.setenv("no_proxy", "minio.example")
+    contract.teardown_method()
+    contract.tier = make_objects_tier(options | {"connect_timeout_s": 0.2, "timeout_s": 0.2}, contract.context)
+    with pytest.raises(TierDown) as raised:
+        contract.tier.probe()
+    assert "proxy" not in str(raised.value)
+    contract.teardown_method()
 
 
 @pytest.mark.parametrize("in_bulk", [True, False])

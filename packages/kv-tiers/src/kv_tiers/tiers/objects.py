@@ -7,27 +7,31 @@ object store is slow but highly parallel: each call's chunks are transferred con
 which wait in obstore without holding the interpreter's lock.
 """
 
+import os
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.request import getproxies_environment, proxy_bypass_environment
 
 import msgspec
 import numpy as np
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome, Unstorable
 
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.config import Timeout
+from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import read_secret
-from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write
+from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write, why_full
 from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.key_paths import keys_in_paths
 from kv_tiers.tiers.together import run_all
@@ -46,14 +50,22 @@ _REASON: Final = re.compile(r"(?:<\?xml[^>]*> ?)?<Error> ?<Code>([^<]*)</Code>(?
 _FULL: Final = ("507 Insufficient Storage", "QuotaExceeded")
 """Parts of an error if the store has no room, or the bucket its quota: MinIO's, and Ceph's."""
 
-_REFUSES: Final = "status code: 4"
-"""Part of an error if the store refuses the request."""
+_REFUSES: Final = re.compile(r"status code: (?:4(?!08|29)|501)")
+"""Matches the error if the store refuses the request for good. It may be because of the object, or of everything."""
+
+_LOST: Final = re.compile("kind: Interrupted|IncompleteMessage|ConnectionReset|BrokenPipe")
+"""Matches the details of an error if the connection was lost while the request was sent."""
+
+_CAUSE: Final = re.compile(r'message: "([^"]*)"')
+"""The system's words in an error's details."""
 
 _BEHIND_THE_END: Final = "status code: 416"
 """Part of an error if an object ends before the requested range."""
 
 _MAX_UNREADABLE: Final = 10_000
 """The most chunks that are remembered as ones that we may not read."""
+
+_ENVIRONMENT: Final = threading.Lock()
 
 _STREAM_BYTES: Final = 1 << 20
 """A reply is copied into the borrowed pages in pieces of about this size, so no more than that is in memory twice."""
@@ -64,7 +76,8 @@ Item = TypeVar("Item")
 
 class ObjectsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which bucket, and our credentials for it. Without keys, obstore finds them as other clients do: from the AWS_
-    variables of the environment, then from the machine's or container's role."""
+    variables of the environment, then from the machine's or container's role. With keys, or `anonymous`, no AWS_
+    variable counts."""
 
     bucket: str
     prefix: str = "kv"
@@ -128,6 +141,7 @@ class ObjectsTier:
         self._obstore: Any = obstore
         self.name = context.name or self.name
         self._store = _open(obstore, config, self.name)
+        self._proxy = _proxy_to(config)
         self._prefix = f"{config.prefix}/{context.namespace}"
         self._chunk_bytes = context.chunk_bytes
         self._full = ""
@@ -155,7 +169,7 @@ class ObjectsTier:
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         outcomes = self._run_each(writes, self._store_one)
         if outcomes:
-            self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
+            self._full = why_full(outcomes)
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
@@ -192,14 +206,12 @@ class ObjectsTier:
             return int(self._call(lambda: self._obstore.head(self._store, path))["size"])
         except FileNotFoundError:
             return None
-        except TierDown as error:
-            if _REFUSES in str(error):
-                self._list_nothing()  # the reply to HEAD has no body, and the reply to a listing says why
-            if isinstance(error, _ForbiddenError):
-                return None
-            raise
+        except _RefusedError:
+            self._list_nothing()  # the reply to HEAD has no body, and the reply to a listing says why
+            return None
 
     def _list_nothing(self) -> None:
+        """After a request for one object has failed: raises if the store refuses others as well."""
         try:
             self._call(lambda: self._obstore.list_with_delimiter(self._store, f"{self._prefix}/probe"))
         except FileNotFoundError as error:
@@ -213,14 +225,12 @@ class ObjectsTier:
             return self._call(lambda: self._receive(read))
         except FileNotFoundError:
             return Absent()
-        except _ForbiddenError as error:
-            self._list_nothing()  # raises if more than this object is forbidden
-            self._pass_over(read.key, str(error))
-            return Absent()
-        except TierDown as error:
+        except _RefusedError as error:
             if read.from_bytes and _BEHIND_THE_END in str(error):
                 return Loaded(read.from_bytes)  # a shorter payload was stored since, and has nothing there
-            raise
+            self._list_nothing()
+            self._pass_over(read.key, str(error))
+            return Absent()
         except _WrongLengthError as error:
             with suppress(RemovalRefusedError):
                 self._delete([self._path(read.key)])
@@ -274,7 +284,11 @@ class ObjectsTier:
         except TierDown as error:
             if isinstance(error, _ForbiddenError) or any(sign in str(error) for sign in _FULL):
                 return Refused(str(error))
-            raise
+            if not isinstance(error, _RefusedError | _LostError):
+                raise
+            self._list_nothing()
+            object_bytes = spelled(HEADER_BYTES + write.stored_bytes)
+            return Unstorable(f"{error} (an object of {object_bytes}: raise the limit of the store or its proxy)")
         self.on_progress()
         self._unreadable.pop(write.key, None)
         return Stored()
@@ -312,7 +326,11 @@ class ObjectsTier:
         except errors.PermissionDeniedError as error:
             raise _ForbiddenError(_shortened(error)) from error
         except (errors.BaseError, OSError, ValueError) as error:
-            raise TierDown(_shortened(error)) from error
+            why = _shortened(error)
+            if _REFUSES.search(why):
+                raise _RefusedError(why) from error
+            kind = _LostError if _LOST.search(str(error)) else TierDown
+            raise kind(f"{why}, through the proxy {self._proxy}" if self._proxy else why) from error
 
     def _run_each(self, items: Sequence[Item], work: Callable[[Item], T]) -> list[T]:
         """When one of these calls finds the store down, the others are skipped."""
@@ -341,8 +359,16 @@ class _WrongLengthError(Exception):
     """An object that cannot be a chunk."""
 
 
-class _ForbiddenError(TierDown):
+class _RefusedError(TierDown):
+    """The store refuses the request, which may be because of the object that it is about (`_list_nothing`)."""
+
+
+class _ForbiddenError(_RefusedError):
     """Our identity is not permitted to do this."""
+
+
+class _LostError(TierDown):
+    """The connection was lost while a request was sent. A proxy that thinks a body too large may do this."""
 
 
 def _open(obstore: Any, config: ObjectsConfig, where: str) -> Any:
@@ -368,19 +394,50 @@ def _open(obstore: Any, config: ObjectsConfig, where: str) -> Any:
     if config.access_key_id:
         secret = read_secret(Path(config.secret_access_key_file), f"{where}: secret_access_key_file")
         options["access_key_id"] = config.access_key_id
-        options["secret_access_key"] = secret.decode("utf-8", "replace").strip()
+        options["secret_access_key"] = secret.decode("utf-8", "replace").strip()  # a header takes no spaces
     try:
         if config.tls_ca_file:
             client["root_certificate"] = Path(config.tls_ca_file).read_bytes()
-        return obstore.store.S3Store(config.bucket, config=options, client_options=client, retry_config=retries)
+        with _aws_variables_hidden() if config.access_key_id or config.anonymous else nullcontext():
+            return obstore.store.S3Store(config.bucket, config=options, client_options=client, retry_config=retries)
     except (OSError, ValueError, obstore.exceptions.BaseError) as error:
         raise ConfigError(f"{where}: {_shortened(error)}") from error
+
+
+@contextmanager
+def _aws_variables_hidden() -> Iterator[None]:
+    """Hide the AWS_ variables of the environment from obstore, which takes from them whatever its options leave open: a
+    session token, that the requester pays, encryption, checksums, an address. Most cannot be set to nothing.
+
+    Only the process's own table changes; `os.environ` keeps them, for whoever reads them there meanwhile."""
+    with _ENVIRONMENT:
+        hidden = {name: value for name, value in os.environb.items() if name.startswith(b"AWS_")}
+        for name in hidden:
+            os.unsetenv(name)
+        try:
+            yield
+        finally:
+            for name, value in hidden.items():
+                os.putenv(name, value)
+
+
+def _proxy_to(config: ObjectsConfig) -> str:
+    """The proxy of the environment through which obstore reaches the store, without a password; empty: none."""
+    scheme, _, host = (config.endpoint or "https://amazonaws.com").partition("://")
+    proxies = getproxies_environment()
+    proxy = proxies.get(scheme) or proxies.get("all", "")
+    if not proxy or proxy_bypass_environment(host.partition("/")[0], proxies):
+        return ""
+    return proxy.rpartition("@")[2] if "@" in proxy else proxy
 
 
 def _shortened(error: BaseException) -> str:
     """Without the details that obstore adds for programmers. The store's own message, the most useful part, is at the
     end."""
-    text = " ".join(str(error).partition("Debug source:")[0].split())
+    text, _, details = str(error).partition("Debug source:")
+    text = " ".join(text.split())
+    if (cause := _CAUSE.search(details)) is not None and cause[1] not in text:
+        text += f": {cause[1]}"
     if (reason := _REASON.search(text)) is not None:
         text = text[: reason.start()] + ": ".join(filter(None, reason.groups()))
     return text if len(text) <= 400 else f"{text[:150]} … {text[-247:]}"

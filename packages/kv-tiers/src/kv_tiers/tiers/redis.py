@@ -21,8 +21,8 @@ whose store loses the connection is stored again by itself, and if that fails as
 chunk is what it does not take. Chunks with values of that size are then refused for a while.
 
 A user needs GET, GETRANGE, STRLEN (GETEX and EXPIRE to refresh times), SET, EXISTS, UNLINK, SCAN and PING on
-<prefix>:*, SELECT where the url names a database, CLUSTER SLOTS in a cluster; MULTI and EXEC are wanted. Without SET and UNLINK the tier reads
-what others store.
+<prefix>:*, SELECT where the url names a database, CLUSTER SLOTS in a cluster, and should have MULTI and EXEC. Without
+SET and UNLINK the tier reads what others store.
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -508,8 +508,8 @@ class RedisTier:
         if self._transactions:
             self._transactions = False
             _log.warning(
-                "%s: chunks are stored without a transaction (%s), so a writer that is killed leaves pieces behind until "
-                "they expire or are evicted; give its user +multi and +exec, or set ttl_s",
+                "%s: chunks are stored without a transaction (%s), so a writer that is killed leaves pieces behind, "
+                "until they expire or are evicted; give its user +multi and +exec, or set ttl_s",
                 self.name,
                 refusal.text,
             )
