@@ -115,6 +115,9 @@ def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
         ({"type": "disk", "directory": "kv", "capacity_bytes": "1KiB"}, "no room"),
         ({"type": "disk", "directory": "kv", "capacity_bytes": "1MiB", "policy": "lur"}, "did you mean 'lru'"),
         ({"type": "disk", "directory": "kv"}, "capacity_bytes"),
+        ({"type": "disk", "directory": "kv", "capacity_bytes": "900000TiB"}, "whose file system has"),
+        ({"type": "disk", "directory": ["kv", "vk"], "capacity_bytes": "900000TiB"}, "whose file system has"),
+        ({"type": "disk", "directory": "/proc/kv", "capacity_bytes": "1MiB"}, "/proc/kv cannot be"),
         ({"type": "redis", "url": "http://cache"}, "redis://"),
         ({"type": "redis", "url": "redis://[::1"}, "url: Invalid IPv6"),
         ({"type": "valkey", "url": "redis://cache", "password_env": "KV_NO_SUCH_VARIABLE"}, "KV_NO_SUCH_VARIABLE"),
@@ -123,7 +126,7 @@ def test_a_tier_that_cannot_be_made_is_an_error_that_says_what_to_write(
         ({"type": "shared_fs", "directory": ""}, "directory is empty"),
     ],
 )
-def test_wrong_options_are_found_before_any_medium_is_touched(
+def test_wrong_options_are_found_and_leave_nothing(
     tier: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

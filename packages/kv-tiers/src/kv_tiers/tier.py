@@ -446,7 +446,8 @@ class SupportsFileExtents(Protocol):
 
 
 OptionsCheck = Callable[[Mapping[str, object]], object]
-"""Raises `ConfigError` for invalid options. It touches no medium: it creates no directory and opens no connection."""
+"""Raises `ConfigError` for invalid options. It leaves no medium changed and opens no connection, but may try out a
+directory that exists or can be made."""
 
 TierFactory = Callable[[Mapping[str, object], TierContext], Tier]
 """The object of an entry point in the group `kv_tiers.tiers`. Arguments: the options that the user wrote (without

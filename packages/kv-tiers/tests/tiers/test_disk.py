@@ -364,7 +364,7 @@ def _socket(path: Path) -> None:
     os.mknod(path, 0o600 | stat.S_IFSOCK)
 
 
-@pytest.mark.parametrize("name", ["lock", "index", "slab-0000", "direct"])
+@pytest.mark.parametrize("name", ["lock", "index", "slab-0000", "trial"])
 @pytest.mark.parametrize("spoil", [_link, _link_twice, _pipe, _directory, _socket, lambda path: path.chmod(0o644)])
 def test_files_that_cannot_be_trusted_are_refused(box: DiskBox, name: str, spoil: Callable[[Path], None]) -> None:
     store(box.start(), key_chain(1))

@@ -270,7 +270,7 @@ def test_discarded_before_its_commit_it_is_not_found(tier: DiskTier, box: Box) -
 def test_when_the_disk_is_full_there_is_no_room_and_the_tier_goes_on(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: File, start: int, end: int) -> None:
+    def full(self: File, start: int, least: int, end: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:

@@ -144,7 +144,7 @@ def test_a_start_where_no_file_can_be_made_finds_what_is_there(
     real = os.open
 
     def open_what_is_there(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if path == "direct":
+        if path == "trial":
             raise OSError(number, os.strerror(number))
         return real(path, flags, mode, dir_fd=dir_fd)
 
@@ -155,10 +155,14 @@ def test_a_start_where_no_file_can_be_made_finds_what_is_there(
     assert os.strerror(number) in caplog.text
 
 
-def failing(number: int, path_end: str = "") -> Callable[..., None]:
-    def fail(self: File, *_: object) -> None:
-        if self.path.name.startswith(path_end):
+def failing(number: int, method: str, name: str) -> Callable[..., object]:
+    """The method, which fails for files with this beginning of a name."""
+    real = getattr(File, method)
+
+    def fail(self: File, *arguments: object) -> object:
+        if self.path.name.startswith(name):
             raise OSError(number, os.strerror(number))
+        return real(self, *arguments)
 
     return fail
 
@@ -200,7 +204,7 @@ def test_a_medium_that_takes_no_writes_is_down_and_comes_back(
     if method != "allocate":
         store(tier, before)
     with monkeypatch.context() as broken:
-        broken.setattr(File, method, failing(number, name))
+        broken.setattr(File, method, failing(number, method, name))
         for _ in range(3):
             with pytest.raises(TierDown, match=os.strerror(number)):
                 tier.store(writes_of(after))
@@ -230,7 +234,7 @@ def test_an_unacknowledged_chunk_does_not_come_back(box: DiskBox, monkeypatch: p
 
     with monkeypatch.context() as broken:
         broken.setattr(File, "write", write)
-        broken.setattr(File, "sync", failing(errno.EIO, "index"))
+        broken.setattr(File, "sync", failing(errno.EIO, "sync", "index"))
         with pytest.raises(TierDown):
             tier.store(writes_of(keys))
     assert len(offsets) == 2
@@ -369,7 +373,7 @@ def test_a_probe_after_the_end_opens_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_that_was_replaced_is_not_said_to_be_full(box: DiskBox, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = box.start()
     with monkeypatch.context() as full:
-        full.setattr(File, "allocate", failing(errno.ENOSPC, "slab"))
+        full.setattr(File, "allocate", failing(errno.ENOSPC, "allocate", "slab"))
         assert [type(outcome) for outcome in tier.store(writes_of(key_chain(1)))] == [Refused]
     assert "No space left" in tier.usage().full
     shutil.rmtree(box.path)

@@ -1,5 +1,6 @@
 """What `kv doctor` says of this machine, and of machines that are not at hand."""
 
+import errno
 import os
 from importlib.metadata import metadata
 from pathlib import Path
@@ -65,18 +66,31 @@ def test_a_directory_that_is_not_there_is_wrong(tmp_path: Path) -> None:
     assert (finding.state, finding.found) == ("wrong", "No such file or directory")
 
 
-def test_direct_io_is_tried_and_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_disk_tier_needs_is_tried_and_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
-    def refuse(path: str, flags: int, *rest: int) -> int:
+    def refuse_direct(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *rest)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, mode, dir_fd=dir_fd)
 
-    monkeypatch.setattr(os, "open", refuse)
-    assert not doctor.takes_direct_io(tmp_path)
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
     (finding,) = doctor._directory(tmp_path)
-    assert (finding.state, "no direct I/O" in finding.found) == ("note", True)
+    assert (finding.state, "direct I/O" in finding.found) == ("ok", True)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse_direct)
+        (finding,) = doctor._directory(tmp_path)
+        assert (finding.state, "no O_DIRECT" in finding.found) == ("note", True)
+    with monkeypatch.context() as patched:
+        patched.setattr("kv_tiers.tiers.disk_files.fallocate", refuse)
+        (finding,) = doctor._directory(tmp_path)
+        assert (finding.state, "no fallocate" in finding.found) == ("note", True)
+    with monkeypatch.context() as patched:
+        patched.setattr("fcntl.flock", refuse)
+        (finding,) = doctor._directory(tmp_path)
+        assert (finding.state, "no locks" in finding.found) == ("wrong", True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -21,7 +21,9 @@ files, `space` allocates their room, and docs/adr/0007 says why it is slots.
 import errno
 import mmap
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -50,9 +52,9 @@ from kv_tiers.tier import (
     encoded_bytes,
 )
 from kv_tiers.tiers.disk_chunks import DiskChunks, bytes_for
-from kv_tiers.tiers.disk_directory import check_place
+from kv_tiers.tiers.disk_directory import check_place, place_of, try_place
 from kv_tiers.tiers.disk_extents import LendsExtents
-from kv_tiers.tiers.disk_files import NO_ROOM, File
+from kv_tiers.tiers.disk_files import NO_ROOM, File, size_of_file_system
 from kv_tiers.tiers.disk_transfer import Move, Segment, behind, bytes_in_files
 from kv_tiers.tiers.extents import Place
 from kv_tiers.tiers.indexed import IndexedTier
@@ -130,6 +132,27 @@ def _check_options(options: Mapping[str, object]) -> None:
     make_policy(config.policy, slots_for(config, ANY_CHUNKS))
     for path in config.directories:
         check_place(Path(path))
+        try_place(Path(path))
+    _check_capacity(config)
+
+
+def _check_capacity(config: DiskConfig) -> None:
+    """
+    Raises:
+        ConfigError: the file systems can never hold that much, whatever else is removed from them.
+    """
+    paths = config.directories
+    directories_on = Counter(place_of(Path(path)) for path in paths)
+    for (_, mount), directories in directories_on.items():
+        with suppress(OSError):
+            wanted_bytes, total_bytes = config.capacity_bytes * directories // len(paths), size_of_file_system(mount)
+            if 0 < total_bytes < wanted_bytes:
+                here = " of all its directories" if len(paths) > 1 else ""
+                raise ConfigError(
+                    f"the disk tier's capacity_bytes of {spelled(config.capacity_bytes)}{here} asks for "
+                    f"{spelled(wanted_bytes)} on {mount}, whose file system has {spelled(total_bytes)} in all; write "
+                    "less than that, and leave room for whatever else is there"
+                )
 
 
 @checked(_check_options)
@@ -140,6 +163,7 @@ def make_disk_tier(options: Mapping[str, object], context: TierContext) -> Tier:
         ConfigError: options that cannot be honoured, or directories that cannot be used.
     """
     config = read_options(DiskConfig, options, "disk")
+    _check_capacity(config)
     return DiskTier(config, context, make_policy(config.policy, slots_for(config, context)))
 
 

@@ -324,6 +324,8 @@ class DiskChunks:
             # The lost writes may be of chunks that are being stored now, and the next sync of those would succeed.
             raise TierDown(f"disk tier {self.name}: a sync failed, and chunks that it may have lost are being stored")
         try:
+            for directory in self.directories:
+                directory.try_out()
             self._records.mend()
         except OSError as error:
             raise self.down(error) from error

@@ -21,11 +21,12 @@ import errno
 import mmap
 import os
 import re
+import secrets
 import struct
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ from kv_tiers.pool.private_files import lock, open_own_directory
 from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes
 from kv_tiers.tiers.disk_record import RECORD_BYTES, Found, RecordReader
+from kv_tiers.tiers.file_system import UNSUPPORTED, FileSystem
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, runs
 
 VERSION: Final = 2
@@ -50,7 +52,8 @@ _INDEX_STEPS: Final = 64
 _MIN_INDEX_STEP_BYTES: Final = 16 << 10
 """The index grows in steps of at least this size: most of its room is needed only for small payloads."""
 _SLAB_NAME: Final = re.compile(r"slab-[0-9]{4}|slab-[1-9][0-9]{4,8}")
-_NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
+_TRIAL: Final = "trial"
+_ELSEWHERE: Final = "remove it or choose another directory"
 
 
 class DiskDirectory:
@@ -79,15 +82,23 @@ class DiskDirectory:
         self._namespace = bytes.fromhex(namespace)
         self._fd = -1
         try:
+            self._file_system = FileSystem(self.path)
             _make(Path(root))
-            _make(self.path)
-            self._fd = open_own_directory(self.path, "remove it or choose another directory")
+            self._fd = _make_own(self.path)
             lock = self._open("lock")
             status = os.fstat(lock.fd)
             self._lock_path, self._lock_identity = str(lock.path), (status.st_ino, status.st_dev)
             self.place = place_of(self.path)
             self._take_possession(lock)
-            self.direct = direct != "never" and self._takes_direct()
+            self.direct = direct != "never"
+            try:
+                self.direct = try_out(self._fd, self.path, self._file_system, direct=self.direct)
+            except OSError as error:
+                if error.errno not in NO_ROOM:  # for one more file; those that are there can be used nevertheless
+                    raise
+                self.direct = False
+                self.notes.append(f"uses the page cache until the next start, as no file can be made: {error.strerror}")
+            self._file_system.needs_direct = direct == "always"
             if direct == "always" and not self.direct:
                 raise ConfigError(
                     f"{self.path} has no direct I/O (O_DIRECT); write `direct: auto` or another directory"
@@ -119,6 +130,15 @@ class DiskDirectory:
         except (FileNotFoundError, NotADirectoryError):
             return True
         return (status.st_ino, status.st_dev) != self._lock_identity
+
+    def try_out(self) -> None:
+        """Do with a small file all that stores and loads do with theirs.
+
+        Raises:
+            OSError: chunks cannot be stored there, for another reason than that there is no room.
+        """
+        with _room_or_not():  # what is there can be used nevertheless
+            self.direct = try_out(self._fd, self.path, self._file_system, direct=self.direct)
 
     def records(self, number: int, directories: int) -> Iterator[Found]:
         """Every valid record. Other entries are free.
@@ -219,7 +239,8 @@ class DiskDirectory:
                 closing.callback(file.close)
 
     def _open(self, name: str, *, direct: bool = False) -> File:
-        file = File(self._fd, self.path / name, direct=direct)
+        direct = direct and not self._file_system.lacks("O_DIRECT")
+        file = File(self._fd, self.path / name, self._file_system, direct=direct)
         self._open_files.append(file)
         return file
 
@@ -233,30 +254,6 @@ class DiskDirectory:
             ) from None
         if self.has_vanished():
             raise ConfigError(f"{self.path} was removed while it was opened; start again")
-
-    def _takes_direct(self) -> bool:
-        """Try direct I/O: file systems refuse it at the open or at the first write."""
-        try:
-            file = File(self._fd, self.path / "direct", direct=True)
-        except OSError as error:
-            if error.errno in NO_ROOM:  # for one more file; those that are there can be used nevertheless
-                self.notes.append(f"uses the page cache until the next start, as no file can be made: {error.strerror}")
-                return False
-            if error.errno in _NO_DIRECT:
-                return False
-            raise
-        try:
-            with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
-                file.write([view], 0)
-        except OSError as error:
-            if error.errno not in NO_ROOM:  # a full disk may still have direct I/O
-                if error.errno in _NO_DIRECT:
-                    return False
-                raise
-        finally:
-            file.close()
-            os.unlink("direct", dir_fd=self._fd)
-        return True
 
     def _header(self) -> bytes:
         unit_bytes, slot_units = self._geometry.unit_bytes, self._geometry.slot_units
@@ -298,7 +295,7 @@ class DiskDirectory:
         self.index.write([self._header()], 0)
         self.index.sync()
         self._index_bytes = PAGE_BYTES
-        os.fsync(self._fd)
+        self._file_system.sync_directory(self._fd)
 
     def _continue(self) -> None:
         # With a smaller capacity than last time, records beyond it are dropped for good, lest chunks that are discarded
@@ -367,7 +364,7 @@ class DiskDirectory:
         slab = self._slabs.get(number)
         if slab is None:
             slab = self._open(_slab_name(number), direct=self.direct)
-            os.fsync(self._fd)
+            self._file_system.sync_directory(self._fd)
         stride = self._geometry.slot_bytes
         # Whole slots, because taking the first unit of a slot makes all its units available.
         min_bytes = -(-min_bytes // stride) * stride
@@ -396,12 +393,77 @@ def _allocate(file: File, allocated: int, min_bytes: int, max_bytes: int, step: 
     """
     while True:
         try:
-            file.allocate(allocated, max_bytes)
-            return max_bytes
+            return file.allocate(allocated, min_bytes, max_bytes)
         except OSError as error:
             if error.errno not in NO_ROOM or max_bytes == min_bytes:
                 raise
             max_bytes = min_bytes + (max_bytes - min_bytes) // step // 2 * step
+
+
+def try_place(path: Path) -> FileSystem:
+    """Do there what the start of a tier, stores and loads do, and leave nothing behind.
+
+    Raises:
+        ConfigError: a disk tier cannot be there.
+    """
+    file_system, inside = FileSystem(path), path / f".kv-{secrets.token_hex(8)}"
+    is_new = not path.exists()
+    try:
+        with ExitStack() as undo, _room_or_not():
+            _make(path)
+            if is_new:
+                undo.callback(path.rmdir)
+            descriptor = _make_own(inside)
+            undo.callback(inside.rmdir)
+            undo.callback(os.close, descriptor)
+            try_out(descriptor, inside, file_system, direct=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be used for the disk tier: {error.strerror}; repair it or choose another directory"
+        ) from None
+    return file_system
+
+
+def try_out(directory: int, path: Path, file_system: FileSystem, *, direct: bool) -> bool:
+    """Do in a directory all that a tier does there: lock, reserve room, write, sync, read back. Nothing is left there.
+
+    directory: an open descriptor of `path`. direct: try to bypass the page cache. Returns whether that works.
+
+    Raises:
+        ConfigError, OSError: chunks cannot be stored there.
+    """
+    pages = [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in range(4)]
+    for page in pages[:2]:
+        page[:] = os.urandom(PAGE_BYTES)
+    file = File(directory, path / _TRIAL, file_system, direct=direct)
+    try:
+        lock(file.fd, file.path)
+        with _room_or_not():  # the other files may have all that they need
+            file.allocate(0, 2 * PAGE_BYTES, 2 * PAGE_BYTES)
+            file.write(pages[:2], 0)
+            file.sync()
+            for is_last in (not file.direct, True):
+                if not file.direct:
+                    file.drop_cached(0, 2 * PAGE_BYTES)
+                if file.read(pages[2:], 0) == 2 * PAGE_BYTES and pages[:2] == pages[2:]:
+                    break
+                if is_last:
+                    raise OSError(errno.EIO, "what was written is not what is read back")
+                file.leave_direct("what was written is not what is read back")
+        return file.direct
+    finally:
+        file.close()
+        os.unlink(_TRIAL, dir_fd=directory)
+
+
+@contextmanager
+def _room_or_not() -> Iterator[None]:
+    """A full medium is no reason not to use what is there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
 
 
 def _version_of(index: Path) -> int | None:
@@ -441,9 +503,20 @@ def _make(path: Path) -> None:
         return
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(parent)
+        FileSystem(path.parent).sync_directory(parent)
     finally:
         os.close(parent)
+
+
+def _make_own(path: Path) -> int:
+    """Create and open a directory that is ours alone."""
+    is_new = not path.exists()
+    _make(path)
+    remedy = _ELSEWHERE
+    if is_new:
+        options = f"uid={os.geteuid()},dmask=077,fmask=177"
+        remedy = f"its file system decides that: mount it with {options}, or choose another directory"
+    return open_own_directory(path, remedy)
 
 
 def check_place(path: Path) -> None:

@@ -1,24 +1,33 @@
-"""One private file of the disk tier. Reads and writes that the system does in part are completed here."""
+"""One private file of the disk tier. Reads and writes that the system does in part are completed here, and what the
+file system does not offer is done without (`FileSystem`)."""
 
 import errno
+import fcntl
+import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.private_files import open_own_file
+from kv_tiers.tiers.file_system import UNSUPPORTED, FileSystem, fallocate
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a medium without space."""
+_ZERO_BYTES: Final = 1 << 20
+_ZEROS_AT_ONCE: Final = 64 << 20
+"""How much room is made at a time where that takes writing: a store waits for it."""
 
 
 class File:
     """Safe to call from any thread."""
 
-    def __init__(self, directory: int, path: Path, *, direct: bool = False) -> None:
+    def __init__(self, directory: int, path: Path, file_system: FileSystem, *, direct: bool = False) -> None:
         """directory: open descriptor of the directory of `path`. The file is created if it does not exist.
+        direct: bypass the page cache, unless the file system turns out not to offer that.
 
         Raises:
             ConfigError: it is a link, belongs to another user, or is open to others.
@@ -28,8 +37,14 @@ class File:
         self.in_doubt = False
         """A sync failed: it is unknown which of the last writes have reached the medium."""
         self._syncing = threading.Lock()
-        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-        self.fd = open_own_file(path, flags, "remove it or choose another directory", directory=directory)
+        self._file_system = file_system
+        self.fd = -1
+
+        def open_file() -> None:
+            flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
+            self.fd = open_own_file(path, flags, "remove it or choose another directory", directory=directory)
+
+        self._direct_or_not(open_file)
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +52,7 @@ class File:
 
     def write(self, buffers: Sequence[bytes | memoryview], offset: int) -> None:
         remaining = sum(map(len, buffers))
-        while (done := os.pwritev(self.fd, buffers, offset)) < remaining:
+        while (done := self._direct_or_not(os.pwritev, self.fd, buffers, offset)) < remaining:
             if not done:
                 raise OSError(errno.EIO, "none of a write was accepted")
             buffers, offset, remaining = after(buffers, done), offset + done, remaining - done
@@ -45,7 +60,7 @@ class File:
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Number of bytes read: fewer than requested if the file ends."""
         remaining, start = sum(map(len, buffers)), offset
-        while remaining and (done := os.preadv(self.fd, buffers, offset)):
+        while remaining and (done := self._direct_or_not(os.preadv, self.fd, buffers, offset)):
             offset, remaining = offset + done, remaining - done
             if done % PAGE_BYTES:  # only at the end of the file, and direct I/O may not start there
                 break
@@ -61,21 +76,36 @@ class File:
         with self._syncing:
             if self.in_doubt:
                 raise OSError(errno.EIO, "an earlier write did not reach the medium")
+            if self._file_system.lacks("fsync"):
+                return
             try:
                 os.fdatasync(self.fd)
-            except OSError:
-                self.in_doubt = True
-                raise
+            except OSError as error:
+                if not self._file_system.is_lacking("fsync", error):
+                    self.in_doubt = True
+                    raise
 
     def trust_again(self) -> None:
         """What was in doubt has been rewritten, or nothing depends on it."""
         self.in_doubt = False
 
-    def allocate(self, start: int, end: int) -> None:
-        """Allocate space on the medium from `start` to `end`; a failed attempt leaves nothing behind."""
+    def allocate(self, start: int, least: int, end: int) -> int:
+        """Allocate space on the medium from `start` to `least` or beyond it, at most to `end`. Returns where the space
+        ends. A failed attempt leaves nothing behind."""
         nbytes = self.nbytes
         try:
-            os.posix_fallocate(self.fd, start, end - start)
+            if not self._file_system.lacks("fallocate"):
+                try:
+                    fallocate(self.fd, start, end - start)
+                    return end
+                except OSError as error:
+                    if not self._file_system.is_lacking("fallocate", error):
+                        raise
+            end = max(least, min(end, start + _ZEROS_AT_ONCE))
+            zeros = memoryview(mmap.mmap(-1, _ZERO_BYTES))
+            for offset in range(start, end, _ZERO_BYTES):
+                self.write([zeros[: end - offset]], offset)
+            return end
         except OSError:
             os.ftruncate(self.fd, nbytes)
             raise
@@ -85,7 +115,26 @@ class File:
 
     def drop_cached(self, offset: int, nbytes: int) -> None:
         """Drop these bytes from the page cache: the host pool is their cache."""
-        os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # it is only advice, and not every system takes any
+            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def leave_direct(self, why: str) -> None:
+        """From now on, use the page cache."""
+        self._file_system.note("O_DIRECT", why)
+        self.direct = False
+        if self.fd >= 0:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+    def _direct_or_not(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a call that is repeated through the page cache if the file system has no direct I/O for it."""
+        was_direct = self.direct  # another thread may be the first to notice
+        try:
+            return call(*arguments)
+        except OSError as error:
+            if not was_direct or error.errno not in UNSUPPORTED or self._file_system.needs_direct:
+                raise
+            self.leave_direct(error.strerror or str(error))
+        return call(*arguments)
 
     def close(self) -> None:
         """Closing again does nothing."""
@@ -108,6 +157,12 @@ def free_bytes(path: Path) -> int:
     """How many bytes this user may still write to the file system of this path."""
     space = os.statvfs(path)
     return space.f_bavail * space.f_frsize
+
+
+def size_of_file_system(path: Path) -> int:
+    """The size of the file system of this path; 0: it does not say."""
+    space = os.statvfs(path)
+    return space.f_blocks * space.f_frsize
 
 
 def allocated_bytes(directory: Path) -> int:

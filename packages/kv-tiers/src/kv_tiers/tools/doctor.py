@@ -1,10 +1,7 @@
 """`kv doctor` on memory, file systems and the libraries of the tiers."""
 
-import errno
-import mmap
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.server import wire
 from kv_tiers.server.config import default_socket
 from kv_tiers.server.connection import ask_server_for
+from kv_tiers.tiers.disk_directory import try_place
 
 _EXTRAS = {
     "s3": "obstore",
@@ -103,44 +101,26 @@ def _numa(nodes: Path) -> Iterator[Finding]:
 def _directory(path: Path) -> Iterator[Finding]:
     what = f"directory {path}"
     kind = file_system_of(path.resolve(), Path("/proc/self/mountinfo"))
+    advice = "name a directory that you may write to: --path DIR"
     try:
         state = os.statvfs(path)
-        direct = takes_direct_io(path)
+        tried = try_place(path)
     except OSError as error:
-        yield Finding("wrong", what, error.strerror or str(error), "name a directory that you may write to: --path DIR")
+        yield Finding("wrong", what, error.strerror or str(error), advice)
+        return
+    except ConfigError as error:
+        yield Finding("wrong", what, str(error), advice)
         return
     description = f"{kind}, {spelled(state.f_frsize * state.f_bavail)} free"
+    remarks = tried.remarks()
     if kind.partition(".")[0] in _NETWORKED:
         advice = "use a shared_fs tier here, and a disk tier on a local disk"
-        yield Finding("note", what, description + ", a network file system", advice)
-    elif not direct:
-        advice = "a disk tier works here through the page cache; ext4 and xfs support direct I/O"
-        yield Finding("note", what, description + ", no direct I/O", advice)
+        yield Finding("note", what, "; ".join([description + ", a network file system", *remarks]), advice)
+    elif remarks:
+        advice = "a disk tier works here all the same; ext4 and xfs have everything"
+        yield Finding("note", what, "; ".join([description, *remarks]), advice)
     else:
         yield Finding("ok", what, description + ", direct I/O")
-
-
-def takes_direct_io(path: Path) -> bool:
-    """Whether a file there can be written bypassing the page cache.
-
-    Raises:
-        OSError: nothing can be written there at all.
-    """
-    descriptor, name = tempfile.mkstemp(prefix=".kv-doctor-", dir=path)
-    os.close(descriptor)
-    try:
-        direct = os.open(name, os.O_WRONLY | os.O_DIRECT)
-        try:
-            with mmap.mmap(-1, 4096) as page:  # direct I/O needs page-aligned memory
-                return os.write(direct, page) == len(page)
-        finally:
-            os.close(direct)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return False
-        raise
-    finally:
-        os.unlink(name)
 
 
 def file_system_of(path: Path, mounts: Path) -> str:
