@@ -129,7 +129,7 @@ def test_a_shared_tier_stores_and_finds_on_every_file_system(mount: Path) -> Non
 CALLS = [
     ("fallocate", "EOPNOTSUPP", "auto", "has no fallocate"),
     ("fallocate", "ENOSYS", "never", "has no fallocate"),
-    ("fdatasync,fsync", "EINVAL", "auto", "has no fsync "),
+    ("fdatasync,fsync", "EINVAL", "auto", "has no fsync ("),
     ("fadvise64", "ENOSYS", "never", ""),
     ("statfs,fstatfs", "ENOSYS", "auto", ""),
 ]

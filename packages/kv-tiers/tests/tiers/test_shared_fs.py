@@ -1,9 +1,11 @@
 """The tier on a shared file system: several hosts at once, files that tear and vanish, media that fill up."""
 
+import contextlib
 import errno
 import itertools
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,15 +21,16 @@ import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, Unstorable
 from kv_core.testing import key_chain
 from kv_testing.threads import threads_left
 from kv_testing.wait import joined, until
+from kv_tiers import chunk_header
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
 from kv_tiers.tier import RemovalRefusedError, Tier, TierContext
 from kv_tiers.tiers import shared_fs
-from kv_tiers.tiers.shared_fs import SharedFsTier, make_shared_fs_tier
+from kv_tiers.tiers.shared_fs import SharedFsConfig, SharedFsTier, make_shared_fs_tier
 
 
 class TestSharedFs(PersistentTierContract):
@@ -154,12 +157,34 @@ class TestSharedFs(PersistentTierContract):
     def test_a_directory_in_a_chunks_place_costs_only_that_chunk(self) -> None:
         keys = key_chain(3)
         Path(self.mine._path(keys[1])).mkdir(parents=True)
-        assert [type(outcome) for outcome in self.tier.store(self.writes(keys))] == [Stored, Refused, Refused]
+        assert [type(outcome) for outcome in self.tier.store(self.writes(keys))] == [Stored, Unstorable, Stored]
         assert not self.tier.usage().full
         self.tier.discard(keys)
         self.store(keys[2:])
         assert self.loaded(keys) == [False, False, True]
         assert [path.name for path in self.files()] == [Path(self.mine._path(keys[2])).name]
+
+    def test_a_file_that_is_too_large_or_its_name_too_long_costs_only_that_chunk(self) -> None:
+        """The tier counted as full, or was down; its probe succeeded, and so on for ever."""
+        keys = key_chain(3)
+        writes = [self.write(key, stored_bytes=100 if number == 1 else None) for number, key in enumerate(keys)]
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 4096, limits[1]))
+        try:
+            assert [type(outcome) for outcome in self.tier.store(writes)] == [Unstorable, Stored, Unstorable]
+            self.tier.probe()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert self.tier.usage().full == ""
+        deep = self.root
+        while len(str(deep)) < 3900:
+            deep /= "x" * 100
+            deep.mkdir()
+        tier = self.with_options(directory=str(deep))
+        assert [type(outcome) for outcome in tier.store(self.writes(keys))] == [Unstorable] * 3
+        assert tier.holds(keys) == [False] * 3
+        assert self.load(keys) == [Absent()] * 3
+        tier.probe()
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
     def test_a_medium_that_takes_nothing_refuses_and_keeps_nothing(
@@ -280,6 +305,103 @@ class TestSharedFs(PersistentTierContract):
             tier.store(self.writes(key_chain(1)))
         assert Path(tier._directory).is_symlink()
         assert tmp_path.stat().st_mode & 0o7777 == 0o700
+
+    # How much there is. Each file has 14,096 bytes.
+
+    def aged(self, keys: list[ChunkKey], age_s: float) -> None:
+        then = time.time() - age_s
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self.mine._path(key), (then, then))
+
+    def taken(self) -> int:
+        return sum(path.stat().st_size for path in self.files())
+
+    def test_what_was_used_longest_ago_leaves_when_hosts_together_store_too_much(self) -> None:
+        """Nothing bounded it: with the settings as they are by default, a file system filled up."""
+        capacity = 100 * 14_096
+        tiers = [self.with_options(capacity_bytes=capacity)]
+        tiers += [SharedFsTier(SharedFsConfig(directory=str(self.root), capacity_bytes=capacity), self.context)]
+        used = key_chain(5, branch="used")
+        self.store(used)
+        most = 0
+        for number in range(150):
+            keys = key_chain(2, branch=str(number))
+            outcomes = tiers[number % 2].store(self.writes(keys))
+            assert outcomes == [Stored()] * 2
+            self.aged(keys, 5000 - number)
+            self.aged(used, 601)  # which is when a load says that they are in use
+            assert self.loaded(used) == [True] * 5
+            most = max(most, self.taken())
+        assert most <= 1.1 * capacity
+        assert self.taken() > 0.7 * capacity
+        newest = [key for number in range(130, 150) for key in key_chain(2, branch=str(number))]
+        assert all(self.tier.holds(newest))
+        used_bytes = tiers[0].usage().used_bytes
+        assert used_bytes is not None and used_bytes <= 1.1 * capacity
+        assert tiers[0].usage().capacity_bytes == capacity
+
+    def test_hosts_that_make_room_at_once_remove_no_more_than_one_would(self) -> None:
+        capacity = 200 * 14_096
+        keys = [key for number in range(120) for key in key_chain(2, branch=str(number))]
+        self.with_options(capacity_bytes=1 << 40)
+        for number, key in enumerate(keys):
+            self.tier.store([self.write(key)])
+            self.aged([key], 9000 - number)
+        config = SharedFsConfig(directory=str(self.root), capacity_bytes=capacity)
+        hosts = [SharedFsTier(config, self.context) for _ in range(8)]
+        ready = threading.Barrier(8)
+        wrong: list[object] = []
+
+        def work(host: SharedFsTier, number: int) -> None:
+            ready.wait(60)
+            for turn in range(10):
+                (key,) = key_chain(1, branch=f"host {number} {turn}")
+                wrong.extend(one for one in host.store([self.write(key)]) if one != Stored())
+                reads = [self.read(key) for key in keys[160 + number :: 8]]
+                for read, outcome in zip(reads, host.load(reads), strict=True):
+                    if isinstance(outcome, Loaded):
+                        outcome = self.verify(read, outcome)
+                    if not isinstance(outcome, Absent | chunk_header.Header):
+                        wrong.append(outcome)
+
+        threads = [threading.Thread(target=work, args=(host, number)) for number, host in enumerate(hosts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            joined(thread)
+        assert wrong == []
+        assert all(self.tier.holds(keys[160:]))  # each was in use
+        assert 0.7 * capacity < self.taken() <= 1.1 * capacity
+
+    def test_files_in_use_are_not_removed_and_what_has_no_room_is_refused(self) -> None:
+        tier = self.with_options(capacity_bytes=10 * 14_096)
+        keys = key_chain(40)
+        outcomes = [tier.store([self.write(key)])[0] for key in keys]
+        stored = [isinstance(outcome, Stored) for outcome in outcomes]
+        assert 10 <= sum(stored) <= 12
+        assert tier.holds(keys) == stored
+        assert "capacity_bytes" in tier.usage().full
+        self.aged(keys, 100)
+        assert [tier.store([self.write(key)])[0] for key in key_chain(5, branch="new")] == [Stored()] * 5
+        assert tier.usage().full == ""
+        assert self.taken() <= 12 * 14_096
+
+    def test_without_a_capacity_it_is_a_tenth_of_the_file_system(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        size_bytes = 14_096 * 1000
+        monkeypatch.setattr(shared_fs, "size_of_file_system", lambda path: size_bytes)
+        tier = self.with_options()
+        tier.probe()
+        assert tier.usage().capacity_bytes == size_bytes // 10
+        self.with_options(capacity_bytes=size_bytes + 1).probe()
+        assert "write less" in caplog.text
+        monkeypatch.setattr(shared_fs, "size_of_file_system", lambda path: 0)
+        tier = self.with_options(capacity_bytes=0)
+        tier.probe()
+        assert tier.usage().capacity_bytes is None
+        assert "write capacity_bytes" in caplog.text
 
     def test_what_is_old_is_swept_a_little_with_every_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shared_fs, "_SWEPT_AT_ONCE", 4)

@@ -1,9 +1,9 @@
 """The files below a directory in which others may write, too: none of their links leads to files elsewhere."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -25,10 +25,14 @@ def opened_below(top: str, path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def files_below(top: str, path: str, levels: int) -> Iterator[tuple[str, str]]:
+def files_below(
+    top: str, path: str, levels: int, *, order: Callable[[list[Any]], object] = len
+) -> Iterator[tuple[str, str]]:
     """The directory (relative to `top`) and name of every file below `path`, found lazily, `levels` directories deep.
 
     Directories that vanish meanwhile are skipped. Nothing is open between two files.
+
+    order: puts the names in a directory into the order in which they are found.
     """
     directories = [(path, levels)]
     while directories:
@@ -38,6 +42,7 @@ def files_below(top: str, path: str, levels: int) -> Iterator[tuple[str, str]]:
                 entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scanned]
         except OSError:
             continue
+        order(entries)
         for name, is_directory in entries:
             if not is_directory:
                 yield directory, name

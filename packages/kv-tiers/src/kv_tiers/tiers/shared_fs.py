@@ -12,9 +12,11 @@ share one on purpose also share a key (`key_file`): each file then carries a cod
 payload (HMAC-SHA256, after the header in its page), and a file without the right code is damaged. Chunks made with
 another key, or with none, are in another directory. Any user with the key can write chunks that others will load.
 
-No capacity is enforced, because no host knows what the others store. A maximum age can be: each store checks a few
-other files and removes those that are too old, as well as half-written ones of a killed host. Ages are measured by the
-file system's own clock.
+**What is removed.** Each store checks a few other files, and removes those that are too old, that were used longest ago
+of more than `capacity_bytes` (`LeastUsed`), or that a killed host left half-written. Ages are measured by the file
+system's own clock. A file in use is never removed: a load renews its age, and those used in the last minute stay. The
+capacity is kept approximately: a host counts what others store when it comes across it. When what it knows of exceeds
+the capacity nevertheless, it stores nothing.
 """
 
 import errno
@@ -24,6 +26,7 @@ import itertools
 import math
 import operator
 import os
+import random
 import secrets
 import shutil
 import stat
@@ -37,15 +40,19 @@ from typing import Final, Literal
 import msgspec
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
+from kv_core.log import limited_logger
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome, Unstorable
 
 from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
+from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write
-from kv_tiers.tiers.disk_files import after
+from kv_tiers.tiers.disk_files import after, size_of_file_system
 from kv_tiers.tiers.factories import factory_of
+from kv_tiers.tiers.file_system import FileSystem
 from kv_tiers.tiers.files_below import files_below, opened_below
 from kv_tiers.tiers.key_paths import keys_in_paths
+from kv_tiers.tiers.least_used import LeastUsed
 from kv_tiers.tiers.spread import spread
 
 _PAGE_BYTES: Final = 4096
@@ -59,8 +66,23 @@ host takes a fraction of a millisecond, which threads reduce. So the first few l
 _SWEPT_AT_ONCE: Final = 64
 """Files that one store checks in addition to its own."""
 
+_SWEPT_WHEN_FULL: Final = 1024
+"""As many if the capacity is nearly reached, and before a store is refused."""
+
+_PASSES_WHEN_FULL: Final = 3
+"""To count, to remove, and to count again."""
+
 _REST_S: Final = 60.0
-"""The least time from the beginning of one sweep to that of the next."""
+"""The least time from the beginning of one sweep to that of the next, unless much was stored meanwhile."""
+
+_IN_USE_S: Final = 60.0
+"""Files used in this time are not removed for want of room."""
+
+_RENEWED_S: Final = 600.0
+"""How old the age of a file in use may become, for the sake of `capacity_bytes`."""
+
+_DEFAULT_SHARE: Final = 10
+"""Without `capacity_bytes`, chunks take up this part of the file system."""
 
 _LEVELS: Final = 4
 """Directories in the path of a chunk key."""
@@ -70,10 +92,14 @@ _MAX_FAILURES: Final = 3
 
 _TEMPORARY: Final = ".tmp"
 _READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} | _READ_ONLY
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT} | _READ_ONLY
+_OF_THE_CHUNK: Final = {errno.EFBIG, errno.ENAMETOOLONG, errno.EISDIR, errno.EMLINK, errno.EILSEQ, errno.EOVERFLOW}
+"""Errors of a file's size or name, or of what is there under its name."""
 _NOT_OURS: Final = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 _CODE_AT: Final = slice(HEADER_BYTES, HEADER_BYTES + 32)
 _GONE: Final = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+_log = limited_logger(__name__)
 
 
 class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,6 +115,9 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     served, so it does not matter who else may write there."""
     trust_writers: bool = False
     """Serve chunks of any user who may write in the directory, without a key."""
+    capacity_bytes: int = 0
+    """Of all hosts together, for chunks of one format: beyond it, those used longest ago are removed. 0: a tenth of the
+    file system."""
     ttl_s: int = 0
     """Files are removed this long after they were last stored or loaded, give or take half of it; 0: never."""
     temporary_s: int = 3600
@@ -101,6 +130,8 @@ class SharedFsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError("directory is empty")
         if self.key_file and self.trust_writers:
             raise ValueError("write key_file or trust_writers, not both")
+        if self.capacity_bytes < 0:
+            raise ValueError("capacity_bytes must not be negative")
         if self.ttl_s < 0 or self.temporary_s < 1 or self.lookup_threads < 1:
             raise ValueError("temporary_s and lookup_threads must be positive, and ttl_s not negative")
 
@@ -123,6 +154,10 @@ class SharedFsTier:
         self._chunk_bytes = context.chunk_bytes
         self._file_mode, self._directory_mode = (0o600, 0o700) if config.mode == "private" else (0o660, 0o2770)
         self._full = ""
+        self._file_system = FileSystem(Path(self._root))
+        self._least_used = LeastUsed(config.capacity_bytes)
+        self._renew_s = min(config.ttl_s / 2 or math.inf, _RENEWED_S)
+        self._time_there = -math.inf  # the file system's clock, less our monotonic one: its time as of the last store
         self._gid: int | None = None  # the directory's group, once it was looked at
         self._sweeping = threading.Lock()
         self._sweep: Iterator[tuple[str, str]] = iter(())  # directories and names
@@ -169,10 +204,12 @@ class SharedFsTier:
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         self._ensure_root_checked()
         outcomes: list[StoreOutcome] = []
+        refusal: Refused | None = None
         for write in writes:
-            refusal = outcomes[-1] if outcomes else None
             # Later chunks of the prompt are worth less than the one that was refused.
-            outcomes.append(refusal if isinstance(refusal, Refused) else self._store_one(write))
+            outcomes.append(refusal or self._store_one(write))
+            if isinstance(outcomes[-1], Refused) and not isinstance(outcomes[-1], Unstorable):
+                refusal = outcomes[-1]
         if outcomes and isinstance(outcomes[-1], Stored):
             self._full = ""
         return outcomes
@@ -184,6 +221,7 @@ class SharedFsTier:
 
     def clear(self) -> None:
         self._take_away([self._directory])
+        self._least_used.cleared()
 
     def clear_tenant(self, tenant: bytes) -> None:
         try:
@@ -195,17 +233,30 @@ class SharedFsTier:
         self._take_away([f"{self._directory}/{space}/{tenant.hex()}" for space in spaces])
 
     def probe(self) -> None:
+        """Write, rename, and read back a file as stores and loads do theirs."""
         self._check_root()
         path = f"{self._root}/.{secrets.token_hex(8)}{_TEMPORARY}"
+        payload = memoryview(secrets.token_bytes(_PAGE_BYTES))
+        write = Write(ChunkKey(b""), None, bytes(HEADER_BYTES), payload, len(payload))
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
-            os.unlink(path)
+            self._put(path, write)
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                page, read_back = bytearray(_PAGE_BYTES), bytearray(_PAGE_BYTES)
+                nbytes = os.preadv(file, [page, read_back], 0)
+            finally:
+                os.close(file)
+            if nbytes != 2 * _PAGE_BYTES or read_back != payload:
+                raise OSError(errno.EIO, "what was written is not what is read back", path)
         except OSError as error:
             if error.errno not in _FULL:  # a full or read-only file system can still be read
                 raise self._down(error) from error
+        finally:
+            self._forget(path)
 
     def usage(self) -> TierUsage:
-        return TierUsage(full=self._full)
+        capacity_bytes = self._least_used.capacity_bytes or None
+        return TierUsage(None, self._least_used.used_bytes, capacity_bytes, full=self._full)
 
     def close(self) -> None:
         """Nothing is open between calls."""
@@ -237,7 +288,7 @@ class SharedFsTier:
         try:
             return os.lstat(path)
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in _GONE | _OF_THE_CHUNK:
                 return None
             raise self._down(error) from error
 
@@ -249,7 +300,7 @@ class SharedFsTier:
             except OSError as error:
                 if error.errno == errno.EIO:
                     return ReadFailed(f"{path}: {error.strerror}")
-                if error.errno not in _GONE:
+                if error.errno not in _GONE | _OF_THE_CHUNK:
                     raise self._down(error) from error
                 # Perhaps another host replaced it in the meantime.
                 if error.errno != errno.ESTALE or not may_try_again:
@@ -294,7 +345,7 @@ class SharedFsTier:
     def _renew(self, path: str, used_at_s: float) -> None:
         """Reset the age of a file in use. Not at every use, because each is a message to the file system's host."""
         # This host's clock is good enough: if it is wrong, a message is sent too early or too late.
-        if self._config.ttl_s and time.time() - used_at_s > self._config.ttl_s / 2:
+        if time.time() - used_at_s > self._renew_s:
             with suppress(OSError):  # only its owner can renew it, or it is gone
                 os.utime(path)
 
@@ -304,32 +355,39 @@ class SharedFsTier:
         if status is not None and self._is_chunk(status):
             self._renew(path, status.st_mtime)
             return Stored()
+        if self._least_used.is_full:
+            for _ in range(_PASSES_WHEN_FULL):
+                self._sweep_some()
+            if self._least_used.is_full:
+                capacity = spelled(self._least_used.capacity_bytes)
+                self._full = f"{self._root}: its chunks take up capacity_bytes ({capacity}), and all are in use"
+                return Refused(self._full)
         for may_try_again in (True, False):
             try:
-                now_s = self._put(path, write)
+                self._put(path, write)
                 break
             except OSError as error:
                 if error.errno in _FULL:
                     self._full = f"{self._root}: {error.strerror}"
                     return Refused(self._full)
-                if error.errno == errno.EISDIR:
-                    return Refused(f"{path}: {error.strerror}")
+                if error.errno in _OF_THE_CHUNK:
+                    return Unstorable(f"{path}: {error.strerror} (a file of {_PAGE_BYTES + write.stored_bytes} bytes)")
                 # Perhaps another host cleared the directory in the meantime.
                 if error.errno not in _GONE or not may_try_again:
                     raise self._down(error) from error
-        self._sweep_some(now_s)
+        self._least_used.stored(_PAGE_BYTES + write.stored_bytes)
+        self._sweep_some()
         return Stored()
 
-    def _put(self, path: str, write: Write) -> float:
-        """As for `_write`, under the final name."""
+    def _put(self, path: str, write: Write) -> None:
+        """Write the file under its final name."""
         temporary = f"{os.path.dirname(path)}/.{secrets.token_hex(8)}{_TEMPORARY}"
         try:
-            now_s = self._write(temporary, write)
+            self._time_there = self._write(temporary, write) - time.monotonic()
             os.replace(temporary, path)
         except BaseException:
             self._forget(temporary)
             raise
-        return now_s
 
     def _write(self, temporary: str, write: Write) -> float:
         """Write the whole file, durably. Returns the time by the file system's clock."""
@@ -349,7 +407,7 @@ class SharedFsTier:
                 offset += os.pwritev(file, after([page, write.payload], offset), offset)
             # Before the rename, or a host that dies could leave half a file under the final name. It also reveals what
             # a remote file system reports late: that it is full.
-            os.fsync(file)
+            self._sync(file)
             status = os.fstat(file)
             if not self._is_trusted(status):  # the file system gives files to users and groups of its own choice
                 mode, owner = stat.S_IMODE(status.st_mode), f"user {status.st_uid} and group {status.st_gid}"
@@ -357,6 +415,15 @@ class SharedFsTier:
             return status.st_mtime
         finally:
             os.close(file)
+
+    def _sync(self, file: int) -> None:
+        if self._file_system.lacks("fsync"):
+            return
+        try:
+            os.fsync(file)
+        except OSError as error:
+            if not self._file_system.is_lacking("fsync", error):
+                raise
 
     def _code(self, header: bytes | bytearray, payload: memoryview) -> bytes:
         digest = hmac.new(self._key, header, "sha256")
@@ -382,12 +449,14 @@ class SharedFsTier:
                 finally:
                     os.close(descriptor)
 
-    def _sweep_some(self, now_s: float) -> None:
+    def _sweep_some(self) -> None:
         """Check a few more files and remove those that are too old. One thread at a time is enough."""
         if not self._sweeping.acquire(blocking=False):
             return
         try:
-            batch = list(itertools.islice(self._sweep, _SWEPT_AT_ONCE))
+            now_s = self._time_there + time.monotonic()
+            at_once = _SWEPT_WHEN_FULL if self._least_used.is_nearly_full else _SWEPT_AT_ONCE
+            batch = list(itertools.islice(self._sweep, at_once))
             for directory, files in itertools.groupby(batch, operator.itemgetter(0)):
                 with suppress(OSError), opened_below(self._root, directory) as opened:
                     for _, name in files:
@@ -395,17 +464,27 @@ class SharedFsTier:
                             with suppress(OSError):
                                 os.unlink(name, dir_fd=opened)
                         else:
-                            self._remove_if_old(name, opened, now_s)
-            if len(batch) < _SWEPT_AT_ONCE and time.monotonic() - self._swept_from_s > _REST_S:
+                            self._remove_or_count(name, opened, now_s)
+            if len(batch) == at_once:
+                return
+            self._least_used.end_pass(now_s - _IN_USE_S)
+            if self._least_used.is_pass_due or time.monotonic() - self._swept_from_s > _REST_S:
                 self._sweep, self._swept_from_s = self._files_to_sweep(), time.monotonic()
+                self._least_used.begin_pass()
         finally:
             self._sweeping.release()
 
-    def _remove_if_old(self, name: str, directory: int, now_s: float) -> None:
-        limit_s = self._config.temporary_s if name.endswith(_TEMPORARY) else self._config.ttl_s
+    def _remove_or_count(self, name: str, directory: int, now_s: float) -> None:
         with suppress(OSError):  # another host was faster
-            if limit_s and now_s - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime > limit_s:
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            is_temporary = name.endswith(_TEMPORARY)
+            limit_s = self._config.temporary_s if is_temporary else self._config.ttl_s
+            is_old = limit_s and now_s - status.st_mtime > limit_s
+            if is_old or (not is_temporary and self._least_used.is_evicted(status.st_mtime)):
                 os.unlink(name, dir_fd=directory)
+                self._least_used.removed(status.st_size)
+            else:
+                self._least_used.passed(status.st_mtime, status.st_size)
 
     def _files(self) -> Iterator[tuple[str, str]]:
         """The files of our chunks and whatever else is there: the directory below the root, and the name."""
@@ -413,7 +492,8 @@ class SharedFsTier:
 
     def _files_to_sweep(self) -> Iterator[tuple[str, str]]:
         """Our chunks' files, and those that a clear has renamed: the host that was to remove them may have died."""
-        yield from self._files()
+        # In an order of this host's own, so that several find more together than one does.
+        yield from files_below(self._root, os.path.basename(self._directory), _LEVELS, order=random.shuffle)
         names: list[str] = []
         with suppress(TierDown):  # the next call will notice
             names = self._taken_away()
@@ -471,6 +551,7 @@ class SharedFsTier:
             status = os.stat(self._root)
         except OSError as error:
             raise self._down(error) from error
+        self._bound_by(self._least_used.capacity_bytes)
         if self._key or self._config.trust_writers:
             self._gid = status.st_gid
             return
@@ -483,6 +564,39 @@ class SharedFsTier:
                 "trust_writers: true"
             )
         self._gid = status.st_gid
+
+    def _bound_by(self, capacity_bytes: int) -> None:
+        """The first time, compare the capacity with the file system's size, or derive it from that."""
+        if self._gid is not None:
+            return
+        size_bytes = 0
+        with suppress(OSError):
+            size_bytes = size_of_file_system(Path(self._root))
+        if not capacity_bytes and size_bytes:
+            self._least_used.capacity_bytes = size_bytes // _DEFAULT_SHARE
+            share = spelled(self._least_used.capacity_bytes)
+            _log.info(
+                "%s: %s: chunks take up %s, a tenth of the file system; see capacity_bytes",
+                self.name,
+                self._root,
+                share,
+            )
+        elif not capacity_bytes:
+            _log.warning(
+                "%s: %s: the file system does not say how large it is, so nothing bounds what is stored there: write "
+                "capacity_bytes",
+                self.name,
+                self._root,
+            )
+        elif 0 < size_bytes < capacity_bytes:
+            _log.warning(
+                "%s: capacity_bytes of %s is more than the file system of %s has, %s in all: it will fill up, for "
+                "everything else there too; write less",
+                self.name,
+                spelled(capacity_bytes),
+                self._root,
+                spelled(size_bytes),
+            )
 
     def _down(self, error: OSError, *, removing: bool = False) -> TierDown:
         kind = RemovalRefusedError if removing and error.errno in _READ_ONLY else TierDown
