@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored
+from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, Unstorable
 from kv_core.testing import key_chain
 from kv_testing.servers import free_port
 from kv_testing.wait import line, until
@@ -104,6 +104,18 @@ def shared() -> Iterator[Store]:
         yield made
 
 
+class Answering:
+    """Mooncake's client, but for the codes that some of its calls return."""
+
+    def __init__(self, client: Any, **codes: int) -> None:
+        self._client, self._codes = client, codes
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._codes:
+            return lambda names, *_: [self._codes[name]] + [0] * (len(names) - 1)
+        return getattr(self._client, name)
+
+
 CONTEXT = TierContext(10_000, 12_288, "contract")
 
 
@@ -133,6 +145,24 @@ class TestMooncake(PersistentTierContract):
 
     def reopen(self, context: TierContext, chunks: int) -> Tier:
         return make_mooncake_tier(self.options, context)
+
+    @pytest.mark.parametrize("code", [-703, -706, -714])
+    def test_the_state_of_one_object_is_no_fault_of_the_store(self, code: int) -> None:
+        """An object that was being written took the tier down, and its probe brought it back, again and again."""
+        keys = key_chain(2)
+        self.store(keys)
+        assert isinstance(self.tier, MooncakeTier)
+        client = self.tier._client
+        self.tier._client = Answering(client, batch_put_from=code, batch_get_into=code, batch_is_exist=code)
+        try:
+            assert self.tier.holds(keys[:1]) == [False]
+            assert self.load(keys[:1]) == [Absent()]
+            outcomes = self.tier.store(self.writes(keys))
+        finally:
+            self.tier._client = client
+        assert [type(outcome) for outcome in outcomes] == [Unstorable, Stored]
+        assert self.tier.usage().full == ""
+        assert self.loaded(keys) == [True] * 2
 
     def spoil(self, key: ChunkKey, at: int) -> None:
         name = self.name_of(key)

@@ -68,6 +68,14 @@ class TestSharedFs(PersistentTierContract):
             patch.setattr(os, "preadv", preadv)
             yield
 
+    @contextmanager
+    def refused_chunk(self, key: ChunkKey) -> Iterator[None]:
+        """There is a directory in its place."""
+        place = Path(self.mine._path(key))
+        place.mkdir(parents=True)
+        yield
+        place.rmdir()
+
     def with_options(self, **more: object) -> SharedFsTier:
         self.options |= more
         self.tier.close()
@@ -153,16 +161,6 @@ class TestSharedFs(PersistentTierContract):
             self.store(keys[1:])
         assert not left[0]
         assert self.loaded(keys) == [False, True]
-
-    def test_a_directory_in_a_chunks_place_costs_only_that_chunk(self) -> None:
-        keys = key_chain(3)
-        Path(self.mine._path(keys[1])).mkdir(parents=True)
-        assert [type(outcome) for outcome in self.tier.store(self.writes(keys))] == [Stored, Unstorable, Stored]
-        assert not self.tier.usage().full
-        self.tier.discard(keys)
-        self.store(keys[2:])
-        assert self.loaded(keys) == [False, False, True]
-        assert [path.name for path in self.files()] == [Path(self.mine._path(keys[2])).name]
 
     def test_a_file_that_is_too_large_or_its_name_too_long_costs_only_that_chunk(self) -> None:
         """The tier counted as full, or was down; its probe succeeded, and so on for ever."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 import pytest
 from kv_core.errors import TierDown
 from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, Unstorable
 from kv_core.testing import key_chain
 
 from kv_tiers import chunk_header, tier
@@ -168,6 +168,10 @@ class TierContract(ReadOnlyTierContract):
 
     def unreadable_medium(self) -> AbstractContextManager[object] | None:
         """A context in which the medium of `self.tier` fails every read. None: it has no medium that could fail."""
+        return None
+
+    def refused_chunk(self, key: ChunkKey) -> AbstractContextManager[object] | None:
+        """A context in which the medium of `self.tier` takes every chunk but this one. None: it takes all alike."""
         return None
 
     def spoil(self, key: ChunkKey, at: int) -> None:
@@ -368,6 +372,21 @@ class TierContract(ReadOnlyTierContract):
         self.wait_until_tried_again()
         self.tier.probe()
         assert self.loaded(keys) == [True] * 4
+
+    def test_a_chunk_that_the_medium_does_not_take_costs_only_that_chunk(self) -> None:
+        keys = key_chain(3)
+        refused = self.refused_chunk(keys[1])
+        if refused is None:
+            pytest.skip("the medium takes all chunks alike")
+        with refused:
+            outcomes = self.tier.store(self.writes(keys))
+            assert [type(outcome) for outcome in outcomes] == [Stored, Unstorable, Stored]
+            self.tier.probe()
+            assert self.tier.holds(keys) == [True, False, True]
+            assert self.tier.usage().full == ""
+            assert self.loaded(keys) == [True, False, True]
+        self.tier.discard(keys)
+        self.store(keys)
 
     def test_threads_meet_without_harm(self) -> None:
         loaded: list[int] = []

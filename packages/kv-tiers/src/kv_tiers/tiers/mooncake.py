@@ -26,21 +26,25 @@ import msgspec
 import numpy as np
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, Stored, StoreOutcome, Unstorable
 from numpy.typing import NDArray
 
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.config import SomeSeconds, Timeout
 from kv_tiers.host_port import read_host_port
 from kv_tiers.pool.core_dumps import chunk_memory
-from kv_tiers.tier import Read, TierContext, TierUsage, Write
+from kv_tiers.tier import Read, TierContext, TierUsage, Write, why_full
 from kv_tiers.tiers.factories import factory_of
 
 # Mooncake's error codes (mooncake-store/include/types.h) that are handled specially here.
 _NO_ROOM: Final = -200
-_BUFFER_TOO_SMALL: Final = -600
+_INVALID: Final = -600  # also of a buffer that is too small for what is read
 _NOT_FOUND: Final = -704
+_EXISTS: Final = -705
 _TRANSFER_FAILED: Final = -800
+_QUOTA: Final = -1700
+_OF_ONE_OBJECT: Final = range(-799, -699)
+"""Codes of one object's state: not there, being written or moved, leased."""
 
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
 """Memory that Mooncake's client allocates for itself; we read and write through our own buffers."""
@@ -113,7 +117,8 @@ class MooncakeTier:
         if not keys:
             return []
         names = [self._name(key) for key in keys]
-        are_there = [_checked(code) == 1 for code in self._connected().batch_is_exist(names)]
+        codes = self._connected().batch_is_exist(names)
+        are_there = [code not in _OF_ONE_OBJECT and _checked(code) == 1 for code in codes]
         lost = self._lost([name for name, is_there in zip(names, are_there, strict=True) if is_there])
         return [is_there and name not in lost for name, is_there in zip(names, are_there, strict=True)]
 
@@ -132,7 +137,7 @@ class MooncakeTier:
             with self._borrow_buffers(len(remaining)) as buffers:
                 outcomes += self._store(remaining[: len(buffers)], buffers)
         if outcomes:
-            self._full = next((outcome.reason for outcome in outcomes if isinstance(outcome, Refused)), "")
+            self._full = why_full(outcomes)
         return outcomes
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
@@ -180,9 +185,9 @@ class MooncakeTier:
         ]
 
     def _received(self, read: Read, name: str, size: int, buffer: _Buffer) -> LoadOutcome:
-        if size in (_NOT_FOUND, _TRANSFER_FAILED):
+        if size in _OF_ONE_OBJECT or size == _TRANSFER_FAILED:
             return Absent()
-        if size == _BUFFER_TOO_SMALL or 0 <= size <= HEADER_BYTES:
+        if size == _INVALID or 0 <= size <= HEADER_BYTES:
             self._remove([name])
             return Damaged("an object whose size cannot be a chunk's")
         payload_bytes = min(_checked(size) - HEADER_BYTES, read.wanted_bytes)
@@ -213,9 +218,12 @@ class MooncakeTier:
             # The master forgets a dead node only after some seconds, and assigns new objects to it until then.
             self._no_stores_until = time.monotonic() + self._config.dead_node_s / 3
             return Refused("a node of the store does not answer")
-        if code == _NO_ROOM:
+        if code in (_NO_ROOM, _QUOTA):
             return Refused("the store has no room")
-        _checked(code)
+        if code == _INVALID or (code in _OF_ONE_OBJECT and code != _EXISTS):
+            return Unstorable(f"the store does not take an object of up to {self._object_bytes} bytes: error {code}")
+        if code != _EXISTS:
+            _checked(code)
         return Stored()
 
     def _remove(self, names: Sequence[str]) -> None:

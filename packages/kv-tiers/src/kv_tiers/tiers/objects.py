@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 import numpy as np
@@ -424,9 +424,9 @@ def _aws_variables_hidden() -> Iterator[None]:
 def _proxy_to(config: ObjectsConfig) -> str:
     """The proxy of the environment through which obstore reaches the store, without a password; empty: none."""
     scheme, _, host = (config.endpoint or "https://amazonaws.com").partition("://")
-    proxies = getproxies_environment()
+    proxies = getproxies()
     proxy = proxies.get(scheme) or proxies.get("all", "")
-    if not proxy or proxy_bypass_environment(host.partition("/")[0], proxies):
+    if not proxy or proxy_bypass(host.partition("/")[0], proxies):
         return ""
     return proxy.rpartition("@")[2] if "@" in proxy else proxy
 

@@ -293,11 +293,11 @@ class RedisTier:
         """
         for _ in range(_LONE_TRIES):
             try:
-                (outcome,) = self._spread([write.key], [write], self._store)
+                outcomes: list[StoreOutcome] = self._spread([write.key], [write], self._store)
             except ConnectionLostError as error:
                 why = str(error)
             else:
-                return outcome
+                return outcomes[0]
         self._spread([write.key], [write.key], self._are_whole)
         self._too_large = self._largest_value(write), self._clock.now_s() + _TOO_LARGE_REST_S
         return Unstorable(f"{why}, though it answers otherwise ({self._size_and_remedy(write)})")
