@@ -54,7 +54,8 @@ def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
                 file.truncate(64 << 20)
             run("mkfs.exfat" if kind == "exfat-fuse" else f"mkfs.{kind}", image)
             if kind == "exfat-fuse":
-                made = subprocess.run(["losetup", "-f", "--show", image], check=True, capture_output=True, text=True)
+                command = ["losetup", "-f", "--show", str(image)]
+                made = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 loop = made.stdout.strip()
                 run("mount.exfat-fuse", "-o", FAT_OPTIONS, loop, at)
             else:

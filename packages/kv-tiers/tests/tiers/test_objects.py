@@ -362,7 +362,7 @@ def test_settings_with_keys_are_the_whole_credential(credentials: str, monkeypat
     assert (b"credential=someone/" in asked) == (credentials == "keys")
     assert (b"credential=anothers/" in asked) == (credentials == "environment")
     in_c = subprocess.run(
-        ["env"], capture_output=True, text=True, check=True
+        ["env"], capture_output=True, text=True, check=True, timeout=60
     ).stdout  # what others inherit is unchanged
     assert all(f"{name}={value}" in in_c for name, value in names.items())
 
