@@ -90,7 +90,7 @@ def test_what_a_disk_tier_needs_is_tried_and_not_guessed(tmp_path: Path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr("fcntl.flock", refuse)
         (finding,) = doctor._directory(tmp_path)
-        assert (finding.state, "no locks" in finding.found) == ("wrong", True)
+        assert (finding.state, "has no file locks" in finding.found) == ("wrong", True)
     assert list(tmp_path.iterdir()) == []
 
 
