@@ -38,7 +38,7 @@ from kv_tiers.pool.private_files import lock, open_own_directory
 from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes
 from kv_tiers.tiers.disk_record import RECORD_BYTES, Found, RecordReader
-from kv_tiers.tiers.file_system import UNSUPPORTED, FileSystem
+from kv_tiers.tiers.file_system import FileSystem
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, runs
 
 VERSION: Final = 2
