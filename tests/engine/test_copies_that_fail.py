@@ -16,7 +16,7 @@ OTHERS = [SHARED[600:900], SHARED[700:1000]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [RuntimeError, OSError, MemoryError])
+@pytest.mark.parametrize("family", [RuntimeError, MemoryError])
 @pytest.mark.parametrize("is_freed_early", [False, True], ids=["", "control"])
 def test_another_engines_chunks_are_not_overwritten(
     tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: type[Exception], is_freed_early: bool
@@ -35,6 +35,11 @@ def test_another_engines_chunks_are_not_overwritten(
             raise family("raised by the test")
         return look(copy)
 
+    def wait(copy: QueuedCopy) -> None:
+        """The device does not answer. An engine in its caller's process asks when its last request ends."""
+        if not look(copy):
+            raise family("raised by the test")
+
     try:
         with (
             slow_device() as device,
@@ -42,12 +47,11 @@ def test_another_engines_chunks_are_not_overwritten(
             started(tiny_llama, cache=joined, own_process=True) as two,
         ):
             monkeypatch.setattr(QueuedCopy, "done", done)
-            # An engine in its caller's process waits for its copies when the last request ends: not for these.
-            monkeypatch.setattr(QueuedCopy, "wait", lambda copy: None if copy.has_ended else done(copy))
+            monkeypatch.setattr(QueuedCopy, "wait", wait)
             one.ask([FIRST, SECOND])
             assert len(device.queue.pending) == 2
             if is_freed_early:
-                (inner,) = engines().values()
+                inner = next(each for each in engines().values() if each.worker is not None)
                 assert inner.worker is not None and inner.cache is not None
                 inner.cache.end(inner.worker._holder)
             two.ask_in_turn(OTHERS)
