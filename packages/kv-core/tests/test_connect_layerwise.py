@@ -208,7 +208,7 @@ def test_a_scheduler_that_closes_leaves_leased_what_is_copied_elsewhere() -> Non
     halves.worker.close()
     report = halves.worker.layers.give_up()
     assert report == NONE_ENDED  # nobody told it what is expected
-    halves.worker.layers.expect(["planned"])
+    halves.worker.layers.expected.add("planned")
     report = halves.worker.layers.give_up()
     assert report.ended == report.failed == {"planned"} and halves.worker.layers.give_up() == NONE_ENDED
     halves.scheduler.loads_ended(report.ended, report.failed)

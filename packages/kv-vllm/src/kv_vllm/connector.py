@@ -13,6 +13,7 @@ a traceback in the log, and the engine continues.
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -132,11 +133,11 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config)
         self._promised = LayerwisePromised(self._engine)
-        self._trials, self._trial = Trials(), 0
-        self._is_alone = not is_one_of_several()
+        self._trials, self._trial = Trials(is_alone=not is_one_of_several()), 0
         self._layerwise = LayerwiseRank(self._engine, is_asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()
+        self._unheard: deque[tuple[Acknowledged | None, set[int]]] = deque()  # reports and failed blocks of steps
         self._unanswered: set[str] = set()
         self._step = _NO_PLAN
         self._caller_error: BaseException | None = None  # which the engine's caller was handling when the step began
@@ -272,8 +273,12 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._sources.of(by_tier, num_external_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
-            self._accepted(request, blocks)
+        if num_external_tokens and request.request_id in self._promised.requests:
+            # Said before anything can fail: vLLM computes with these blocks in this step.
+            self._promised.accepted.add(request.request_id)
+            self._promised.blocks.update(blocks.get_block_ids()[0])
+        elif num_external_tokens:
+            self._unplanned.add(request.request_id)
         self._allocated(request, blocks, num_external_tokens)
 
     @guarded(_refuse_unplanned)
@@ -297,7 +302,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         message, failed_blocks = connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids
-        self._handle_report(message if isinstance(message, Acknowledged) else None, failed_blocks or set())
+        self._unheard.append((message if isinstance(message, Acknowledged) else None, failed_blocks or set()))
+        self._handle_reports()
         self._loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
 
     @guarded(always(False), even_off=True, last_resort=False)
@@ -391,13 +397,17 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return 0 if self._worker is None else self._worker.stored_through
 
     @guarded(always(None), even_off=True)
-    def _handle_report(self, message: Acknowledged | None, failed_blocks: set[int]) -> None:
-        """Handle workers' reports, even while the cache is off: workers in other processes may still be reading."""
-        if failed_blocks:
-            self._distrust(failed_blocks)
-        self._trials.heard(0 if message is None else message.trial, failed_blocks)
-        if message is not None:
-            self._handle_acknowledged(message)
+    def _handle_reports(self) -> None:
+        """Handle workers' reports, even while the cache is off: workers in other processes may still be reading. One of
+        which something raises is handled again with the next: workers say everything once."""
+        while self._unheard:
+            message, failed_blocks = self._unheard[0]
+            if failed_blocks:
+                self._distrust(failed_blocks)
+            self._trials.heard(0 if message is None else message.trial, failed_blocks)
+            if message is not None:
+                self._handle_acknowledged(message)
+            self._unheard.popleft()
         worker = self._engine.worker
         is_stepped = bool(self._requests) or envs.VLLM_ENABLE_V1_MULTIPROCESSING
         if worker is not None and not is_stepped and self.has_pending_push_work():
@@ -441,11 +451,6 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._requests[request_id] = (request, replace(tokens, controls=replace(tokens.controls, loads=False)))
             if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
                 self.turn_off(f"all loads have failed, {in_a_row} times in a row")
-
-    @guarded(lambda self, request, blocks: self._unplanned.add(request.request_id), even_off=True)
-    def _accepted(self, request: Any, blocks: Any) -> None:
-        if not self._promised.allocated(request.request_id, blocks.get_block_ids()[0]):
-            self._unplanned.add(request.request_id)
 
     @guarded(always(None))
     def _note_resets(self) -> None:
@@ -494,8 +499,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for request_id in self._sessions.follow(scheduler_output, self._requests):
             self._drop(request_id)
         assert self._steps is not None
-        others_load = scheduler_output.has_sync_kv_loads and not (self._is_alone and self._promised.is_filling)
-        trial = self._trials.begin(others_load=others_load)
+        trial = self._trials.begin(has_loads=scheduler_output.has_sync_kv_loads, has_ours=bool(self._promised.accepted))
         self._trials.follow(scheduler_output, self._requests, self._scheduler.shape.tables[0], self._scheduler)
         step = self._steps.read(scheduler_output, self._requests)
         plan = self._scheduler.build_step(step.scheduled, trial=trial)

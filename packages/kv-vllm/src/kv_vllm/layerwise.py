@@ -8,7 +8,7 @@ scheduling it has, and would return a token computed from blocks that were never
 anyway: it is the only way to avoid a wrong answer.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -54,14 +54,19 @@ NO_LAYERWISE: Final = LayerwiseStep()
 
 
 class LayerwisePromised(PartOf):
-    """In the scheduler's connector: the requests whose loads are synchronous, and those loads in flight."""
+    """In the scheduler's connector: the requests whose loads are synchronous, and those loads in flight.
+
+    requests: those that vLLM was last promised a synchronous load for.
+    accepted: those among them that got their blocks in this step.
+    blocks: these blocks.
+    """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._engine = engine
-        self._requests: set[str] = set()
-        self._accepted: set[str] = set()  # requests accepted in this step
-        self._blocks: set[int] = set()  # the blocks of these requests
+        self.requests: set[str] = set()
+        self.accepted: set[str] = set()
+        self.blocks: set[int] = set()
         self._reports = RanksReports()
         self._sent: set[str] = set()
         self._idle_message = NO_LAYERWISE
@@ -71,39 +76,26 @@ class LayerwisePromised(PartOf):
         """Whether chunks are leased until workers report, so that the engine has to go on stepping to get reports."""
         return bool(self._sent)
 
-    @property
-    def is_filling(self) -> bool:
-        """Whether the step that is being planned has loads of ours."""
-        return bool(self._accepted)
-
     def promise(self, request_id: str, *, is_layerwise: bool) -> None:
         """Note the latest answer to vLLM for this request."""
-        (self._requests.add if is_layerwise else self._requests.discard)(request_id)
-
-    def allocated(self, request_id: str, blocks: Iterable[int]) -> bool:
-        """vLLM has accepted the promise. False: the load is not layerwise, and the request waits for it."""
-        if request_id not in self._requests:
-            return False
-        self._requests.discard(request_id)
-        self._accepted.add(request_id)
-        self._blocks.update(blocks)
-        return True
+        (self.requests.add if is_layerwise else self.requests.discard)(request_id)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        self._requests.discard(request_id)
+        self.requests.discard(request_id)
 
-    @guarded(lambda self, plan: LayerwiseStep(tuple(self._blocks), is_planned=False), even_off=True)
+    @guarded(lambda self, plan: LayerwiseStep(tuple(self.blocks), is_planned=False), even_off=True)
     def to_send(self, plan: StepPlan) -> LayerwiseStep:
         """The message that goes with the plan of the current step."""
         cache, ready = self._engine.cache, self._engine.ready
         pool = None if ready is None or cache is None else ready.wanted(cache.pool.name)
-        if not self._blocks and pool == self._idle_message.pool:
+        if not self.blocks and pool == self._idle_message.pool:
             return self._idle_message
         requests = tuple(load.request_id for load in plan.loads if load.extents)
         self._sent.update(requests)
-        blocks, self._blocks = tuple(sorted(self._blocks)), set()
-        accepted, self._accepted = self._accepted, set()
+        blocks, self.blocks = tuple(sorted(self.blocks)), set()
+        accepted, self.accepted = self.accepted, set()
+        self.requests -= accepted
         self._idle_message = LayerwiseStep(pool=pool)
         return LayerwiseStep(blocks, requests, pool, is_planned=accepted.issubset(requests))
 
@@ -144,7 +136,7 @@ class LayerwiseRank(PartOf):
         """Begin a step. Its blocks count as unfilled until `are_filled` is True."""
         self.blocks, self.are_filled, self._is_planned = set(step.blocks), None, step.is_planned
         if step.requests and self._engine.worker is not None:
-            self._engine.worker.layers.expect(step.requests)
+            self._engine.worker.layers.expected.update(step.requests)
         if step.pool is not None:
             self._follow(step.pool)
 

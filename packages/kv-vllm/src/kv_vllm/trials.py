@@ -38,7 +38,9 @@ NO_TRIAL: Final = TrialMessage()
 class Trials:
     """In the scheduler's connector: the steps on trial, and the suspect blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool) -> None:
+        """is_alone: no other connector loads, so that a load that fails is ours, whose step has stored nothing."""
+        self.is_alone = is_alone
         self._number = 0  # of the latest step
         self._loaded = 0  # of the latest step with synchronous loads of others
         self._heard = 0  # of the latest step on trial whose output has come
@@ -53,10 +55,10 @@ class Trials:
         """Whether workers wait for verdicts, so that the engine has to go on stepping to carry them."""
         return bool(self._open or self._verdicts)
 
-    def begin(self, *, others_load: bool) -> int:
-        """The trial of the next step; 0: it is not on trial. others_load: other connectors fill blocks for it."""
+    def begin(self, *, has_loads: bool, has_ours: bool) -> int:
+        """The trial of the next step; 0: it is not on trial. has_loads: it has synchronous loads. has_ours: of ours."""
         self._number += 1
-        if others_load:
+        if has_loads and not (self.is_alone and has_ours):
             self._loaded = self._number
         self._trial = self._number if self._loaded > self._heard else 0
         if self._trial:
@@ -89,11 +91,12 @@ class Trials:
         block_tokens: tokens of one of them.
         """
         self._suspects |= blocks
+        judged = -1 if self.is_alone else min(self._open, default=sys.maxsize) - 1
         for request_id, table in tables.items():
             first = next((number for number, block in enumerate(table) if block in blocks), None)
             if first is not None:
                 self._suspects.update(table[first:])
-                half.not_filled(request_id, first * block_tokens, judged=min(self._open, default=sys.maxsize) - 1)
+                half.not_filled(request_id, first * block_tokens, judged=judged)
 
     def looked_up(self, request_id: str, computed_tokens: int) -> None:
         """vLLM has this many tokens of the request in its own blocks."""

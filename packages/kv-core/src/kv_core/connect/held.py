@@ -58,13 +58,14 @@ class HeldBlocks:
             self._acknowledged[rank] = max(number, self._acknowledged[rank])
         acknowledged = min(self._acknowledged.values())
         while self._plans and self._plans[0][0] <= acknowledged:
-            _, blocks = self._plans.popleft()
+            _, blocks = self._plans[0]
+            free = [block for block in blocks if self._holds[block] == 1]
+            # The engine should reuse the end of a prefix first: it is worth least. If this raises, it is asked again.
+            self._engine.give_back(free[::-1])
+            self._plans.popleft()
             self._holds.subtract(blocks)
-            free = [block for block in blocks if not self._holds[block]]
             for block in free:
                 del self._holds[block]
-            # The engine should reuse the end of a prefix first: it is worth least.
-            self._engine.give_back(free[::-1])
 
     @property
     def is_waiting(self) -> bool:

@@ -8,7 +8,7 @@ forward pass waits for it. Only if that fails too, or if the failure shows after
 reports that the step was wrong.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -61,18 +61,17 @@ NONE_ENDED: Final = LayerwiseReport()
 
 
 class LayerLoads:
-    """A worker's layerwise loads: at most one batch per step, and earlier batches whose copies have not ended."""
+    """A worker's layerwise loads: at most one batch per step, and earlier batches whose copies have not ended.
+
+    expected: requests that were promised loads, whose chunks the scheduler keeps leased until it learns that these have
+        ended.
+    """
 
     def __init__(self, copier: LayerwiseCopier) -> None:
         self._copier = copier
         self._current: _Batch | None = None
         self._ending: list[_Batch] = []
-        self._expected: set[str] = set()
-
-    def expect(self, requests: Iterable[str]) -> None:
-        """The scheduler has promised loads to these requests, and keeps their chunks leased until it learns that the
-        loads have ended."""
-        self._expected.update(requests)
+        self.expected: set[str] = set()
 
     def start(self, requests: Sequence[str], plan: TransferPlan) -> None:
         """Start copying, before the forward pass. All requests in one plan, so that every request's first layer comes
@@ -128,21 +127,21 @@ class LayerLoads:
                 self._ending.remove(batch)
                 ended.update(batch.requests)
                 failed.update(batch.requests if batch.failure else ())
-        self._expected -= ended
+        self.expected -= ended
         return LayerwiseReport(frozenset(ended), frozenset(failed))
 
     def give_up(self) -> LayerwiseReport:
         """After `close`: all loads that are still expected count as failed."""
-        if not self._expected:
+        if not self.expected:
             return NONE_ENDED
-        ended, self._expected = frozenset(self._expected), set()
+        ended, self.expected = frozenset(self.expected), set()
         return LayerwiseReport(ended, ended)
 
     def close(self) -> bool:
         """Wait for every copy, and forget all loads. False: copies do not say that they have stopped."""
         batches = (*self._ending, *([self._current] if self._current else []))
         self._ending, self._current = [batch for batch in batches if not batch.copies.have_stopped(wait=True)], None
-        self._expected -= {request for batch in self._ending for request in batch.requests}  # they must not be reported
+        self.expected -= {request for batch in self._ending for request in batch.requests}  # they must not be reported
         return not self._ending
 
     def _copy_again(self, batch: _Batch, failed: Exception) -> None:

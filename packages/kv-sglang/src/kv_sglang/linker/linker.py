@@ -128,13 +128,16 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         pages = _pages(transfers)
         return self._loads.take(rid, pages.keys or [], pages.device_indices)
 
+    @guarded(always(-1), even_off=True)
     def start_layer_wise_loading(self) -> int:
         # A slot may be one of a request that has ended, which the forward pass in flight still writes to.
         return self._loads.start(self.record_offload_ready())
 
+    @guarded(always(False), even_off=True)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self._loads.gate.finish(counter_index)
 
+    @guarded(always(False), even_off=True)
     def cancel_queued_load(self, rid: str) -> bool:
         return self._loads.give_back(rid)
 
