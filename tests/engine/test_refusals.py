@@ -236,8 +236,6 @@ def request(**fields: Any) -> Request:
         {"prompt_token_ids": None, "prompt_embeds": torch.zeros(3, 4)},
         {"prompt_embeds": torch.zeros(3, 4), "prompt_is_token_ids": [True, False, True]},
         {"resumable": True, "mm_features": [SimpleNamespace(identifier="an image")]},
-        {"sampling": {"skip_reading_prefix_cache": True}},
-        {"sampling": {"prompt_logprobs": 1}},
         {"lora_request": LoRARequest("a", 1, "/adapters/a", load_inplace=True)},
         {"lora_request": LoRARequest("not read yet", 1, "/adapters/a")},
         {"sampling_params": None, "pooling_params": PoolingParams(task="embed")},
@@ -260,6 +258,17 @@ def test_a_request_whose_content_has_no_stable_name_is_left_alone(
     served = request(lora_request=LoRARequest("a", 1, "/adapters/a"))
     named = read(served)
     assert isinstance(named, RequestTokens) and named.lora == "a@content"
+
+
+@pytest.mark.parametrize("asked", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 1}])
+def test_what_may_not_be_read_is_stored_all_the_same(asked: dict[str, Any]) -> None:
+    configs = (
+        SimpleNamespace(model_config=SimpleNamespace(is_prefix_caching_supported=True)),
+        SimpleNamespace(kv_cache_groups=[]),
+    )
+    engine: Any = SimpleNamespace(weights=None, cache=None)
+    tokens = translate.request_reader(*configs, Settings(), engine)(request(sampling=asked))
+    assert isinstance(tokens, RequestTokens) and tokens.controls.stores and not tokens.controls.loads
 
 
 @pytest.mark.parametrize("pooling_type", [pytest.param("MEAN", marks=pytest.mark.slow), "CLS"])

@@ -94,10 +94,12 @@ def test_beams(engine: Engine) -> None:
 
 
 def test_logprobs_of_the_prompt_read_no_cache(engine: Engine) -> None:
-    """vLLM asks for that, as they are made by computing the prompt."""
+    """vLLM asks for that, as they are made by computing the prompt. What was computed is there for others."""
     cold, hits = generate(engine, [tokens(30)], prompt_logprobs=2)
     assert hits == [0]
     assert generate(engine, [tokens(30)], prompt_logprobs=2) == (cold, [0])
+    answers, hits = generate(engine, [tokens(30)])
+    assert answers == cold and hits[0] > 0
 
 
 def test_embeddings_for_a_prompt_are_left_alone(engine: Engine) -> None:
