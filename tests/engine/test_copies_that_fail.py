@@ -1,43 +1,23 @@
 """A slot that one engine may still write to must not become another engine's: not when a store of the first one fails
 while another is under way, and not when their server has lost it."""
 
-import contextlib
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import SHARED, started
 from kv_testing.connect import QueuedCopy
-from kv_testing.wait import line, until
+from kv_testing.wait import until
 from kv_tiers.attach.engine import engines
 from kv_tiers.server.process import launch
 from kv_tiers.server.remote_cache import RemoteCache
+from server_apart import server_apart
 from slow_device import slow_device
 
 FIRST, SECOND = SHARED[:300], SHARED[300:600]
 OTHERS = [SHARED[600:900], SHARED[700:1000]]
-UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
-
-
-@contextlib.contextmanager
-def server_apart(directory: Path) -> Iterator[dict[str, Any]]:
-    """The settings for a server of two chunks in a PID namespace of its own. Its leases last half a second."""
-    if subprocess.run([*UNSHARE, "true"], capture_output=True, timeout=60).returncode:
-        pytest.skip("this user may not make PID namespaces")
-    directory.chmod(0o700)
-    settings, path = directory / "kv.yaml", directory / "kv.sock"
-    settings.write_text("host: {capacity_bytes: 1MiB, lease_s: 0.5}\n")
-    command = [sys.executable, "-m", "kv_tiers.server", "--config", str(settings), "--socket", str(path)]
-    with subprocess.Popen([*UNSHARE, *command], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert line(process.stdout).startswith("READY")
-            yield {"server": {"socket": str(path)}}
-        finally:
-            process.kill()  # and with it, by the kernel, the server
+TWO_CHUNKS = {"host": {"capacity_bytes": "1MiB", "lease_s": 0.5}}
 
 
 @pytest.mark.slow
@@ -53,7 +33,7 @@ def test_an_engine_that_the_server_has_lost_overwrites_nobody(
             raise RuntimeError("the device does not answer")
 
     with (
-        server_apart(tmp_path) as joined,
+        server_apart(tmp_path, TWO_CHUNKS) as joined,
         slow_device() as device,
         started(tiny_llama, cache=joined) as one,
         started(tiny_llama, cache=joined, own_process=True) as two,

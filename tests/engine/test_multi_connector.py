@@ -12,7 +12,7 @@ from kv_tiers.settings import Settings, load
 from kv_vllm.handover import with_protocol
 from kv_vllm.trials import Trials
 from oracle import Oracle
-from unreliable import Behaviour, Unreliable
+from unreliable import Behaviour, Unreliable, beside
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -96,17 +96,9 @@ def beside_unreliable(model: str, cache: dict[str, Any], **arguments: Any) -> It
 
     cache: our settings.
     """
-    both = [
-        {"kv_connector": "Unreliable", "kv_role": "kv_both", "kv_connector_module_path": "unreliable"},
-        {
-            "kv_connector": "KVTiersConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"chunk_tokens": CHUNK_TOKENS, "host": {"capacity_bytes": "256MiB"}} | cache,
-        },
-    ]
+    ours = {"chunk_tokens": CHUNK_TOKENS, "host": {"capacity_bytes": "256MiB"}} | cache
     Unreliable.now = Behaviour(offers=False)
-    arguments = {"enable_prefix_caching": True, "connector": "MultiConnector"} | arguments
-    with started(model, cache={"connectors": both}, chunk_tokens=None, **arguments) as engine:
+    with started(model, **beside(ours), **{"enable_prefix_caching": True} | arguments) as engine:
         engine.ask(PROMPTS)
         behave(engine)
         yield engine
@@ -128,7 +120,7 @@ def asked_of_us_alone(engine: Engine) -> list[Answer]:
 
 
 @pytest.fixture(scope="class", params=[{}, {"max_num_batched_tokens": 256}], ids=["whole", "chunked"])
-def beside(request: pytest.FixtureRequest, tiny_llama: str, reference: list[Answer]) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, tiny_llama: str, reference: list[Answer]) -> Iterator[Engine]:
     with beside_unreliable(tiny_llama, {}, **request.param) as engine:
         yield engine
 
@@ -152,28 +144,28 @@ class TestLoadsOfOthersThatFail:
         ],
     )
     def test_nothing_wrong_is_stored_and_what_is_computed_instead_is(
-        self, beside: Engine, reference: list[Answer], fails: str, way: str, at_once: bool
+        self, engine: Engine, reference: list[Answer], fails: str, way: str, at_once: bool
     ) -> None:
         """vLLM's own tokens may be wrong where requests share failed blocks, and where the report is late: not looked
         at."""
-        behave(beside, fails=fails, **WAYS[way])
-        (beside.ask if at_once else beside.ask_in_turn)(PROMPTS)
+        behave(engine, fails=fails, **WAYS[way])
+        (engine.ask if at_once else engine.ask_in_turn)(PROMPTS)
         assert Unreliable.now.loaded_blocks > 0 and bool(Unreliable.now.failed_requests) == bool(fails)
-        assert asked_of_us_alone(beside) == reference
-        assert asked_of_us_alone(beside) == reference
-        assert beside.hits == FOUND
-        beside.inside("kv_settle")
-        assert beside.inside("kv_snapshot")["faults"] == []
+        assert asked_of_us_alone(engine) == reference
+        assert asked_of_us_alone(engine) == reference
+        assert engine.hits == FOUND
+        engine.inside("kv_settle")
+        assert engine.inside("kv_snapshot")["faults"] == []
 
     def test_without_the_trials_wrong_bytes_are_stored(
-        self, beside: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
+        self, engine: Engine, reference: list[Answer], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Else the tests above could not fail."""
-        behave(beside, fails="middle")
+        behave(engine, fails="middle")
         monkeypatch.setattr(Trials, "begin", lambda *_args, **_named: 0)
         monkeypatch.setattr(Trials, "failed", lambda *_args: None)
-        beside.ask_in_turn(PROMPTS)
-        assert asked_of_us_alone(beside) != reference
+        engine.ask_in_turn(PROMPTS)
+        assert asked_of_us_alone(engine) != reference
 
 
 def test_right_from_disk_after_a_restart_and_when_requests_are_preempted(

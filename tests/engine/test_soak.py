@@ -7,20 +7,26 @@ nearly all.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Answer, Engine, started
+from engines import CHUNK_TOKENS, Answer, Engine, started
+from kv_core.errors import CopyFailed
+from kv_testing.connect import QueuedCopy
 from kv_testing.faults import Fault, FaultyTier
 from kv_tiers import build as tiers_build
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Tier
+from server_apart import server_apart
+from slow_device import slow_device
+from unreliable import Behaviour, Unreliable, beside
 
 NEW_TOKENS = 4
 FAULTS: tuple[Fault, ...] = ("", "", "", "down", "flip", "truncate", "swap", "unreadable", "refuse", "delay")
+TIGHT = {"num_gpu_blocks_override": 48, "max_num_batched_tokens": 512}
 EQUAL = {"canonical": 1.0, "blocks": 1.0, "int8": 0.9, "fp8": 0.5}
 """The part of the answers that must be those of an engine without us."""
 
@@ -49,6 +55,7 @@ class Soak:
     answers: list[tuple[int, Answer]] = field(default_factory=list)
     aborted: int = 0
     resets: int = 0
+    change: Callable[[], None] = lambda: None  # called before each step
 
     def run(self, requests: int) -> None:
         inner, waiting = self.engine.llm.llm_engine, iter(range(requests))
@@ -67,6 +74,7 @@ class Soak:
         self.running[str(number)] = chosen
 
     def _step(self, inner: Any) -> None:
+        self.change()
         if self.chance.random() < 0.02:
             for tier in self.tiers:
                 tier.fault = self.chance.choice(FAULTS)
@@ -129,7 +137,7 @@ def test_no_wrong_token_and_nothing_left(
     # The pool and vLLM's own blocks hold a part of what the prompts need: eviction, preemption and cold hits happen.
     capacity = "6MiB" if kind in ("int8", "fp8") else "20MiB"
     cache = {"format": kind, "host": {"capacity_bytes": capacity}, "tiers": [tier], "cold": {"wait_s": 0.05}}
-    with started(tiny_llama, cache=cache, num_gpu_blocks_override=48, max_num_batched_tokens=512) as engine:
+    with started(tiny_llama, cache=cache, **TIGHT) as engine:
         soak = Soak(engine, faulty, prompts(), random.Random(kind))
         soak.run(requests)
         for each in faulty:
@@ -143,3 +151,64 @@ def test_no_wrong_token_and_nothing_left(
     equal = sum(answer == expected[number] for number, answer in soak.answers)
     print(f"{kind}: {equal} of {len(soak.answers)} answers equal, {soak.aborted} aborts, {soak.resets} resets, {seen}")
     assert equal >= EQUAL[kind] * len(soak.answers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("requests", [200, pytest.param(2000, marks=pytest.mark.long)])
+def test_beside_another_connector_on_a_server_apart_with_copies_that_fail(
+    requests: int, tiny_llama: str, expected: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads of the other connector fail in every way, our copies raise what they like, at any call, the server does not
+    see our process, and its disk fails at random."""
+    chance = random.Random(requests)
+    raised = [RuntimeError, OSError, MemoryError, CopyFailed]
+
+    def unsure(call: Callable[[QueuedCopy], Any]) -> Callable[[QueuedCopy], Any]:
+        def answer(copy: QueuedCopy) -> Any:
+            if chance.random() < 0.02:
+                error = chance.choice(raised)
+                if error is CopyFailed:  # which says that the copy has stopped
+                    copy.queue.catch_up(copy)
+                raise error("raised by the test")
+            return call(copy)
+
+        return answer
+
+    def change() -> None:
+        if chance.random() < 0.3:
+            Unreliable.now.fails = chance.choice(["", "first", "middle", "last"])
+            Unreliable.now.is_async = chance.random() < 0.5
+            Unreliable.now.whole_requests = chance.random() < 0.5
+
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    settings = {"host": {"capacity_bytes": "20MiB", "lease_s": 2}, "tiers": [disk], "cold": {"wait_s": 0.05}}
+    asked = [list(prompt) for prompt in prompts()]
+    with (
+        slow_device() as device,
+        server_apart(tmp_path, settings, faulty=True) as joined,
+        # Without vLLM's prefix cache: blocks that requests share may be computed from failed ones, by vLLM itself.
+        started(
+            tiny_llama,
+            **beside({"chunk_tokens": CHUNK_TOKENS} | joined),
+            num_gpu_blocks_override=48,
+            max_num_batched_tokens=512,
+        ) as engine,
+    ):
+        device.go_on(copy_s=0.0)
+        Unreliable.now = Behaviour(offers=False)
+        engine.ask(asked, NEW_TOKENS)
+        engine.llm.reset_prefix_cache(reset_connector=True)
+        Unreliable.now = Behaviour(held=Unreliable.now.held, chance=lambda: chance.random() < 0.3)
+        for name in ("done", "wait", "hold_engine"):
+            monkeypatch.setattr(QueuedCopy, name, unsure(getattr(QueuedCopy, name)))
+        soak = Soak(engine, [], prompts(), chance, change=change)
+        soak.run(requests)
+        monkeypatch.undo()
+        seen = engine.assert_at_rest()
+        assert device.faults == []
+    wrong = [number for number, answer in soak.answers if answer != expected[number]]
+    print(f"{len(wrong)} of {len(soak.answers)} answers wrong, {soak.aborted} aborts, {soak.resets} resets, {seen}")
+    assert not wrong and len(soak.answers) + soak.aborted == requests
+    assert len(Unreliable.now.failed_requests) > requests // 50 and seen["worker"]["stores_failed"] > 0
+    assert seen["worker"]["tokens_loaded"] > 5_000 and seen["worker"]["chunks_stored"] > 100

@@ -4,6 +4,7 @@ It works where scheduler and worker are in one process. Blocks that it fails to 
 another request, and it reports them as vLLM asks for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ class Behaviour:
     is_async: whether its loads run between steps.
     fails: which of the blocks of a load it does not fill: "first", "middle", "last", or "" for none.
     whole_requests: an asynchronous load fails as a request, not by its blocks.
+    chance: whether it offers what it holds, at this lookup.
     late: a failure of a synchronous load is reported with the output of the step after it.
     """
 
@@ -31,6 +33,7 @@ class Behaviour:
     is_async: bool = False
     fails: str = ""
     whole_requests: bool = False
+    chance: Callable[[], bool] = lambda: True
     late: bool = False
     failed_requests: set[str] = field(default_factory=set)
     loaded_blocks: int = 0
@@ -70,7 +73,7 @@ class Unreliable(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # the 
             blocks += 1
         found = blocks * size - num_computed_tokens
         does_offer = self.now.offers and request.request_id not in self.now.failed_requests
-        return (found, self.now.is_async) if does_offer and found > 0 else (0, False)
+        return (found, self.now.is_async) if does_offer and found > 0 and self.now.chance() else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -134,3 +137,12 @@ class Unreliable(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # the 
         if self.now.late:
             failed, self._late_blocks = self._late_blocks, failed
         return failed
+
+
+def beside(cache: dict[str, Any]) -> dict[str, Any]:
+    """Options of `engines.started` for this connector and, after it, ours with these settings."""
+    both = [
+        {"kv_connector": "Unreliable", "kv_role": "kv_both", "kv_connector_module_path": "unreliable"},
+        {"kv_connector": "KVTiersConnector", "kv_role": "kv_both", "kv_connector_extra_config": cache},
+    ]
+    return {"connector": "MultiConnector", "cache": {"connectors": both}, "chunk_tokens": None}
