@@ -82,3 +82,19 @@ def test_batches_are_apart() -> None:
     gate.finish_all()
     assert gate.finish(first)  # it is over, and forgotten
     assert gate.consumer_index == -1
+
+
+def test_a_pass_that_could_not_wait_for_a_layer_is_not_one_that_has_read_it() -> None:
+    """Even if the layer has landed by the time that anybody asks again."""
+
+    class Silent(DoneEvent):
+        def hold_engine(self) -> None:
+            raise RuntimeError("the device is recording a graph")
+
+    gate = LayerGate()
+    number = gate.open()
+    gate.set_consumer(number)
+    gate.let_through(number, Silent())
+    gate.wait_until(0)
+    gate.end(number, landed=True)
+    assert not gate.finish(number)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kv_core.clock import HandClock
+from kv_core.errors import InputError, MisuseError
 from kv_cuda import PagedLayout, PartLayout, make_copier
 from kv_sglang.linker import lanes
 from kv_sglang.linker.lanes import Loads, Stores
@@ -342,3 +343,60 @@ def test_what_only_a_slower_tier_has_is_a_miss_that_brings_it_up(tmp_path: Path)
     assert second.loads.gate.finish(second.loads.start([Now()]))
     assert torch.equal(second.page(2), first.page(2))
     second.close()
+
+
+class Unsure:
+    """The copy of a layer, which ends when `landed` is set. Asked before that, it raises."""
+
+    def __init__(self, family: type[Exception]) -> None:
+        self.family = family
+        self.landed, self.asked = threading.Event(), threading.Event()
+
+    def done(self) -> bool:
+        return self.landed.is_set()
+
+    def wait(self) -> None:
+        if not self.landed.is_set():
+            self.asked.set()
+            raise self.family("the device does not answer")
+
+    def hold_engine(self) -> None:
+        self.wait()
+
+
+FAMILIES = [RuntimeError, OSError, MemoryError, InputError, MisuseError]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pages_stay_leased_while_a_copy_of_any_layer_may_read_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, family: type[Exception]
+) -> None:
+    """And the batch has not ended, so that SGLang keeps the slots too."""
+    engine.stored(hashes(1), 0)
+    layers = [Unsure(family) for _ in range(LAYERS)]
+    monkeypatch.setattr(type(engine.loads._binding._copier), "load_layers", lambda self, plan: layers)
+    assert engine.loads.take("r", hashes(1), indices(1))
+    number = engine.loads.start([Now()])
+    assert layers[-1].asked.wait(SOON_S)  # though the first has raised
+    assert engine.cache.counts().read_leases == 1
+    assert not engine.loads.gate._batches[number].over
+    for layer in layers:
+        layer.landed.set()
+    assert not engine.loads.gate.finish(number)
+    assert "the device does not answer" in engine.errors[0]
+    assert engine.cache.counts().read_leases == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_room_stays_reserved_while_a_copy_may_write_to_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, family: type[Exception]
+) -> None:
+    copy = Unsure(family)
+    monkeypatch.setattr(type(engine.copier()), "store", lambda self, plan: copy)
+    engine.stores.offer(hashes(1), [], indices(0), [Now()])
+    assert copy.asked.wait(SOON_S)
+    assert engine.cache.counts().chunks_reserved == 1
+    copy.landed.set()
+    assert engine.answers(1) == [False]
+    counts = engine.cache.counts()
+    assert counts.chunks_reserved == counts.chunks_resident == 0
