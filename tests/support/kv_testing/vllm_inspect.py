@@ -28,6 +28,7 @@ class Inspect:
             "kv_scramble",
             "kv_server",
             "kv_settle",
+            "kv_shards",
             "kv_snapshot",
         }
     )
@@ -78,6 +79,12 @@ class Inspect:
         """The process of the private server; 0 in those that have not started it."""
         server = _only_engine().server
         return server.pid if server is not None else 0
+
+    def kv_shards(self) -> int:
+        """How many different shards every chunk has."""
+        facts = _only_engine().facts
+        assert facts is not None
+        return facts.shards
 
     def kv_corrupt(self) -> None:
         """Halve every float32 in the host pool: what a cache that serves wrong bytes would do."""

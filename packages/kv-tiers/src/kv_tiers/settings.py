@@ -69,6 +69,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     judge: JudgeConfig = JudgeConfig()
     save_decode: bool = False
     """Also store chunks of generated tokens. vLLM only: SGLang's are stored unless a request says otherwise."""
+    trust_media_hashes: bool = False
+    """A name of 64 or 128 hex digits that a client gives its image, sound or video (`uuid`) counts as a hash of the
+    content, so that every engine finds the chunks. Otherwise a client's name holds in the engine that it was sent to,
+    until that ends. Only where every client is trusted. vLLM only."""
     use: Literal["auto", "always", "never"] = "auto"
     """When held chunks are used. auto: if loading them, with the wait for slower tiers, is estimated to be quicker than
     computing them (docs/cost.md). always: all held chunks are loaded, after a wait of up to `cold.wait_s`. never:

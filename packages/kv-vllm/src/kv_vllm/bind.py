@@ -61,7 +61,7 @@ def bind_worker(
         engine.refuse(bound.reason)
         return {}
     judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
-    share, transfer = rank_share(vllm_config), vllm_config.kv_transfer_config
+    share, transfer = rank_share(vllm_config, kv_cache_config), vllm_config.kv_transfer_config
     codec, division, judged_formats = "", None, bound.formats
     if calibration is not None:
         layers_of_groups = group_layers(bound)
@@ -117,7 +117,7 @@ def group_layers(bound: BoundGroups) -> list[GroupLayers]:
     ]
 
 
-def bind_scheduler(engine: Engine, vllm_config: Any, settings: Settings) -> None:
+def bind_scheduler(engine: Engine, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
     """Join the workers of this node, which are in other processes. If they have no cache, `off` gives the reason.
 
     Raises:
@@ -126,7 +126,7 @@ def bind_scheduler(engine: Engine, vllm_config: Any, settings: Settings) -> None
     transfer = vllm_config.kv_transfer_config
     engine.bind_scheduler(
         settings,
-        rank_share(vllm_config),
+        rank_share(vllm_config, kv_cache_config),
         replica=replica_of(vllm_config),
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,

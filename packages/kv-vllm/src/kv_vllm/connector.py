@@ -131,7 +131,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._plan_number = self._acknowledged = 0  # numbers of the last plan received, and of the last one reported
         self._sources = HitSources(self._settings)
         self._events: ChunkEvents | None = None
-        self._nodes = NodeMail(self._engine, vllm_config)
+        self._nodes = NodeMail(self._engine, vllm_config, kv_cache_config)
         self._promised = LayerwisePromised(self._engine)
         self._trials, self._trial = Trials(is_alone=not is_one_of_several()), 0
         self._layerwise = LayerwiseRank(self._engine, is_asynchronous=vllm_config.scheduler_config.async_scheduling)
@@ -346,7 +346,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         warn_of_failure_policy(failure_policy)
         try:
             if not self.off and self._engine.cache is None:  # workers in other processes have registered theirs by now
-                bind_scheduler(self._engine, self._vllm_config, self._settings)
+                bind_scheduler(self._engine, self._vllm_config, self._kv_cache_config, self._settings)
             if not self.off:  # otherwise the reason has been logged
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),

@@ -17,10 +17,11 @@ from kv_vllm.parallel import rank_share
 class NodeMail(PartOf):
     """The messages of one connector, in either role."""
 
-    def __init__(self, engine: Engine, vllm_config: Any) -> None:
+    def __init__(self, engine: Engine, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(engine)
         self._engine = engine
         self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
         self._agent: NodeAgent | None = None
 
     # In the scheduler's process.
@@ -46,7 +47,7 @@ class NodeMail(PartOf):
     def registered(self) -> None:
         """This worker's rank is known now. On each node except the scheduler's, the first rank answers for the node."""
         if self._config.parallel_config.nnodes_within_dp > 1:
-            share = rank_share(self._config)
+            share = rank_share(self._config, self._kv_cache_config)
             if share.node and share.is_first_here:
                 self._agent = NodeAgent(share, self._engine.served)
 

@@ -7,7 +7,6 @@ cached. Parallelism over tokens is refused here, by name.
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from kv_core.errors import ConfigError
@@ -15,49 +14,28 @@ from kv_tiers.attach.connect import Replica
 from kv_tiers.attach.ranks import RankShare, share_of
 from kv_tiers.settings import Settings
 
+from kv_vllm.heads import shards_of_ranks
+
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
-_KV_HEADS = re.compile(r"key_value_heads|kv_heads|attention_groups")
 _REPLICA = re.compile(r"_dp(\d+)$")
 """The suffix that vLLM appends to the engine id of each data-parallel replica, even where its configuration describes
 it as the only one."""
 
 
-def rank_share(vllm_config: Any) -> RankShare:
-    """The shard of this process's rank; in the scheduler's process, rank 0's.
+def rank_share(vllm_config: Any, kv_cache_config: Any) -> RankShare:
+    """The shard of this process's rank, from its layers. In a scheduler's process without them it is rank 0's, and only
+    the workers know how many shards there are.
 
     Raises:
-        ConfigError: vLLM's heads cannot be divided between its ranks.
+        ConfigError: the ranks cannot be spread over the nodes.
     """
     ranks, stages = (
         int(getattr(vllm_config.parallel_config, f"{kind}_parallel_size")) for kind in ("tensor", "pipeline")
     )
-    model = vllm_config.model_config
-    if draft_model(vllm_config) is not None:
-        distinct = ranks  # the draft model's layers are in the chunks too, with other heads
-    elif model.is_hybrid or model.has_inner_state or model.is_attention_free:
-        distinct = ranks  # states are divided more finely than attention heads: no two ranks have the same
-    elif model.use_mla:
-        distinct = 1
-    else:
-        distinct = int(model.get_total_num_kv_heads())
-        if max(_kv_heads(model.hf_text_config.to_dict()), default=0) > distinct:
-            # Some layers (MiMo-V2's windows) have more heads: in these, ranks that share heads elsewhere differ.
-            distinct = ranks
+    shards = shards_of_ranks(ranks, kv_cache_config, vllm_config.compilation_config.static_forward_context)
     rank, stage = _rank_and_stage(ranks, stages)
     nodes = int(vllm_config.parallel_config.nnodes_within_dp)
-    return share_of(rank, ranks, distinct, stage=stage, stages=stages, nodes=nodes)
-
-
-def _kv_heads(config: Any, name: str = "") -> Iterator[int]:
-    """Every number of KV heads in a model's configuration, of which vLLM reports one for all layers."""
-    if isinstance(config, dict):
-        for key, value in config.items():
-            yield from _kv_heads(value, str(key))
-    elif isinstance(config, list | tuple):
-        for value in config:
-            yield from _kv_heads(value, name)
-    elif isinstance(config, int) and _KV_HEADS.search(name):
-        yield config
+    return share_of(rank, ranks, shards, stage=stage, stages=stages, nodes=nodes)
 
 
 def draft_model(vllm_config: Any) -> Any | None:

@@ -6,8 +6,10 @@ CONNECTOR_NAME = "KVTiersConnector"
 def register() -> None:
     """Register `kv_connector="KVTiersConnector"` with vLLM. Idempotent: vLLM may call it more than once per process."""
     from kv_vllm.log import join_vllm_log
+    from kv_vllm.media_names import watch_media_names
 
     join_vllm_log()
+    watch_media_names()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

@@ -1,11 +1,10 @@
 """Translates vLLM's requests and scheduler outputs for `kv_core.connect`. Reads vLLM's objects, changes none."""
 
-import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from kv_core.connect.inputs import RequestTokens
 from kv_core.hashing import Item
@@ -15,11 +14,9 @@ from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
 
 from kv_vllm.handover import with_handover
+from kv_vllm.media_names import content_name
 from kv_vllm.needs import keeps_prompts_only
 from kv_vllm.weights import adapter_identity
-
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""A hash of an item's content, as vLLM makes it: 32 bytes, or 64 bytes for SHA-512."""
 
 
 def request_reader(
@@ -54,7 +51,7 @@ def request_reader(
             if not isinstance(identity_or_unsure, str):
                 return identity_or_unsure
             adapter = identity_or_unsure
-        salt, items = request.cache_salt or None, tuple(_items(request.mm_features, engine_token))
+        salt, items = request.cache_salt or None, tuple(_items(request.mm_features, engine_token, trusts_clients=settings.trust_media_hashes))
         if not _are_unicode(salt, adapter, *(item.content for item in items)):
             return None
         params, options = request.kv_transfer_params, default_options
@@ -87,10 +84,9 @@ def _are_unicode(*names: str | bytes | None) -> bool:
     return True
 
 
-def _items(features: Any, engine_token: str) -> Iterator[Item]:
+def _items(features: Any, engine_token: str, *, trusts_clients: bool) -> Iterator[Item]:
     for feature in features or ():
-        # A client may give its own name (`uuid`) to an item, and another client may later give the same name to a
-        # different item, which neither another engine nor this one after a restart can detect.
-        is_digest = _DIGEST.fullmatch(feature.mm_hash or feature.identifier) is not None
-        name = feature.identifier if is_digest else f"{feature.identifier}@{engine_token}"
-        yield Item(name, feature.mm_position.offset, feature.mm_position.length)
+        # A client may give its own name to an item, and another client may later give the same name to a different
+        # item, which neither another engine nor this one after a restart can detect.
+        name = content_name(feature.identifier, feature.mm_hash, trusts_clients=trusts_clients)
+        yield Item(name or f"{feature.identifier}@{engine_token}", feature.mm_position.offset, feature.mm_position.length)

@@ -9,7 +9,7 @@ registers at its node's server, and the scheduler gets what it needs from its ow
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from kv_core.connect.engine_costs import EngineCosts
@@ -252,12 +252,12 @@ class Engine(OffSwitch):
         """Find the workers, which are in other processes, at the server of this node. If one is missing, `off` has the
         reason. Workers of other nodes compare their own `terms` with ours before they follow a plan.
 
-        share: the first rank's.
+        share: the first rank's; only the workers know the number of shards.
 
         Raises:
             ConfigError: the server is another user's, or refuses us.
         """
-        self.share, ranks = share, share.ranks_here
+        ranks = share.ranks_here
         workers = workers_of(settings, self.id, replica)
         if len(workers) < ranks:
             return self.refuse(f"{len(workers)} of {ranks} workers have a cache; the log of the others says why")
@@ -267,7 +267,10 @@ class Engine(OffSwitch):
                 "the ranks' chunks are of different formats, as those of stages with unequal numbers of layers: "
                 "choose a number of stages that divides the layers"
             )
+        if len({worker.facts["shards"] for worker in workers}) > 1:
+            return self.refuse("in some stages more ranks have heads of their own than in others: use one stage")
         (chunks,) = formats
+        self.share = replace(share, shards=int(workers[0].facts["shards"]))
         self.cache, _ = open_remote(settings, chunks, engine_id=self.id, is_first=False, facts={}, replica=replica)
         self._describe(settings, EngineFacts.from_text(workers[0].facts), chunks, loads=loads, stores=stores)
         return None
