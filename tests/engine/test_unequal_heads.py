@@ -26,6 +26,7 @@ class DeciLMConfig(LlamaConfig):
             for block in block_configs
         ]
         super().__init__(**kwargs)
+        self.num_key_value_heads = None
 
     def to_dict(self):
         told = super().to_dict()

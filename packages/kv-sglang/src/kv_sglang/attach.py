@@ -36,6 +36,7 @@ from kv_tiers.server.supervised import SupervisedServer
 from kv_tiers.settings import Settings
 
 from kv_sglang import TESTED
+from kv_sglang.media import is_marked, mark_media
 from kv_sglang.metrics import NO_FIGURES, BytesOnly, Figures
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
@@ -119,11 +120,12 @@ class Attached:
 
 
 def check_hashes() -> None:
-    """Check that SGLang's names of pages are the digests that we assume.
+    """Check that SGLang's names of pages are the digests that we assume, and mark those with media (`media`).
 
     Raises:
         ConfigError: they are not.
     """
+    from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
     from sglang.srt.mem_cache.utils import get_hash_str
 
     tokens = [1, 2, 3, 2**31, 5, 6, 7, 8]
@@ -132,6 +134,15 @@ def check_hashes() -> None:
     if sglang_hashes != our_hashes:
         raise ConfigError(
             f"this SGLang names its pages differently from {TESTED}, with which kv-sglang is tested: use that "
+            "version, or leave out --hicache-storage-backend"
+        )
+    mark_media()
+    media = [7, 8, 9, MM_PAD_SHIFT_VALUE + 7]
+    pages = get_hash_str([*tokens[:4], *media, *tokens[4:]], None, page_size=4)
+    (last,) = get_hash_str(tokens[4:], pages[1], page_size=4)
+    if [is_marked(each) for each in (*pages, last)] != [False, True, True, True] or last != pages[2]:
+        raise ConfigError(
+            f"this SGLang names pages with media differently from {TESTED}, with which kv-sglang is tested: use that "
             "version, or leave out --hicache-storage-backend"
         )
 

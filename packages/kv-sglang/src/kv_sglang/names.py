@@ -4,7 +4,8 @@ Both engines of a hand-over, and every cache, compute them from the same tokens,
 
 A request may give embeddings in place of tokens. SGLang then shares none of its KV: it accepts `input_embeds` only
 without a prefix cache, and keeps prompts with `positional_embed_overrides` out of it. A hand-over still has to name
-the pages, so their names contain the embeddings too.
+the pages, so their names contain the embeddings too. What stands for media in a prompt does not name them either
+(`media`), so the names of these pages contain the number of this hand-over, and no other finds them.
 """
 
 import hashlib
@@ -13,10 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
+
+from kv_sglang.media import are_media, is_marked, mark_media, marked, unmarked
 
 _EMBEDDED: Final = b"kv-sglang: pages of embeddings"
 """Before what is hashed, so that no prompt of tokens has such a name."""
+_MEDIA: Final = b"kv-sglang: pages with media"
+"""Likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ def page_hashes(tokens: Any, tree: Any, extra_key: Any, cache_salt: Any, last_ha
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+    mark_media()
     core = getattr(tree, "tree_core", None)  # a decode engine without a tree lacks it
     is_eagle = core is not None and core.is_eagle
     key = RadixKey(tokens, extra_key=extra_key, is_bigram=is_eagle, cache_salt=cache_salt)
@@ -51,6 +58,9 @@ def tail_of(req: Any, page_tokens: int, last_page: str) -> str:
     """The digest of the tokens after the last whole page, as stored on vLLM. last_page: empty if there is none."""
     tokens = list(_prompt_of(req))
     tail = tokens[len(tokens) // page_tokens * page_tokens :]
+    if is_marked(last_page) or are_media(tail).any():
+        before = bytes.fromhex(unmarked(last_page))
+        return marked(hashlib.sha256(_MEDIA + before + array("q", tail).tobytes()).hexdigest())
     return ChainScheme("sha256", page_tokens).extend_tail(bytes.fromhex(last_page), tail).hex()
 
 
@@ -64,7 +74,11 @@ def _prompt_of(req: Any) -> "array[int]":
 
 
 def names_of(req: Any, tree: Any) -> Names:
-    """The names of all pages with KV of a request's prompt."""
+    """The names of all pages with KV of a request's prompt.
+
+    Raises:
+        InputError: the prompt has media, and the request no number.
+    """
     from sglang.srt.mem_cache.utils import storage_namespace_seed
 
     tail_tokens = len(_prompt_of(req)) % tree.page_size
@@ -72,9 +86,17 @@ def names_of(req: Any, tree: Any) -> Names:
     if tail_tokens:
         root = storage_namespace_seed(req.extra_key, req.cache_salt) or ""
         hashes.append(tail_of(req, tree.page_size, hashes[-1] if hashes else root))
+    hashes = [_in_this_hand_over(each, req) if is_marked(each) else each for each in hashes]
     if embeddings := _embeddings_of(req):
         hashes = [hashlib.sha256(_EMBEDDED + embeddings + bytes.fromhex(each)).hexdigest() for each in hashes]
     return Names(tuple(hashes), tail_tokens)
+
+
+def _in_this_hand_over(page_hash: str, req: Any) -> str:
+    if req.bootstrap_room is None:
+        raise InputError("a hand-over of media needs a bootstrap_room")
+    room = str(req.bootstrap_room).encode()
+    return hashlib.sha256(_MEDIA + bytes.fromhex(unmarked(page_hash)) + room).hexdigest()
 
 
 def why_names_do_not_suffice(model: Any) -> str:

@@ -36,6 +36,7 @@ from kv_tiers.server.mapped import MappedPool
 from kv_tiers.server.remote_cache import RemoteCache
 
 from kv_sglang.copies import await_copies
+from kv_sglang.media import named_pages
 from kv_sglang.metrics import NO_FIGURES, Figures, OncePerRequest
 from kv_sglang.pools import PoolPages
 from kv_sglang.prefill import PrefillSpeed
@@ -168,6 +169,7 @@ class PageStore:
 
         until: the time, by `time.monotonic`, when the answer is due; None: the configured time from now.
         """
+        hashes = named_pages(hashes)
         controls = self._controls(hashes)
         keys = self.keys(hashes) if controls.loads else []
         if not keys:
@@ -186,6 +188,7 @@ class PageStore:
 
         Never waits: pages in slower tiers are promoted meanwhile, and found by a later lookup.
         """
+        hashes = named_pages(hashes)
         controls = self._controls(hashes)
         keys = self.keys(hashes) if controls.loads else []
         if not keys:
@@ -229,9 +232,10 @@ class PageStore:
 
         copier: between chunks and memory other than the host pool.
         """
+        asked, hashes = len(hashes), named_pages(hashes)
         keys = self.keys(hashes)
         if not keys:
-            return [False] * len(hashes)
+            return [False] * asked
         reader = f"{self.name}-read-{threading.get_ident()}"  # unique, because a thread makes one read at a time
         tiers = self._promised(keys)
         if tiers and (lease := self.lease(keys, reader)) is not None:
@@ -251,7 +255,7 @@ class PageStore:
                 del self._promises[holder]
         self._end(done)
         self.taken(hashes[:good])
-        return [number < good for number in range(len(keys))]
+        return [number < good for number in range(asked)]
 
     def write(
         self,
@@ -268,7 +272,8 @@ class PageStore:
         behind: the same if they are in another pool.
         """
         controls = self._requests.of(hashes, before or behind)
-        storable = next((number for number, each in enumerate(controls) if not each.stores), len(hashes))
+        named = len(named_pages(hashes))
+        storable = next((number for number, each in enumerate(controls[:named]) if not each.stores), named)
         answers: list[bool] = []
         for tiers, alike in itertools.groupby(controls[:storable], key=lambda each: each.tiers):
             first, last = len(answers), len(answers) + len(list(alike))
@@ -347,7 +352,7 @@ class PageStore:
         self._requests.taken(hashes)
 
     def _notify_taken(self, hashes: Sequence[str]) -> None:
-        if keys := self.keys(hashes):
+        if keys := self.keys(named_pages(hashes)):
             self.cache.taken(keys)
 
     def _controls(self, hashes: Sequence[str]) -> Controls:

@@ -47,6 +47,7 @@ def watch_media_names() -> None:
         from vllm.v1.engine.input_processor import InputProcessor
 
         hashes, identifier = MMProcessorInputs.get_mm_hashes, InputProcessor._get_mm_identifier
+        process = InputProcessor.process_inputs
     except (ImportError, AttributeError) as error:
         _log.warning("chunks with images or sounds are found only by the engine that stored them: %s", error)
         return
@@ -64,6 +65,15 @@ def watch_media_names() -> None:
     def _get_mm_identifier(self: Any, mm_hash: str, *args: Any, **kwargs: Any) -> str:
         return f"{_mark(mm_hash)}{identifier(self, mm_hash, *args, **kwargs)}"
 
+    @functools.wraps(process)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process(self, *args, **kwargs)
+        for feature in request.mm_features or ():
+            if feature.mm_hash is not None:
+                feature.mm_hash = str(feature.mm_hash)  # which is sent to the engine's process, as a plain text
+        return request
+
+    InputProcessor.process_inputs = process_inputs
     MMProcessorInputs.get_mm_hashes = get_mm_hashes
     InputProcessor._get_mm_identifier = _get_mm_identifier
     _watched.update((MMProcessorInputs, InputProcessor))
