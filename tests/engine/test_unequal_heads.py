@@ -11,7 +11,7 @@ from engines import PROMPTS, WARM_HITS, Engine, started
 from kv_cuda.tiny import TinyLlama
 from safetensors.torch import load_file, save_file
 
-_CONFIGURATION = '''
+_CONFIGURATION = """
 from types import SimpleNamespace
 
 from transformers import LlamaConfig
@@ -34,7 +34,7 @@ class DeciLMConfig(LlamaConfig):
             {"attention": vars(block.attention), "ffn": vars(block.ffn)} for block in self.block_configs
         ]
         return told
-'''
+"""
 
 
 def write_deci_lm(directory: Path, groups: list[int]) -> Path:

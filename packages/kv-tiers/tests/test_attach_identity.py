@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 from kv_tiers.attach.file_digests import DigestMemory
-from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel, identify, key_space
+from kv_tiers.attach.identity import (
+    LiveKeySpace,
+    LiveWeights,
+    ServedModel,
+    identify,
+    key_space,
+    origins_of,
+    sources_of,
+)
 
 
 def write(directory: Path, name: str = "model.safetensors", byte: int = 1, size: int = 3_000_000) -> Path:
@@ -30,7 +38,7 @@ def served(directory: Path, *, own: dict[str, Any] | None = None, **changed: Any
 
 
 def fingerprint(model: ServedModel, kv_dtype: str = "float32", form: str = "f") -> bytes:
-    weights = LiveWeights(model, memory=DigestMemory(None), patience_s=30)
+    weights = LiveWeights(model, before=origins_of(sources_of(model)), memory=DigestMemory(None), patience_s=30)
     live = LiveKeySpace(weights, kv_dtype=kv_dtype, format_fingerprint=form, world=1, chain="sha256:256")
     assert live.now is not None
     return live.now.fingerprint
@@ -84,6 +92,24 @@ def test_two_engines_share_a_model_that_both_are_shown_to_keep_alike(tmp_path: P
 def test_two_engines_never_share_what_was_not_shown(tmp_path: Path, own: dict[str, Any]) -> None:
     write(tmp_path)
     assert fingerprint(served(tmp_path, own=own)) != fingerprint(served(tmp_path, own=own, engine="sglang"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {
+            "overrides": {"quantization": "fp8"}
+        },  # of the weights, as they are loaded: each engine scales them its own way
+        {"overrides": {"configuration": {"rope_parameters": {"factor": 2.0}}}},  # merged by one, replaced by the other
+        {"overrides": {"settings": {"load_format": "pt"}}},
+        {"own": {"quantization_config": {"quant_method": "fp8"}}},  # activations, by each engine's own kernels
+        {"own": {"compression_config": {"quantization_status": "compressed"}}},
+    ],
+)
+def test_two_engines_never_share_what_each_does_in_its_own_way(tmp_path: Path, changed: dict[str, Any]) -> None:
+    write(tmp_path)
+    names = {fingerprint(served(tmp_path, engine=engine, **changed)) for engine in ("vllm", "sglang")}
+    assert len(names) == 2
 
 
 def test_made_up_weights_are_each_engines_own(tmp_path: Path) -> None:

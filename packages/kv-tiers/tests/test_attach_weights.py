@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,12 +19,13 @@ from kv_tiers.attach.adapters import Adapters, Unsure
 from kv_tiers.attach.file_digests import (
     DigestMemory,
     FilesChangedError,
+    FileState,
     HashingStoppedError,
     content_digest,
     content_files,
     default_memory,
 )
-from kv_tiers.attach.identity import Beside, LiveWeights, ServedModel, identify
+from kv_tiers.attach.identity import Beside, LiveKeySpace, LiveWeights, ServedModel, identify, origins_of, sources_of
 
 NOWHERE = DigestMemory(None)
 LATER_NS = 10**12
@@ -43,7 +45,16 @@ def patch(file: Path, at: int) -> None:
 
 
 def digest(source: Path, memory: DigestMemory = NOWHERE) -> str:
-    return content_digest(content_files(source), memory)
+    return content_digest(states_of(source), memory)
+
+
+def states_of(source: Path) -> list[tuple[str, FileState]]:
+    return [(name, FileState.of(path)) for name, path in content_files(source)]
+
+
+def live_of(model: ServedModel, **options: Any) -> LiveWeights:
+    """Of an engine that has just loaded them."""
+    return LiveWeights(model, before=origins_of(sources_of(model)), **({"memory": NOWHERE} | options))
 
 
 def served(source: Path | str, beside: list[tuple[str, ...]] | None = None) -> ServedModel:
@@ -84,7 +95,7 @@ def test_bytes_in_every_segment_count_and_their_order_too(tmp_path: Path, monkey
     digests = set()
     for at in range(0, 10_000, 500):
         patch(write(tmp_path / str(at), size=10_000) / "model.safetensors", at)
-        digests |= {content_digest(content_files(tmp_path / str(at)), NOWHERE, threads=4) for _ in range(3)}
+        digests |= {content_digest(states_of(tmp_path / str(at)), NOWHERE, threads=4) for _ in range(3)}
     assert len(digests) == 20
 
 
@@ -253,7 +264,7 @@ def test_weights_that_take_long_to_read_are_named_in_the_background_and_it_says_
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    live = LiveWeights(served(write(tmp_path / "m")), memory=NOWHERE, patience_s=0)
+    live = live_of(served(write(tmp_path / "m")), patience_s=0)
     assert gate.reached.wait(30)
     assert live.now is None
     said = [
@@ -268,7 +279,7 @@ def test_weights_that_take_long_to_read_are_named_in_the_background_and_it_says_
 
 
 def test_weights_that_change_while_they_are_read_are_not_what_was_read(tmp_path: Path, gate: Gate) -> None:
-    live = LiveWeights(served(write(tmp_path / "m")), memory=NOWHERE, patience_s=0)
+    live = live_of(served(write(tmp_path / "m")), patience_s=0)
     assert gate.reached.wait(30)
     live.changed("a test")
     changed = live.now
@@ -277,6 +288,129 @@ def test_weights_that_change_while_they_are_read_are_not_what_was_read(tmp_path:
         if thread.name == "kv-weights":
             thread.join(30)
     assert changed is not None and live.now is changed
+
+
+def in_place(files: Path, _other: Path) -> None:
+    patch(files / "model.safetensors", 1000)
+
+
+def in_place_with_its_old_time(files: Path, _other: Path) -> None:
+    status = (files / "model.safetensors").stat()
+    patch(files / "model.safetensors", 1000)
+    os.utime(files / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def renamed_over(files: Path, other: Path) -> None:
+    (other / "model.safetensors").replace(files / "model.safetensors")
+
+
+def link_of_a_file_turned(files: Path, other: Path) -> None:
+    (files / "model.safetensors").unlink()
+    (files / "model.safetensors").symlink_to(other / "model.safetensors")
+
+
+def link_of_the_directory_turned(files: Path, other: Path) -> None:
+    link = files.parent / "current"
+    link.unlink()
+    link.symlink_to(other)
+
+
+def directory_renamed(files: Path, other: Path) -> None:
+    files.rename(files.parent / "retired")
+    other.rename(files)
+
+
+def one_more(files: Path, _other: Path) -> None:
+    write(files, "model-2.safetensors", byte=9)
+
+
+def one_less(files: Path, _other: Path) -> None:
+    (files / "quantize_config.json").unlink()
+
+
+def configuration(files: Path, _other: Path) -> None:
+    (files / "config.json").write_text('{"rope_theta": 77.0}')
+
+
+REPLACEMENTS = (
+    in_place,
+    in_place_with_its_old_time,
+    renamed_over,
+    link_of_a_file_turned,
+    link_of_the_directory_turned,
+    directory_renamed,
+    one_more,
+    one_less,
+    configuration,
+)
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+def test_files_that_were_replaced_since_the_engine_loaded_them_name_nothing(
+    replace: Callable[[Path, Path], None], is_draft: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine hashes minutes after it loaded; the old weights' KV must not get the new ones' name."""
+    files, other = (write(tmp_path / name, byte=byte) for byte, name in enumerate(("m", "other")))
+    for directory in (files, other):
+        (directory / "config.json").write_text("{}")
+        (directory / "quantize_config.json").write_text("{}")
+    (tmp_path / "current").symlink_to(files)
+    source = tmp_path / "current"
+    model = served(write(tmp_path / "main"), [("draft", str(source))]) if is_draft else served(source)
+    before = origins_of(sources_of(model))
+    first = LiveWeights(model, before=before, memory=NOWHERE, patience_s=30)
+    assert first.now == identify(model, NOWHERE), "nothing was replaced yet"
+    replace(files, other)
+    live = LiveWeights(model, before=before, memory=NOWHERE, patience_s=30)
+    assert live.now is not None and live.now.revision.startswith("engine-")
+    assert "changed while the engine loaded them: stored chunks live no longer" in caplog.text
+    restarted = live_of(model, patience_s=30)
+    assert restarted.now == identify(model, NOWHERE) != live.now, "which has loaded the new ones"
+
+
+def test_files_that_are_replaced_before_they_were_read_name_nothing(tmp_path: Path, gate: Gate) -> None:
+    """After the engine has looked at them, and while they are being hashed."""
+    model = served(write(tmp_path / "m"))
+    live = live_of(model, patience_s=0)
+    assert gate.reached.wait(30)
+    write(tmp_path / "m", byte=2)
+    gate.open.set()
+    assert live.wait(30)
+    assert live.now is not None and live.now.revision.startswith("engine-")
+
+
+def test_files_of_which_nothing_was_known_before_name_nothing(tmp_path: Path) -> None:
+    live = LiveWeights(served(write(tmp_path / "m")), memory=NOWHERE, patience_s=30)
+    assert live.now is not None and live.now.revision.startswith("engine-")
+
+
+def test_a_configuration_that_is_replaced_later_does_not_name_what_was_computed_before(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text("{}")
+    spaces = []
+    for _ in range(2):
+        live = live_of(served(tmp_path / "m"), patience_s=30)
+        (tmp_path / "m" / "config.json").write_text('{"rope_theta": 77.0}')
+        spaces.append(LiveKeySpace(live, kv_dtype="f", format_fingerprint="f", world=1, chain="c").now)
+    assert None not in spaces and spaces[0] != spaces[1]
+
+
+def test_a_branch_that_moved_while_the_engine_loaded_it_names_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = ["a" * 40, "b" * 40]
+    here = commits[:1]
+    monkeypatch.setattr(
+        identity, "_hub_file", lambda name, revision, file="": tmp_path / f"models--org--m/snapshots/{here[0]}/c.json"
+    )
+    model = served("org/m")
+    before = origins_of(sources_of(model))
+    named = LiveWeights(model, before=before, memory=NOWHERE).now
+    assert named is not None and named.revision == f"commit-{commits[0]}"
+    here[0] = commits[1]
+    moved = LiveWeights(model, before=before, memory=NOWHERE).now
+    assert moved is not None and moved.revision.startswith("engine-")
 
 
 def test_whoever_stops_waiting_stops_the_reading(tmp_path: Path, gate: Gate) -> None:
@@ -295,11 +429,11 @@ def test_weights_that_cannot_be_known_have_a_name_of_this_engine_alone_and_it_sa
     if source == "empty":
         (tmp_path / "empty").mkdir()
         source = str(tmp_path / "empty")
-    first, second = (LiveWeights(served(source), memory=NOWHERE) for _ in range(2))
+    first, second = (live_of(served(source)) for _ in range(2))
     assert first.now is not None and second.now is not None
     assert first.now.revision != second.now.revision
     assert "live no longer than this engine" in caplog.text
-    ranks = [LiveWeights(served(source), engine="both ranks'", memory=NOWHERE).now for _ in range(2)]
+    ranks = [live_of(served(source), engine="both ranks'").now for _ in range(2)]
     assert ranks[0] == ranks[1] != first.now
 
 
@@ -307,15 +441,15 @@ def test_an_engine_on_a_system_without_threads_starts_and_its_weights_have_a_nam
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with threads_left():
-        live = LiveWeights(served(write(tmp_path / "m")), memory=NOWHERE)
+        live = live_of(served(write(tmp_path / "m")))
     assert live.now is not None and live.now != identify(served(tmp_path / "m"), NOWHERE)
     assert "live no longer than this engine" in caplog.text
 
 
 def test_each_change_is_another_name_and_the_same_on_every_rank(tmp_path: Path) -> None:
     write(tmp_path / "m")
-    ranks = [LiveWeights(served(tmp_path / "m"), engine="e", memory=NOWHERE, patience_s=30) for _ in range(2)]
-    other = LiveWeights(served(tmp_path / "m"), memory=NOWHERE, patience_s=30)
+    ranks = [live_of(served(tmp_path / "m"), engine="e", patience_s=30) for _ in range(2)]
+    other = live_of(served(tmp_path / "m"), patience_s=30)
     assert ranks[0].now == ranks[1].now == other.now
     names = {ranks[0].now}
     for _ in range(3):

@@ -42,7 +42,7 @@ from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
 from kv_sglang.prefill import PrefillSpeed
 from kv_sglang.requests import RequestPages
-from kv_sglang.weights import WeightsWatch
+from kv_sglang.weights import WeightsWatch, before_loading
 
 _log = limited_logger(__name__)
 
@@ -196,7 +196,8 @@ def attach(
     formats = {name: Format((pages.format.nbytes,), prints[name]) for name, pages in pools.items()}
     page_bytes = sum(max(chunks.group_bytes) for chunks in formats.values())
     # Replicas are updated one by one, so the weights of one may differ from the others'.
-    watch = WeightsWatch(LiveWeights(model, engine=f"{engine_name}-{rank.replica}" if engine_name else ""))
+    own_name = f"{engine_name}-{rank.replica}" if engine_name else ""
+    watch = WeightsWatch(LiveWeights(model, before=before_loading(), engine=own_name))
     attached = Attached(watch=watch, figures=figures)
     keeps = StoredFormat.of(model, pools[KV].format.kind, prints[KV])
     if rank.number == rank.stage == rank.replica == 0:

@@ -53,17 +53,11 @@ _PLAIN_CACHES: Final = ("auto", "bf16", "bfloat16")
 def served_model(rank: Rank) -> ServedModel:
     """The model that SGLang is to serve, and how."""
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import get_lora, get_server_args
+    from sglang.srt.runtime_context import get_server_args
 
     arguments = get_server_args()
     model = ModelConfig.from_server_args(arguments)
     read = {str(key): value for key, value in model.hf_config.to_dict().items()}
-    # SGLang names the pages of these by the adapter's name and path, which do not identify its weights. Adapters loaded
-    # later have a name that is valid only in this process.
-    beside = [Beside(str(each.lora_name), str(each.lora_path)) for each in get_lora().lora_paths or ()]
-    if arguments.speculative_algorithm and arguments.speculative_draft_model_path:
-        draft, revision = arguments.speculative_draft_model_path, arguments.speculative_draft_model_revision
-        beside.append(Beside("draft", str(draft), revision))
     own = read.get("quantization_config")
     quantized = own.get("quant_method") if isinstance(own, dict) else None
     quantization = getattr(model, "quantization", None)
@@ -87,8 +81,30 @@ def served_model(rank: Rank) -> ServedModel:
         },
         max_tokens=int(model.context_len),
         read_config=read,
-        beside=beside,
+        beside=_beside(arguments),
     )
+
+
+def sources() -> list[tuple[str, str | None]]:
+    """All weights that determine the KV, as `sources_of` has them, with their revisions."""
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    beside = [(extra.source, extra.revision) for extra in _beside(arguments)]
+    return [(_source_of_weights(arguments), arguments.revision), *beside]
+
+
+def _beside(arguments: Any) -> list[Beside]:
+    """The weights besides the model's."""
+    from sglang.srt.runtime_context import get_lora
+
+    # SGLang names the pages of these by the adapter's name and path, which do not identify its weights. Adapters loaded
+    # later have a name that is valid only in this process.
+    beside = [Beside(str(each.lora_name), str(each.lora_path)) for each in get_lora().lora_paths or ()]
+    if arguments.speculative_algorithm and arguments.speculative_draft_model_path:
+        draft, revision = arguments.speculative_draft_model_path, arguments.speculative_draft_model_revision
+        beside.append(Beside("draft", str(draft), revision))
+    return beside
 
 
 def _source_of_weights(arguments: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from kv_core.log import limited_logger
-from kv_tiers.attach.identity import LiveWeights
+from kv_tiers.attach.identity import LiveWeights, Origins, origins_of
 
 _log = limited_logger(__name__)
 
@@ -46,14 +46,32 @@ class _Seen:
     holds_old_pages: its own caches may have pages of weights other than the current ones.
     passes: how many forward passes each of its model runners had made at the last change. Empty: that is not known, or
         there are pages that none of them computed.
+    before: the origins of the weights before they were loaded; None: nobody looked.
     """
 
     changed: str = ""
     holds_old_pages: bool = False
     passes: "WeakKeyDictionary[Any, int]" = field(default_factory=WeakKeyDictionary)
+    before: Origins | None = None
 
 
 _SEEN: Final = _Seen()
+
+
+def look_before_loading(*_args: Any, **_named: Any) -> None:
+    """SGLang is about to load weights: examine the files of all of them, once in a process."""
+    if _SEEN.before is None:
+        try:
+            from kv_sglang.served import sources
+
+            _SEEN.before = origins_of(sources())
+        except Exception as error:  # noqa: BLE001  # the engine must start; its weights then have no lasting name
+            _log.warning("the files of the model could not be examined: %s", error)
+
+
+def before_loading() -> Origins | None:
+    """The origins of the weights before this process loaded them; None: not known."""
+    return _SEEN.before
 
 
 class WeightsWatch:

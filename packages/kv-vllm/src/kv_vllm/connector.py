@@ -58,7 +58,7 @@ from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigur
 from kv_vllm.steps import StepReader
 from kv_vllm.translate import request_reader
 from kv_vllm.trials import Trials
-from kv_vllm.weights import Weights, note_resets
+from kv_vllm.weights import Weights, before_loading, note_resets
 
 _log = limited_logger(__name__)
 
@@ -351,6 +351,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
                     lambda space: Weights(space, self._vllm_config, self._requests),
+                    before=before_loading(self._vllm_config),
                 )
                 assert self._engine.cache is not None
                 self._figures = SchedulerFigures(self._scheduler, self._engine.cache)

@@ -51,7 +51,10 @@ def request_reader(
             if not isinstance(identity_or_unsure, str):
                 return identity_or_unsure
             adapter = identity_or_unsure
-        salt, items = request.cache_salt or None, tuple(_items(request.mm_features, engine_token, trusts_clients=settings.trust_media_hashes))
+        salt, items = (
+            request.cache_salt or None,
+            tuple(_items(request.mm_features, engine_token, trusts_clients=settings.trust_media_hashes)),
+        )
         if not _are_unicode(salt, adapter, *(item.content for item in items)):
             return None
         params, options = request.kv_transfer_params, default_options
@@ -89,4 +92,6 @@ def _items(features: Any, engine_token: str, *, trusts_clients: bool) -> Iterato
         # A client may give its own name to an item, and another client may later give the same name to a different
         # item, which neither another engine nor this one after a restart can detect.
         name = content_name(feature.identifier, feature.mm_hash, trusts_clients=trusts_clients)
-        yield Item(name or f"{feature.identifier}@{engine_token}", feature.mm_position.offset, feature.mm_position.length)
+        yield Item(
+            name or f"{feature.identifier}@{engine_token}", feature.mm_position.offset, feature.mm_position.length
+        )

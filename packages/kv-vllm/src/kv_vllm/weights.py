@@ -5,6 +5,9 @@ executor's `collective_rpc` in the scheduler's process: `reload_weights`, `updat
 `wake_up`, a user's function or method of a worker extension. So these calls are observed, and any that is not
 known to leave the weights alone counts as a change. Code that writes weights without them must call
 `reset_prefix_cache(reset_connector=True)`, which is passed on to us and counts as well, because no reason is given.
+
+A connector is created after the weights were loaded, and files may have been replaced meanwhile. So the plugin has the
+engine's process look at them before.
 """
 
 import functools
@@ -18,8 +21,10 @@ from kv_core.connect.inputs import RequestTokens
 from kv_core.log import limited_logger
 from kv_tiers.attach.adapters import Unsure
 from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.identity import LiveKeySpace
+from kv_tiers.attach.identity import LiveKeySpace, Origins, origins_of, sources_of
 from kv_tiers.attach.weights import EngineWeights
+
+from kv_vllm.served import served_model
 
 _log = limited_logger(__name__)
 
@@ -63,6 +68,7 @@ LEAVES_WEIGHTS_ALONE: Final = frozenset(
 DECLARATION: Final = "kv_leaves_weights_alone"
 """The attribute by which a worker extension names those of its methods that leave the weights alone."""
 
+_BEFORE: Final = "_kv_tiers_before_loading"
 _WATCHES: "dict[str, Weights]" = {}
 """The watches of this process by vLLM's engine id."""
 _LOCK: Final = threading.Lock()
@@ -113,6 +119,34 @@ class Weights(EngineWeights):
             if _WATCHES.get(self._engine_id) is self:
                 del _WATCHES[self._engine_id]
         super().close()
+
+
+def look_before_loading() -> None:
+    """Have every engine of this process look at its model's files before it loads them. Idempotent."""
+    from vllm.v1.executor.abstract import Executor
+
+    init: Callable[..., None] = Executor.__init__
+    if getattr(init, "_kv_looks", False):
+        return
+
+    @functools.wraps(init)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if vllm_config.kv_transfer_config is not None:
+            try:
+                origins = origins_of(sources_of(served_model(vllm_config, kv_scales="")))
+                # An attribute, as a connector among several gets a copy of this configuration.
+                object.__setattr__(vllm_config, _BEFORE, origins)
+            except Exception as error:  # noqa: BLE001  # the engine must start; its weights then have no lasting name
+                _log.warning("the files of the model could not be examined: %s", error)
+        init(self, vllm_config, *args, **kwargs)
+
+    __init__._kv_looks = True  # type: ignore[attr-defined]
+    Executor.__init__ = __init__
+
+
+def before_loading(vllm_config: Any) -> Origins | None:
+    """The origins of this engine's weights before it loaded them; None: nobody looked."""
+    return getattr(vllm_config, _BEFORE, None)
 
 
 def adapter_identity(weights: EngineWeights | None) -> Callable[[Any, str], str | Unsure | None] | None:

@@ -1,7 +1,8 @@
-"""Registers `--disaggregation-transfer-backend kv` with SGLang, through its plugins' entry point and hooks.
+"""Registers `--disaggregation-transfer-backend kv` with SGLang, through its plugins' entry point and hooks, and examines
+the model's files before SGLang loads them.
 
 SGLang runs this in each of its processes, whatever backend is chosen, so it imports only SGLang's own modules for the
-choice, and its hooks do nothing for another backend. Adding a name to the choices is a public call of SGLang; the
+choice, and its other hooks do nothing for another backend. Adding a name to the choices is a public call of SGLang; the
 classes behind a name are an enumeration and a function, which plugins replace.
 """
 
@@ -20,6 +21,9 @@ def register() -> None:
 
     if NAME in DISAGG_TRANSFER_BACKEND_CHOICES:
         return
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model", _before_loading, HookType.BEFORE
+    )
     add_disagg_transfer_backend_choices([NAME])
     # An enumeration that has members cannot be extended.
     members = {each.name: each.value for each in TransferBackend} | {NAME.upper(): NAME}
@@ -37,6 +41,15 @@ def register() -> None:
         _name_received,
         HookType.AFTER,
     )
+
+
+def _before_loading(*_args: Any, **_named: Any) -> None:
+    """Whatever cache is attached, perhaps later: what a model's files were cannot be seen afterwards."""
+    from kv_sglang.media import mark_media
+    from kv_sglang.weights import look_before_loading
+
+    look_before_loading()
+    mark_media()
 
 
 def _bootstrap_server_class(original: Any, backend: Any, class_type: Any) -> Any:

@@ -27,7 +27,7 @@ from kv_core.log import limited_logger
 from kv_tiers.approximate import exact_fingerprint
 from kv_tiers.attach.connect import Format, Replica, open_in_process, open_remote, workers_of
 from kv_tiers.attach.guard import OffSwitch
-from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, Origins, ServedModel
 from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
 from kv_tiers.attach.node_agent import Served
 from kv_tiers.attach.nodes import NodesCache
@@ -296,16 +296,20 @@ class Engine(OffSwitch):
         return self.worker
 
     def start_scheduler(
-        self, served: Callable[[str], ServedModel], watch: Callable[[LiveKeySpace], EngineWeights] = EngineWeights
+        self,
+        served: Callable[[str], ServedModel],
+        watch: Callable[[LiveKeySpace], EngineWeights] = EngineWeights,
+        *,
+        before: Origins | None = None,
     ) -> SchedulerHalf:
         """After `bind_worker` or, where the workers are elsewhere, `bind_scheduler`.
 
         served: returns the model that the engine serves, given `EngineFacts.kv_scales`. watch: creates the observer of
-            its weights.
+            its weights. before: the origins of its weights before they were loaded; None: not known.
         """
         assert self.cache is not None and self._shape is not None and self.facts is not None
         space = LiveKeySpace(
-            LiveWeights(served(self.facts.kv_scales)),
+            LiveWeights(served(self.facts.kv_scales), before=before),
             kv_dtype=self.facts.kv_dtype,
             format_fingerprint=self._fingerprint,
             world=self.facts.shards,

@@ -138,20 +138,21 @@ class _Segments:
 
 
 def content_digest(
-    files: Sequence[tuple[str, Path]],
+    files: Sequence[tuple[str, FileState]],
     memory: DigestMemory,
     *,
     threads: int | None = None,
     stopped: threading.Event | None = None,
 ) -> str:
-    """32 hex digits over the names and all bytes of these files. Files that are not in `memory` are read.
+    """32 hex digits over the names and all bytes of these files in these states. Files that are not in `memory` are
+    read.
 
     Raises:
         OSError: a file cannot be read.
-        FilesChangedError: one changed meanwhile.
+        FilesChangedError: one has another state by now.
         HashingStoppedError: `stopped` was set.
     """
-    states = {name: FileState.of(path) for name, path in files}
+    states = dict(files)
     known = memory.recall(states.values())
     unknown = [state for state in dict.fromkeys(states.values()) if state not in known]
     if unknown:

@@ -18,7 +18,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +49,9 @@ _SNAPSHOT = re.compile(r"[/\\]models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})
 _BY_LENGTH: Final = ("longrope", "long_factor", "dynamic")
 """Words in configurations of rotations that depend on the longest sequence the engine accepts. longrope was formerly
 called "su"; then only its factors reveal it."""
+
+_QUANTISED: Final = ("quantization_", "quant_method", "compression_config")
+"""Words in configurations of quantised weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +111,37 @@ class Weights:
     beside: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Everything besides the weights on which the bytes of KV depend.
+
+    digest: 32 hex digits over it, the same for every engine.
+    is_shared: engines that have all of it in common are known to compute the same KV.
+    """
+
+    digest: str
+    is_shared: bool
+
+
 def key_space(
-    model: ServedModel, weights: Weights, *, kv_dtype: str, format_fingerprint: str, world: int, chain: str
+    model: ServedModel,
+    weights: Weights,
+    *,
+    kv_dtype: str,
+    format_fingerprint: str,
+    world: int,
+    chain: str,
+    configuration: Configuration | None = None,
 ) -> KeySpace:
-    """The key space of an engine: all that must match for KV bytes to be interchangeable, besides the tokens."""
-    described, architectures = _configuration(model)
-    tags = [("computed-in", model.computed_in), ("config", _digest(described))]
+    """The key space of an engine: all that must match for KV bytes to be interchangeable, besides the tokens.
+
+    configuration: as it was read when the engine started; None: it is read now.
+    """
+    configuration = _configuration(model) if configuration is None else configuration
+    tags = [("computed-in", model.computed_in), ("config", configuration.digest)]
     if weights.beside:
         tags.append(("beside", weights.beside))
-    if model.dummy_seed is not None or not architectures or not set(architectures) <= SHARED_ARCHITECTURES:
+    if not configuration.is_shared:
         tags.append(("engine", model.engine))
     return KeySpace(
         model=weights.model,
@@ -129,15 +154,56 @@ def key_space(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The place that weights come from, as it is at one time.
+
+    name, commit: of a hub; empty for files elsewhere.
+    files: that count, by name: those of the weights, and `config.json`. Empty without weights.
+    config: the state of `config.json`.
+    """
+
+    name: str = ""
+    commit: str = ""
+    files: tuple[tuple[str, FileState], ...] = ()
+    config: FileState | None = None
+
+
+Origins = Mapping[tuple[str, str | None], Origin]
+"""By source and revision."""
+
+
+def origins_of(sources: Iterable[tuple[str, str | None]]) -> Origins:
+    """The places of these sources, directories, files or a hub's names, each with its revision. Reads no file's content.
+
+    Raises:
+        OSError: a file cannot be examined.
+    """
+    return {(source, revision): _origin_of(source, revision) for source, revision in sources}
+
+
+def sources_of(model: ServedModel) -> list[tuple[str, str | None]]:
+    """All weights that determine the KV."""
+    return [(model.source, model.revision), *((extra.source, extra.revision) for extra in model.beside)]
+
+
 class LiveWeights:
     """The identity of a running engine's weights: known at once or after their files have been read, and a new one when
     they are updated in place. Thread-safe; reading `now` costs nothing."""
 
     def __init__(
-        self, model: ServedModel, *, engine: str = "", memory: DigestMemory | None = None, patience_s: float = 1.0
+        self,
+        model: ServedModel,
+        *,
+        before: Origins | None = None,
+        engine: str = "",
+        memory: DigestMemory | None = None,
+        patience_s: float = 1.0,
     ) -> None:
         """Files that are not in `memory` are read by a thread.
 
+        before: the origins of its weights before the engine began to load them. If any is another one now, or they
+            are not known (None), it is not known which weights the engine has.
         engine: a text shared by this engine's processes only, if several of them must agree on the identity.
         memory: of digests of files; None for the user's own.
         patience_s: how long to wait for the thread here: it is enough for a small model.
@@ -152,7 +218,17 @@ class LiveWeights:
         """How often the weights may have changed since the start."""
         self.now: Weights | None = None
         """None while it is not known: then nothing may be loaded or stored."""
-        if _known_at_once(model, self._memory):
+        self.configuration = _configuration(model)
+        try:
+            self._origins = origins_of(sources_of(model))  # after the configuration was read
+            why = why_unsure(before, self._origins) if model.dummy_seed is None or model.beside else ""
+        except OSError as error:
+            self._origins, why = {}, str(error)
+        if why:
+            self._take(f"{_UNIQUE}{self._engine}-0")
+            _log.warning("%s: stored chunks live no longer than this engine", why)
+            return
+        if _known_at_once(self._origins.values(), self._memory):
             self._identify()
             return
         refused = start_thread(threading.Thread(target=self._identify, name="kv-weights", daemon=True))
@@ -194,7 +270,7 @@ class LiveWeights:
     def _identify(self) -> None:
         began = time.monotonic()
         try:
-            weights = identify(self.model, self._memory, stopped=self._stopped)
+            weights = identify(self.model, self._memory, origins=self._origins, stopped=self._stopped)
         except HashingStoppedError:
             return
         except Exception as error:  # noqa: BLE001  # our own thread: the weights are then unknown, which is logged
@@ -270,34 +346,60 @@ class LiveKeySpace:
         return cached[1]
 
     def _build_space(self, weights: Weights) -> KeySpace:
-        space = key_space(self.weights.model, weights, **self._shape)  # type: ignore[arg-type]
+        configuration = self.weights.configuration
+        space = key_space(self.weights.model, weights, **self._shape, configuration=configuration)  # type: ignore[arg-type]
         return replace(space, tags=(*space.tags, *self._tags))
 
 
-def identify(model: ServedModel, memory: DigestMemory, *, stopped: threading.Event | None = None) -> Weights | None:
+def identify(
+    model: ServedModel,
+    memory: DigestMemory,
+    *,
+    origins: Origins | None = None,
+    stopped: threading.Event | None = None,
+) -> Weights | None:
     """The identity of these weights: a hub's name and commit, or a digest of all files. None: it cannot be determined.
 
     The hub's name is used even if an engine was given the directory in which the hub's cache has it. Any other
     directory is identified by its content alone, not by its path or name.
 
+    origins: of its sources; None: the current ones.
+
     Raises:
         OSError: a file cannot be read.
-        FilesChangedError: one changed meanwhile.
+        FilesChangedError: one is not as in `origins` any more, or changes meanwhile.
         HashingStoppedError: `stopped` was set.
     """
-    name_and_revision = _named(model)
-    if name_and_revision is None:
-        files = content_files(Path(model.source)) if _is_local(model) else []
-        if not files:
-            return None
-        name_and_revision = "local", "weights-" + content_digest(files, memory, stopped=stopped)
+    origins = origins_of(sources_of(model)) if origins is None else origins
+    origin = origins[model.source, model.revision]
+    if model.dummy_seed is not None:
+        name, revision = model.source, f"dummy-{model.dummy_seed}"
+    elif origin.commit:
+        name, revision = origin.name, f"commit-{origin.commit}"
+    elif origin.files:
+        name, revision = "local", "weights-" + content_digest(origin.files, memory, stopped=stopped)
+    else:
+        return None
     extra_contents = []
     for extra in model.beside:
-        content = content_of(extra.source, memory, revision=extra.revision, stopped=stopped)
+        content = _content_of(extra.source, origins[extra.source, extra.revision], memory, stopped)
         if content is None:
             return None
         extra_contents.append(f"{extra.name}@{content}")
-    return Weights(*name_and_revision, _digest({"beside": sorted(extra_contents)}) if extra_contents else "")
+    return Weights(name, revision, _digest({"beside": sorted(extra_contents)}) if extra_contents else "")
+
+
+def why_unsure(before: Origins | None, now: Origins) -> str:
+    """Why it is not known which weights an engine has that loaded them in between; empty: it is."""
+    if before is None:
+        return "nothing was known of the model's files before the engine loaded them"
+    for (source, revision), origin in now.items():
+        earlier = before.get((source, revision))
+        if earlier is None:
+            return f"nothing was known of the files of {source} before the engine loaded them"
+        if earlier != origin:
+            return f"the files of {source} changed while the engine loaded them"
+    return ""
 
 
 def content_of(
@@ -308,42 +410,38 @@ def content_of(
 
     Its name alone would serve the KV of whatever had that name before. Raises as `identify` does.
     """
-    directory = Path(path)
-    snapshot = _SNAPSHOT.search(path) if path and directory.is_dir() else None
-    if snapshot is None and path and directory.is_dir():
-        files = content_files(directory)
-        return content_digest(files, memory, stopped=stopped) if files else None
-    if snapshot is None and path:
-        snapshot = _SNAPSHOT.search(str(_hub_file(path, revision, _ADAPTER) or _hub_file(path, revision)))
-    return f"{path}@{snapshot[2]}" if snapshot else None
+    return _content_of(path, _origin_of(path, revision), memory, stopped)
 
 
-def _named(model: ServedModel) -> tuple[str, str] | None:
-    """The model's name and revision, if no file has to be read for them."""
-    if model.dummy_seed is not None:
-        return model.source, f"dummy-{model.dummy_seed}"
-    snapshot = _SNAPSHOT.search(model.source)
-    if snapshot is not None and Path(model.source).exists():
-        # A commit may hold several models, each in a directory or a file of its own.
-        within = Path(model.source[snapshot.end() :].strip("/\\")).as_posix()
-        name = snapshot[1].replace("--", "/", 1)
-        return name if within == "." else f"{name}/{within}", f"commit-{snapshot[2]}"
-    if _is_local(model):
-        return None
-    snapshot = _SNAPSHOT.search(str(_hub_file(model.source, model.revision)))
-    return (model.source, f"commit-{snapshot[2]}") if snapshot else None
+def _content_of(path: str, origin: Origin, memory: DigestMemory, stopped: threading.Event | None) -> str | None:
+    if origin.commit:
+        return f"{path}@{origin.commit}"
+    return content_digest(origin.files, memory, stopped=stopped) if origin.files else None
 
 
-def _known_at_once(model: ServedModel, memory: DigestMemory) -> bool:
+def _origin_of(source: str, revision: str | None) -> Origin:
+    path = Path(source)
+    if source and path.exists():
+        if (snapshot := _SNAPSHOT.search(source)) is not None:
+            # A commit may hold several models, each in a directory or a file of its own.
+            within = Path(source[snapshot.end() :].strip("/\\")).as_posix()
+            name = snapshot[1].replace("--", "/", 1)
+            return Origin(name if within == "." else f"{name}/{within}", snapshot[2])
+        config = path / "config.json"
+        return Origin(
+            files=tuple((name, FileState.of(file)) for name, file in content_files(path)),
+            config=FileState.of(config) if config.is_file() else None,
+        )
+    if not source:
+        return Origin()
+    snapshot = _SNAPSHOT.search(str(_hub_file(source, revision) or _hub_file(source, revision, _ADAPTER)))
+    return Origin(source, snapshot[2]) if snapshot else Origin()
+
+
+def _known_at_once(origins: Iterable[Origin], memory: DigestMemory) -> bool:
     """Whether the identity is known without reading a file."""
-    paths = [extra.source for extra in model.beside]
-    if _named(model) is None:
-        paths.append(model.source)
-    try:
-        states = [FileState.of(file) for path in paths if Path(path).exists() for _, file in content_files(Path(path))]
-    except OSError:
-        return False
-    return len(memory.recall(states)) == len(set(states))
+    states = {state for origin in origins for _, state in origin.files}
+    return len(memory.recall(states)) == len(states)
 
 
 def _is_local(model: ServedModel) -> bool:
@@ -352,11 +450,10 @@ def _is_local(model: ServedModel) -> bool:
 
 def described(model: ServedModel) -> str:
     """32 hex digits over what determines the bytes of KV besides the weights; the same for every engine."""
-    return _digest(_configuration(model)[0])
+    return _configuration(model).digest
 
 
-def _configuration(model: ServedModel) -> tuple[dict[str, object], list[str]]:
-    """Everything besides the weights on which the bytes of KV depend, and the architectures that the model names."""
+def _configuration(model: ServedModel) -> Configuration:
     raw = _own_config(model)
     described: dict[str, object] = {**(raw or model.read_config)}
     for name in _TRANSIENT:
@@ -364,12 +461,21 @@ def _configuration(model: ServedModel) -> tuple[dict[str, object], list[str]]:
     architectures = raw.get("architectures") if raw else None
     # The user's settings, not the engine's defaults.
     overrides = {key: value for key, value in model.overrides.items() if value not in (None, {}, "")}
+    # Each engine applies what the user changes in its own way, and has its own kernels for quantised weights.
+    is_plain = (
+        not overrides
+        and model.dummy_seed is None
+        and not any(word in json.dumps(described, default=str) for word in _QUANTISED)
+    )
+    is_known = (
+        isinstance(architectures, list) and bool(architectures) and all(isinstance(n, str) for n in architectures)
+    )
     text = json.dumps([described, overrides], default=str)
     if any(word in text for word in _BY_LENGTH):
         overrides["most_tokens"] = model.max_tokens  # its name in existing key spaces
     whole: dict[str, object] = {"config": described, "overrides": overrides, "own": raw is not None}
-    known = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
-    return whole, list(architectures) if known and isinstance(architectures, list) else []
+    is_shared = is_plain and is_known and set(architectures or ()) <= SHARED_ARCHITECTURES
+    return Configuration(_digest(whole), is_shared)
 
 
 def _own_config(model: ServedModel) -> dict[str, Any] | None:
