@@ -14,6 +14,7 @@ import pytest
 import torch
 from engines import PROMPTS, Answer, Engine, started
 from kv_tiers import HostPool
+from kv_vllm import connector
 from kv_vllm.weights import declared_calls
 from oracle import Oracle
 from safetensors.torch import load_file, save_file
@@ -266,3 +267,39 @@ def test_an_engine_that_starts_after_it_finds_nothing_of_all_that(model: Path, o
     with started(str(model), cache=NAMED) as engine:
         assert engine.ask_in_turn(ASKED[:1]) == of_model[:1]
         assert engine.hits == [0]
+
+
+@pytest.mark.slow
+def test_weights_that_were_replaced_after_they_were_loaded_name_nothing(
+    model: Path,
+    tuned: Path,
+    of_model: list[Answer],
+    of_tuned: list[Answer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine has the old ones, and what it stores would be the new ones' KV for every engine after it. `of_tuned`
+    is the control: its answers are others."""
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    shutil.copytree(tuned, tmp_path / "tuned")
+    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    cache: dict[str, Any] = {"host": {"capacity_bytes": "64MiB"}, "tiers": [tier], "cold": {"wait_s": 20}}
+    real = connector.served_model
+
+    def replaced(*args: Any, **named: Any) -> Any:
+        new = tmp_path / "tuned" / "model.safetensors"
+        if new.exists():  # the scheduler's half starts, and nothing of the files has been read for us
+            new.replace(directory / "model.safetensors")
+        return real(*args, **named)
+
+    monkeypatch.setattr(connector, "served_model", replaced)
+    with started(str(directory), cache=cache) as engine:
+        assert engine.ask_in_turn(ASKED) == of_model
+        assert engine.ask_in_turn(ASKED) == of_model
+        assert engine.hits == WARM, "it finds its own"
+        engine.assert_at_rest()
+    for expected in (COLD, WARM):
+        with started(str(directory), cache=cache) as engine:
+            assert engine.ask_in_turn(ASKED) == of_tuned
+            assert engine.hits == expected

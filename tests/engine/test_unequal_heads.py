@@ -1,5 +1,8 @@
-"""Models whose layers have different numbers of KV heads, on two ranks: a rank has heads of its own in one layer and the
-same as its neighbour in another, and the shapes of both ranks' chunks are equal."""
+"""Models whose layers have different numbers of KV heads, on two ranks.
+
+A rank has heads of its own in one layer and the same as its neighbour in another, and the shapes of both ranks' chunks
+are equal.
+"""
 
 import json
 from pathlib import Path

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from kv_core.errors import ConfigError
-from kv_sglang.names import Names, names_of
+from kv_core.errors import ConfigError, InputError
+from kv_sglang.media import is_marked, unmarked
+from kv_sglang.names import Names, names_of, page_hashes
 from kv_sglang.transfer import plugin
 from kv_sglang.transfer.refused import refuse_what_is_not_served
 from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
+from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
@@ -58,6 +61,50 @@ def test_a_request_that_is_computed_again_has_the_names_of_what_was_decoded_too(
     again = names_of(request(range(1, 11), **answered), TREE)
     assert again == names_of(request([*range(1, 11), 11, 12, 13]), TREE)
     assert again.tail_tokens == 1 and len(again.hashes) == 4
+
+
+PAD = MM_PAD_SHIFT_VALUE + 12345
+"""In the place of an image's tokens: of any image whose hash is this one, by chance or because a client says so."""
+TEXT = list(range(1, 9))
+
+
+def pages_of(tokens: Sequence[int], last: str | None = None) -> list[str]:
+    return page_hashes(array("q", tokens), TREE, None, None, last)
+
+
+def test_pages_with_media_and_all_after_them_are_marked() -> None:
+    """What SGLang hashes later, such as generated tokens, follows the hash that it was given before."""
+    prompt = [*TEXT, 9, PAD, PAD, 10, *TEXT]
+    assert [is_marked(each) for each in pages_of(prompt)] == [False, False, True, True, True]
+    first = pages_of(prompt)[:3]
+    assert pages_of(prompt)[3:] == pages_of(TEXT, first[2]), "SGLang goes on from where it was"
+    assert pages_of(prompt)[:2] == pages_of(TEXT)
+    assert not any(is_marked(each) for each in pages_of([MM_PAD_SHIFT_VALUE - 1] * 8))
+    generated = get_hash_str(array("q", TEXT), first[2], page_size=4)
+    assert all(is_marked(each) for each in generated)
+    assert is_marked(get_hash_str(array("q", [PAD] * 4)))
+
+
+def test_pages_of_pairs_of_tokens_are_marked_from_the_pair_that_media_begin_in() -> None:
+    """A head that guesses (EAGLE) has each token's KV from the next one, too."""
+    eagle = SimpleNamespace(page_size=4, tree_core=SimpleNamespace(is_eagle=True))
+    marks = [is_marked(each) for each in page_hashes(array("q", [1, 2, 3, 4, PAD, *TEXT]), eagle, None, None)]
+    assert marks == [True] * 3
+    marks = [is_marked(each) for each in page_hashes(array("q", [1, 2, 3, 4, 5, PAD, *TEXT]), eagle, None, None)]
+    assert marks == [False, True, True]
+
+
+@pytest.mark.parametrize("tokens", [[*TEXT, PAD, 9], [*TEXT, PAD, 9, 9, 9], [PAD, *TEXT], [9, 9, 9, 9, PAD]])
+def test_a_hand_over_of_media_is_found_by_no_other(tokens: list[int]) -> None:
+    """Of two images of one name, the second would be decoded with the KV of the first."""
+    one, again, other = (names_of(request(tokens, bootstrap_room=room), TREE) for room in (7, 7, 8))
+    assert one == again and one.tail_tokens == len(tokens) % 4
+    text = sum(not is_marked(each) for each in pages_of(tokens))
+    assert one.hashes[:text] == other.hashes[:text]
+    assert not {*one.hashes[text:]} & {*other.hashes[text:], *map(unmarked, pages_of(tokens))}
+    assert len(one.hashes) > text and all(len(bytes.fromhex(each)) == 32 for each in one.hashes)
+    with pytest.raises(InputError, match="needs a bootstrap_room"):
+        names_of(request(tokens, bootstrap_room=None), TREE)
 
 
 HRM = {

@@ -14,6 +14,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.format import FormatSetting
 from kv_cuda.copy.cpu import CpuCopier
 from kv_cuda.copy.streams import DoneEvent
+from kv_sglang.media import marked
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
 from kv_sglang.prefill import PrefillSpeed
@@ -596,3 +597,20 @@ def test_pages_are_found_and_stored_as_their_request_says(make_pool: MakePool, r
         assert store.held(names) == 2
     finally:
         cache.close()
+
+
+def test_pages_with_media_are_never_stored_or_found(cache: Cache, make_pool: MakePool) -> None:
+    """Not even those that lie there by whatever other way; the pages before them are."""
+    pool = make_pool("mha", "page_first")
+    store = cache.attach(pool)
+    named = hashes(4)
+    mixed = [*named[:2], *(marked(each) for each in named[2:])]
+    assert store.write(mixed, slots(0, 1, 2, 3)) == [True, True, False, False]
+    assert store.cache.counts().chunks_resident == 2
+    assert store.held(mixed) == 2
+    assert store.write(named, slots(0, 1, 2, 3)) == [True] * 4
+    assert store.held(mixed) == store.ready(mixed, "asker") == 2
+    assert store.read(mixed, slots(0, 1, 2, 3)) == [True, True, False, False]
+    assert store.held(mixed[2:]) == 0 and store.read(mixed[2:], slots(2, 3)) == [False] * 2
+    assert store.trailing(mixed, 1, 8) == [1, 2]
+    store.taken(mixed)

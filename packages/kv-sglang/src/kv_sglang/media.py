@@ -41,11 +41,11 @@ def marked(digest: str) -> str:
     return digest + _MARK
 
 
-def are_media(tokens: Any) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    """Which of these tokens stand for media."""
+def media_places(tokens: Any) -> list[int]:
+    """Where these tokens stand for media."""
     from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
-    return np.asarray(tokens, dtype=np.int64) >= MM_PAD_SHIFT_VALUE
+    return np.flatnonzero(np.asarray(tokens) >= MM_PAD_SHIFT_VALUE).tolist()  # type: ignore[no-any-return]
 
 
 def mark_media() -> None:
@@ -74,8 +74,8 @@ def mark_media() -> None:
 
 def _first_unit(tokens: Any, units: int, width: int, is_bigram: bool) -> int:
     """The first of the hashed units that has a token of media; `units` if none has."""
-    places = np.flatnonzero(are_media(tokens))
-    if not len(places):
+    places = media_places(tokens)
+    if not places:
         return units
-    first = int(places[0])
+    first = places[0]
     return min(units, max(0, first - 1) if is_bigram else first // width)

@@ -17,7 +17,7 @@ import torch
 from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
 
-from kv_sglang.media import are_media, is_marked, mark_media, marked, unmarked
+from kv_sglang.media import is_marked, mark_media, marked, media_places, unmarked
 
 _EMBEDDED: Final = b"kv-sglang: pages of embeddings"
 """Before what is hashed, so that no prompt of tokens has such a name."""
@@ -58,7 +58,7 @@ def tail_of(req: Any, page_tokens: int, last_page: str) -> str:
     """The digest of the tokens after the last whole page, as stored on vLLM. last_page: empty if there is none."""
     tokens = list(_prompt_of(req))
     tail = tokens[len(tokens) // page_tokens * page_tokens :]
-    if is_marked(last_page) or are_media(tail).any():
+    if is_marked(last_page) or media_places(tail):
         before = bytes.fromhex(unmarked(last_page))
         return marked(hashlib.sha256(_MEDIA + before + array("q", tail).tobytes()).hexdigest())
     return ChainScheme("sha256", page_tokens).extend_tail(bytes.fromhex(last_page), tail).hex()

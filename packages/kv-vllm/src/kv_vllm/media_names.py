@@ -43,10 +43,10 @@ def watch_media_names() -> None:
     if _watched:
         return
     try:
-        from vllm.multimodal.processing.inputs import MMProcessorInputs
+        from vllm.multimodal.processing.inputs import ProcessorInputs
         from vllm.v1.engine.input_processor import InputProcessor
 
-        hashes, identifier = MMProcessorInputs.get_mm_hashes, InputProcessor._get_mm_identifier
+        hashes, identifier = ProcessorInputs.get_mm_hashes, InputProcessor._get_mm_identifier
         process = InputProcessor.process_inputs
     except (ImportError, AttributeError) as error:
         _log.warning("chunks with images or sounds are found only by the engine that stored them: %s", error)
@@ -74,9 +74,9 @@ def watch_media_names() -> None:
         return request
 
     InputProcessor.process_inputs = process_inputs
-    MMProcessorInputs.get_mm_hashes = get_mm_hashes
+    ProcessorInputs.get_mm_hashes = get_mm_hashes
     InputProcessor._get_mm_identifier = _get_mm_identifier
-    _watched.update((MMProcessorInputs, InputProcessor))
+    _watched.update((ProcessorInputs, InputProcessor))
 
 
 def content_name(identifier: str, mm_hash: str | None, *, trusts_clients: bool) -> str | None:

@@ -7,11 +7,11 @@ def register() -> None:
     """Register `kv_connector="KVTiersConnector"` with vLLM. Idempotent: vLLM may call it more than once per process."""
     from kv_vllm.log import join_vllm_log
     from kv_vllm.media_names import watch_media_names
-    from kv_vllm.weights import look_before_loading
+    from kv_vllm.weights import watch_for_loading
 
     join_vllm_log()
     watch_media_names()
-    look_before_loading()
+    watch_for_loading()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

@@ -68,7 +68,8 @@ LEAVES_WEIGHTS_ALONE: Final = frozenset(
 DECLARATION: Final = "kv_leaves_weights_alone"
 """The attribute by which a worker extension names those of its methods that leave the weights alone."""
 
-_BEFORE: Final = "_kv_tiers_before_loading"
+_BEFORE: Final[dict[str, Origins]] = {}
+"""The origins of the weights of this process's engines, before they were loaded, by vLLM's engine id."""
 _WATCHES: "dict[str, Weights]" = {}
 """The watches of this process by vLLM's engine id."""
 _LOCK: Final = threading.Lock()
@@ -118,35 +119,40 @@ class Weights(EngineWeights):
         with _LOCK:
             if _WATCHES.get(self._engine_id) is self:
                 del _WATCHES[self._engine_id]
+                _BEFORE.pop(self._engine_id, None)
         super().close()
 
 
-def look_before_loading() -> None:
-    """Have every engine of this process look at its model's files before it loads them. Idempotent."""
+def watch_for_loading() -> None:
+    """Have every engine of this process examine its model's files before it loads them. Idempotent."""
     from vllm.v1.executor.abstract import Executor
 
     init: Callable[..., None] = Executor.__init__
-    if getattr(init, "_kv_looks", False):
+    if getattr(init, "_kv_watched", False):
         return
 
     @functools.wraps(init)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def start(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if vllm_config.kv_transfer_config is not None:
-            try:
-                origins = origins_of(sources_of(served_model(vllm_config, kv_scales="")))
-                # An attribute, as a connector among several gets a copy of this configuration.
-                object.__setattr__(vllm_config, _BEFORE, origins)
-            except Exception as error:  # noqa: BLE001  # the engine must start; its weights then have no lasting name
-                _log.warning("the files of the model could not be examined: %s", error)
+            look_before_loading(vllm_config)
         init(self, vllm_config, *args, **kwargs)
 
-    __init__._kv_looks = True  # type: ignore[attr-defined]
-    Executor.__init__ = __init__
+    start._kv_watched = True  # type: ignore[attr-defined]
+    Executor.__init__ = start
+
+
+def look_before_loading(vllm_config: Any) -> None:
+    """This engine is about to load its weights: remember the origins of all of them."""
+    try:
+        origins = origins_of(sources_of(served_model(vllm_config, kv_scales="")))
+        _BEFORE[str(vllm_config.kv_transfer_config.engine_id)] = origins
+    except Exception as error:  # noqa: BLE001  # the engine must start; its weights then have no lasting name
+        _log.warning("the files of the model could not be examined: %s", error)
 
 
 def before_loading(vllm_config: Any) -> Origins | None:
     """The origins of this engine's weights before it loaded them; None: nobody looked."""
-    return getattr(vllm_config, _BEFORE, None)
+    return _BEFORE.get(str(vllm_config.kv_transfer_config.engine_id))
 
 
 def adapter_identity(weights: EngineWeights | None) -> Callable[[Any, str], str | Unsure | None] | None:

@@ -1,5 +1,5 @@
-"""Registers `--disaggregation-transfer-backend kv` with SGLang, through its plugins' entry point and hooks, and examines
-the model's files before SGLang loads them.
+"""Registers `--disaggregation-transfer-backend kv` with SGLang, through its plugins' entry point and hooks, and has the
+model's files examined before SGLang loads them.
 
 SGLang runs this in each of its processes, whatever backend is chosen, so it imports only SGLang's own modules for the
 choice, and its other hooks do nothing for another backend. Adding a name to the choices is a public call of SGLang; the

@@ -174,7 +174,7 @@ Origins = Mapping[tuple[str, str | None], Origin]
 
 
 def origins_of(sources: Iterable[tuple[str, str | None]]) -> Origins:
-    """The places of these sources, directories, files or a hub's names, each with its revision. Reads no file's content.
+    """The places of these sources: directories, files or a hub's names, each with its revision. Reads no content.
 
     Raises:
         OSError: a file cannot be examined.
