@@ -24,6 +24,7 @@ from guessed_states import GuessedStates
 from kv_tiers.attach.engine import Engine as Attached
 from kv_tiers.attach.engine import engines
 from kv_vllm.connector import KVTiersConnector
+from kv_vllm.weights import look_before_loading
 from packaging.version import Version
 from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -168,6 +169,7 @@ class Oracle:
 
     def _start_worker(self) -> None:
         self.vllm_config.compilation_config.static_forward_context.update(self.layers)
+        look_before_loading(self.vllm_config)
         self.worker = KVTiersConnector(self.vllm_config, KVConnectorRole.WORKER, self.kv_cache_config)
         self.worker.register_kv_caches(self.caches)
 

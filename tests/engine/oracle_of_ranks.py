@@ -58,7 +58,7 @@ class OracleOfRanks(Oracle):
             for module in (connector, bind):
                 patch.setattr(module, "in_one_process", lambda _config: False)
             patch.setattr(
-                bind, "rank_share", lambda _config: share_of(len(self.ranks) % RANKS, RANKS, RANKS * KV_HEADS)
+                bind, "rank_share", lambda *_configs: share_of(len(self.ranks) % RANKS, RANKS, RANKS * KV_HEADS)
             )
             super().__init__(model, **options)
 

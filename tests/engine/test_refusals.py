@@ -18,14 +18,16 @@ from kv_tiers.attach.ranks import share_of
 from kv_tiers.settings import Settings
 from kv_vllm import translate
 from kv_vllm.connector import KVTiersConnector
+from kv_vllm.heads import shards_of_ranks
 from kv_vllm.layouts import read_groups
-from kv_vllm.parallel import rank_share, replica_of
-from transformers import PretrainedConfig
+from kv_vllm.parallel import replica_of
+from torch import nn
 from vllm import PoolingParams, SamplingParams, TokensPrompt
 from vllm.config import ParallelConfig, PoolerConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -45,6 +47,8 @@ CROSS = CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=to
 ENCODER = EncoderOnlyAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 UNKNOWN = CircularBufferSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 LATENT: dict[str, Any] = {"block_size": 32, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+LATENT_SPEC = MLAAttentionSpec(**LATENT)
+ONE_HEAD = replace(FULL, num_kv_heads=1)
 COMPRESSED = MLAAttentionSpec(**LATENT, tokens_per_state=4)
 REPLAYED = SlidingWindowMLASpec(**LATENT, sliding_window=64, bounded_replay=True)
 STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
@@ -182,26 +186,53 @@ def test_of_ranks_with_the_same_heads_one_stores(ranks: int, heads: int, shares:
     assert {share.shards for share in found} == {min(ranks, heads)}
 
 
+class Attends(nn.Module):
+    """A layer's attention as vLLM's models have it: the layer that has a cache, beside the projection that feeds it."""
+
+    def __init__(self, layer: Attention, total: int, *, is_adapted: bool = False) -> None:
+        super().__init__()
+        projection = QKVParallelLinear.__new__(QKVParallelLinear)
+        nn.Module.__init__(projection)
+        projection.total_num_kv_heads, projection.num_kv_heads = total, 1
+        self.qkv_proj = nn.ModuleDict() if is_adapted else projection
+        if is_adapted:  # with a LoRA around it
+            self.qkv_proj.base_layer = projection
+        self.attn = layer
+
+
 @pytest.mark.parametrize(
-    ("others", "shards"),
+    ("totals", "spec", "shards"),
     [
-        ({}, 4),
-        ({"num_global_key_value_heads": 2}, 4),
-        ({"swa_num_key_value_heads": 8}, 8),
-        ({"num_key_value_heads_per_layer": [4, 8, 4]}, 8),
-        ({"attention_other_setting": {"num_attention_groups": 8}}, 8),
+        ([4, 4, 4], ONE_HEAD, 4),
+        ([1, 1, 1], ONE_HEAD, 1),
+        ([4, 2, 4], ONE_HEAD, 4),
+        ([1, 8, 8], ONE_HEAD, 8),  # DeciLM, of which vLLM reports 1, and whose layers have equal shapes on 8 ranks
+        ([4, 8, 4], ONE_HEAD, 8),  # MiMo-V2's windows
+        ([1, None, 1], ONE_HEAD, 8),  # not known of the second: each rank has its own
+        ([None, None, None], FULL, 8),  # two heads on each rank
+        ([None, None, None], LATENT_SPEC, 1),
+        ([None, None, None], replace(STATE, mamba_cache_mode="align"), 8),
     ],
 )
-def test_ranks_with_the_same_heads_in_some_layers_only_share_nothing(others: dict[str, Any], shards: int) -> None:
-    """vLLM reports 4 KV heads for MiMo-V2, of which the windowed layers have 8: with 8 ranks each has its own."""
-    config = PretrainedConfig(num_key_value_heads=4, **others)
-    model = SimpleNamespace(hf_text_config=config, is_hybrid=False, has_inner_state=False, is_attention_free=False)
-    model.use_mla, model.get_total_num_kv_heads = False, lambda: config.num_key_value_heads
-    parallel = SimpleNamespace(tensor_parallel_size=8, pipeline_parallel_size=1, nnodes_within_dp=1)
-    served = SimpleNamespace(model_config=model, parallel_config=parallel, speculative_config=None)
-    assert rank_share(served).shards == shards
-    parallel.tensor_parallel_size = 2
-    assert rank_share(served).shards == 2  # no rank has a head of another
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_ranks_share_what_all_layers_say_that_they_share(
+    config: VllmConfig, totals: list[int | None], spec: Any, shards: int, is_adapted: bool
+) -> None:
+    config = copy.deepcopy(config)
+    names = [f"layers.{number}.attn" for number in range(len(totals))]
+    with set_current_vllm_config(config):
+        layers = [attention(prefix=name) for name in names]
+    model = [
+        Attends(layer, total, is_adapted=is_adapted)
+        for layer, total in zip(layers, totals, strict=True)
+        if total is not None
+    ]
+    groups = [KVCacheGroupSpec(names, spec)]
+    caches = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    context = config.compilation_config.static_forward_context
+    assert shards_of_ranks(8, caches, context) == shards
+    assert shards_of_ranks(1, caches, context) == 1
+    assert len(model) <= len(layers)  # which must live until then
 
 
 def test_stages_have_shares_of_their_own() -> None:
