@@ -45,7 +45,7 @@ def media_places(tokens: Any) -> list[int]:
     """Where these tokens stand for media."""
     from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 
-    return np.flatnonzero(np.asarray(tokens) >= MM_PAD_SHIFT_VALUE).tolist()  # type: ignore[no-any-return]
+    return np.flatnonzero(np.asarray(tokens) >= MM_PAD_SHIFT_VALUE).tolist()
 
 
 def mark_media() -> None:
