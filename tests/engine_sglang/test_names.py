@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kv_core.errors import ConfigError, InputError
+from kv_sglang.attach import check_hashes
 from kv_sglang.media import is_marked, unmarked
 from kv_sglang.names import Names, names_of, page_hashes
 from kv_sglang.transfer import plugin
@@ -83,6 +84,7 @@ def test_pages_with_media_and_all_after_them_are_marked() -> None:
     generated = get_hash_str(array("q", TEXT), first[2], page_size=4)
     assert all(is_marked(each) for each in generated)
     assert is_marked(get_hash_str(array("q", [PAD] * 4)))
+    check_hashes()  # of a storage that is attached later
 
 
 def test_pages_of_pairs_of_tokens_are_marked_from_the_pair_that_media_begin_in() -> None:

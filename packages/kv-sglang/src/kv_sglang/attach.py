@@ -36,7 +36,7 @@ from kv_tiers.server.supervised import SupervisedServer
 from kv_tiers.settings import Settings
 
 from kv_sglang import TESTED
-from kv_sglang.media import is_marked, mark_media
+from kv_sglang.media import is_marked, mark_media, unmarked
 from kv_sglang.metrics import NO_FIGURES, BytesOnly, Figures
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
@@ -129,7 +129,7 @@ def check_hashes() -> None:
     from sglang.srt.mem_cache.utils import get_hash_str
 
     tokens = [1, 2, 3, 2**31, 5, 6, 7, 8]
-    sglang_hashes = get_hash_str(tokens, None, page_size=4)
+    sglang_hashes = [unmarked(each) for each in get_hash_str(tokens, None, page_size=4)]
     our_hashes = [digest.hex() for digest in digests_of(ChainScheme("sha256", 4), tokens)]
     if sglang_hashes != our_hashes:
         raise ConfigError(
@@ -137,9 +137,9 @@ def check_hashes() -> None:
             "version, or leave out --hicache-storage-backend"
         )
     mark_media()
-    media = [7, 8, 9, MM_PAD_SHIFT_VALUE + 7]
-    pages = get_hash_str([*tokens[:4], *media, *tokens[4:]], None, page_size=4)
-    (last,) = get_hash_str(tokens[4:], pages[1], page_size=4)
+    text, media = tokens[4:], [7, 8, 9, MM_PAD_SHIFT_VALUE + 7]
+    pages = get_hash_str([*text, *media, *text], None, page_size=4)
+    (last,) = get_hash_str(text, pages[1], page_size=4)
     if [is_marked(each) for each in (*pages, last)] != [False, True, True, True] or last != pages[2]:
         raise ConfigError(
             f"this SGLang names pages with media differently from {TESTED}, with which kv-sglang is tested: use that "
