@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
-from kv_core.connect.stores import Stores
+from kv_core.connect.copies import Copies
 from kv_core.errors import ConfigError
 from kv_cuda.copy import behind
 from kv_tiers.attach.engine import engines
@@ -45,7 +45,7 @@ def test_chunks_whose_layers_are_copied_in_the_step_are_found_when_it_ends(tiny_
 
 def test_a_commit_before_all_layers_are_there_is_seen(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without it the device could not find an early commit."""
-    monkeypatch.setattr(Stores, "_is_copied", lambda self, store, wait: True)
+    monkeypatch.setattr(Copies, "have_stopped", lambda self, *, wait=False: True)
     with slow_device(layerwise=True) as device:
         oracle = Oracle(tiny_llama, store="layerwise")
         device.watch(oracle.scheduler.kv_cache_manager.block_pool, oracle.engine.cache)

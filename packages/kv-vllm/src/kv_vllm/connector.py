@@ -68,6 +68,9 @@ _SUMMARY_EVERY_S = 60.0
 _MAX_FAILURES = 32
 """Failing loads cost more than none, and a worker in another process whose cache is off cannot report it otherwise."""
 
+_MAX_UNHEARD = 1024
+"""Reports that are kept while something raises each time that they are handled."""
+
 
 def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:
     """Report a failed load to every request that waits for one, and whose blocks no copy writes to any more."""
@@ -137,7 +140,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layerwise = LayerwiseRank(self._engine, is_asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()
-        self._unheard: deque[tuple[Acknowledged | None, set[int]]] = deque()  # reports and failed blocks of steps
+        self._unheard: deque[tuple[Acknowledged | None, set[int]]] = deque(maxlen=_MAX_UNHEARD)  # with failed blocks
         self._unanswered: set[str] = set()
         self._step = _NO_PLAN
         self._caller_error: BaseException | None = None  # which the engine's caller was handling when the step began
