@@ -13,7 +13,8 @@ ENGINE ?= vllm
 DEMO_ENGINES = $(if $(filter both,$(ENGINE)),vllm sglang,$(ENGINE))
 SGLANG_DEMO = $(STANDINS) $(SGLANG)/python -m kv_sglang.demo
 DEMO_PYTHON = $(if $(filter sglang,$(ENGINE)),$(SGLANG_DEMO),$(VLLM)/python -m kv_vllm.demo)
-ABOUT = --document docs/requests.md --question "Which field does a request carry for connectors?" --question "What happens to a wrong name?"
+# What a model of this size answers rightly, and ends.
+ABOUT = --document docs/tenants.md --question "In one sentence, what is a tenant?" --question "In which field does a request on vLLM carry its salt?"
 ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python
 # Two files of tests at a time, in the order of their names: by number of tests the files that start most engines would
 # come last, one alone at the end. An engine's start is one thread's work, and two that share two cores get in each
