@@ -414,7 +414,11 @@ def test_kv_config_shows_which_observers_an_engine_would_refuse(
         ({"http": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "holds no token"),
         ({"http": {"listen": "127.0.0.1:0", "archive_directory": "/no/where"}}, "archive_directory: /no/where"),
         ({"peers": {"listen": "10.0.0.1:9500"}}, "is beyond this machine"),
-        ({"peers": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "a token has 16"),
+        ({"peers": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "token_without_tls: true"),
+        (
+            {"peers": {"listen": "127.0.0.1:0", "token_file": "HOME/short", "token_without_tls": True}},
+            "a token has 16",
+        ),
         ({"peers": {"listen": "127.0.0.1:0", "tls_ca_file": "/no"}}, "go together"),
         ({"http": {"listen": "127.0.0.1:0"}, "host": {"name": "mine"}}, "a pool that a server shares has no name"),
         ({"server": {"name": "a/b"}}, "write a plain word"),

@@ -180,6 +180,9 @@ class PeerSecurity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tls_key_file: str = ""
     token_file: str = ""
     """A secret shared by all peers, mode 0600. Each proves to the other that it has it; it is never sent."""
+    token_without_tls: bool = False
+    """Use the token without the tls files, which is refused otherwise: whoever is on the way, or listens where a peer
+    should, can read what is sent and change it."""
     unprotected: bool = False
     """Allow addresses beyond loopback with neither certificates nor a token."""
 

@@ -5,11 +5,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from threading import Thread
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -49,6 +50,7 @@ from kv_tiers.tiers.peers_wire import (
     frame,
 )
 from kv_tiers.tiers.redis import make_redis_tier
+from kv_tiers.tiers.timed_socket import Buffer
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")
@@ -195,44 +197,109 @@ def token_file(path: Path, token: str) -> str:
     return str(path)
 
 
-def test_a_token_that_both_have_is_proved_and_never_sent(ending: ExitStack, tmp_path: Path) -> None:
+def with_token(file: str) -> dict[str, Any]:
+    return {"token_file": file, "token_without_tls": True}
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """All that peers of this process send, in either direction: what somebody on the way sees."""
+    sent: list[bytes] = []
+    send = PeerStream.send
+
+    def overheard(stream: PeerStream, buffers: Sequence[Buffer], deadline: float) -> None:
+        sent.append(b"".join(bytes(buffer) for buffer in buffers))
+        send(stream, buffers, deadline)
+
+    monkeypatch.setattr(PeerStream, "send", overheard)
+    return sent
+
+
+def test_a_token_that_both_have_is_proved_and_never_sent(ending: ExitStack, tmp_path: Path, sent: list[bytes]) -> None:
     ours, others = (token_file(tmp_path / name, f"{name} is a secret of some length") for name in ("ours", "others"))
-    server = filled(ending, token_file=ours)
-    line = Proxy(int(port_of(server)))
-    ending.callback(line.close)
-    crossed = bytearray()
-
-    def listen(data: bytes) -> bytes:
-        crossed.extend(data)
-        return data
-
-    line.spoil = line.spoil_questions = listen
-    assert tier_at(ending, str(line.port), token_file=ours).holds(KEYS) == [True] * 3
-    assert b"secret" not in crossed and len(crossed) > 100
-    for options in ({"token_file": others}, {}):
+    server = filled(ending, **with_token(ours))
+    assert tier_at(ending, port_of(server), **with_token(ours)).holds(KEYS) == [True] * 3
+    assert not any(b"secret" in piece for piece in sent) and len(b"".join(sent)) > 100
+    for options in (with_token(others), {}):
         with pytest.raises(TierDown, match="for peers that have its token"):
             tier_at(ending, port_of(server), **options).holds(KEYS)
     open_to_all = filled(ending)
     with pytest.raises(TierDown, match="token"):
-        tier_at(ending, port_of(open_to_all), token_file=ours).holds(KEYS)
+        tier_at(ending, port_of(open_to_all), **with_token(ours)).holds(KEYS)
 
 
-def test_a_hello_that_was_overheard_opens_nothing(ending: ExitStack, tmp_path: Path) -> None:
+def test_a_hello_that_was_overheard_opens_nothing(ending: ExitStack, tmp_path: Path, sent: list[bytes]) -> None:
     ours = token_file(tmp_path / "token", "a secret of some length")
-    server = filled(ending, token_file=ours)
-    line = Proxy(int(port_of(server)))
-    ending.callback(line.close)
-    heard: list[bytes] = []
-    line.spoil_questions = lambda data: heard.append(data) or data  # type: ignore[func-returns-value]
-    assert tier_at(ending, str(line.port), token_file=ours).holds(KEYS) == [True] * 3
+    server = filled(ending, **with_token(ours))
+    assert tier_at(ending, port_of(server), **with_token(ours)).holds(KEYS) == [True] * 3
+    hellos = [piece for piece in sent if b"hello" in piece]
+    assert len(hellos) == 1
     with socket.create_connection(("127.0.0.1", int(port_of(server)))) as sock:
         sock.settimeout(10)
         stream = PeerStream(sock)
         stream.answer(Challenge, time.monotonic() + 10)
-        sock.settimeout(10)
-        stream.send(heard, time.monotonic() + 10)
+        stream.send(hellos, time.monotonic() + 10)
         with pytest.raises(PermissionError, match="have its token"):
             stream.answer(Welcome, time.monotonic() + 10)
+
+
+def test_a_proof_that_is_passed_on_opens_nothing(ending: ExitStack, tmp_path: Path) -> None:
+    """Somebody without the token has a peer connect to them, as by an entry in the directory, and passes on what it and
+    another say to each other, or what its own server says: neither may take them for the other."""
+    ours = with_token(token_file(tmp_path / "token", "a secret of some length"))
+    server = filled(ending, **ours)
+    between = Proxy(int(port_of(server)))
+    ending.callback(between.close)
+    with pytest.raises(TierDown, match="connected directly"):
+        tier_at(ending, str(between.port), **ours).holds(KEYS)
+    served = served_by(server)
+    assert (served.asked, served.sent, served.turned_away) == (0, 0, 1)
+
+
+def test_a_welcome_that_is_passed_on_is_not_believed(ending: ExitStack, tmp_path: Path) -> None:
+    """Even if the server behind did not look at addresses, as one of an earlier release."""
+    ours = with_token(token_file(tmp_path / "token", "a secret of some length"))
+    server = filled(ending, **ours)
+    between = Proxy(int(port_of(server)))
+    ending.callback(between.close)
+    with (
+        mock.patch.object(peers_wire, "is_proof", lambda proof, token, side, said: side == b"connecting" or None),
+        pytest.raises(TierDown, match="connected directly"),
+    ):
+        tier_at(ending, str(between.port), **ours).holds(KEYS)
+
+
+def test_a_proof_holds_for_an_address_however_it_is_written(ending: ExitStack, tmp_path: Path) -> None:
+    """A server at all addresses, of both families, sees the peer of an IPv4 address as ::ffff:127.0.0.1."""
+    ours = with_token(token_file(tmp_path / "token", "a secret of some length"))
+    server = filled(ending, listen="0.0.0.0:0", **ours)
+    assert tier_at(ending, port_of(server), **ours).holds(KEYS) == [True] * 3
+    both = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    with both, socket.create_connection(("127.0.0.1", both.getsockname()[1])) as client:
+        accepted, _ = both.accept()
+        listener = Thread(target=PeerStream(accepted).admit, args=(b"a secret of some length", 10.0))
+        listener.start()
+        PeerStream(client).introduce(b"a secret of some length", time.monotonic() + 10)
+        joined(listener)
+        accepted.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "10.0.0.1:9500"])
+def test_a_token_without_tls_is_used_only_if_the_settings_say_so(address: str, tmp_path: Path) -> None:
+    """By a server, by the tier that connects, and for hosts that a directory names: any user of this host can listen at
+    the loopback port of a peer that is down."""
+    token = token_file(tmp_path / "token", "a secret of some length")
+    message = "a token_file without tls_ca_file.*write the tls files, or token_without_tls: true"
+    refused: list[Mapping[str, object]] = [{"hosts": [address]}, {"directory": {"url": "redis://h"}}]
+    for options in refused:
+        with pytest.raises(ConfigError, match=message):
+            make_peers_tier({**options, "token_file": token}, CONTEXT)
+        with pytest.raises(ConfigError, match=message):
+            make_peers_tier({**options, "token_file": token, "unprotected": True}, CONTEXT)
+        make_peers_tier({**options, **with_token(token)}, CONTEXT).close()
+    with pytest.raises(ConfigError, match=message):
+        peers.read_peers(PeersConfig(listen=address, token_file=token))
+    peers.read_peers(PeersConfig(listen=address, **with_token(token)))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +323,7 @@ def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
     readable = Path(token_file(tmp_path / "token", "a secret of some length"))
     readable.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", token_file=str(readable)), lambda namespace: None)
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **with_token(str(readable))), lambda namespace: None)
     files = Authority(tmp_path / "ours").issue("localhost")
     Path(files["tls_key_file"]).chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):

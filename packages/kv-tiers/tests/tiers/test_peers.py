@@ -577,7 +577,10 @@ def test_copies_at_several_peers_share_the_work(ending: ExitStack, peer: Threade
         ({"hosts": ["a..b:9400"]}, "whose host is no name of one: .*empty"),
         ({"hosts": ["10.0.0.1:1"]}, "beyond this machine"),
         ({"hosts": ["127.0.0.1:1"], "tls_ca_file": "/x"}, "go together"),
-        ({"hosts": ["127.0.0.1:1"], "token_file": "/nowhere"}, "token_file /nowhere cannot be read"),
+        (
+            {"hosts": ["127.0.0.1:1"], "token_file": "/nowhere", "token_without_tls": True},
+            "token_file /nowhere cannot be read",
+        ),
         ({"hosts": ["127.0.0.1:1"], "timeout_s": 0}, "timeout_s"),
     ],
 )

@@ -1,4 +1,9 @@
-"""Authentication between peers: certificates of one authority, a shared token, or loopback addresses only."""
+"""Authentication between peers: certificates of one authority, a shared token, or loopback addresses only.
+
+A token alone is proved once, when a connection begins. The proofs name the address at which the connecting side has
+reached the other, so that nobody can pass them on from another address. But nothing protects what follows from those on
+the way, or from a user of the host who listens at a peer's address in its place: whoever wants that has to say so.
+"""
 
 import hmac
 import ssl
@@ -19,8 +24,15 @@ _MIN_TOKEN_BYTES: Final = 16
 def check_protected(security: PeerSecurity, addresses: Sequence[HostPort], where: str) -> None:
     """
     Raises:
-        ConfigError: an address is reachable from other machines, and they would not be authenticated.
+        ConfigError: an address is reachable from other machines, and they would not be authenticated; or a token is to
+            be used without TLS, and the settings do not say that this is meant.
     """
+    if security.token_file and not security.tls_ca_file and not security.token_without_tls:
+        raise ConfigError(
+            f"{where}: a token_file without tls_ca_file, tls_cert_file and tls_key_file protects nothing from anyone "
+            "on the way, or who listens where a peer should, as any user of this host can; write the tls files, or "
+            "token_without_tls: true if nobody else can be there"
+        )
     for address in addresses:
         if not is_protected(security, address):
             raise ConfigError(
@@ -77,10 +89,13 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
     return TlsFiles(make, files, where)
 
 
-def prove(token: bytes, side: bytes, nonces: bytes) -> bytes:
-    """Proof that this side of this conversation has the token; empty if there is no token."""
-    return hmac.digest(token, side + nonces, "sha256") if token else b""
+def prove(token: bytes, side: bytes, conversation: bytes) -> bytes:
+    """Proof that this side of this conversation has the token; empty if there is no token.
+
+    conversation: the nonces of both sides, and the address of the listening one.
+    """
+    return hmac.digest(token, side + conversation, "sha256") if token else b""
 
 
-def is_proof(proof: bytes, token: bytes, side: bytes, nonces: bytes) -> bool:
-    return hmac.compare_digest(proof, prove(token, side, nonces))
+def is_proof(proof: bytes, token: bytes, side: bytes, conversation: bytes) -> bool:
+    return hmac.compare_digest(proof, prove(token, side, conversation))

@@ -20,8 +20,10 @@ Frames and keys are those of `kv_tiers.messages`. The listening side begins:
 more than any medium: sizes are checked before use, and the lane that reads a chunk verifies its header and bytes.
 """
 
+import ipaddress
 import secrets
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -40,7 +42,7 @@ from kv_tiers.tiers.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
 from kv_tiers.tiers.peers_security import is_proof, prove
 from kv_tiers.tiers.timed_socket import TimedSocket
 
-VERSION: Final = 2
+VERSION: Final = 3
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
 """Keys in one `Holds`."""
@@ -69,6 +71,9 @@ _MAX_HELLO_BYTES: Final = 1 << 10
 _WAIT_S: Final = 0.1
 _CONNECTING: Final = b"connecting"
 _LISTENING: Final = b"listening"
+_OR_ELSEWHERE: Final = (
+    ", and are connected directly: without TLS a proxy or translated addresses in between are refused"
+)
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -279,11 +284,11 @@ class PeerStream(TimedSocket):
         """
         challenge = self.answer(Challenge, deadline)
         nonce = secrets.token_bytes(16)
-        nonces = challenge.nonce + nonce
-        self.send_message(Hello(PACKAGE, nonce, prove(token, _CONNECTING, nonces)), deadline)
+        conversation = challenge.nonce + nonce + self._listening_address(socket.socket.getpeername)
+        self.send_message(Hello(PACKAGE, nonce, prove(token, _CONNECTING, conversation)), deadline)
         welcome = self.answer(Welcome, deadline)
-        if not is_proof(welcome.proof, token, _LISTENING, nonces):
-            raise PermissionError("it does not have the token of token_file")
+        if not is_proof(welcome.proof, token, _LISTENING, conversation):
+            raise PermissionError(f"it does not have the token of token_file{_OR_ELSEWHERE}")
         return challenge.process
 
     def admit(self, token: bytes, timeout_s: float) -> None:
@@ -298,10 +303,10 @@ class PeerStream(TimedSocket):
         hello, _ = self.next_request(deadline, timeout_s, ends_by=deadline, max_bytes=_MAX_HELLO_BYTES)
         if not isinstance(hello, Hello):
             raise InputError("the first message is a hello")
-        nonces = nonce + hello.nonce
-        if not is_proof(hello.proof, token, _CONNECTING, nonces):
-            raise PermissionError("this server is for peers that have its token")
-        self.send_message(Welcome(PACKAGE, prove(token, _LISTENING, nonces)), deadline)
+        conversation = nonce + hello.nonce + self._listening_address(socket.socket.getsockname)
+        if not is_proof(hello.proof, token, _CONNECTING, conversation):
+            raise PermissionError(f"this server is for peers that have its token{_OR_ELSEWHERE if token else ''}")
+        self.send_message(Welcome(PACKAGE, prove(token, _LISTENING, conversation)), deadline)
 
     def send_message(self, message: Request | Answer, deadline: float) -> None:
         self.send([frame(message)], deadline)
@@ -364,6 +369,18 @@ class PeerStream(TimedSocket):
         if not isinstance(message, wanted):
             raise InputError(f"a {type(message).__name__} instead of a {wanted.__name__}")
         return message
+
+    def _listening_address(self, name: Callable[[socket.socket], tuple[str, int]]) -> bytes:
+        """The address of the listening side, for a proof. Somebody in between, who passes on what both sides say,
+        listens elsewhere. Empty with TLS, where a certificate says who is there, and an address may be translated.
+
+        name: tells it on this side.
+        """
+        if isinstance(self._sock, ssl.SSLSocket) or self._sock.family == socket.AF_UNIX:
+            return b""
+        host, port = name(self._sock)[:2]
+        address = ipaddress.ip_address(host.partition("%")[0])  # each host names its interfaces in its own way
+        return f"{getattr(address, 'ipv4_mapped', None) or address} {port}".encode()
 
     def _body(self, header: memoryview, max_bytes: int, deadline: float) -> bytearray:
         body = bytearray(check_header(header, version=VERSION, max_bytes=max_bytes))
