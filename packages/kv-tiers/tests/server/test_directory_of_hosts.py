@@ -1,9 +1,10 @@
 """Servers that know from a directory what each other holds: real servers, a real Valkey, and what breaks them."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from kv_testing.peers import PATIENT, FakePeer, is_whole, listening, reads_of, s
 from kv_testing.redis_servers import AskedServer, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import until
+from kv_testing.wait import joined, until
 from kv_tiers.build import check_settings
 from kv_tiers.config import HostConfig
 from kv_tiers.directory_state import DirectoryState
@@ -43,6 +44,7 @@ from kv_tiers.tiers import peer_following
 from kv_tiers.tiers.directory import directory as tiers_directory
 from kv_tiers.tiers.directory.entries import Entry, decode, encode
 from kv_tiers.tiers.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES, names_of, pack
+from kv_tiers.tiers.directory.stream import AT_ONCE
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import (
     NOT_HERE,
@@ -525,6 +527,146 @@ def test_what_is_no_entry_is_passed_over(ending: ExitStack, valkey: AskedServer)
     store(cache, keys)
     until(lambda: finds(tier, keys))
     assert state_of(tier).hosts == 1, "a host beyond this machine needs a certificate or a token"
+
+
+@pytest.mark.parametrize("fields", [["e", bytes(10 << 20)], ["x", "y"] * 400_000], ids=["10 MB", "400,000 fields"])
+def test_what_is_too_large_for_an_entry_is_passed_over(
+    ending: ExitStack, valkey: AskedServer, caplog: pytest.LogCaptureFixture, fields: list[str | bytes]
+) -> None:
+    """Also as the last entry, at which a new host begins."""
+    tier = reader(ending, valkey.url)
+    _, cache = listed(ending, valkey.url)
+    store(cache, key_chain(1))
+    until(lambda: finds(tier, key_chain(1)))
+    (stream,) = valkey.ask("KEYS", "kv:directory:*")
+    for _ in range(3):
+        valkey.ask("XADD", stream, "*", *fields)
+    late = reader(ending, valkey.url)
+    valkey.ask("XADD", stream, "*", *fields)
+    store(cache, key_chain(4))
+    until(lambda: finds(tier, key_chain(4)) and finds(late, key_chain(4)))
+    assert "too large for an entry" in caplog.text
+    until(lambda: state_of(tier).why == "" and state_of(tier).lag_s < QUICK["lease_s"])
+
+
+BRIEF = {"lease_s": 0.3}
+
+
+def after_leases() -> None:
+    end = time.monotonic() + 3 * BRIEF["lease_s"]
+    until(lambda: time.monotonic() > end)
+
+
+def hosts_each_other(ending: ExitStack, url: str) -> tuple[RemoteCache, Callable[[], list[DirectoryState]]]:
+    """Two servers that have each other's chunks in their directories, and one that only reads: a cache of the first,
+    and the states of all three."""
+    one, cache = listed(ending, url, **BRIEF)
+    two, other = listed(ending, url, **BRIEF)
+    store(cache, key_chain(2))
+    store(other, key_chain(2, branch="other"))
+    tier = reader(ending, url, **BRIEF)
+
+    def states() -> list[DirectoryState]:
+        reported = [report_of(server.path).caches[0].tiers[0].directory for server in (one, two)]
+        return [*(state for state in reported if state is not None), state_of(tier)]
+
+    until(lambda: [state.names for state in states()] == [2, 2, 4])
+    return cache, states
+
+
+def test_a_directory_with_the_last_possible_entry_costs_no_host_and_says_what_to_do(
+    ending: ExitStack, valkey: AskedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody can write any more, so nobody's silence means anything."""
+    cache, states = hosts_each_other(ending, valkey.url)
+    (stream,) = valkey.ask("KEYS", "kv:directory:*")
+    last = (1 << 64) - 1
+    valkey.ask("XADD", stream, f"{last}-{last}", "e", "the end")
+    until(lambda: all(f"DEL {stream.decode()}" in state.why for state in states()))
+    after_leases()
+    assert [state.names for state in states()] == [2, 2, 4]
+    assert caplog.text.count("DEL kv:directory:") == 3, "once by each"
+    valkey.ask("DEL", stream)
+    store(cache, key_chain(4))
+    until(lambda: [state.names for state in states()] == [2, 4, 6] and not any(state.why for state in states()))
+
+
+@pytest.mark.parametrize("taken_by", [("SET", "1"), ("RPUSH", "1", "2")], ids=["text", "list"])
+def test_a_directory_whose_key_is_something_else_costs_no_host_and_says_what_to_do(
+    ending: ExitStack, valkey: AskedServer, taken_by: tuple[str, ...]
+) -> None:
+    cache, states = hosts_each_other(ending, valkey.url)
+    (stream,) = valkey.ask("KEYS", "kv:directory:*")
+    valkey.ask(
+        "EVAL", "redis.call('DEL', KEYS[1]) redis.call(unpack(ARGV))", 1, stream, taken_by[0], stream, *taken_by[1:]
+    )
+    until(lambda: all(f"DEL {stream.decode()}" in state.why for state in states()))
+    after_leases()
+    assert [state.names for state in states()] == [2, 2, 4]
+    valkey.ask("DEL", stream)
+    store(cache, key_chain(4))
+    until(lambda: [state.names for state in states()] == [2, 4, 6] and not any(state.why for state in states()))
+
+
+def test_a_directory_that_refuses_all_entries_costs_no_host(ending: ExitStack, valkey: AskedServer) -> None:
+    """A host that does not see its own entries does not take others' silence for their end."""
+    _, states = hosts_each_other(ending, valkey.url)
+    valkey.ask("CONFIG", "SET", "maxmemory", "1")
+    ending.callback(valkey.ask, "CONFIG", "SET", "maxmemory", "0")
+    until(lambda: all("OOM" in state.why for state in states()[:2]))
+    after_leases()
+    assert [state.names for state in states()][:2] == [2, 2]
+
+
+class EndlessRedis:
+    """A directory in which there is always more to read, and in which it counts what is written."""
+
+    def __init__(self, *, moves: bool) -> None:
+        """moves: whether the positions of the entries increase."""
+        self.written = self.asked = 0
+        self._moves = moves
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        joined(self._thread)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                with sock, suppress(OSError):
+                    while command := sock.recv(1 << 16):
+                        sock.sendall(self._answer(command))
+
+    def _answer(self, command: bytes) -> bytes:
+        if b"XADD" in command:
+            self.written += 1
+            return b"$3\r\n1-1\r\n"
+        if b"XREVRANGE" in command:
+            return b"*0\r\n"
+        first = self.asked * AT_ONCE if self._moves else 1
+        self.asked += 1
+        ids = (b"%d-1" % (first + number) for number in range(AT_ONCE))
+        entries = b"".join(b"*2\r\n$%d\r\n%b\r\n*2\r\n$1\r\ne\r\n$1\r\nx\r\n" % (len(one), one) for one in ids)
+        return b"*1\r\n*2\r\n$1\r\nk\r\n*%d\r\n" % AT_ONCE + entries
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_directory_that_always_has_more_to_read_delays_no_entry_of_ours(ending: ExitStack, moves: bool) -> None:
+    """One that answers with the same entries again and again, as they are or under ever new positions."""
+    endless = EndlessRedis(moves=moves)
+    ending.callback(endless.close)
+    listed(ending, endless.url)
+    until(lambda: endless.written > 3)
+    if not moves:
+        asked, began_s = endless.asked, time.monotonic()
+        until(lambda: endless.asked > asked + 10)
+        assert time.monotonic() - began_s > 8 * QUICK["interval_s"], "asked no more often than the settings say"
 
 
 def test_a_server_that_listens_everywhere_must_say_where_it_is_reached() -> None:

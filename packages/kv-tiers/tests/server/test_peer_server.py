@@ -33,6 +33,7 @@ from kv_tiers.server.config import read_config
 from kv_tiers.tier import MAX_OFFERED, TierContext
 from kv_tiers.tiers import peers_wire
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
+from kv_tiers.tiers.peers_security import is_proof
 from kv_tiers.tiers.peers_wire import (
     MAX_FETCHED,
     MAX_REQUEST_BYTES,
@@ -263,7 +264,7 @@ def test_a_welcome_that_is_passed_on_is_not_believed(ending: ExitStack, tmp_path
     between = Proxy(int(port_of(server)))
     ending.callback(between.close)
     with (
-        mock.patch.object(peers_wire, "is_proof", lambda proof, token, side, said: side == b"connecting" or None),
+        mock.patch.object(peers_wire, "is_proof", lambda *proved: proved[2] == b"connecting" or is_proof(*proved)),
         pytest.raises(TierDown, match="connected directly"),
     ):
         tier_at(ending, str(between.port), **ours).holds(KEYS)

@@ -24,6 +24,12 @@ class ProtocolError(Exception):
     """The other side does not speak RESP, or its answer does not fit the command."""
 
 
+class OversizedReplyError(ProtocolError):
+    """A reply has more than there is room for. received: what came before that, if it is in a list."""
+
+    received: "Reply" = None
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
     """The server refuses a command. code: the first word, such as OOM or MOVED; text: all of it, shortened."""
@@ -123,17 +129,23 @@ class Connection:
             raise ProtocolError("a value that is longer than announced")
         return nbytes if fits else TooLarge(nbytes)
 
-    def read_reply(self, max_bytes: int) -> "Reply":
-        """Any one reply, of at most `max_bytes` including everything nested in it."""
-        deadline = time.monotonic() + self._timeout_s
-        return self._reply([max_bytes], deadline, _MAX_DEPTH)
+    def read_reply(self, max_bytes: int, *, max_size: int | None = None) -> "Reply":
+        """Any one reply, of at most `max_bytes` including everything nested in it.
 
-    def _reply(self, room: list[int], deadline: float, depth: int) -> "Reply":
+        max_size: bytes of each value, and parts of each list.
+
+        Raises:
+            OversizedReplyError: it has more.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        return self._reply([max_bytes], max_size or max_bytes, deadline, _MAX_DEPTH)
+
+    def _reply(self, room: list[int], max_size: int, deadline: float, depth: int) -> "Reply":
         """room: how many bytes are left."""
         line = self._line(deadline)
         room[0] -= len(line) + 2
         if room[0] < 0:
-            raise ProtocolError("a reply of more lines than have room")
+            raise OversizedReplyError("a reply of more lines than have room")
         kind = line[:1]
         if kind == b"-":
             return _refusal(line)
@@ -146,10 +158,17 @@ class Connection:
             raise ProtocolError(f"an unexpected reply: {line[:40]!r}")
         if size == -1:
             return None
-        if not 0 <= size <= room[0]:
-            raise ProtocolError(f"a reply of {size} bytes or parts where {room[0]} have room")
+        if not 0 <= size <= min(room[0], max_size):
+            raise OversizedReplyError(f"a reply of {size} bytes or parts where {min(room[0], max_size)} have room")
         if kind == b"*":
-            return [self._reply(room, deadline, depth - 1) for _ in range(size)]
+            parts: list[Reply] = []
+            try:
+                for _ in range(size):
+                    parts.append(self._reply(room, max_size, deadline, depth - 1))
+            except OversizedReplyError as error:
+                error.received = parts if error.received is None else [*parts, error.received]
+                raise
+            return parts
         room[0] -= size
         value = bytearray(size)
         self._fill(memoryview(value), deadline)

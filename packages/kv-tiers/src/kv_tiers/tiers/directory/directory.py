@@ -4,9 +4,10 @@ There are two threads. One writes and reads every `interval_s`; it never queries
 entry. The other repairs the mirror, for several hosts at once, by querying the hosts themselves: they know what they
 hold now, they are needed for the chunks in any case, and Valkey need not store every server's names.
 
-While Valkey cannot be reached, the mirror stays as it is. A chunk added since is not found, one that has left costs a
-read that finds nothing, and a dead host is noticed by the first request to it. Entries that could not be written are
-written later, up to `_MAX_UNSENT`; beyond that, readers notice the gap.
+While Valkey cannot be reached, or what is there cannot be used, the mirror stays as it is. A chunk added since is not
+found, one that has left costs a read that finds nothing, and a dead host is noticed by the first request to it. Entries
+that could not be written are written later, up to `_MAX_UNSENT`; beyond that, readers notice the gap. Other hosts'
+silence means something only while our own entries arrive: whatever loses those may lose theirs.
 """
 
 import threading
@@ -28,7 +29,7 @@ from kv_tiers.tiers.directory.contents import Contents
 from kv_tiers.tiers.directory.entries import decode, encode
 from kv_tiers.tiers.directory.mirror import Host, Mirror
 from kv_tiers.tiers.directory.names import SUMS_BYTES, names_of, unpack
-from kv_tiers.tiers.directory.stream import AT_ONCE, BEGINNING, Position, Stream
+from kv_tiers.tiers.directory.stream import BEGINNING, END, Position, Stream
 from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
 from kv_tiers.tiers.peers_wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, Sum, Summed
 from kv_tiers.tiers.redis_servers import RedisAccess
@@ -120,6 +121,7 @@ class Directory:
         self._last_written = (-1, -_HEARTBEATS * config.lease_s)  # the last entry's number, and its time
         self._caught_up_s = time.monotonic()
         self._any_read_s = time.monotonic()
+        self._own_read_s = time.monotonic()
 
     def start(self) -> None:
         """Take part from now on. Calling it again does nothing, unless the system had no threads left for us."""
@@ -206,8 +208,8 @@ class Directory:
         while not self._closing.is_set():
             began_s = time.monotonic()
             try:
-                why = self._write()
-                self._read()
+                refusal = self._write()
+                why = self._read(began_s + self._config.interval_s) or refusal
             except TierDown as error:
                 why = str(error)
             except MisuseError:  # the cache is closed, and this will be soon
@@ -240,34 +242,49 @@ class Directory:
             self._unsent.clear()
         return refusal
 
-    def _read(self) -> None:
-        """Read to the end of the stream."""
+    def _read(self, until_s: float) -> str:
+        """Read to the end of the stream, or until the time is over: our own entries must not wait for what others
+        write. Returns why nothing can be written there, else "".
+        """
+        with self._lock:
+            own_id = None if self._contents is None else self._contents.id
         if self._position is None:
             self._position = self._stream.last()  # every live host writes an entry within a lease
-        while not self._closing.is_set():
+        while True:
             entries = self._stream.read(self._position)
             now_s = time.monotonic()
             if now_s - self._caught_up_s > self._config.lease_s / 2:
                 self._mirror.resumed(now_s)
-            for position, written in entries:
-                self._position = position
-                try:
-                    self._mirror.take(decode(written), now_s)
-                except InputError as error:
-                    _log.warning("the directory has an invalid entry: %s", error)
-            if entries:
+            if entries.upto > self._position:
                 self._any_read_s = now_s
             elif now_s - self._any_read_s > self._config.lease_s / 2:
                 self._any_read_s = now_s
                 if self._stream.last() < self._position:  # the server has lost its entries, and its clock was set back
                     self._position = BEGINNING
                     continue
-            if len(entries) < AT_ONCE:
-                self._caught_up_s = now_s
+            self._position = entries.upto
+            for written in entries.written:
+                try:
+                    entry = decode(written)
+                except InputError as error:
+                    _log.warning("the directory has an invalid entry: %s", error)
+                    continue
+                self._mirror.take(entry, now_s)
+                if entry.host == own_id:
+                    self._own_read_s = now_s
+            if entries.is_all or self._closing.is_set() or time.monotonic() >= until_s:
                 break
-        self._mirror.expire(time.monotonic())
+        is_at_end = self._position == END
+        if own_id is None and not is_at_end:
+            self._own_read_s = now_s
+        if entries.is_all:
+            self._caught_up_s = now_s
+            if now_s - self._own_read_s > self._config.lease_s / 2:
+                self._mirror.resumed(now_s)
+            self._mirror.expire(now_s)
         self._peers.set_hosts(self._mirror.addresses())
         self._repair_due.set()
+        return self._stream.exhausted() if is_at_end else ""
 
     def _leave(self) -> None:
         with self._lock:
