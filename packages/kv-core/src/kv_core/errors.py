@@ -5,9 +5,17 @@ and becomes a miss. `InputError` and `ConfigError` are the caller's mistakes: th
 what to do.
 """
 
+from kv_core.log import on_one_line
+
 
 class KVError(Exception):
-    """The base of all exceptions that these packages raise on purpose."""
+    """The base of all exceptions that these packages raise on purpose.
+
+    Their texts repeat what came from outside, and end in logs, reports and terminals: each is one line.
+    """
+
+    def __init__(self, *texts: object) -> None:
+        super().__init__(*(on_one_line(text) if isinstance(text, str) else text for text in texts))
 
 
 class MisuseError(KVError):

@@ -4,10 +4,11 @@ Every module takes its logger from here. Lines are the same kind if their format
 are filled in, so a line per client, chunk or request is one kind. The time is that of the log record.
 
 Names and reasons in a line may come from clients, peers and servers. Whatever they contain, a line remains one line,
-unless its format string has several.
+unless its format string has several, and nothing in it controls a terminal. The same holds for a traceback's last line.
 """
 
 import logging
+import traceback
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final
@@ -82,7 +83,9 @@ def limit_line(record: logging.LogRecord) -> bool:
         text = record.getMessage()
     except Exception:  # noqa: BLE001  # a bug in a line costs that line: its handler reports it
         return True
-    line = text if "\n" in str(record.msg) else on_one_line(text)
+    line = on_lines(text) if "\n" in str(record.msg) else on_one_line(text)
+    if record.exc_info and record.exc_info[1] is not None:
+        record.exc_text = traceback_of(record.exc_info[1])  # which formatters use instead of their own
     if note or line != text:
         # The arguments are filled in first: they may contain a per cent sign.
         record.msg, record.args = line + note, None
@@ -94,6 +97,20 @@ def on_one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def on_lines(text: str) -> str:
+    """The text with its lines, each as by `on_one_line`."""
+    return "\n".join(map(on_one_line, text.split("\n")))
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it; what the exceptions say stays on one line each."""
+    parts = traceback.TracebackException.from_exception(error).format()
+    return "\n".join(
+        (on_lines if part[:1].isspace() or part.startswith("Traceback ") else on_one_line)(part.removesuffix("\n"))
+        for part in parts
+    )
 
 
 def limited_logger(name: str) -> logging.Logger:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kv_core.errors import ConfigError, InputError
+from kv_core.terminal import say
 from kv_tiers.build import check_settings
 from kv_tiers.settings import Settings, load
 
@@ -106,10 +107,10 @@ def _flags(args: argparse.Namespace) -> int:
         _check(in_force)
         host = {} if args.linker else _host_memory(args, in_force)
     except (ConfigError, InputError) as error:
-        print(f"kv_sglang flags: {error}", file=sys.stderr)
+        say(f"kv_sglang flags: {error}", file=sys.stderr)
         return 2
     named = engine_arguments(settings, page_size=page_size, linker=args.linker) | host
-    print(shlex.join(_as_flags(named)))
+    print(shlex.join(_as_flags(named)))  # noqa: T201  # for a shell, which needs it exactly
     return 0
 
 

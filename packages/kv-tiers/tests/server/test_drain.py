@@ -2,10 +2,11 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from kv_tiers.server import caches as caches_module
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.tier_contract import content
-from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Holds, Offer, Offered, PeerStream, Request
+from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Holds, Offer, Offered, PeerStream, Refused, Request
 from kv_tiers.watch.metrics import drain_families
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
@@ -591,3 +592,52 @@ def test_the_command_waits_for_caches_that_are_being_opened(
     joined(joining, command)
     assert statuses == [1] and capsys.readouterr().out.startswith("stopped (no tier of type peers")
     assert main(["drain", "--socket", str(served.path), "--end"]) == 0
+
+
+class Graffiti:
+    """At a peer's address; refuses everybody, before anything was proved, with a text of its choice."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        joined(self._thread)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                with sock, suppress(OSError):
+                    PeerStream(sock).send_message(Refused(self._text), time.monotonic() + 10)
+
+
+@pytest.mark.parametrize("command", [["drain"], ["drain", "--json"], ["top", "--once"], ["top", "--once", "--json"]])
+def test_a_peers_text_does_not_reach_the_operators_terminal_as_it_is(
+    ending: ExitStack, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """Anybody who is at a peer's address may send a text: a title, a cleared screen, lines that look like ours."""
+    graffiti = Graffiti("\x1b]0;title\x07\x1b[2J\x9b2J\x7f\nkv: all is well")
+    ending.callback(graffiti.close)
+    home = tmp_path / "one"
+    serve(ending, home, free_port(), graffiti.port)
+    cache = join_server(home)
+    ending.callback(cache.close)
+    store(cache, PROMPTS[0])
+    until(lambda: held(cache, PROMPTS[1]) or report_of(home / "s").caches[0].tiers[0].why)
+    capfd.readouterr()
+    main(
+        [*command, "--socket", str(home / "s"), *(["--timeout", "1"] if command[0] == "drain" else ["--every", "0.1"])]
+    )
+    said = capfd.readouterr()
+    lines = (said.out + said.err).split("\n")
+    assert all(line.isprintable() for line in lines), lines
+    assert not any(line.startswith("kv: all") for line in lines)
+    assert "all is well" in said.out + said.err, "it is told what the peer said"
+    for line in said.out.split("\n") if "--json" in command else ():
+        assert not line or json.loads(line)

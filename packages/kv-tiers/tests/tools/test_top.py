@@ -111,7 +111,7 @@ def test_in_a_terminal_it_follows_the_server_and_says_when_it_is_away(
     shown = terminal.until("nvme")
     assert f"process {server.pid}" in shown
     shown += terminal.until("75.0% in all")
-    shown += terminal.until("engine �[31m-1")  # no engine's name moves the cursor
+    shown += terminal.until("engine \\x1b[31m-1")  # no engine's name moves the cursor
     assert "● up" in shown
     cache.close()
     server.stop()

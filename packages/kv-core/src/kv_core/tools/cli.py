@@ -23,6 +23,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.hashing import Algorithm, ChainScheme, Item
 from kv_core.keys import ALL_LAYERS, NO_TENANT, SPACE_ID_BYTES, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.sequence import KeySequence
+from kv_core.terminal import say
 from kv_core.tokens import pack_tokens
 from kv_core.tools import doctor
 
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_error(text: str) -> int:
-    print(f"kv: error: {text}", file=sys.stderr)
+    say(f"kv: error: {text}", file=sys.stderr)
     return 2
 
 
@@ -81,7 +82,7 @@ def _register_others(commands: Any) -> None:
         try:
             entry.load()(commands)
         except Exception as error:  # noqa: BLE001  # another package's fault must not break `kv`
-            print(f"kv: the command {entry.name!r} of {entry.value} cannot be used: {error}", file=sys.stderr)
+            say(f"kv: the command {entry.name!r} of {entry.value} cannot be used: {error}", file=sys.stderr)
 
 
 _KEYS_ABOUT = """\
@@ -229,7 +230,7 @@ def _keys(args: argparse.Namespace) -> int:
     sequence = KeySequence(scheme, root=prompt_root(args, scheme, args.salt), items=prompt_items(args))
     write = _write_json if args.output == "json" else _write_table
     if args.output == "table":
-        print(f"{'chunk':>8}  {'tokens':>17}  {'digest' if space is None else 'key'}")
+        say(f"{'chunk':>8}  {'tokens':>17}  {'digest' if space is None else 'key'}")
     chunk = 0
     for tokens in prompt_tokens(args):
         for digest in sequence.append(tokens):
@@ -240,9 +241,7 @@ def _keys(args: argparse.Namespace) -> int:
     if args.partial and (tail_digest := sequence.tail_digest()) is not None:
         write(_Printed(chunk, whole_tokens, tail, tail_digest), space, tenant)
     elif tail and args.output == "table":
-        print(
-            f"{tail} tokens after the last whole chunk of {scheme.chunk_tokens} have no key (--partial gives them one)"
-        )
+        say(f"{tail} tokens after the last whole chunk of {scheme.chunk_tokens} have no key (--partial gives them one)")
     return 0
 
 
@@ -256,14 +255,14 @@ class _Printed:
 
 def _write_table(row: _Printed, space: PromptSpace | None, tenant: bytes) -> None:
     for name in [row.digest] if space is None else space.keys(row.digest, tenant):
-        print(f"{row.chunk:>8}  {row.first_token:>8}-{row.first_token + row.tokens - 1:<8}  {name.hex()}")
+        say(f"{row.chunk:>8}  {row.first_token:>8}-{row.first_token + row.tokens - 1:<8}  {name.hex()}")
 
 
 def _write_json(row: _Printed, space: PromptSpace | None, tenant: bytes) -> None:
     row_fields: dict[str, object] = {**asdict(row), "digest": row.digest.hex()}
     if space is not None:
         row_fields["keys"] = [_notations(key, space.described) for key in space.keys(row.digest, tenant)]
-    print(json.dumps(row_fields, ensure_ascii=False))
+    say(json.dumps(row_fields))
 
 
 def _notations(key: ChunkKey, space: KeySpace | None) -> dict[str, object]:

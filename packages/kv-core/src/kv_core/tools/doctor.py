@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from kv_core.terminal import say
+
 CHECKS = "kv_core.doctor"
 
 State = Literal["ok", "note", "wrong"]
@@ -80,10 +82,10 @@ def _run(args: argparse.Namespace) -> int:
     worst = 0
     for finding in findings(DoctorOptions(args.path, not args.no_measure)):
         if args.json:
-            print(json.dumps(asdict(finding)), flush=True)
+            say(json.dumps(asdict(finding)), flush=True)
         else:
-            print(f"{_MARKS[finding.state]}  {finding.what}: {finding.found}", flush=True)
+            say(f"{_MARKS[finding.state]}  {finding.what}: {finding.found}", flush=True)
             if finding.advice:
-                print(f"       → {finding.advice}")
+                say(f"       → {finding.advice}")
         worst = max(worst, finding.state == "wrong")
     return worst

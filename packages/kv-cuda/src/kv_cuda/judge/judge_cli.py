@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_core.errors import InputError
 from kv_core.format import QUANTISED, is_quantised_kind
+from kv_core.terminal import say
 
 from kv_cuda.judge.verdict import FIRST_PARTS
 
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     text, calibration_text = _read(args.text), _read(args.calibrate)
 
     def report(what: str) -> None:
-        print(f"kv judge: {what}", file=sys.stderr)
+        say(f"kv judge: {what}", file=sys.stderr)
 
     report(f"loading {args.model}")
     model = Model(args.model, dtype=args.dtype, device=args.device)
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_verdict(args.out, verdict)
         report(f"the verdict is in {args.out}")
-    print(json.dumps(asdict(verdict)) if args.json else _table(verdict))
+    say(*(json.dumps(asdict(verdict)) if args.json else _table(verdict)).split("\n"), sep="\n")
     return 0
 
 

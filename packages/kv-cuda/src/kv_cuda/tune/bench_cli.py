@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_core.errors import ConfigError
+from kv_core.terminal import say
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(device)
     path = _copy_paths(device, name, args) if args.file is None else _file_copy_paths(device, name, args)
     if path is not None:
-        print(f"saved in {path}", file=sys.stderr)
+        say(f"saved in {path}", file=sys.stderr)
     return 0
 
 
@@ -79,7 +80,7 @@ def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace
 
     cufile = find_cufile(device)
     if isinstance(cufile, NoCuFile):
-        print(f"no direct path: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
+        say(f"no direct path: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
     measured = []
     for measurement in measure_files(device, args.file, cufile):
         measured.append(measurement)
@@ -94,8 +95,8 @@ def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace
 
 def _print_measurement(measurement: "Measured | MeasuredFile", label: str, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(asdict(measurement)), flush=True)
+        say(json.dumps(asdict(measurement)), flush=True)
     else:
         gbps, limit_gbps = measurement.gbps, measurement.limit_gbps
         rate = f"{gbps:7.1f} GB/s of {limit_gbps:6.1f} ({gbps / limit_gbps:.2f})"
-        print(f"{measurement.direction:<6} {measurement.copy_path:<7} {label:<26} {rate}", flush=True)
+        say(f"{measurement.direction:<6} {measurement.copy_path:<7} {label:<26} {rate}", flush=True)

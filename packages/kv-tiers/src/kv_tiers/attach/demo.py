@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kv_core.terminal import say
+
 from kv_tiers.attach.demo_table import Row, table
 from kv_tiers.interpreter import environment, module_command
 from kv_tiers.pool.host_pool import HostPool, pool_path
@@ -154,9 +156,9 @@ def _show(demo: Demo, args: argparse.Namespace, scratch: Path) -> int:
     equal = [row.tokens == without_us[row.engine, row.request].tokens for row in rows]
     if args.json:
         for row, same in zip(rows, equal, strict=True):
-            print(json.dumps({**asdict(row), "tokens_equal": same}))
+            say(json.dumps({**asdict(row), "tokens_equal": same}))
     else:
-        print(table(rows, without_us))
+        say(*table(rows, without_us).split("\n"), sep="\n")
     return 0 if all(equal) else 1
 
 
@@ -188,7 +190,7 @@ class _Engine:
         rows = [Row(**json.loads(line.split(_RESULT, 1)[1])) for line in lines if _RESULT in line]
         if process.returncode or not rows:
             _progress(f"{what}: failed", end=True)
-            print("\n".join(lines[-40:]), file=sys.stderr)
+            say(*lines[-40:], sep="\n", file=sys.stderr)
             raise SystemExit(f"the engine ended with status {process.returncode}; its last lines are above")
         _progress(f"{what}: done in {time.monotonic() - start:.0f} s", end=True)
         return rows
@@ -196,9 +198,9 @@ class _Engine:
 
 def _progress(text: str, *, end: bool) -> None:
     if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="\n" if end else "", file=sys.stderr, flush=True)
+        say(text, start="\r\033[K", end="\n" if end else "", file=sys.stderr, flush=True)
     elif end:
-        print(text, file=sys.stderr, flush=True)
+        say(text, file=sys.stderr, flush=True)
 
 
 def _serve(demo: Demo, args: argparse.Namespace) -> None:
@@ -224,7 +226,7 @@ def _serve(demo: Demo, args: argparse.Namespace) -> None:
             answer = ask(prompt)
             text = "" if tokenizer is None else tokenizer.decode(answer.tokens, skip_special_tokens=True)
             row = Row(demo.engine, request, phase, len(prompt), text=text, **asdict(answer))
-            print(_RESULT + json.dumps(asdict(row)), flush=True)
+            say(_RESULT + json.dumps(asdict(row)), flush=True)
 
 
 def _tokens_of(tokenizer: Any, document: str, question: str) -> list[int]:

@@ -17,14 +17,13 @@ thread may still write there.
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
-from kv_core.log import limited_logger
+from kv_core.log import limited_logger, on_one_line, traceback_of
 from kv_core.outcome import Loaded, StoreOutcome
 
 from kv_tiers.clock import MonotonicClock
@@ -479,8 +478,8 @@ class Lane:
             return lambda: None
         if not isinstance(error, TierDown):
             # As text: a traceback retained by a log handler would keep the memory of the call in use.
-            _log.error("tier %s raised a non-TierDown error, a bug in it:\n%s", tier, traceback.format_exc())
-            why = f"{type(error).__name__}: {error}"
+            _log.error("tier %s raised a non-TierDown error, a bug in it:\n%s", tier, traceback_of(error))
+            why = on_one_line(f"{type(error).__name__}: {error}")
         release_frames(error)
         return self._go_down(why, None if isinstance(job, Probe) else job)
 

@@ -4,11 +4,10 @@ Otherwise nothing would call the tier, while its lane still took jobs: chunks wo
 """
 
 import threading
-import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from kv_core.log import limited_logger
+from kv_core.log import limited_logger, traceback_of
 
 from kv_tiers.lanes.health import release_frames
 from kv_tiers.threads import join_all, must_start
@@ -50,6 +49,6 @@ class Workers:
             if not self._count:
                 raise
             # As text, and without its frames: they would keep the memory of the chunks in use.
-            _log.error("tier %s: a bug in what waits for it:\n%s", self._tier, traceback.format_exc())
+            _log.error("tier %s: a bug in what waits for it:\n%s", self._tier, traceback_of(error))
             release_frames(error)
             return None

@@ -13,6 +13,7 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
+from kv_core.terminal import say
 
 from kv_tiers.build import check_settings
 from kv_tiers.server.accepting import allow_descriptors
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         http = open_http(config.http)
         server = CacheServer(config)
     except (ConfigError, OutOfThreadsError) as error:
-        print(f"kv-server: {error}", file=sys.stderr)
+        say(f"kv-server: {error}", file=sys.stderr)
         return 2
     for number in _ENDING:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if http is not None:
             http.start(server)
     except OutOfThreadsError as error:
-        print(f"kv-server: {error}", file=sys.stderr)
+        say(f"kv-server: {error}", file=sys.stderr)
         server.stop()
         server.serve()  # which closes it
         return 2
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ready.append(f"peers={server.peers_address}")
     try:
         if output is None:
-            print(*ready, flush=True)
+            say(*ready, flush=True)
         else:
             os.write(output, f"{' '.join(ready)}\n".encode())
     except OSError as error:  # the reader has gone; if it was our owner, a lifeline ends us
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         server.serve()
     except OutOfThreadsError as error:
-        print(f"kv-server: {error}", file=sys.stderr)
+        say(f"kv-server: {error}", file=sys.stderr)
         status = 2
     if http is not None:
         http.stop()

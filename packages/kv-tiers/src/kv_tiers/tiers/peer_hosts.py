@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from kv_core.errors import InputError
-from kv_core.log import limited_logger
+from kv_core.log import limited_logger, on_one_line
 
 from kv_tiers.host_port import HostPort
 from kv_tiers.threads import start_thread
@@ -145,7 +145,7 @@ class Peer:
     def _failed(self, error: Exception) -> None:
         self._drop()
         with self._lock:
-            self.last_failure = str(error) or type(error).__name__
+            self.last_failure = on_one_line(str(error)) or type(error).__name__
             self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s or _MIN_BACKOFF_S)
             self._retry_at_s = time.monotonic() + self._backoff_s
         if not self.is_self:

@@ -35,6 +35,7 @@ import msgspec
 import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
+from kv_core.log import on_one_line
 
 from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header
 from kv_tiers.tier import MAX_OFFERED
@@ -365,7 +366,7 @@ class PeerStream(TimedSocket):
         self.fill(header, deadline)
         message = _decode(_ANSWERS, self._body(header, max_bytes, deadline))
         if isinstance(message, Refused):
-            raise PermissionError(message.text)
+            raise PermissionError(on_one_line(message.text))  # said by whoever is there, before they prove anything
         if not isinstance(message, wanted):
             raise InputError(f"a {type(message).__name__} instead of a {wanted.__name__}")
         return message

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
+from kv_core.log import on_one_line
 
 from kv_tiers.config import Timeout
 from kv_tiers.pool.private_files import read_secret, without_newline
@@ -113,7 +114,8 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}" if self.port else self.host
+        host = on_one_line(self.host)  # another server may have named it
+        return f"{host}:{self.port}" if self.port else host
 
 
 @dataclass(frozen=True, slots=True)

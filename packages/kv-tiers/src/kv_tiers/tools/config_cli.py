@@ -8,6 +8,7 @@ import re
 import sys
 
 from kv_core.errors import ConfigError, InputError
+from kv_core.terminal import say
 
 from kv_tiers.settings import load
 
@@ -46,7 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         _print_and_check(args)
     except (ConfigError, InputError) as error:
-        print(f"kv config: {error}", file=sys.stderr)
+        say(f"kv config: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -63,12 +64,12 @@ def _print_and_check(args: argparse.Namespace) -> None:
     settings, in_force = load(extra, os.environ)
     if args.output == "json":
         values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
-        print(json.dumps(values, indent=1, default=str))
+        say(*json.dumps(values, indent=1, default=str).split("\n"), sep="\n")
     else:
         width = max(len(entry.path) for entry in in_force)
         for entry in in_force:
             value = json.dumps(_shown(entry.value), ensure_ascii=False, default=str)
-            print(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
+            say(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
     settings.scheme()
     # Too much to import for every command's --help.
     from kv_tiers.build import check_settings

@@ -1,6 +1,7 @@
 """`kv drain`: have a server's peers fetch what is worth keeping before its host leaves."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
+from kv_core.terminal import say
 
 from kv_tiers.tools.which_server import add_server_options, socket_of
 
@@ -70,7 +72,7 @@ def _drain(args: argparse.Namespace) -> int:
     try:
         report = _ask(path, wire.Drain(not args.end, args.timeout, max_bytes))
         if args.end:
-            print("it stores as before", file=sys.stderr if args.json else sys.stdout)
+            say("it stores as before", file=sys.stderr if args.json else sys.stdout)
             return 0
         if args.no_wait:
             return 0
@@ -86,19 +88,19 @@ def _drain(args: argparse.Namespace) -> int:
             if time.monotonic() - printed_s >= _PRINT_S:
                 printed_s = time.monotonic()
                 for state in states:
-                    print(state.spelled(), file=sys.stderr, flush=True)
+                    say(state.spelled(), file=sys.stderr, flush=True)
     except TierDown as why:
         raise ConfigError(f"{why}; give --name or --socket") from None
     for state in states:
-        print(msgspec.json.encode(state).decode() if args.json else state.spelled())
+        say(json.dumps(msgspec.json.decode(msgspec.json.encode(state))) if args.json else state.spelled())
     if report.opening:
-        print(f"kv drain: {report.opening} caches are still being opened", file=sys.stderr)
+        say(f"kv drain: {report.opening} caches are still being opened", file=sys.stderr)
         return 1
     if has_begun and not states:
-        print("kv drain: another command has ended it, or the server was started again", file=sys.stderr)
+        say("kv drain: another command has ended it, or the server was started again", file=sys.stderr)
         return 1
     if not states and not args.json:
-        print("nothing is held: no engine has registered a format")
+        say("nothing is held: no engine has registered a format")
     return 0 if all(state.phase == "drained" and not state.refused for state in states) else 1
 
 

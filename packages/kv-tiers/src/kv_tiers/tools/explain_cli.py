@@ -13,6 +13,7 @@ from kv_core.errors import InputError, TierDown
 from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
 from kv_core.sequence import KeySequence
+from kv_core.terminal import say
 from kv_core.tools.cli import (
     DEFAULT_CHUNK_TOKENS,
     PromptSpace,
@@ -106,7 +107,7 @@ def _explain(args: argparse.Namespace) -> int:
             args.chunk_tokens = others[0]
             scheme = prompt_scheme(args)
         else:
-            print(f"the engines of this server have chunks of {listed} tokens; give --chunk-tokens", file=sys.stderr)
+            say(f"the engines of this server have chunks of {listed} tokens; give --chunk-tokens", file=sys.stderr)
     tokens = [token for part in prompt_tokens(args) for token in part]
     chunks = len(tokens) // scheme.chunk_tokens
     if not chunks:
@@ -120,7 +121,7 @@ def _explain(args: argparse.Namespace) -> int:
     explained_chunks = min(chunks, max_explained)
     is_all_held = expected is not None and expected.held == chunks
     if args.json:
-        print(json.dumps(_described(answers, expected, chunks, scheme.chunk_tokens)))
+        say(json.dumps(_described(answers, expected, chunks, scheme.chunk_tokens)))
     else:
         _print(answers, expected, chunks, explained_chunks, scheme.chunk_tokens)
     return 0 if is_all_held else 1
@@ -220,22 +221,22 @@ def _salt_name(number: int, salt: str | None) -> str:
 def _print(answers: _Answers, expected: wire.Explained | None, chunks: int, limit: int, chunk_tokens: int) -> None:
     (_, first), *others = answers.items()
     held = 0 if expected is None else expected.held
-    print(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
+    say(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
     if expected is None:
-        print(_chunks(0, chunks) + f": {_why_unknown(first)}")
+        say(_chunks(0, chunks) + f": {_why_unknown(first)}")
     else:
         _print_states(expected, first)
     if limit < chunks:
-        print(f"chunks {limit}–{chunks - 1} were left out: a server explains {limit} at a time")
+        say(f"chunks {limit}–{chunks - 1} were left out: a server explains {limit} at a time")
     for other in first.explained:
         if other is not expected and other.held:
             model = f"key space {other.space[:12]}" + (f" ({', '.join(other.engines)})" if other.engines else "")
-            print(f"the first {other.held} chunks are held under another model or format: {model}")
+            say(f"the first {other.held} chunks are held under another model or format: {model}")
     for salt, answer in others:
         best = max((explained.held for explained in answer.explained), default=0)
         if best:
             where = "without a salt" if salt is None else f"under the salt {salt!r}"
-            print(f"the first {best} chunks are held {where}")
+            say(f"the first {best} chunks are held {where}")
 
 
 def _print_states(expected: wire.Explained, answer: wire.Explanations) -> None:
@@ -244,22 +245,22 @@ def _print_states(expected: wire.Explained, answer: wire.Explanations) -> None:
         text = f"in {state.where}" if is_held(state) else _why_missing(state, answer)
         if is_held(state) and has_gap:
             text += ", but of no use: an earlier chunk is missing"
-        print(f"{_chunks(state.first, state.chunks)}: {text}")
+        say(f"{_chunks(state.first, state.chunks)}: {text}")
         has_gap = has_gap or not is_held(state)
     if expected.is_cut:
-        print("and more, which the server left out")
+        say("and more, which the server left out")
     if expected.held < expected.prefix:
-        print(f"the hit ends at chunk {expected.held}: for a longer one, some layers lack what they need")
+        say(f"the hit ends at chunk {expected.held}: for a longer one, some layers lack what they need")
     for lacking in expected.lacking:
         name = _GROUPS[lacking.coverage.partition(":")[0]].format(lacking.group)
         for state in lacking.states:
-            print(f"{_chunks(state.first, state.chunks)} of {name}: {_why_missing(state, answer)}")
+            say(f"{_chunks(state.first, state.chunks)} of {name}: {_why_missing(state, answer)}")
     if expected.choice is not None and expected.held:
-        print(_choice_text(expected.choice))
+        say(_choice_text(expected.choice))
     if (has_gap or expected.lacking) and expected.remote_tiers_skipped:
-        print(f"skipped, because querying them takes a network: {', '.join(expected.remote_tiers_skipped)}")
+        say(f"skipped, because querying them takes a network: {', '.join(expected.remote_tiers_skipped)}")
     for name, directory in expected.directories.items():
-        print(f"the directory of {name}: {directory.spelled()}")
+        say(f"the directory of {name}: {directory.spelled()}")
 
 
 def _choice_text(choice: Choice) -> str:

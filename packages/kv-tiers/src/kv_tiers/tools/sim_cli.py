@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kv_core.errors import InputError
+from kv_core.terminal import say
 
 from kv_tiers.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.pool.machine import spelled
@@ -130,7 +131,7 @@ def _sim(args: argparse.Namespace) -> int:
     warm_up = _part(args.warm_up, "--warm-up")
     trace = read_trace(args.trace)
     if trace.half_lines:
-        print(f"kv sim: {trace.half_lines} incomplete lines of {args.trace} are left out", file=sys.stderr)
+        say(f"kv sim: {trace.half_lines} incomplete lines of {args.trace} are left out", file=sys.stderr)
     chunk_tokens, chunk_bytes = _sizes(trace, args.chunk_tokens, args.token_bytes)
     capacities = [_chunks(text, trace, chunk_bytes, "--capacity") for text in args.capacity.split(",")]
     lower = [_below(text, trace, chunk_bytes) for text in args.below]
@@ -153,7 +154,7 @@ def _sim(args: argparse.Namespace) -> int:
             clock.finish(len(trace.prompts))
     if args.json:
         for run in runs:
-            print(json.dumps(_described(run, trace, chunk_bytes, chunk_tokens, gbps)))
+            say(json.dumps(_described(run, trace, chunk_bytes, chunk_tokens, gbps)))
     else:
         _print_table(runs, trace, chunk_bytes, gbps)
     if args.plot is not None:
@@ -176,22 +177,22 @@ def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) ->
 
 def _print_table(runs: Sequence[_Run], trace: Trace, chunk_bytes: int, gbps: dict[str, float]) -> None:
     span = "" if trace.span_s is None else f" in {trace.span_s:.0f} s"
-    print(f"{trace.name}: {len(trace.prompts)} requests{span}, {trace.chunks_unique} unique chunks", end="")
-    print(f" of {spelled(chunk_bytes)}: {spelled(trace.chunks_unique * chunk_bytes)}")
-    print(f"{'policy':<8} {'chunks':>9} {'share':>7} {'hit ratio':>9}", end="")
-    print(f"  {'tier':<8} {'hit ratio':>9} {'read':>10} {'in':>9} {'written':>10} {'in':>9}")
+    say(f"{trace.name}: {len(trace.prompts)} requests{span}, {trace.chunks_unique} unique chunks", end="")
+    say(f" of {spelled(chunk_bytes)}: {spelled(trace.chunks_unique * chunk_bytes)}")
+    say(f"{'policy':<8} {'chunks':>9} {'share':>7} {'hit ratio':>9}", end="")
+    say(f"  {'tier':<8} {'hit ratio':>9} {'read':>10} {'in':>9} {'written':>10} {'in':>9}")
     for run in runs:
         share = run.capacity_chunks / trace.chunks_unique
-        print(f"{run.policy:<8} {run.capacity_chunks:>9} {share:>7.2%} {run.hit_ratio:>9.4f}", end="")
+        say(f"{run.policy:<8} {run.capacity_chunks:>9} {share:>7.2%} {run.hit_ratio:>9.4f}", end="")
         if run.served is None:
-            print()
+            say()
             continue
         for place, tier in enumerate(run.served.tiers):
             cost = _Cost.of(tier, chunk_bytes, gbps)
             ratio = tier.chunks_hit / max(1, run.served.chunks_asked)
-            print(" " * 36 if place else "", end="")
-            print(f"  {tier.name:<8} {ratio:>9.4f} {spelled(cost.bytes_read):>10} {cost.read_s:>7.1f} s", end="")
-            print(f" {spelled(cost.bytes_written):>10} {cost.write_s:>7.1f} s")
+            say(" " * 36 if place else "", end="")
+            say(f"  {tier.name:<8} {ratio:>9.4f} {spelled(cost.bytes_read):>10} {cost.read_s:>7.1f} s", end="")
+            say(f" {spelled(cost.bytes_written):>10} {cost.write_s:>7.1f} s")
 
 
 def _described(
@@ -249,12 +250,12 @@ class _Clock:
             self._next_s = time.monotonic() + _PROGRESS_EVERY_S
             self._shown = True
             end = "\r" if sys.stderr.isatty() else "\n"
-            print(f"kv sim: {(self._before + done) / self._total:4.0%} done", end=end, file=sys.stderr, flush=True)
+            say(f"kv sim: {(self._before + done) / self._total:4.0%} done", end=end, file=sys.stderr, flush=True)
 
     def finish(self, done: int) -> None:
         self._before += done
         if self._before >= self._total and self._shown and sys.stderr.isatty():
-            print(file=sys.stderr)
+            say(file=sys.stderr)
 
 
 def _chunks(text: str, trace: Trace, chunk_bytes: int, option: str) -> int:

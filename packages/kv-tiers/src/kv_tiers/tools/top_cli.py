@@ -1,6 +1,7 @@
 """`kv top`: shows a server in a terminal, queried every second over its socket."""
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
+from kv_core.terminal import say
 
 from kv_tiers.tools.which_server import add_server_options, socket_of
 
@@ -79,14 +81,14 @@ def _print_json(path: Path, every_s: float, *, once: bool) -> int:
     last_reason = ""
     while True:
         try:
-            print(msgspec.json.encode(_ask(path)).decode(), flush=True)
+            say(json.dumps(msgspec.json.decode(msgspec.json.encode(_ask(path)))), flush=True)
             last_reason = ""
         except TierDown as why:
             if once:
                 raise
             if last_reason != str(why):
                 last_reason = str(why)
-                print(f"kv top: away: {last_reason}", file=sys.stderr, flush=True)
+                say(f"kv top: away: {last_reason}", file=sys.stderr, flush=True)
         if once:
             return 0
         time.sleep(every_s)

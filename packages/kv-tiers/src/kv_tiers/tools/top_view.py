@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kv_core.errors import ConfigError
+from kv_core.log import on_one_line
 
 from kv_tiers.server.report import Report
 from kv_tiers.tools.top import CacheRow, Picture, TierRow
@@ -52,13 +53,15 @@ def draw(picture: Picture | None, where: str, away: str) -> RenderableType:
 def _head(picture: Picture | None, where: str, away: str) -> Text:
     head = Text()
     if away:
-        head.append(f"▲ away at {time.strftime('%H:%M:%S')}: {away}\n", style="bold red")
+        head.append(f"▲ away at {time.strftime('%H:%M:%S')}: {on_one_line(away)}\n", style="bold red")
         head.append("  asking again; the last known state follows\n" if picture else "")
     if picture is None:
-        return head if away else head.append(f"asking {where}")
+        return head if away else head.append(f"asking {on_one_line(where)}")
     report = picture.report
     head.append("kv-server ", style="bold")
-    head.append(f"{report.package}, process {report.pid}, up {_span(report.uptime_s)}, at {where}\n")
+    head.append(
+        f"{on_one_line(report.package)}, process {report.pid}, up {_span(report.uptime_s)}, at {on_one_line(where)}\n"
+    )
     opening = f", opening {report.opening}" if report.opening else ""
     orphans = f", {report.orphans} ended while writing" if report.orphans else ""
     peers = ""
@@ -66,9 +69,9 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
         peers = f", {report.peers.connections} connections of peers, {_bytes(report.peers.sent_bytes)} sent to them"
     head.append(f"{len(report.sessions)} sessions{orphans}, {len(picture.caches)} formats{opening}{peers}\n")
     for state in (tier.directory for cache in report.caches for tier in cache.tiers if tier.directory is not None):
-        head.append(f"directory: {state.spelled()}\n", style="bold red" if state.why else "")
+        head.append(f"directory: {on_one_line(state.spelled())}\n", style="bold red" if state.why else "")
     for drain in (cache.drain for cache in report.caches if cache.drain is not None):
-        head.append(f"this host is being drained: {drain.spelled()}\n", style="bold")
+        head.append(f"this host is being drained: {on_one_line(drain.spelled())}\n", style="bold")
     return head
 
 
@@ -95,7 +98,7 @@ def _cache(row: CacheRow) -> Table:
             _bytes(tier.out_bytes_s),
             f"{tier.waiting_chunks:,}",
             _bar(tier),
-            Text("● up", style="green") if tier.is_up else Text(f"▲ {tier.health}", style="bold red"),
+            Text("● up", style="green") if tier.is_up else _plain(f"▲ {tier.health}", "bold red"),
         )
     return table
 
@@ -123,7 +126,11 @@ def _tenants(report: Report) -> Table:
     rows = [tenant for cache in report.caches for tenant in cache.tenants]
     for tenant in rows[:_MAX_ROWS]:
         shared = not tenant.tag.strip("0")
-        label = _plain(tenant.name) if tenant.name else Text("(shared)" if shared else f"tag {tenant.tag}", style="dim")
+        label = (
+            _plain(tenant.name)
+            if tenant.name
+            else Text("(shared)" if shared else f"tag {on_one_line(tenant.tag)}", style="dim")
+        )
         table.add_row(label, _bytes(tenant.used_bytes), _bytes(tenant.quota_bytes), f"{tenant.chunks:,}")
     unlisted = sum(cache.tenants_known - len(cache.tenants) for cache in report.caches)
     _add_unlisted(table, len(rows) + unlisted)
@@ -131,7 +138,7 @@ def _tenants(report: Report) -> Table:
 
 
 def _table(title: str) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", title_style="", header_style="dim")
+    table = Table(title=_plain(title, "bold"), title_justify="left", title_style="", header_style="dim")
     table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
     return table
 
@@ -141,9 +148,9 @@ def _add_unlisted(table: Table, rows: int) -> None:
         table.add_row("…", "", "", f"and {rows - _MAX_ROWS} more")
 
 
-def _plain(text: str) -> Text:
+def _plain(text: str, style: str = "") -> Text:
     """Text from outside: no markup, and nothing that moves the cursor."""
-    return Text("".join(char if char.isprintable() else "�" for char in text))
+    return Text(on_one_line(text), style=style)
 
 
 def _chunks(tier: TierRow) -> str:
