@@ -632,7 +632,7 @@ def test_a_peers_text_does_not_reach_the_operators_terminal_as_it_is(
     until(lambda: held(cache, PROMPTS[1]) or report_of(home / "s").caches[0].tiers[0].why)
     capfd.readouterr()
     main(
-        [*command, "--socket", str(home / "s"), *(["--timeout", "1"] if command[0] == "drain" else ["--every", "0.1"])]
+        [*command, "--socket", str(home / "s"), *(["--timeout", "60"] if command[0] == "drain" else ["--every", "0.1"])]
     )
     said = capfd.readouterr()
     lines = (said.out + said.err).split("\n")
