@@ -159,7 +159,7 @@ def test_a_prompt_is_explained_nevertheless(served: ThreadedServer) -> None:
 
 
 def test_names_of_peers_are_resolved_later(ending: ExitStack) -> None:
-    hosts = PeerHosts([HostPort("127.0.0.1", 1)], token=b"", tls=None, resolve_s=1e6, connect_s=0.01)
+    hosts = PeerHosts([HostPort("localhost", 1)], token=b"", tls=None, resolve_s=1e6, connect_s=0.01)
     ending.callback(hosts.close)
     with threads_left():
         assert hosts.peers() == []
@@ -211,7 +211,7 @@ def test_peers_are_followed_and_told_what_they_need_not_hold_later(
     tier = tier_of(ending, hosts=[fake.address], follow=True)
     handed_over: list[Sequence[ChunkKey]] = []
     refused = threading.Event()
-    with threads_left(2, on_refusal=refused.set):  # that which follows all, and that which resolves names
+    with threads_left(1, on_refusal=refused.set):  # that which follows all
         tier.follow(lambda chain, first, hold_s: handed_over.append(chain))
         assert refused.wait(10)
         tier.taken(keys[:1])

@@ -320,3 +320,27 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_prompt_costs_what_had_not_come
     ending.callback(other.close)
     hand_over(other, one := key_chain(1, branch="of the next server"))
     until(lambda: has(cache, one) == 1, within_s=30)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["nothing", "the same chunk"])
+def test_a_peer_that_always_answers_at_once_is_not_asked_without_a_pause(ending: ExitStack, given: bool) -> None:
+    """Otherwise it would keep a core of ours busy, with tens of thousands of questions a second."""
+    said = [Given(pack_keys(KEYS[:1]), 0, 1.0)] if given else []
+
+    def answer(stream: PeerStream, request: Request) -> None:
+        if isinstance(request, Follow):
+            stream.send_message(Followed(bytes(16), request.after + 1, said, None), time.monotonic() + 10)
+        elif isinstance(request, Fetch):
+            stream.send([SIZE.pack(NOT_HERE)] * len(unpack_keys(request)), time.monotonic() + 10)
+
+    busy = FakePeer(answer)
+    ending.callback(busy.close)
+    began_s = time.monotonic()
+    reader(ending, busy.address)
+
+    def questions() -> int:
+        return sum(isinstance(one, Follow) for one in busy.asked)
+
+    until(lambda: questions() > 10)
+    least_s = peer_following._MIN_INTERVAL_S if given else peer_following._RETRY_S
+    assert questions() <= 1 + (time.monotonic() - began_s) / least_s

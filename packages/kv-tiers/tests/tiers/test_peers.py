@@ -24,10 +24,12 @@ from kv_tiers import chunk_header
 from kv_tiers.build import build_lane, build_local_cache, check_settings
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig, HostConfig
+from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.server import launch
 from kv_tiers.testing.tier_contract import ReadOnlyTierContract, aligned_pages, content
 from kv_tiers.tier import Read, ShowsProgress, Tier, TierContext
+from kv_tiers.tiers.peer_hosts import PeerHosts
 from kv_tiers.tiers.peers import PeersTier, make_peers_tier
 from kv_tiers.tiers.peers_wire import HEADER, NOT_HERE, SIZE, VERSION, Fetch, Holds, PeerStream, Request, unpack_keys
 
@@ -541,6 +543,54 @@ def test_a_name_with_several_addresses_is_several_peers_and_is_looked_up_again(
     addresses.clear()  # names that cannot be looked up now are where they were
     time.sleep(0.05)
     assert tier.holds(first_keys + second_keys) == [False, False, True, True]
+
+
+@pytest.fixture
+def names_that_hang(ending: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The resolver does not answer for names that begin with `dead`, until the test ends. Returns which it was asked
+    for."""
+    real, over = socket.getaddrinfo, threading.Event()
+    asked: list[str] = []
+
+    def getaddrinfo(host: str, port: int, *args: int, **options: int) -> object:
+        if host.startswith("dead"):
+            asked.append(host)
+            over.wait(60)
+            raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+        return real(host, port, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    ending.callback(over.set)
+    return lambda: list(asked)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_name_that_cannot_be_resolved_delays_no_other(
+    ending: ExitStack, peer: ThreadedServer, names_that_hang: Callable[[], list[str]], host: str
+) -> None:
+    keys = key_chain(2)
+    put(peer, keys)
+    dead = [f"dead-{number}:1" for number in range(12)]
+    port = address_of(peer).rpartition(":")[2]
+    tier = tier_of(ending, *dead, f"{host}:{port}", unprotected=True, connect_timeout_s=0.2)
+    until(lambda: tier.holds(keys) == [True, True], within_s=5)
+    assert len(names_that_hang()) == 12, "and they are all being resolved"
+
+
+def test_a_host_that_is_new_counts_at_once_whatever_others_take(
+    ending: ExitStack, peer: ThreadedServer, names_that_hang: Callable[[], list[str]]
+) -> None:
+    """As when a directory names one: more names than are resolved at once hang already."""
+    hosts = PeerHosts([], token=b"", tls=None, resolve_s=30.0, connect_s=0.2)
+    ending.callback(hosts.close)
+    dead = [HostPort(f"dead-{number}", 1) for number in range(40)]
+    hosts.set_hosts(dead)
+    until(lambda: len(names_that_hang()) >= 10)
+    here = read_host_port(address_of(peer), "")
+    hosts.set_hosts([*dead, here])
+    assert [one.host for one in hosts.at(here)] == [here]
+    hosts.set_hosts(dead)
+    assert hosts.at(here) == [] and hosts.peers() == []
 
 
 def test_this_process_is_no_peer_of_itself(

@@ -29,6 +29,9 @@ _WAIT_S: Final = 1.0
 _POLL_S: Final = 0.5
 """How often the list of peers is checked."""
 _RETRY_S: Final = 0.1
+_MIN_INTERVAL_S: Final = 0.01
+"""Between two queries of one peer, so that one which always answers at once keeps no core busy; `_RETRY_S` after an
+answer that reports nothing, for which it should have waited."""
 _MAX_UNSENT: Final = 256
 
 OnAnswer = Callable[[Peer, float, Followed], None]
@@ -121,6 +124,8 @@ class Following:
                 answer = peer.ask(question, Followed, _WAIT_S + self._answer_s, max_bytes=MAX_FOLLOWED_BYTES)
                 feed, after = answer.feed, answer.upto
                 self._on_answer(peer, sent_s, answer)
+                interval_s = _MIN_INTERVAL_S if answer.given else _RETRY_S
+                self._closed.wait(max(0.0, sent_s + interval_s - time.monotonic()))
             except (OSError, InputError) as error:
                 _log.debug("peer %s is not followed for now: %s", peer, error)
                 self._closed.wait(_RETRY_S)

@@ -1,16 +1,20 @@
 """The peers of a tier, the connections to each, and the back-off after failures.
 
-Names are resolved periodically, on a separate thread; callers wait for it only the first time. A peer that fails is not
-contacted, briefly at first and then ever longer; meanwhile the others serve. Idle connections are retained, and a dead
-one is replaced at once, because the peer may have been restarted.
+Names are resolved periodically, on separate threads; callers wait for it only the first time. Each counts as soon as
+it is resolved, whatever others take. A peer that fails is not contacted, briefly at first and then ever longer;
+meanwhile the others serve. Idle connections are retained, and a dead one is replaced at once, because the peer may have
+been restarted.
 """
 
+import ipaddress
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
@@ -28,6 +32,8 @@ _log = limited_logger(__name__)
 _IDLE: Final = 4
 """Idle connections retained to each peer; each of the lane's threads uses one."""
 _MAX_AT_ONCE: Final = 16
+_MAX_RESOLVING: Final = 16
+"""Names resolved at once. One that nobody knows takes the system's resolver ten seconds."""
 _MIN_BACKOFF_S: Final = 0.1
 _MAX_BACKOFF_S: Final = 5.0
 
@@ -152,6 +158,17 @@ class Peer:
             _log.warning("peer %s is not queried for a while: %s", self, self.last_failure)
 
 
+@dataclass(slots=True, eq=False)
+class _Name:
+    """A configured host. peers: by the address that it resolved to. failed: the last attempt did."""
+
+    host: HostPort
+    peers: dict[str, Peer] = field(default_factory=dict)
+    due_s: float = 0.0
+    is_queued: bool = False
+    failed: bool = False
+
+
 class PeerHosts:
     """All peers of one tier. Safe to call from any thread."""
 
@@ -165,14 +182,14 @@ class PeerHosts:
         connect_s: float,
     ) -> None:
         """Resolves no names yet."""
-        self._hosts = hosts
         self._token, self._tls = token, tls
         self._resolve_s, self._connect_s = resolve_s, connect_s
         self._lock = threading.Lock()
-        self._peers: dict[tuple[str, str, int], Peer] = {}  # by host, address and port
-        self._by_host: dict[HostPort, list[Peer]] = {}
-        self._resolve_at_s = 0.0
-        self._is_resolving = False
+        self._names = {host: _Name(host) for host in hosts}
+        self._due_s = 0.0  # when the first of them is due
+        self._queue: deque[_Name] = deque()
+        self._resolving = 0
+        self._unresolved = set(self._names)  # of those that callers wait for the first time
         self._resolved = threading.Event()
         self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
         self._background = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-peers")
@@ -183,21 +200,29 @@ class PeerHosts:
         time.
         """
         self._resolve_if_due()
-        self._resolved.wait(self._connect_s)
+        if not self._resolved.is_set():
+            if self._unresolved:
+                self._resolved.wait(self._connect_s)
+            self._resolved.set()
         with self._lock:
-            return [peer for peer in self._peers.values() if not peer.is_self]
+            return [peer for name in self._names.values() for peer in name.peers.values() if not peer.is_self]
 
     def set_hosts(self, hosts: Sequence[HostPort]) -> None:
         with self._lock:
-            if set(hosts) != set(self._hosts):
-                self._hosts = hosts
-                self._resolve_at_s = 0.0
+            if new := set(hosts) - self._names.keys():
+                self._due_s = 0.0
+            gone = [self._names.pop(host) for host in self._names.keys() - set(hosts)]
+            self._names |= {host: _Name(host) for host in new}
+        for name in gone:
+            for peer in name.peers.values():
+                peer.close()
         self._resolve_if_due()
 
     def at(self, host: HostPort) -> list[Peer]:
         """The known peers at this host, as far as it has been resolved. Does not wait."""
         with self._lock:
-            return [peer for peer in self._by_host.get(host, ()) if not peer.is_self]
+            name = self._names.get(host)
+            return [] if name is None else [peer for peer in name.peers.values() if not peer.is_self]
 
     def each(self, peers: Sequence[Peer], work: Callable[[Peer], T], *, in_background: bool = False) -> dict[Peer, T]:
         """The results of `work` for each peer, run concurrently; without those that failed. All calls have ended when
@@ -229,48 +254,85 @@ class PeerHosts:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            peers, self._peers, self._by_host = self._peers, {}, {}
+            peers = [peer for name in self._names.values() for peer in name.peers.values()]
+            self._names = {}
+            self._queue.clear()
         self._threads.shutdown()
         self._background.shutdown()
-        for peer in peers.values():
+        for peer in peers:
             peer.close()
 
     def _resolve_if_due(self) -> None:
         with self._lock:
-            if time.monotonic() < self._resolve_at_s or self._is_resolving or self._is_closed:
+            now_s = time.monotonic()
+            if now_s < self._due_s or self._is_closed:
                 return
-            self._resolve_at_s = time.monotonic() + self._resolve_s
-            self._is_resolving = True
-            hosts = self._hosts
-        thread = threading.Thread(target=self._resolve, args=(hosts,), name="kv-peers-names", daemon=True)
-        if why := start_thread(thread):
-            _log.warning("the names of peers are not resolved for now: %s", why)
-            with self._lock:
-                self._is_resolving, self._resolve_at_s = False, 0.0  # the next call tries again
+            due = [name for name in self._names.values() if now_s >= name.due_s and not name.is_queued]
+            for name in due:
+                name.due_s = now_s + self._resolve_s
+                if (address := _literal(name.host)) is not None:
+                    self._take(name, [address])
+                else:
+                    name.is_queued = True
+                    # Those that could not be resolved come last, for they may take long again.
+                    (self._queue.append if name.failed else self._queue.appendleft)(name)
+            self._due_s = min((name.due_s for name in self._names.values()), default=now_s + self._resolve_s)
+            wanted = min(_MAX_RESOLVING - self._resolving, len(self._queue))
+            self._resolving += wanted
+        for started in range(wanted):
+            thread = threading.Thread(target=self._resolve_queued, name="kv-peers-names", daemon=True)
+            if why := start_thread(thread):
+                _log.warning("the names of peers are not resolved for now: %s", why)
+                with self._lock:
+                    self._resolving -= wanted - started
+                    if not self._resolving:  # nobody takes them from the queue: the next call tries again
+                        for name in self._queue:
+                            name.is_queued, name.due_s = False, 0.0
+                        self._queue.clear()
+                        self._due_s = 0.0
+                return
 
-    def _resolve(self, hosts: Sequence[HostPort]) -> None:
-        """Resolve all names. A name that cannot be resolved keeps its previous addresses."""
-        places: dict[tuple[str, str, int], Peer | None] = {}
-        for host in hosts:
+    def _resolve_queued(self) -> None:
+        """Resolve names until there are no more. One that cannot be resolved keeps its previous addresses."""
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._resolving -= 1
+                    return
+                name = self._queue.popleft()
+            host, addresses = name.host, None
             try:
                 resolved = socket.getaddrinfo(host.host, host.port, type=socket.SOCK_STREAM)
-                places.update(((host.host, str(address[0]), host.port), None) for *_, address in resolved)
+                addresses = [str(address[0]) for *_, address in resolved]
             except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
                 _log.warning("the peers at %s cannot be resolved: %s", host, error)
-                places.update((place, peer) for place, peer in self._peers.items() if place[0] == host.host)
-        with self._lock:
-            self._is_resolving = False
-            if self._is_closed:
-                return
-            gone = [peer for place, peer in self._peers.items() if place not in places]
-            self._peers = {place: self._peers.get(place) or self._peer(place) for place in places}
-            self._by_host = {}
-            for peer in self._peers.values():
-                self._by_host.setdefault(peer.host, []).append(peer)
-        self._resolved.set()
-        for peer in gone:
-            peer.close()
+            except Exception:  # noqa: BLE001  # a bug must not end the thread, which is counted
+                _log.exception("resolving the peers at %s hit a bug", host)
+            with self._lock:
+                name.is_queued, name.failed = False, addresses is None
+                gone = self._take(name, addresses)
+            for peer in gone:
+                peer.close()
 
-    def _peer(self, place: tuple[str, str, int]) -> Peer:
-        host, address, port = place
-        return Peer(host, (address, port), token=self._token, tls=self._tls, connect_s=self._connect_s)
+    def _take(self, name: _Name, addresses: Sequence[str] | None) -> list[Peer]:
+        """Use what a name resolved to; None: nothing, for now. Returns the peers that are gone. Under the lock."""
+        self._unresolved.discard(name.host)
+        if not self._unresolved:
+            self._resolved.set()
+        if addresses is None or self._names.get(name.host) is not name:
+            return []
+        before = name.peers
+        name.peers = {address: before.get(address) or self._peer(name.host, address) for address in addresses}
+        return [peer for address, peer in before.items() if address not in name.peers]
+
+    def _peer(self, host: HostPort, address: str) -> Peer:
+        return Peer(host.host, (address, host.port), token=self._token, tls=self._tls, connect_s=self._connect_s)
+
+
+def _literal(host: HostPort) -> str | None:
+    """The address, if the host is one and no name."""
+    try:
+        ipaddress.ip_address(host.host)
+    except ValueError:
+        return None
+    return host.host
