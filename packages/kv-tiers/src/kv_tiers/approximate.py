@@ -69,6 +69,11 @@ def check_approximate(tiers: Sequence[Mapping[str, object]], fingerprint: str) -
     """
     check_parts(tiers)
     if not is_approximate(tiers):
+        if exact_fingerprint(fingerprint) != fingerprint:
+            raise ConfigError(
+                f"the fingerprint {fingerprint!r} is that of a cache that may hold approximations, and no tier has "
+                "approximate: true: its chunks would be stored where exact ones are"
+            )
         return
     for number, tier in enumerate(tiers):
         if tier.get("write") != "never" and not drops_parts(tier):

@@ -51,6 +51,28 @@ def test_what_others_have_free_is_theirs() -> None:
     cache.close()
 
 
+def test_a_refusal_names_the_share_that_is_full() -> None:
+    """And not the pool, most of which may be free."""
+    cache = cache_of(10, {ANN: 2, CYD: 0})
+    why = cache.begin_store(key_chain(4, salt="ann"), "w").refused
+    assert "each of the 2 slots that are the quota of its tenant is being read or written" in why
+    why = cache.begin_store(key_chain(9), "w").refused
+    assert "each of the 8 slots that the quotas leave to other tenants is being" in why
+    assert "the quota of its tenant is 0" in cache.begin_store(key_chain(1, salt="cyd"), "w").refused
+    cache.close()
+
+
+def test_quotas_of_the_whole_pool_are_said_to_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    cache = cache_of(4, {ANN: 3})
+    assert not caplog.messages
+    cache.admin.set_quota(BEN, SLOT)
+    assert ["nothing is stored for other tenants" in message for message in caplog.messages] == [True]
+    assert "the quotas leave nothing to other tenants" in cache.begin_store(key_chain(1), "w").refused
+    cache.close()
+    cache_of(4, {ANN: 3, BEN: 1}).close()
+    assert ["nothing is stored for other tenants" in message for message in caplog.messages] == [True, True]
+
+
 def test_a_share_that_is_wholly_leased_refuses_and_takes_from_nobody() -> None:
     cache = cache_of(6, {ANN: 2})
     mine, other = key_chain(2, salt="ann"), key_chain(3)

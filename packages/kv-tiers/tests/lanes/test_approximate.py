@@ -399,3 +399,14 @@ def test_a_worker_of_a_private_server_keeps_what_it_reads_and_then_gets_the_exac
         remote.close()
         if server is not None:
             server.stop()
+
+
+def test_a_cache_that_is_not_approximate_does_not_have_the_name_of_one(tmp_path: Path) -> None:
+    """Its tiers would take the mark off, and store its chunks where exact ones are."""
+    tiers = [{"type": "disk", "directory": str(tmp_path / "disk"), "capacity_bytes": 1 << 20}]
+    for below in (tiers, []):
+        with pytest.raises(ConfigError, match="is that of a cache that may hold approximations"):
+            build_local_cache(
+                HostConfig(capacity_bytes=1 << 20), group_bytes=(4096,), fingerprint="f approximate", tiers=below
+            )
+    assert not (tmp_path / "disk").exists()

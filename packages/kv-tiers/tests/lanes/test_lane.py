@@ -179,7 +179,7 @@ def test_a_tier_that_fails_is_rested_and_comes_back_by_itself(bench: Bench, faul
     bench.tier.fault = ""
     bench.clock.advance(2.0)
     bench.run()
-    assert bench.lane.health()[0] is Health.UP
+    assert bench.lane.health() == (Health.UP, ""), "and not why it was down"
     assert leading(bench.lane, keys) == 2
     assert bench.lane.counts().downs == 1
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.lookup import Ended
 from kv_core.service import CacheService
 
@@ -22,6 +23,8 @@ from kv_tiers.events import events
 from kv_tiers.eviction.shares import Shares
 from kv_tiers.index.life import BEING_WRITTEN
 from kv_tiers.index.residency import Residency
+
+_log = limited_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,16 @@ class Administration:
                     self._host.check_open()
                     is_too_much = self._host.trim(AT_ONCE)
                 _let_others_in()
+            warn_if_all_taken(self._shares)
+
+
+def warn_if_all_taken(shares: Shares) -> None:
+    """Quotas that take the whole pool are allowed, but hardly ever meant."""
+    if not shares.common.slots:
+        _log.warning(
+            "the quotas take the whole pool: nothing is stored for other tenants, nor for requests without a salt; "
+            "write smaller quota_bytes"
+        )
 
 
 def quota_slots(quota_bytes: int, slot_bytes: int) -> int:

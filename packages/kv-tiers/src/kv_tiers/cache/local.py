@@ -23,7 +23,7 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
 from kv_tiers import chunk_header
-from kv_tiers.cache.admin import Administration, quota_slots
+from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
 from kv_tiers.cache.drain import Drain
 from kv_tiers.cache.handed_over import HandOverFeed
 from kv_tiers.cache.hits import Hit, find_hit, slowest_tiers
@@ -95,6 +95,7 @@ class LocalCache:
         for tenant, quota_bytes in (quotas or {}).items():
             shares.set_quota(tenant, quota_slots(quota_bytes, pool.slot_bytes))
             shares.end_move()
+        warn_if_all_taken(shares)
         self._totals = CacheTotals()
         self._index = Residency(pool.slots, shares)
         self._host = HostTier(pool, self._index, shares, self._totals, self.events)
@@ -220,6 +221,7 @@ class LocalCache:
                 self._index.reinsert([slot for slot in dict.fromkeys(prompt_slots) if slot in skipped])
             refused = len(missing) - len(slots)
             self._totals.chunks_refused += refused
+            why = self._host.why_full(missing[len(slots)].tenant) if refused else ""
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
             write.lower = lower
             if hold_s > 0:
@@ -227,12 +229,8 @@ class LocalCache:
                 self._hold(list(dict.fromkeys(prompt_slots)), chain, now_s, hold_s)
             # After the hold, because it may evict chunks that are not held to keep slots free.
             self._spills.allow(prompt_slots, chain, lower)
-        why = ""
         if refused:
-            why = (
-                f"no room for {refused} of {len(chain)} chunks: each of the pool's {self.pool.slots} slots is "
-                "being read or written, or holds an earlier chunk of the same prompt"
-            )
+            why = f"no room for {refused} of {len(chain)} chunks: {why}"
             if self._is_leaving:
                 why = "this host is being drained, and takes no new chunks"
         if unbacked_slots := self.pool.back(slots):

@@ -53,13 +53,16 @@ class ZstdCodec:
         self._contexts = Contexts(self._zstandard, parameters, _MAX_WINDOW_BYTES)
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
+        if not chunk.nbytes:
+            return None  # the library's reader of nothing never ends
         source = self._contexts.compressor.stream_reader(chunk, size=chunk.nbytes)
         written = 0
-        while read := source.readinto(out[written:]):
+        while written < len(out):
+            read = source.readinto(out[written:])
+            if not read:
+                return written
             written += read
-            if written == len(out):
-                return None  # the frame may be longer
-        return written
+        return None  # the frame may be longer
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
         # As a stream: the one-shot function allocates as much as the frame claims.

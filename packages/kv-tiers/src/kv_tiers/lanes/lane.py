@@ -209,10 +209,10 @@ class Lane:
             return self._jobs.room_for_stores if self._health().serves else 0
 
     def health(self) -> tuple[Health, str]:
-        """The tier's health, and why; for a tier that is up, the reason for its last failure, if any."""
+        """The tier's health, and why; empty for a tier that is up, whatever it was before."""
         with self._changed:
             health = self._health()
-            return health, self._tracker.full if health is Health.FULL else self._tracker.last_failure
+            return health, "" if health is Health.UP else self._tracker.why(health)
 
     def counts(self) -> LaneCounts:
         """A snapshot."""

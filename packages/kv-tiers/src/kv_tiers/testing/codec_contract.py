@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 
 import pytest
 
@@ -57,6 +58,21 @@ class CodecContract:
         assert self.codec.encode(memoryview(chunk), memoryview(bytearray(16))) is None
         if self.codec.is_lossless:
             assert self.encode(os.urandom(50_000)) is None
+
+    def test_nothing_has_an_end(self) -> None:
+        """Nothing to encode, or no room for it."""
+
+        def encode() -> None:
+            for room in (0, 1, 4096):
+                sizes.append(self.codec.encode(memoryview(b""), memoryview(bytearray(room))) or 0)
+            sizes.append(self.codec.encode(memoryview(self.chunk()), memoryview(b"")) is not None)
+
+        sizes: list[int] = []
+        thread = threading.Thread(target=encode, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "it never returns"
+        assert len(sizes) == 4 and all(size <= room for size, room in zip(sizes, (0, 1, 4096, 0), strict=True))
 
     def test_another_size_is_an_error(self) -> None:
         chunk = self.chunk()

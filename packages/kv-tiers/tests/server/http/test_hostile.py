@@ -156,6 +156,25 @@ def test_a_body_has_bounds(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     assert served.get("/healthz").status_code == 200
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_head_has_bounds(served: Served, at_once: bool) -> None:
+    """However it comes: in one piece, or byte by byte as far as the limit."""
+    for size, answers in ((15_000, b"HTTP/1.1 200"), (60_000, b"HTTP/1.1 4")):
+        head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Filling: " + b"x" * size + b"\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", served.port()), 10) as sock:
+            if at_once:
+                sock.sendall(head)
+            else:
+                with contextlib.suppress(OSError):
+                    for start in range(0, len(head), 1000):
+                        sock.sendall(head[start : start + 1000])
+            assert sock.recv(100).startswith(answers)
+    target = b"GET /healthz?" + b"x" * 30_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port()), 10) as sock:
+        sock.sendall(target)
+        assert sock.recv(100).startswith(b"HTTP/1.1 4")
+
+
 def test_who_sends_no_whole_head_is_hung_up_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_module, "HEAD_S", 0.2)
     with socket.create_connection(("127.0.0.1", served.port()), 10) as silent:

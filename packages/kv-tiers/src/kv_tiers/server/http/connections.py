@@ -25,6 +25,8 @@ PATIENCE_S: Final = 1.0
 """A client that has kept the server waiting for this long may lose its place to a new one."""
 HEALTH_S: Final = 2.0
 """How long a connection of the reserve may take in all."""
+HEAD_BYTES: Final = 16 << 10
+"""Of a request's line and headers."""
 HEAD_S: Final = 10.0
 """How long a request's line and headers may take to arrive."""
 UNREAD_S: Final = 10.0

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kv_tiers.host_port import LOOPBACK_NAME
-from kv_tiers.server.http.connections import IS_HEALTH_ONLY, IS_LAST
+from kv_tiers.server.http.connections import HEAD_BYTES, IS_HEALTH_ONLY, IS_LAST
 from kv_tiers.server.http.problem import Problem, problem_response
 
 _log = limited_logger(__name__)
@@ -35,6 +35,14 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _check_head(scope: Scope) -> None:
+    """The limit that uvicorn is given is of a head that comes in pieces: one that comes at once may be as long as what
+    is read at once."""
+    names_and_values = sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"])
+    if names_and_values + len(scope["raw_path"]) + len(scope["query_string"]) > HEAD_BYTES:
+        raise Problem(431, f"the request's line and headers have more than {HEAD_BYTES} bytes")
 
 
 class Guard:
@@ -64,6 +72,7 @@ class Guard:
 
         try:
             async with asyncio.timeout(REQUEST_S):
+                _check_head(scope)
                 self._check_host(scope)
                 if connection.get(IS_HEALTH_ONLY) and scope["path"] not in _HEALTH:
                     raise Problem(503, "there are as many connections as allowed; ask again", {"retry-after": "1"})

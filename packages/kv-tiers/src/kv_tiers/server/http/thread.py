@@ -18,7 +18,7 @@ from kv_tiers.config import HttpConfig
 from kv_tiers.host_port import LOOPBACK_NAME, HostPort, read_host_port
 from kv_tiers.server.accepting import Acceptor, listen_at
 from kv_tiers.server.http.app import make_app
-from kv_tiers.server.http.connections import IDLE_S, BoundedProtocol, Room, peer_of
+from kv_tiers.server.http.connections import HEAD_BYTES, IDLE_S, BoundedProtocol, Room, peer_of
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.http.tenants import Names
 from kv_tiers.server.http.token import read_token
@@ -27,7 +27,6 @@ from kv_tiers.threads import must_start
 
 _log = limited_logger(__name__)
 
-_HEAD_BYTES: Final = 16 << 10
 _END_S: Final = 2
 _START_S: Final = 20.0
 """How long `start` waits, on a busy machine: it takes a tenth of a second. A server has 30 s until it must be ready."""
@@ -81,7 +80,7 @@ class HttpThread:
                 server_header=False,
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=_END_S,
-                h11_max_incomplete_event_size=_HEAD_BYTES,
+                h11_max_incomplete_event_size=HEAD_BYTES,
             ),
         )
         must_start(self._thread)
