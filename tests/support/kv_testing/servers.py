@@ -129,6 +129,34 @@ class Proxy:
             thread.join()
 
 
+class Answering:
+    """At a free port of this machine, one connection after the other; `converse` says what the test wants on each."""
+
+    def __init__(self, converse: Callable[[socket.socket], object], *, both_families: bool = False) -> None:
+        """both_families: it listens at all addresses of both, where a client of IPv4 looks like ::ffff:127.0.0.1."""
+        if both_families:
+            self._listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._converse = converse
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                with sock, suppress(OSError):
+                    self._converse(sock)
+
+    def close(self) -> None:
+        """The clients close their connections before."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(60)
+        self._listener.close()
+
+
 def free_port() -> int:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))

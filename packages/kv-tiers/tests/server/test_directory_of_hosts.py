@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -27,9 +27,9 @@ from kv_testing.cache_servers import (
 from kv_testing.http import Served
 from kv_testing.peers import PATIENT, FakePeer, is_whole, listening, reads_of, served_by, slow_lister
 from kv_testing.redis_servers import AskedServer, running
-from kv_testing.servers import Proxy, free_port
+from kv_testing.servers import Answering, Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_testing.wait import joined, until
+from kv_testing.wait import until
 from kv_tiers.build import check_settings
 from kv_tiers.config import HostConfig
 from kv_tiers.directory_state import DirectoryState
@@ -621,27 +621,17 @@ def test_a_directory_that_refuses_all_entries_costs_no_host(ending: ExitStack, v
 class EndlessRedis:
     """A directory in which there is always more to read, and in which it counts what is written."""
 
-    def __init__(self, *, moves: bool) -> None:
+    def __init__(self, ending: ExitStack, *, moves: bool) -> None:
         """moves: whether the positions of the entries increase."""
         self.written = self.asked = 0
         self._moves = moves
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+        server = Answering(self._serve)
+        ending.callback(server.close)
+        self.url = f"redis://127.0.0.1:{server.port}"
 
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        joined(self._thread)
-        self._listener.close()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                with sock, suppress(OSError):
-                    while command := sock.recv(1 << 16):
-                        sock.sendall(self._answer(command))
+    def _serve(self, sock: socket.socket) -> None:
+        while command := sock.recv(1 << 16):
+            sock.sendall(self._answer(command))
 
     def _answer(self, command: bytes) -> bytes:
         if b"XADD" in command:
@@ -659,8 +649,7 @@ class EndlessRedis:
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_directory_that_always_has_more_to_read_delays_no_entry_of_ours(ending: ExitStack, moves: bool) -> None:
     """One that answers with the same entries again and again, as they are or under ever new positions."""
-    endless = EndlessRedis(moves=moves)
-    ending.callback(endless.close)
+    endless = EndlessRedis(ending, moves=moves)
     listed(ending, endless.url)
     until(lambda: endless.written > 3)
     if not moves:

@@ -2,11 +2,10 @@
 
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from kv_testing.disk_box import flip
 from kv_testing.http import Served
 from kv_testing.peers import PATIENT, FakePeer, listening
 from kv_testing.redis_servers import end_all, running
-from kv_testing.servers import Proxy, free_port
+from kv_testing.servers import Answering, Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.cache import drain
@@ -594,35 +593,13 @@ def test_the_command_waits_for_caches_that_are_being_opened(
     assert main(["drain", "--socket", str(served.path), "--end"]) == 0
 
 
-class Graffiti:
-    """At a peer's address; refuses everybody, before anything was proved, with a text of its choice."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        joined(self._thread)
-        self._listener.close()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                with sock, suppress(OSError):
-                    PeerStream(sock).send_message(Refused(self._text), time.monotonic() + 10)
-
-
 @pytest.mark.parametrize("command", [["drain"], ["drain", "--json"], ["top", "--once"], ["top", "--once", "--json"]])
 def test_a_peers_text_does_not_reach_the_operators_terminal_as_it_is(
     ending: ExitStack, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     """Anybody who is at a peer's address may send a text: a title, a cleared screen, lines that look like ours."""
-    graffiti = Graffiti("\x1b]0;title\x07\x1b[2J\x9b2J\x7f\nkv: all is well")
+    text = "\x1b]0;title\x07\x1b[2J\x9b2J\x7f\nkv: all is well"
+    graffiti = Answering(lambda sock: PeerStream(sock).send_message(Refused(text), time.monotonic() + 10))
     ending.callback(graffiti.close)
     home = tmp_path / "one"
     serve(ending, home, free_port(), graffiti.port)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -22,7 +21,7 @@ from kv_core.testing import key_chain
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
 from kv_testing.certificates import Authority
 from kv_testing.peers import PATIENT, address_of, is_whole, listening, reads_of, served_by
-from kv_testing.servers import Proxy
+from kv_testing.servers import Answering, Proxy
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.cache.peer_reads import PeerReads
@@ -275,14 +274,10 @@ def test_a_proof_holds_for_an_address_however_it_is_written(ending: ExitStack, t
     ours = with_token(token_file(tmp_path / "token", "a secret of some length"))
     server = filled(ending, listen="0.0.0.0:0", **ours)
     assert tier_at(ending, port_of(server), **ours).holds(KEYS) == [True] * 3
-    both = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    with both, socket.create_connection(("127.0.0.1", both.getsockname()[1])) as client:
-        accepted, _ = both.accept()
-        listener = Thread(target=PeerStream(accepted).admit, args=(b"a secret of some length", 10.0))
-        listener.start()
+    both = Answering(lambda sock: PeerStream(sock).admit(b"a secret of some length", 10.0), both_families=True)
+    ending.callback(both.close)
+    with socket.create_connection(("127.0.0.1", both.port)) as client:
         PeerStream(client).introduce(b"a secret of some length", time.monotonic() + 10)
-        joined(listener)
-        accepted.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "10.0.0.1:9500"])
