@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
 from kv_core.connect.copies import Copies
+from kv_core.connect.stores import Stores
 from kv_core.errors import ConfigError
 from kv_cuda.copy import behind
 from kv_tiers.attach.engine import engines
