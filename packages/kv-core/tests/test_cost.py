@@ -181,8 +181,8 @@ def test_steps_that_compute_no_prompt_say_nothing() -> None:
 
 def test_settings_and_requests_say_when_there_are_no_costs() -> None:
     clock = HandClock()
-    assert EngineCosts(clock, use="always").of(0) is None
-    assert EngineCosts(clock).of(0, "always") is None
+    assert EngineCosts(clock, use="always").of(7) == Costs(7)
+    assert EngineCosts(clock, prefill_tokens_per_second=1000.0).of(7, "always") == Costs(7)
     assert EngineCosts(clock, use="always").of(7, "auto") == Costs(7)
     told = EngineCosts(clock, prefill_tokens_per_second=1000.0).of(0)
     assert told is not None and told.compute_s(0, 500) == pytest.approx(0.5)

@@ -78,7 +78,7 @@ class CacheCounts:
     chunks_reserved: chunks whose bytes are still to come.
     read_leases, write_leases: open leases; reads include promises.
     lookups: lookups answered, without those answered `PENDING`.
-    chunks_asked, chunks_hit: chunks in those lookups.
+    chunks_asked, chunks_hit: chunks in those lookups, without those that the engines had in their own blocks.
     chunks_reserved_ever: chunks that got a slot.
     chunks_committed, chunks_aborted: chunks among these whose store was committed, and aborted.
     chunks_evicted: chunks evicted to make room.
@@ -87,6 +87,8 @@ class CacheCounts:
     chunks_refused: chunks that got no slot.
     chunks_damaged: chunks with a wrong checksum.
     leases_expired: leases that were not released in time.
+    tokens_saved: tokens of those hits that the engines were advised to load: neither computed nor in their own blocks.
+    bytes_loaded: bytes that the engines have read of the pool.
     """
 
     slots_total: int
@@ -107,6 +109,8 @@ class CacheCounts:
     chunks_refused: int
     chunks_damaged: int
     leases_expired: int
+    tokens_saved: int = 0
+    bytes_loaded: int = 0
 
 
 class CacheService(Protocol):

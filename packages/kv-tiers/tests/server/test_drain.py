@@ -32,6 +32,7 @@ from kv_testing.servers import Answering, Proxy, free_port
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.cache import drain
+from kv_tiers.cache.drain import _DrainJob, _Offer
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.drain_state import DrainState
 from kv_tiers.server import RemoteCache, launch, wire
@@ -39,6 +40,7 @@ from kv_tiers.server import caches as caches_module
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.process import ServerProcess
 from kv_tiers.testing.tier_contract import content
+from kv_tiers.tier import Fate, Taken
 from kv_tiers.tiers.peers_wire import NOT_HERE, SIZE, Fetch, Holds, Offer, Offered, PeerStream, Refused, Request
 from kv_tiers.watch.metrics import drain_families
 
@@ -205,7 +207,7 @@ def test_the_most_recent_are_moved_where_a_peer_has_room_for_a_part_or_bytes_are
     few = drained(one, max_bytes=6 * CHUNK_BYTES + 1)
     assert few.moved == 6 and few.moved_bytes == 6 * CHUNK_BYTES and few.left == 18 and few.phase == "stopped"
     full = drained(one)
-    assert full.moved + full.elsewhere == 8 and full.refused == 16 and "no room" in full.why
+    assert full.moved + full.elsewhere == 8 and full.refused == 16 and "no more room" in full.why
     assert in_pool(two) == 16
     assert held(other, own[-1]) == 4
     ask_server(one / "s", wire.Drain(False, 1.0, None), timeout_s=10.0)
@@ -272,8 +274,9 @@ def test_without_peers_nothing_is_offered_and_stores_go_on(ending: ExitStack, tm
     server = launch(settings_for(home, 8), socket=home / "s")
     ending.callback(server.stop)
     filled(ending, home, PROMPTS[:1])
-    state = drained(home)
-    assert state.phase == "stopped" and "no tier of type peers" in state.why
+    answer = ask_server(home / "s", wire.Drain(True, 5.0, None), timeout_s=10.0)
+    assert isinstance(answer, wire.Failed) and "no tier of type peers" in answer.text
+    assert report_of(home / "s").caches[0].drain is None  # which would be shown for ever
     filled(ending, home, PROMPTS[1:2])
     assert in_pool(home) == 8
 
@@ -512,13 +515,13 @@ def test_an_offer_of_what_nobody_holds_costs_reads_that_find_nothing(ending: Exi
 
 
 def test_how_far_a_drain_is_is_shown_in_metrics(ending: ExitStack) -> None:
-    served = Served()
+    served = Served(tiers=({"type": "peers", "hosts": ["127.0.0.1:9"]},))
     ending.callback(served.close)
     cache = served.join()
     ending.callback(cache.close)
     assert "kv_drain" not in served.get("/metrics").text
     ask_server(served.path, wire.Drain(True, 60.0, None), timeout_s=10.0)
-    # It has ended, as there is nobody to offer anything to; what HTTP shows may be some tenths of a second old.
+    # It has ended, as there is nothing to offer; what HTTP shows may be some tenths of a second old.
     until(lambda: re.search(r'kv_drain_under_way\{cache="[^"]+"\} 0.0', served.get("/metrics").text))
     state = DrainState("draining", chunks=15, elsewhere=1, moved=2, moved_bytes=2000, refused=3, gone=4, left=5)
     under_way, chunks, moved = drain_families([("c", state)])
@@ -570,8 +573,8 @@ def test_the_command_fails_when_another_one_has_ended_the_drain(
 def test_the_command_waits_for_caches_that_are_being_opened(
     ending: ExitStack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their tiers may hold what is to be moved. Here there is no peer to move it to."""
-    served = Served()
+    """Their tiers may hold what is to be moved."""
+    served = Served(tiers=({"type": "peers", "hosts": ["127.0.0.1:9"]},))
     ending.callback(served.close)
     go_on, build = threading.Event(), caches_module.build_local_cache
 
@@ -589,7 +592,7 @@ def test_the_command_waits_for_caches_that_are_being_opened(
     until(lambda: served.server.formats._drained is not None)  # it has been asked for
     go_on.set()
     joined(joining, command)
-    assert statuses == [1] and capsys.readouterr().out.startswith("stopped (no tier of type peers")
+    assert statuses == [0] and capsys.readouterr().out.startswith("drained: of 0 chunks")
     assert main(["drain", "--socket", str(served.path), "--end"]) == 0
 
 
@@ -618,3 +621,39 @@ def test_a_peers_text_does_not_reach_the_operators_terminal_as_it_is(
     assert "all is well" in said.out + said.err, "it is told what the peer said"
     for line in said.out.split("\n") if "--json" in command else ():
         assert not line or json.loads(line)
+
+
+def test_a_drain_before_any_engine_has_spoken_does_not_pass_for_one_of_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hook before a host's end must not take a restarted server for empty: it does not know what its disk holds."""
+    peers = {"type": "peers", "hosts": ["127.0.0.1:9"]}
+    disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
+    for tiers, status, said in (
+        ((peers, disk), 1, "does not know what disk may hold"),
+        ((peers,), 0, "nothing is held"),
+    ):
+        served = Served(tiers=tiers)
+        assert main(["drain", "--socket", str(served.path)]) == status
+        told = capsys.readouterr()
+        assert said in told.err + told.out
+        served.close()
+
+
+def test_a_peer_that_is_full_is_no_peer_that_may_lack_an_engine() -> None:
+    """Of three possible reasons two are excluded once it has taken a chunk."""
+    for had_room, says in ((True, "half of its pool"), (False, "no engine has registered")):
+        job = object.__new__(_DrainJob)
+        job._host, job._failed, job._moved_s, job._silent = None, {}, {}, set()  # type: ignore[assignment]
+        job._had_room = {"b"} if had_room else set()
+        job._give_up = lambda *_: None  # type: ignore[method-assign]
+        key = key_chain(1)[0]
+
+        class Full:
+            name = "b"
+
+            def offer(self, chain: Sequence[ChunkKey], first: int) -> Taken:
+                return Taken([Fate.NOT_TAKEN] * (len(chain) - first), 0)
+
+        assert not job._offer(Full(), _Offer([key], 0, {key}), is_repeated=False)
+        assert says in job._failed["b"]

@@ -256,7 +256,7 @@ def test_flows_are_differences_by_the_servers_clock() -> None:
     (first,) = watch.take(reported(10, loaded=5, stored=7, chunks_asked=10, chunks_hit=5)).caches
     assert (first.hit_ratio, first.hit_ratio_ever) == (None, 0.5)
     assert {(tier.in_bytes_s, tier.out_bytes_s) for tier in first.tiers} == {(None, None)}
-    later = reported(12, loaded=9, stored=8, chunks_asked=30, chunks_hit=20, chunks_committed=4)
+    later = reported(12, loaded=9, stored=8, chunks_asked=30, chunks_hit=20, chunks_committed=4, bytes_loaded=1500)
     (second,) = watch.take(later).caches
     assert (second.hit_ratio, second.hit_ratio_ever) == (0.75, 20 / 30)
     host, nvme = second.tiers

@@ -33,7 +33,7 @@ FUNCTIONS = {"sum", "by", "rate", "min", "count", "histogram_quantile"}
 @pytest.fixture(scope="module")
 def scrape() -> Iterator[dict[str, Metric]]:
     """Of a server over a disk and a directory of peers, which is away, by the names that expressions use; after stores,
-    hits, a miss, evictions and a load, and that is being drained.
+    hits, a miss, evictions and a load.
     """
     with tempfile.TemporaryDirectory() as directory:
         disk = {"type": "disk", "directory": f"{directory}/kv", "capacity_bytes": 64 << 20}
@@ -51,8 +51,8 @@ def scrape() -> Iterator[dict[str, Metric]]:
         cache.lookup(key_chain(2, branch="unknown"), "nobody", shape=PLAIN)
         until(lambda: re.search(r'kv_transfer_bytes_total\{.*tier="disk"', served.get("/metrics").text))
         until(lambda: "kv_directory_up{" in served.get("/metrics").text)
-        served.post("/drain", {"timeout_s": 30})
-        until(lambda: "kv_drain_chunks{" in served.get("/metrics").text)
+        served.post("/drain", {"timeout_s": 1.0})
+        until(lambda: "kv_drain_under_way{" in served.get("/metrics").text)
         text = served.get("/metrics").text
         cache.close()
         served.close()

@@ -27,6 +27,7 @@ from kv_tiers.server import RemoteCache, launch, wire
 from kv_tiers.server.connection import ask_server
 from kv_tiers.server.explain import explain_prompt
 from kv_tiers.server.process import ServerProcess
+from kv_tiers.tools import explain_cli
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 from kv_tiers.watch.explain import Explanation, explain
 from kv_tiers.watch.history import MAX_KNOWN_KEY_SPACES, Fate, History, Memory
@@ -419,6 +420,34 @@ def test_what_a_tier_has_that_does_not_pay_is_told_with_its_name() -> None:
     tower.close()
 
 
+def test_what_a_restarted_server_serves_from_its_disk_is_held(capsys: pytest.CaptureFixture[str]) -> None:
+    """It remembers nothing of what was stored before. What a request has loaded since is no news to it."""
+    tokens = list(range(8))
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        tiers = [{"type": "disk", "directory": f"{home}/kv", "capacity_bytes": "64MiB"}]
+        first = Asked(Path(home), capsys, tiers=tiers)
+        first.store(keys_of(tokens))
+        first.close()
+        again = Asked(Path(home), capsys, tiers=tiers)
+        status, out = again.run(tokens)
+        assert status == 1 and "once a request has asked for them, or with --space" in out
+        plan = again.remote.lookup(keys_of(tokens), "r", wait_for_promotion=True)
+        until(lambda: again.remote.lookup(keys_of(tokens), "r", wait_for_promotion=True).chunks == 2)
+        assert plan.holder == "r"
+        assert again.until(tokens, lambda out: "2 of 2" in out)[0] == 0
+        again.close()
+
+
+def test_a_tier_that_was_not_asked_may_hold_it_yet() -> None:
+    """The next request asks it: nobody knows that it is gone."""
+    state = ChunkState(0, 1, "", "evicted", "host", "store", "lru", 1.0, below=("disk", "redis"))
+    explained = wire.Explained((1,), "f", "00", "00", [], False, 1, 0, 0, [], ["redis"], [state], False, None)
+    answer = wire.Explanations(1, 10, 1.0, True, [explained])
+    text = explain_cli._why_missing(state, answer)
+    assert "stored in disk since, and not there now" in text
+    assert "stored in redis since, which was not asked" in text
+
+
 def test_where_the_prompt_parts_and_what_was_evicted_by_what(asked: Asked) -> None:
     common, rest = list(range(8)), list(range(100, 108))
     asked.store(keys_of(common + rest))
@@ -429,7 +458,7 @@ def test_where_the_prompt_parts_and_what_was_evicted_by_what(asked: Asked) -> No
         "chunks 0–1: in host",
         "chunk 2: where this prompt diverges from what was stored: other prompts went on differently here",
     ]
-    assert "chunk 3: never stored here since the server began to remember" in out
+    assert "chunk 3: not stored here since the server started, 0 s ago" in out
     asked.store(keys_of(list(range(1000, 1024))))  # six chunks: two of the eight slots are not enough for the four
     status, out = asked.until(common + rest, lambda out: "evicted" in out)
     assert status == 1

@@ -49,6 +49,7 @@ from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
 from kv_vllm.layer_hooks import LayerHooks
 from kv_vllm.layerwise import LayerwisePromised, LayerwiseRank, RankAnswer
+from kv_vllm.log import join_vllm_log
 from kv_vllm.metadata import Acknowledged, KVTiersMetadata
 from kv_vllm.nodes import NodeMail
 from kv_vllm.parallel import check_parallelism, draft_model
@@ -115,6 +116,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError for settings that cannot be honoured: better no engine than one with a different cache."""
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_log()
         transfer = vllm_config.kv_transfer_config
         settings, self._in_force = load(transfer.kv_connector_extra_config, os.environ)
         self._settings = with_protocol(settings)

@@ -1,7 +1,8 @@
 """Our lines in vLLM's log.
 
-vLLM configures its own logger only, so in its API server our lines below WARNING would be lost. Unless logging has been
-configured otherwise, our loggers write where vLLM's does, at its level.
+vLLM configures its own logger only, so our lines below WARNING would be lost. Unless logging has been configured
+otherwise, our loggers write where vLLM's does, at its level. A process may load the plugin before vLLM configures its
+log, and one that is forked never loads it again, so the connector joins it too.
 """
 
 import logging

@@ -8,7 +8,8 @@ class SchedulerCounts:
     """Counts since the half was created.
 
     lookups: requests looked up; once per request, and again after a preemption, however often the engine asked.
-    tokens_asked, tokens_hit: tokens that these lookups asked for, and tokens that they found.
+    tokens_asked, tokens_hit: tokens that these lookups asked for, and tokens that they found, beyond those that the
+        engine had in its own blocks.
     tokens_declined: tokens found that were recomputed, because that was estimated to be faster.
     loads: loads for which blocks were allocated.
     loads_layerwise: loads among these that run within the step itself.

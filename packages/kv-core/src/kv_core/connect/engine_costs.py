@@ -53,14 +53,15 @@ class EngineCosts:
 
     def of(
         self, computed_tokens: int, use: Use | None = None, *, stores: bool = True, layerwise_tokens: int = 0
-    ) -> Costs | None:
-        """The costs for a lookup of a request that has already computed this many tokens; None: use whatever is held.
+    ) -> Costs:
+        """The costs for a lookup of a request that has already computed this many tokens. Unless `use` is `auto` they
+        state nothing else, so that whatever is held is used.
 
         use: the request's own choice.
         layerwise_tokens: as for `Costs`.
         """
         if (use or self.use) != "auto":
-            return None
+            return Costs(computed_tokens)
         return Costs(computed_tokens, self._compute_cost(), self._load_cost(), stores, layerwise_tokens)
 
     def prolonged_s(self, first_token: int, last_token: int, prompt_tokens: int) -> float | None:

@@ -108,7 +108,7 @@ class SchedulerHalf:
                     return None
                 tracked.may_wait = False
                 tracked.pays = plan.choice is None or plan.choice.chunks == plan.chunks
-                self._count_lookup(request, tracked, usable)
+                self._count_lookup(request, tracked, usable, computed_tokens)
                 if self.costs is not None and plan.choice is not None and plan.chunks * chunk_tokens > computed_tokens:
                     self.costs.chose(to_load=tracked.pays)
             offered = self._shape.loadable(tracked.promised_chunks, usable) - computed_tokens if tracked.pays else 0
@@ -449,15 +449,15 @@ class SchedulerHalf:
             self._service.release(tracked.layerwise)
             tracked.layerwise = None
 
-    def _count_lookup(self, request: RequestTokens, tracked: Tracked, usable: int) -> None:
+    def _count_lookup(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> None:
         if not tracked.is_counted:
             tracked.is_counted = True
             if request.controls.awaits_tokens:
                 self.counts.handovers_taken += 1
                 self.counts.handovers_late += self._handovers.lacks(request, tracked)
             self.counts.lookups += 1
-            self.counts.tokens_asked += usable
-            hit = min(tracked.promised_chunks * self._shape.chunk_tokens, usable)
+            self.counts.tokens_asked += max(0, usable - computed_tokens)
+            hit = max(0, min(tracked.promised_chunks * self._shape.chunk_tokens, usable) - computed_tokens)
             self.counts.tokens_hit += hit
             self.counts.tokens_declined += 0 if tracked.pays else hit
 

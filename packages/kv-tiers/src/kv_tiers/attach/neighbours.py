@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from kv_tiers.attach.identity import ServedModel, described
 from kv_tiers.attach.private_json import cache_file, read_private, write_private
 from kv_tiers.server import wire
 from kv_tiers.server.connection import ask_server_for
+from kv_tiers.server.facts import MODEL_NAME
 from kv_tiers.settings import Settings
 
 _log = limited_logger(__name__)
@@ -37,23 +38,30 @@ class StoredFormat:
     """The format in which an engine stores chunks.
 
     engine: the engine's name, such as vllm.
-    model: what determines its KV besides the weights.
+    model: what determines its KV besides the weights, as a digest.
     kind: the format's kind.
     fingerprint: the format's fingerprint; engines find only chunks of the same one.
+    model_name: for people.
     """
 
     engine: str
     model: str
     kind: str
     fingerprint: str
+    model_name: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, model: ServedModel, kind: str, fingerprint: str) -> "StoredFormat":
-        return cls(model.engine, described(model), kind, fingerprint)
+        return cls(model.engine, described(model), kind, fingerprint, model.source)
 
     def facts(self) -> dict[str, str]:
         """For registration at a server, besides the engine's own facts."""
-        return {"engine_kind": self.engine, "model": self.model, "format_kind": self.kind}
+        return {
+            "engine_kind": self.engine,
+            "model": self.model,
+            MODEL_NAME: self.model_name,
+            "format_kind": self.kind,
+        }
 
 
 def warn_of_other_formats(

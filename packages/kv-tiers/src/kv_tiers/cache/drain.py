@@ -74,13 +74,11 @@ class Drain:
 
     def begin(self, timeout_s: float, max_bytes: int | None = None) -> None:
         """Take no new chunks, and offer those that are here, for at most this time and this many bytes. A drain in
-        progress is restarted. Returns at once."""
+        progress is restarted. Returns at once; does nothing if there is no host to offer them to (`can_begin`)."""
         with self._lock:
-            self._stop.set()
-            if not self._lower.passes_on():
-                why = "no tier of type peers is configured, so there is no host to offer chunks to"
-                self._state = DrainState("stopped", why)
+            if not self.can_begin:
                 return
+            self._stop.set()
             self._on_change(True)
             self._stop = threading.Event()
             self._state = DrainState("draining")
@@ -90,6 +88,11 @@ class Drain:
                 self._state = DrainState("stopped", why)
             else:
                 self._thread = thread
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether a tier offers chunks to other hosts."""
+        return bool(self._lower.passes_on())
 
     def end(self) -> None:
         """Stop offering, and take new chunks again. Returns at once."""
@@ -140,6 +143,7 @@ class _DrainJob:
         self._todo: deque[_Offer] = deque()
         self._taken: dict[str, list[_Offer]] = {}
         self._failed: dict[str, str] = {}
+        self._had_room: set[str] = set()  # peers that have taken chunks of this format, or would have
         self._silent: set[str] = set()  # peers that failed in this round, and so back off
         self._moved_s: dict[str, float] = {}  # by peer, when it last fetched something
         self._progress_s = 0.0
@@ -335,6 +339,8 @@ class _DrainJob:
             self._give_up(offer, taker.name)
             return False
         fates = dict(zip(offer.chain[offer.first :], answer.fates, strict=True))
+        if answer.room or Fate.COMING in answer.fates:
+            self._had_room.add(taker.name)
         now_s = time.monotonic()
         for key in [key for key in offer.left if fates[key] is Fate.HERE]:
             offer.left.remove(key)
@@ -355,9 +361,11 @@ class _DrainJob:
         self._failed[taker.name] = (
             "it fetched nothing of what it took"
             if is_coming
-            else "it has no room, leaves as well, or no engine has registered this format with it"
-            if not answer.room
             else "it is busy"
+            if answer.room
+            else "it has no more room: what it takes from others fills half of its pool at most, whatever its disk has"
+            if taker.name in self._had_room
+            else "it has no room, leaves as well, or no engine has registered this format with it"
         )
         self._give_up(offer, taker.name)
         return False

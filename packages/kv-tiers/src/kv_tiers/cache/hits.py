@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
@@ -31,6 +32,11 @@ class Hit:
     ended: Ended
     keys: Sequence[ChunkKey]
     slots: list[int]
+
+
+def own_chunks(costs: Costs | None, shape: ChunkShape) -> int:
+    """How many of a lookup's leading chunks the engine has in its own blocks: it neither computes nor loads those."""
+    return 0 if costs is None else costs.computed_tokens // shape.chunk_tokens
 
 
 def find_hit(index: Residency, keys: list[ChunkKey], shape: ChunkShape) -> Hit:

@@ -54,6 +54,8 @@ class CacheTotals:
     chunks_refused: int = 0
     chunks_damaged: int = 0
     leases_expired: int = 0
+    tokens_saved: int = 0
+    bytes_loaded: int = 0
 
 
 class Held(NamedTuple):

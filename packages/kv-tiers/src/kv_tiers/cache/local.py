@@ -26,7 +26,7 @@ from kv_tiers import chunk_header
 from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
 from kv_tiers.cache.drain import Drain
 from kv_tiers.cache.handed_over import HandOverFeed
-from kv_tiers.cache.hits import Hit, find_hit, slowest_tiers
+from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
 from kv_tiers.cache.leases import Leases, Read, Write
@@ -141,29 +141,32 @@ class LocalCache:
                 self._begin(now_s)
                 self._bounded.note(keys, shape)
                 hit = find_hit(self._index, keys, shape)
+                have = max(hit.chunks, own_chunks(costs, shape))
                 if not (doubtful := self._host.lease_doubtful(hit.slots)):
                     plan = self._promise(hit, shape, holder, now_s, costs)
-                    may_wait = wait_for_promotion and hit.chunks < requested and self.lower.any_of(lower)
+                    may_wait = wait_for_promotion and have < requested and self.lower.any_of(lower)
                     self._promotions.promised(holder, hit.slots, may_wait=may_wait)
                     if not may_wait:
-                        self._count_lookup(requested, hit, holder)
+                        self._count_lookup(keys, hit, shape, costs, plan)
                     break
             self._verify(doubtful)
         skipped: Skipped | None = None
         if may_wait:
             # The chunks promised so far stay leased meanwhile, so chunks that are promoted extend the hit.
-            is_pending = self._promotions.is_pending(keys, shape, hit.chunks, holder, now_s, costs=costs, lower=lower)
+            is_pending = self._promotions.is_pending(keys, shape, have, holder, now_s, costs=costs, lower=lower)
             with self._lock:
                 skipped = self._promotions.skipped(holder)
                 if is_pending:
                     plan = replace(plan, ended=Ended.PENDING)  # the lookup is repeated, and counted then
                 else:
-                    self._count_lookup(requested, hit, holder)
+                    self._count_lookup(keys, hit, shape, costs, plan)
         if plan.choice is not None and skipped is not None:
             plan = replace(plan, choice=replace(plan.choice, skipped=skipped))
         if self.events.on_requests:
             self.events.publish(
-                events.LookedUp(holder, keys, shape, plan.chunks, plan.tiers, plan.ended.name, plan.choice)
+                events.LookedUp(
+                    holder, keys, shape, plan.chunks, plan.tiers, plan.ended.name, plan.choice, own_chunks(costs, shape)
+                )
             )
         return plan
 
@@ -279,6 +282,8 @@ class LocalCache:
                 return False
             bytes_at = self._index.bytes_at(read.slots, read.since)
             is_void = self._index.any_forgotten(bytes_at)
+            if not is_void and read.kind == "load":
+                self._totals.bytes_loaded += read.nbytes
             self._publish_end(read, now_s, "forgotten" if is_void else "released")
             if ends_holds:
                 self.holds.read(self._index.still_of(read.slots, bytes_at))
@@ -426,12 +431,18 @@ class LocalCache:
         with self._lock:
             self._is_leaving = self.offers.is_refused = is_leaving
 
-    def _count_lookup(self, chunks_asked: int, hit: Hit, holder: Holder) -> None:
+    def _count_lookup(
+        self, keys: Sequence[ChunkKey], hit: Hit, shape: ChunkShape, costs: Costs | None, plan: LookupPlan
+    ) -> None:
         """Count a lookup at its final answer. Only now is it a use of the hit: a waiting request repeats its lookup."""
+        own = own_chunks(costs, shape)
         self._totals.lookups += 1
-        self._totals.chunks_asked += chunks_asked
-        self._totals.chunks_hit += hit.chunks
-        promise = self._leases.promise_of(holder)
+        self._totals.chunks_asked += max(0, len(keys) // shape.keys_per_chunk - own)
+        self._totals.chunks_hit += max(0, hit.chunks - own)
+        if shape.chunk_tokens > 1 and (plan.choice is None or plan.choice.chunks):  # as in `PLAIN`: unknown
+            computed_tokens = 0 if costs is None else costs.computed_tokens
+            self._totals.tokens_saved += max(0, hit.chunks * shape.chunk_tokens - computed_tokens)
+        promise = self._leases.promise_of(plan.holder)
         # While the lock was free, the promise may have ended, or some of its chunks may have been forgotten.
         if promise is not None and promise.slots is hit.slots and not self._index.any_forgotten(hit.slots):
             self._index.touch(hit.keys, hit.slots)
@@ -441,7 +452,7 @@ class LocalCache:
         choice = None
         if costs is not None:
             choice = choose(costs, shape.chunk_tokens, hit.chunks)
-            if hit.keys:
+            if hit.keys and (costs.compute or costs.load):
                 self._costs[hit.keys[0].space_id] = costs, shape
                 if len(self._costs) > _MAX_KEY_SPACES:
                     del self._costs[next(iter(self._costs))]

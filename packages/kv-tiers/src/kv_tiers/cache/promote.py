@@ -100,6 +100,7 @@ class Promotions:
     ) -> bool:
         """Whether waiting will make the hit longer than `have` chunks, and pays. Starts the loads that this needs.
 
+        have: how many leading chunks the pool or the engine has.
         lower: the numbers of the tiers that may be read; None: all.
         keys: whole chunks, chunk-major. Called without the lock, repeatedly while the answer is True.
         """

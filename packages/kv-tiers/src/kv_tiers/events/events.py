@@ -31,6 +31,7 @@ class LookedUp(msgspec.Struct, frozen=True):
     tiers: the tier that each of those came from, as in `LookupPlan`.
     ended: the name of an `Ended`; after `PENDING` the same holder looks up again.
     choice: whether loading pays, with both estimates; None: the lookup came without costs.
+    own_chunks: how many leading chunks the engine has in its own blocks.
     """
 
     holder: Holder
@@ -40,10 +41,17 @@ class LookedUp(msgspec.Struct, frozen=True):
     tiers: tuple[str, ...]
     ended: str
     choice: Choice | None = None
+    own_chunks: int = 0
 
     @property
     def chunks_asked(self) -> int:
-        return len(self.keys) // self.shape.keys_per_chunk
+        """Beyond those that the engine has."""
+        return max(0, len(self.keys) // self.shape.keys_per_chunk - self.own_chunks)
+
+    @property
+    def tiers_hit(self) -> tuple[str, ...]:
+        """Those of `tiers` beyond the chunks that the engine has."""
+        return self.tiers[self.own_chunks :]
 
 
 class LoadBegun(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.clock import Clock
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, InputError
 from kv_core.log import limited_logger
 
 from kv_tiers import chunk_header
@@ -147,10 +147,22 @@ class Caches:
         return news
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
-        """Drain every cache (`cache.drain`), including those that are opened from now on."""
+        """Drain every cache (`cache.drain`), including those that are opened from now on.
+
+        Raises:
+            InputError: there is no host to offer chunks to.
+        """
+        types = {tier.get("type") for tier in self._config.tiers}
+        if not (any(cache.drain.can_begin for cache in self._caches.values()) or "peers" in types):
+            raise InputError("no tier of type peers is configured, so there is no host to offer chunks to")
         self._drained = timeout_s, max_bytes
         for cache in self._caches.values():
             cache.drain.begin(timeout_s, max_bytes)
+
+    def keeps(self) -> list[str]:
+        """Places of the settings that may hold chunks of an earlier process."""
+        disks = [str(tier.get("name") or "disk") for tier in self._config.tiers if tier.get("type") == "disk"]
+        return [*([f"pool {name}"] if (name := self._config.host.name) else []), *disks]
 
     def end_drain(self) -> None:
         self._drained = None

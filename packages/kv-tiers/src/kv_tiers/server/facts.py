@@ -7,6 +7,8 @@ from typing import Final
 
 CHUNK_TOKENS: Final = "chunk_tokens"
 """Tokens of its chunks, in decimal digits."""
+MODEL_NAME: Final = "model_name"
+"""Its model, as the engine was told: a directory or a hub's name."""
 REPEATS_LOOKUPS: Final = "repeats_lookups"
 """Another process of the engine looks the same prompts up, as other ranks of SGLang do."""
 READS_TOGETHER: Final = "reads_together"

@@ -110,6 +110,8 @@ class CacheReport:
     payload_bytes: of all of these; slots may be larger.
     by_group: chunks in the pool of each group of layers, each once, however many of its shards are held.
     drain: the progress if this host is to leave.
+    name: as in metrics, logs and traces.
+    models: the models of engines that have registered this format.
     """
 
     chunk_bytes: int
@@ -126,6 +128,8 @@ class CacheReport:
     payload_bytes: int = 0
     by_group: tuple[int, ...] = ()
     drain: DrainState | None = None
+    name: str = ""
+    models: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -158,6 +162,7 @@ class Report:
     opening: how many caches are being opened.
     uptime_s: since it began.
     peers: what is served to other hosts' servers; None: there is no address for them.
+    keeps: places that may hold chunks from before this process, of formats that no engine has registered yet.
     """
 
     pid: int
@@ -168,3 +173,4 @@ class Report:
     opening: int = 0
     uptime_s: float = 0.0
     peers: PeersServed | None = None
+    keeps: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from functools import partial
 from heapq import nlargest
 from pathlib import Path
 from secrets import token_bytes
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError, MisuseError
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MAX_MODELS: Final = 8
+"""Models that are named for one format."""
+
 
 class CacheServer:
     """Serves from `serve` until `stop`. Everything but `stop`, `is_stopping` and `submit` is for one thread."""
@@ -65,6 +68,7 @@ class CacheServer:
         self._started_s = self._clock.now_s()
         self._peers: PeerServer | None = None
         made: list[Caches] = []
+        self._models: dict[Format, list[str]] = {}
         self.bus, self._history = build_bus(
             config.observe,
             lambda: [cache for caches in made for cache in caches.by_format().values()],
@@ -273,6 +277,8 @@ class CacheServer:
         chunk_tokens = request.facts.get(facts.CHUNK_TOKENS, "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
             cache.events.chunk_tokens = int(chunk_tokens)
+        if model := request.facts.get(facts.MODEL_NAME):
+            self._note_model((request.group_bytes, request.fingerprint), model)
         self._resume(session, request)
         if request.is_cleared:
             cache.clear()
@@ -339,6 +345,14 @@ class CacheServer:
             self.bus.flush()  # or its last events would add it to the history again
             self._history.forget(cache)
 
+    def _note_model(self, wanted: Format, model: str) -> None:
+        """For reports, also after the engine has gone. Only of formats that have a cache."""
+        open_formats = self.formats.by_format()
+        self._models = {one: models for one, models in self._models.items() if one in open_formats}
+        models = self._models.setdefault(wanted, [])
+        if model not in models:
+            self._models[wanted] = [*models[1 - _MAX_MODELS :], model]
+
     # Reports.
 
     def registrations(self) -> list[Registration]:
@@ -373,6 +387,8 @@ class CacheServer:
                 cache.holds.chunks,
                 **cache.admin.held()._asdict(),
                 drain=cache.drain.state(),
+                name=cache.events.name,
+                models=sorted(self._models.get((group_bytes, fingerprint), ())),
             )
             for (group_bytes, fingerprint), cache in self.formats.by_format().items()
         ]
@@ -385,6 +401,7 @@ class CacheServer:
             opening=len(self.formats.opening()),
             uptime_s=self._clock.now_s() - self._started_s,
             peers=None if self._peers is None else self._peers.counts(),
+            keeps=self.formats.keeps(),
         )
 
     # Waking and ending.

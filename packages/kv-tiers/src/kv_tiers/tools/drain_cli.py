@@ -33,8 +33,8 @@ examples:
   kv drain --end                         # it stays after all
   kv drain --no-wait && kv top           # kv top shows how far it is
 
-The exit status is 0 if all of it is on other hosts, 1 if something is left, or 2 if no server was found, or an option
-is wrong.
+The exit status is 0 if all of it is on other hosts, 1 if something is or may be left, or 2 if no server was found, it
+has no peers, or an option is wrong.
 """
 _POLL_S: Final = 0.2
 _PRINT_S: Final = 1.0
@@ -98,6 +98,13 @@ def _drain(args: argparse.Namespace) -> int:
         return 1
     if has_begun and not states:
         say("kv drain: another command has ended it, or the server was started again", file=sys.stderr)
+        return 1
+    if not states and report.keeps:
+        print(
+            "kv drain: nothing was moved: no engine has registered since this server started, so it does not know what "
+            f"{' and '.join(report.keeps)} may hold. Drain it before it is stopped, or start an engine first",
+            file=sys.stderr,
+        )
         return 1
     if not states and not args.json:
         say("nothing is held: no engine has registered a format")

@@ -224,6 +224,7 @@ def _print(answers: _Answers, expected: wire.Explained | None, chunks: int, limi
     say(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
     if expected is None:
         say(_chunks(0, chunks) + f": {_why_unknown(first)}")
+        say("chunks that the tiers keep from before are found once a request has asked for them, or with --space")
     else:
         _print_states(expected, first)
     if limit < chunks:
@@ -291,7 +292,12 @@ def _chunks(first: int, chunks: int) -> str:
 
 def _why_missing(state: ChunkState, answer: wire.Explanations) -> str:
     ago = "" if state.seconds_ago is None else f" {_span(state.seconds_ago)} ago"
-    below = f"; stored in {', '.join(state.below)} since, and not there now as far as is known" if state.below else ""
+    remote = {tier for explained in answer.explained for tier in explained.remote_tiers_skipped}
+    below = ""
+    if gone := [tier for tier in state.below if tier not in remote]:
+        below += f"; stored in {', '.join(gone)} since, and not there now"
+    if not_asked := [tier for tier in state.below if tier in remote]:
+        below += f"; stored in {', '.join(not_asked)} since, which was not asked: a request will ask it"
     if state.where == BEING_WRITTEN:
         return "being written just now"
     if state.diverges and not state.what:
@@ -318,7 +324,7 @@ def _why_unknown(answer: wire.Explanations) -> str:
     if not answer.history_keys:
         return "not held; this server remembers nothing (history_keys = 0), so it cannot say more"
     if answer.is_whole:
-        return f"never stored here since the server began to remember, {_span(answer.remembered_s)} ago"
+        return f"not stored here since the server started, {_span(answer.remembered_s)} ago"
     return f"not held, and not among the last {answer.history_keys} keys that the server remembers"
 
 

@@ -35,6 +35,7 @@ class TierRow:
 class CacheRow:
     """One format's cache.
 
+    name, models: as in `CacheReport`.
     hit_ratio: of the chunks requested since the previous report; None: there were none, or no previous report.
     hit_ratio_ever: since the start; None: nothing was requested.
     """
@@ -45,6 +46,8 @@ class CacheRow:
     hit_ratio: float | None
     hit_ratio_ever: float | None
     tiers: list[TierRow]
+    name: str = ""
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +76,15 @@ class Watch:
 
 def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -> CacheRow:
     counts, nbytes = cache.counts, cache.chunk_bytes
-    # Groups of layers differ in size, and a lookup counts a chunk once, whatever groups it has.
+    # Groups of layers differ in size.
     stored_bytes = cache.payload_bytes / counts.chunks_resident if counts.chunks_resident else nbytes
-    hit_bytes = cache.payload_bytes / cache.chunks if cache.chunks else nbytes
     ratio_now = None
     pool_in = pool_out = None
     if before is not None:
         hit = counts.chunks_hit - before.counts.chunks_hit
         ratio_now = _ratio(hit, counts.chunks_asked - before.counts.chunks_asked)
         pool_in = (counts.chunks_committed - before.counts.chunks_committed) * stored_bytes / seconds
-        pool_out = hit * hit_bytes / seconds
+        pool_out = (counts.bytes_loaded - before.counts.bytes_loaded) / seconds
     pool = TierRow(
         TIER,
         Health.UP.name.lower(),
@@ -97,7 +99,9 @@ def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -
     tiers_before = {tier.name: tier for tier in before.tiers} if before is not None else {}
     tiers = [_tier_row(tier, tiers_before.get(tier.name), stored_bytes, seconds) for tier in cache.tiers]
     ratio_ever = _ratio(counts.chunks_hit, counts.chunks_asked)
-    return CacheRow(cache.fingerprint, nbytes, cache.sessions, ratio_now, ratio_ever, [pool, *tiers])
+    tiers = [pool, *tiers]
+    models = tuple(cache.models)
+    return CacheRow(cache.fingerprint, nbytes, cache.sessions, ratio_now, ratio_ever, tiers, cache.name, models)
 
 
 def _tier_row(tier: TierReport, before: TierReport | None, nbytes: float, seconds: float) -> TierRow:

@@ -71,7 +71,8 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     for state in (tier.directory for cache in report.caches for tier in cache.tiers if tier.directory is not None):
         head.append(f"directory: {on_one_line(state.spelled())}\n", style="bold red" if state.why else "")
     for drain in (cache.drain for cache in report.caches if cache.drain is not None):
-        head.append(f"this host is being drained: {on_one_line(drain.spelled())}\n", style="bold")
+        what = "is being drained" if drain.phase == "draining" else "stores nothing new until kv drain --end"
+        head.append(f"this host {what}: {on_one_line(drain.spelled())}\n", style="bold")
     return head
 
 
@@ -80,7 +81,9 @@ def _cache(row: CacheRow) -> Table:
         f"hit ratio {_percent(row.hit_ratio)} now, {_percent(row.hit_ratio_ever)} in all    "
         f"{row.sessions} sessions, chunks of {_bytes(row.chunk_bytes)}, format {row.fingerprint[:40] or '(unnamed)'}"
     )
-    table = _table(title)
+    if row.name:
+        title = f"cache {row.name}{' of ' + ', '.join(row.models) if row.models else ''}\n{title}"
+    table = _table("\n".join(_plain(line).plain for line in title.split("\n")))
     table.add_column("tier", style="bold", no_wrap=True)
     has_groups = any(len(tier.by_group) > 1 for tier in row.tiers)
     chunks = "chunks (by group)" if has_groups else "chunks"

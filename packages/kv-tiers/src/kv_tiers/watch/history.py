@@ -191,6 +191,8 @@ class History(Subscriber):
                 for group_keys in by_chain(keys).values():
                     memory.store(group_keys, at_s)
             case Promoted(tier=tier, keys=keys):
+                for first, *_ in by_chain(keys).values():  # after a restart nothing else names what the tiers kept
+                    memory.learn_key_space(first)
                 memory.change(keys, lambda before: _promoted(before, tier, at_s))
             case Aborted(keys=keys):
                 memory.change(keys, lambda before: _inherited(before, Fate("aborted", at_s)))

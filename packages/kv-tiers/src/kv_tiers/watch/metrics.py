@@ -121,14 +121,17 @@ class Metrics(Subscriber):
                     self._lookups[cache, lookup.ended.lower()] += 1
                     self._chunks_asked[cache,] += lookup.chunks_asked
                     if lookup.choice is not None:
-                        self._declined[cache, TIER] += lookup.chunks_hit - lookup.choice.chunks
+                        declined = lookup.chunks_hit - max(lookup.choice.chunks, lookup.own_chunks)
+                        self._declined[cache, TIER] += max(0, declined)
                         if (skipped := lookup.choice.skipped) is not None:
                             self._declined[cache, skipped.tier] += skipped.chunks
-                    for tier, chunks in Counter(lookup.tiers).items():
+                    for tier, chunks in Counter(lookup.tiers_hit).items():
                         self._chunks_hit[cache, tier] += chunks
                     for group, needed in enumerate(lookup.shape.needed(lookup.chunks_hit)):
                         nbytes = lookup.shape.shards * sizes.of_group(group)
-                        for tier, chunks in Counter(lookup.tiers[needed.start : needed.stop]).items():
+                        for tier, chunks in Counter(
+                            lookup.tiers[max(lookup.own_chunks, needed.start) : needed.stop]
+                        ).items():
                             self._bytes_hit[cache, tier] += chunks * nbytes
                 case LoadEnded(how="released") as load:
                     self._add_transfer((cache, TIER, "load"), load.nbytes, load.seconds)
@@ -194,7 +197,8 @@ class Metrics(Subscriber):
         with self._lock:
             families = [
                 _counter("lookups", "Lookups with a final answer, by why they ended", self._lookups, "ended"),
-                _counter("chunks_asked", "Chunks that these lookups requested", self._chunks_asked),
+                _counter("chunks_asked", "Chunks that these lookups requested, without those that the engine had",
+                         self._chunks_asked),
                 _counter("chunks_hit", "Those of these chunks that were held, by tier", self._chunks_hit, "tier"),
                 _counter("hit_bytes", "Bytes of the chunks that were held", self._bytes_hit, "tier"),
                 _counter("evictions", "Chunks that left a tier to make room", self._evictions, "tier", "cause"),
@@ -245,6 +249,7 @@ _TOTALS: Final = {
     "chunks_forgotten": "Chunks forgotten on request",
     "chunks_adopted": "Chunks of an earlier process found in a named pool",
     "leases_expired": "Promises and read leases that expired because their holder had gone silent",
+    "tokens_saved": "Tokens that engines were advised to load, which they neither computed nor had themselves",
 }
 """Fields of `CacheCounts`, and what each counts."""
 

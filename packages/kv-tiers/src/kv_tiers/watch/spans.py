@@ -123,10 +123,10 @@ class Spans(Subscriber):
     def _looked_up(self, cache: str, lookup: LookedUp, at_ns: int) -> None:
         span = self._request(cache, lookup.holder, at_ns)
         span.set_attribute("kv.chunks.asked", lookup.chunks_asked)
-        tiers = Counter(lookup.tiers)
+        tiers = Counter(lookup.tiers_hit)
         attributes: dict[str, _Value] = {
             "kv.chunks.asked": lookup.chunks_asked,
-            "kv.chunks.hit": lookup.chunks_hit,
+            "kv.chunks.hit": tiers.total(),
             "kv.ended": lookup.ended.lower(),
             "kv.tiers": list(tiers),
             "kv.tiers.chunks": list(tiers.values()),
@@ -138,7 +138,7 @@ class Spans(Subscriber):
             if (skipped := choice.skipped) is not None:
                 attributes |= {f"kv.skipped.{name}": value for name, value in asdict(skipped).items()}
         span.add_event("kv.lookup", attributes, at_ns)
-        span.set_attribute("kv.chunks.hit", lookup.chunks_hit)
+        span.set_attribute("kv.chunks.hit", tiers.total())
 
     def _request(self, cache: str, holder: Holder, at_ns: int) -> Span:
         """The holder's span, started now if there is none."""

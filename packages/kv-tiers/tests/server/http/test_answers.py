@@ -78,7 +78,7 @@ def test_while_it_stops_it_is_alive_and_not_ready() -> None:
     assert "stopping" in problem(served.get("/readyz"), 503)
     until(lambda: served.get("/status").status_code == 503)
     assert "stopping" in problem(served.get("/status"), 503)
-    assert "stopping" in problem(served.post("/clear"), 503)
+    assert "stopping" in problem(served.post("/clear", {"everything": True}), 503)
     assert served.get("/healthz").status_code == 200
     go_on.set()
     served.close()

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape
 from kv_core.lookup import Ended
+from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_testing.http import store
 from kv_testing.shapes import keys_for
@@ -150,12 +151,16 @@ def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
 
 
 def join(server: ServerProcess, engine: str = "engine-1") -> RemoteCache:
-    facts = {"chunk_tokens": "256"}
+    facts = {"chunk_tokens": "256", "model_name": "Llama <b>3.1</b>"}
     return RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="llama", engine=engine, facts=facts)
 
 
 def hits(cache: RemoteCache, chunks: int, branch: str) -> int:
-    found = cache.lookup(key_chain(chunks, branch=branch), "r").chunks
+    keys = key_chain(chunks, branch=branch)
+    found = cache.lookup(keys, "r", shape=ChunkShape(256)).chunks
+    lease = cache.load(keys[:found], "r")
+    assert isinstance(lease, ReadLease)
+    cache.release(lease)
     cache.end("r")
     return found
 
@@ -182,6 +187,8 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     text = browser.text()
     assert f"process {server.pid}" in text
     assert "7,680" in text  # tokens of 30 chunks
+    assert "1.88 MiB" in browser.value("document.getElementById('tiles').innerText")  # which were loaded
+    assert "Llama <b>3.1</b> · cache " in text
     assert "<b>engine-1</b>" in text  # text, and no element
     assert "chunk_tokens 256" in text
     tenants = browser.value("[...document.querySelectorAll('#tenants tr')].map(r => r.innerText).join('|')")
@@ -213,10 +220,8 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     cache.close()
     until(lambda: "Nobody is connected" in browser.text())
     assert "Tokens saved" in browser.text()
-    assert "7,680" not in browser.text()
-    assert browser.value("samples.at(-1).tokens") == 256 * browser.value(
-        "samples.at(-1).hit"
-    )  # what a chunk's tokens are is remembered
+    assert browser.value("samples.at(-1).tokens") == 2 * 7680  # what came up for a lookup without a shape is no tokens
+    assert "Llama <b>3.1</b>" in browser.text()  # also when its engine has gone
     server.stop()
 
 
