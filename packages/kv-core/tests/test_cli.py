@@ -3,6 +3,7 @@
 import importlib.metadata
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -310,3 +311,15 @@ def test_streams_that_are_closed_are_no_traceback(tmp_path: Path) -> None:
 
     assert keys("- <&-") == (2, "kv: error: standard input is closed; name a file instead of -\n")
     assert keys("tokens --chunk-tokens 2 >&-") == (0, "")
+
+
+def test_a_command_that_does_not_exist_is_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explane"]) == 2
+    assert capsys.readouterr().err == "kv: error: there is no command 'explane'; did you mean explain?\n"
+    assert main(["xyzzy"]) == 2
+    assert "see kv --help" in capsys.readouterr().err
+
+
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"kv [0-9.]+\S*\n", capsys.readouterr().out)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, InputError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
 from kv_core.tools.cli import main
+from kv_cuda.judge import judge_cli
 from kv_cuda.judge.calibrate import _is_same_turned_back, _turned_back, through_calibrated
 from kv_cuda.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
 from kv_cuda.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip, plugin
@@ -312,3 +313,13 @@ def test_a_file_that_cannot_be_written_is_said_before_the_model_is_loaded(
     for options in (["--out"], ["--calibrate", str(text), "--calibration"]):
         assert main([*judge, *options, str(tmp_path / name)]) == 2
         assert f"kv: error: {tmp_path / name} cannot be written; name a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["./modle", "/models/lama", "models/lama", "a/b/c", "~/x"])
+def test_a_mistyped_directory_is_asked_of_no_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(InputError, match="no such directory"):
+        judge_cli._check_model(name)
+    judge_cli._check_model("models")
+    judge_cli._check_model("meta-llama/Llama-3.1-8B")

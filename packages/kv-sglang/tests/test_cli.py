@@ -1,5 +1,6 @@
 """`python -m kv_sglang flags` prints what SGLang takes, and nothing that it or we would refuse."""
 
+import argparse
 import json
 import os
 import shlex
@@ -199,3 +200,15 @@ def test_a_relative_path_anywhere_in_the_file_is_refused(
     assert main(["flags", "--config-file", config_file(tmp_path, text)]) == 2
     expected = f"{name} a is relative, and SGLang may start elsewhere: write {os.getcwd()}/a"
     assert expected in capsys.readouterr().err
+
+
+def test_settings_that_are_refused_do_not_start_an_engine_without_the_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In `eval … $(… flags …)` the shell ignores the status, so what is printed must be refused as well."""
+    assert main(["flags", "--tier", "dsik:directory=/x"]) == 2
+    printed = capsys.readouterr().out
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--model-path")
+    with pytest.raises((SystemExit, argparse.ArgumentError)):
+        parser.parse_args(["--model-path", "m", *shlex.split(printed)])

@@ -8,7 +8,9 @@ import uuid
 from argparse import Namespace
 from operator import attrgetter
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import pytest
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
@@ -16,12 +18,16 @@ from kv_core.tools.cli import main, prompt_scheme
 from kv_tiers.attach.connect import Format, open_in_process, open_remote
 from kv_tiers.build import check_settings
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.options import read_options
+from kv_tiers.options import read_options, spelled_as
 from kv_tiers.server import wire
 from kv_tiers.server.config import read_config, server_config
 from kv_tiers.server.connection import ask_server
 from kv_tiers.settings import Layer, Settings, load, read_file, resolve
 from kv_tiers.tiers.disk import DiskConfig
+
+
+class Named(msgspec.Struct):
+    name: Annotated[str, spelled_as("^[a-z]+$", "a plain word")]
 
 
 def nested(depth: int) -> list[object]:
@@ -556,3 +562,47 @@ def test_kv_config_shows_what_only_yaml_and_toml_have(capsys: pytest.CaptureFixt
             told = capsys.readouterr()
             assert "2026-11-26" in told.out
             assert told.err.startswith("kv config: ") and "prefix" in told.err
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kl", "said"),
+    [
+        (None, 0.01, "kv judge MODEL --out"),  # a file that is not there
+        ("", 0.01, "set judge.verdict"),
+        ("here", 0.001, "allows 0.001"),
+        ("here", 0.01, ""),
+    ],
+)
+def test_a_verdict_that_an_engine_would_refuse_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verdict: str | None, kl: float, said: str
+) -> None:
+    verdict_module = pytest.importorskip("kv_cuda.judge.verdict")
+    path = tmp_path / "verdict.json"
+    finding = verdict_module.Finding("fp8", 8.5, 0.002, 0.99, 0.0, 1.0, 0.1, 1.0, 1.0)
+    verdict_module.write_verdict(path, verdict_module.Verdict("m", ((8, 64),), "bfloat16", 100, (finding,)))
+    named = {None: str(tmp_path / "none.json"), "": "", "here": str(path)}[verdict]
+    extra = {"format": "fp8", "judge": {"verdict": named, "max_kl": kl}}
+    assert main(["config", "--extra", json.dumps(extra)]) == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
+def test_commands_that_ask_a_server_find_it_by_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines, server and commands may share one file, under either name of the option."""
+    file = tmp_path / "kv.yaml"
+    file.write_text("server: {socket: /nowhere/kv.sock}\n")
+    prompt = tmp_path / "prompt"
+    prompt.write_text("1 2 3")
+    for command in (["top", "--once"], ["drain"], ["explain", str(prompt)]):
+        for option in ("--config", "--file"):
+            assert main([*command, option, str(file)]) == 2
+            assert "/nowhere/kv.sock" in capsys.readouterr().err
+    file.write_text("server: {name: llama}\n")
+    assert main(["top", "--once", "--config", str(file)]) == 2
+    assert "llama.sock" in capsys.readouterr().err
+    assert main(["config", "--config", str(file)]) == 0
+
+
+def test_errors_have_no_regular_expressions() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_options(Named, {"name": "a b"}, "here")
+    assert "that is a plain word" in str(refused.value) and "regex" not in str(refused.value)

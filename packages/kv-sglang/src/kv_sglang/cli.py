@@ -29,6 +29,9 @@ example, with eval because the arguments are quoted for a shell:
 All settings are in docs/settings.md; those without an option here go into --config-file or KV_… variables. The exit
 status is 0, or 2 if the engine would refuse the settings; the text on standard error says what to do.
 """
+_REFUSED: Final = "--kv-sglang-flags-has-refused-these-settings"
+"""Printed in the place of arguments: a shell ignores the status of `$(…)`, and SGLang would start without the cache. It
+refuses an argument that it does not know."""
 _PAGE_TOKENS: Final = 64
 _DIRECTORY: Final = "directory"
 """The option of tiers that names a directory; options that end in `_file` name files."""
@@ -108,6 +111,7 @@ def _flags(args: argparse.Namespace) -> int:
         host = {} if args.linker else _host_memory(args, in_force)
     except (ConfigError, InputError) as error:
         say(f"kv_sglang flags: {error}", file=sys.stderr)
+        print(_REFUSED)  # noqa: T201  # for a shell, which needs it exactly
         return 2
     named = engine_arguments(settings, page_size=page_size, linker=args.linker) | host
     print(shlex.join(_as_flags(named)))  # noqa: T201  # for a shell, which needs it exactly

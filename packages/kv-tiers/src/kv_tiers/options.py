@@ -33,11 +33,28 @@ BYTES_PATTERN: Final = (
     rf"^\s*[0-9]{{1,18}}(\.[0-9]{{1,18}})?([eE]\+?[0-9]{{1,2}})?\s*({'|'.join(filter(None, _UNITS))})?\s*$"
 )
 """Matches text that `byte_count` accepts, for schemas; `byte_count` also refuses fractions of a byte."""
+_IN_WORDS: dict[str, str] = {}
+_MATCHING: Final = re.compile(r"matching regex '(.*)'(?= - at |$)")
 _LIKE_A_FLOAT: Final = re.compile(r"[0-9]+(\.[0-9]*|(\.[0-9]*)?[eE]\+?[0-9]{1,2})")
 _LONGEST_NAME: Final = 100
 """How much of a name is compared with others: some names come from an engine's clients, and may be of any length."""
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+
+def spelled_as(pattern: str, words: str, **about: Any) -> msgspec.Meta:
+    """A constraint on text. words: what matches, for errors (`in_words`). about: as in `msgspec.Meta`."""
+    _IN_WORDS[pattern] = words
+    return msgspec.Meta(pattern=pattern, **about)
+
+
+def in_words(error: Exception) -> str:
+    """The text of msgspec's error, with words in the place of a regular expression."""
+
+    def words(match: re.Match[str]) -> str:
+        return f"that is {_IN_WORDS.get(match[1].replace(2 * chr(92), chr(92)), 'of another form')}"
+
+    return _MATCHING.sub(words, str(error))
 
 
 def read_options(settings: type[Settings], options: Mapping[str, object], where: str) -> Settings:
@@ -60,7 +77,8 @@ def read_options(settings: type[Settings], options: Mapping[str, object], where:
         missing = [name for name, field in fields.items() if field.required and name not in values]
         if missing:
             raise ConfigError(f"{where}: `{'` and `'.join(missing)}` must be given; write {missing[0]}: …") from None
-        raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}{_choices(fields, str(error))}") from None
+        text = in_words(error).replace("`$.", "`")
+        raise ConfigError(f"{where}: {text}{_choices(fields, str(error))}") from None
 
 
 def _choices(fields: Mapping[str, msgspec.structs.FieldInfo], error_text: str) -> str:

@@ -41,7 +41,7 @@ from kv_tiers.config import (
     ServerSettings,
     Tokens,
 )
-from kv_tiers.options import counted, nearest
+from kv_tiers.options import counted, in_words, nearest
 from kv_tiers.pool.private_files import read_secret
 from kv_tiers.tenants import read_tenants
 
@@ -355,7 +355,7 @@ def _convert(path: str, value: object, wanted: Any, origin: str, *, is_text: boo
         # A list or a mapping may have a salt or a password in it, and so may the text of one.
         is_plain = get_origin(wanted) is not list and isinstance(value, str | int | float)
         shown = repr(value) if is_plain else "not right"
-        raise ConfigError(f"{path} is {shown} in {origin}: {str(error).lower()}{hint}") from None
+        raise ConfigError(f"{path} is {shown} in {origin}: {in_words(error).lower()}{hint}") from None
 
 
 def _check_text(path: str, value: object, origin: str) -> None:

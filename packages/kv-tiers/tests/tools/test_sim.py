@@ -309,3 +309,11 @@ def test_long_runs_say_how_far_they_are(
     captured = capsys.readouterr()
     assert "kv sim:  25% done" in captured.err
     assert "done" not in captured.out
+
+
+@pytest.mark.parametrize("text", ["chunk_tokens: 256\nhost:\n  capacity_bytes: 4GiB\n", "chunk_tokens = 256\n[host]\n"])
+def test_settings_are_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text(text)
+    assert main(["sim", str(file), "--capacity", "10"]) == 2
+    assert "no file of settings" in capsys.readouterr().err

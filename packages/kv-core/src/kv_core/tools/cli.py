@@ -5,6 +5,7 @@ from the parsed arguments to an exit status. A user's mistake ends in one line o
 """
 
 import argparse
+import difflib
 import errno
 import importlib.metadata
 import io
@@ -13,7 +14,7 @@ import re
 import stat
 import string
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,12 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Inspect a tiered KV cache.",
         epilog="bench and judge are installed with kv-cuda; all others except keys and doctor, with kv-tiers",
     )
+    parser.add_argument("--version", action="version", version=f"kv {importlib.metadata.version('kv-core')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _register_keys(commands)
     doctor.register(commands)
     if words[:1] != ["keys"]:  # other packages' commands may import much, and `kv keys` need not wait for that
         _register_others(commands)
     try:
+        if words and not words[0].startswith("-") and words[0] not in commands.choices:
+            return _report_error(_unknown(words[0], commands.choices))
         args = parser.parse_args(words)
         run: Callable[[argparse.Namespace], int] = args.run
         status = run(args)
@@ -70,6 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _unknown(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word[:100], list(known), n=1)
+    return f"there is no command {word[:100]!r}; " + (f"did you mean {close[0]}?" if close else "see kv --help")
 
 
 def _report_error(text: str) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -95,6 +96,20 @@ def register(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _check_model(name: str) -> None:
+    """Refuse what is a directory by its form, and is none: nobody's hub is asked for a mistyped path.
+
+    Raises:
+        InputError: it is neither a directory nor a hub's name, `MODEL` or `OWNER/MODEL`.
+    """
+    if Path(name).is_dir():
+        return
+    owner, slash, _ = name.partition("/")
+    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith(".")
+    if not is_hub_name or (slash and Path(owner).is_dir()):
+        raise InputError(f"{name}: there is no such directory")
+
+
 def run(args: argparse.Namespace) -> int:
     """
     Raises:
@@ -130,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
     def report(what: str) -> None:
         say(f"kv judge: {what}", file=sys.stderr)
 
+    _check_model(args.model)
     report(f"loading {args.model}")
     model = Model(args.model, dtype=args.dtype, device=args.device)
     if args.calibrate:

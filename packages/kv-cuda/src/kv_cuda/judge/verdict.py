@@ -121,6 +121,20 @@ def demand(
         _demand(path, max_kl, FIRST_PARTS if approximate else lossy[0].kind, lossy)
 
 
+def check(path: str, max_kl: float, kinds: Sequence[str]) -> None:
+    """As far as settings alone can be checked, without an engine's layers: for `kv config`.
+
+    kinds: the lossy formats that they choose, by their names in findings.
+
+    Raises:
+        ConfigError: the verdict cannot be read, or an engine with these settings would refuse to start.
+    """
+    if path:
+        read_verdict(Path(path))
+    for kind in kinds:
+        _demand(path, max_kl, kind, ())
+
+
 def _demand(path: str, max_kl: float, kind: str, lossy: Sequence[ChunkFormat]) -> None:
     if not max_kl:
         return

@@ -18,7 +18,7 @@ from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 
-from kv_tiers.options import nearest
+from kv_tiers.options import in_words, nearest, spelled_as
 from kv_tiers.settings import Settings
 
 _log = limited_logger(__name__)
@@ -30,7 +30,9 @@ _MAX_NAMES: Final = 16
 tens of microseconds, in which the engine's scheduler waits."""
 
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
-TagName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+TagName = Annotated[
+    str, spelled_as(r"^[A-Za-z0-9._-]{1,64}\Z", "a name of up to 64 letters, digits, dots, dashes and underscores")
+]
 TagValue = Annotated[str, msgspec.Meta(max_length=1024)]
 _ROOTS: Final = ChainScheme()
 
@@ -156,7 +158,7 @@ def _read(params: object, tiers: Sequence[str], unsupported: Collection[str]) ->
             values.pop(name, None)
             if name == "tiers":
                 values[name] = []
-            why = str(error)  # as in a sentence; a pattern in it stays as it is
+            why = in_words(error)
             why = why[:1].lower() + why[1:]
             errors.append(f"{name} is {_shown(value)}, {why}; {_SERVED.get(name, 'it is ignored')}")
     if "tags" in options and "tags" not in values:

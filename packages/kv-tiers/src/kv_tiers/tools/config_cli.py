@@ -2,16 +2,20 @@
 them."""
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
 import sys
 
 from kv_core.errors import ConfigError, InputError
+from kv_core.format import is_quantised_kind
 from kv_core.terminal import say
 
-from kv_tiers.settings import load
+from kv_tiers.settings import Settings, load
 
+CHECKS = "kv_tiers.verdict_checks"
+"""The group of entry points that compare formats with a verdict; kv-cuda, which writes verdicts, has the one."""
 _PASSWORD_IN_URL = re.compile(r"(://[^:@/]*:).*@")  # which may have any character in it
 _SECRET = re.compile(r"(password|secret|token|salt)(?!.*_file$)")
 
@@ -30,7 +34,10 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "says what to do.",
     )
     parser.add_argument(
-        "--file", help="YAML, TOML or JSON file to read, as the setting config_file or KV_CONFIG_FILE would name it"
+        "--file",
+        "--config",
+        metavar="FILE",
+        help="YAML, TOML or JSON file to read, as the setting config_file or KV_CONFIG_FILE would name it",
     )
     parser.add_argument(
         "--extra",
@@ -80,8 +87,27 @@ def _print_and_check(args: argparse.Namespace) -> None:
     if is_for_server or not settings.server.socket:  # otherwise the engine joins a server that has all of this
         check_settings(settings.host, settings.tiers)
         check_observe(settings.observe)
+        _check_verdict(settings)
     if is_for_server or not settings.host.name:  # otherwise no server has these settings, but an engine may
         check_server(settings)
+
+
+def _check_verdict(settings: Settings) -> None:
+    """Whether the judge's verdict covers what these settings lose, where the package that reads it is installed.
+
+    Raises:
+        ConfigError: it does not, or cannot be read.
+    """
+    from kv_tiers.approximate import is_approximate
+    from kv_tiers.codecs.calibrated import calibration_of
+
+    kinds = [settings.format] if is_quantised_kind(settings.format) else []
+    if is_approximate(settings.tiers):
+        kinds.append("progressive")
+    if (calibration := calibration_of(settings.tiers)) is not None:
+        kinds.append(calibration.name)
+    for entry in importlib.metadata.entry_points(group=CHECKS):
+        entry.load()(settings.judge.verdict, settings.judge.max_kl, kinds)
 
 
 def _shown(value: object) -> object:

@@ -16,6 +16,7 @@ equal ids mean equal prefixes: an id stands for its chunk and everything before 
 import gzip
 import json
 import math
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ TRACE_VERSION: Final = 1
 """Version of the format of `observe.record`. The meaning of a version never changes."""
 _FORMAT: Final = '{"kv_trace"'
 _UTF8: Final = "utf-8-sig"  # without the mark that some editors put first, which would be taken for a chunk
+_ID: Final = re.compile(r"[\w-]+")
 _LATEST: Final = sys.float_info.max
 """JSON has integers that no float can hold, and Python reads NaN and Infinity there and in plain traces."""
 
@@ -177,8 +179,13 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
 
 
 def _plain(line: str, where: str) -> tuple[list[str], float | None]:
-    ids = line.split()
-    if not ids[0].startswith("@"):
+    first, *rest = ids = line.split()
+    if bad := next((id_ for id_ in (rest if first.startswith("@") else ids) if not _ID.fullmatch(id_)), None):
+        raise InputError(
+            f"{where}: {bad!r} is no chunk id, which is of letters, digits, - and _; is this a trace of requests, and "
+            "no file of settings?"
+        )
+    if not first.startswith("@"):
         return ids, None
     try:
         at_s = float(ids[0][1:])

@@ -14,6 +14,7 @@ from kv_core.errors import InputError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from kv_tiers.options import in_words
 from kv_tiers.server.http.problem import Problem
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -132,4 +133,4 @@ def _decoded(operation: Operation, request: Request, body: bytes) -> msgspec.Str
     try:
         return msgspec.convert(_BODIES.decode(body), type=operation.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Problem(400, f"the body is not what {operation.path} takes: {error}") from None
+        raise Problem(400, f"the body is not what {operation.path} takes: {in_words(error)}") from None

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from kv_tiers.cache.archive import export_prefix, import_prefix
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.options import spelled_as
 from kv_tiers.payload_sizes import MAX_GROUPS
 from kv_tiers.server.http.jobs import Job, Jobs, Outcome
 from kv_tiers.server.http.operation import Operation
@@ -28,9 +29,14 @@ MAX_KEYS: Final = 1 << 15
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _HEX: Final = rf"^{KEY_VERSION:02x}(?:{'|'.join(f'[0-9a-f]{{{2 * nbytes - 2}}}' for nbytes in KEY_BYTES)})$"
 
-Name = Annotated[str, Meta(min_length=1, max_length=100, pattern=_NAME)]
-Key = Annotated[str, Meta(pattern=_HEX, description="As `kv keys` prints it.")]
-CoverageText = Annotated[str, Meta(pattern=r"^(all|state|(window|local):[1-9][0-9]{0,9})$")]
+Name = Annotated[
+    str, spelled_as(_NAME, "a name of letters, digits, dots, dashes and underscores", min_length=1, max_length=100)
+]
+Key = Annotated[str, spelled_as(_HEX, "a key as kv keys prints it", description="As `kv keys` prints it.")]
+CoverageText = Annotated[
+    str,
+    spelled_as(r"^(all|state|(window|local):[1-9][0-9]{0,9})$", "all, state, window:TOKENS or local:TOKENS"),
+]
 Keys = Annotated[list[Key], Meta(min_length=1, max_length=MAX_KEYS, description="From the prompt's first chunk on.")]
 
 

@@ -7,6 +7,7 @@ import msgspec
 from kv_core.keys import TENANT_BYTES
 from msgspec import UNSET, Meta, UnsetType
 
+from kv_tiers.options import spelled_as
 from kv_tiers.server.engine_loads import EngineEstimate, EngineLoads, ServedSpace, estimate
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.relay import Relay
@@ -14,7 +15,12 @@ from kv_tiers.server.http.selector import FormatSelector, select_caches
 
 MAX_DIGESTS: Final = 1 << 15
 
-Digest = Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{32}|[0-9a-f]{64})$", description="As `kv keys` prints it.")]
+Digest = Annotated[
+    str,
+    spelled_as(
+        r"^(?:[0-9a-f]{32}|[0-9a-f]{64})$", "a digest as kv keys prints it", description="As `kv keys` prints it."
+    ),
+]
 
 
 class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -26,7 +32,9 @@ class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     digests: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_DIGESTS)]
     tokens: Annotated[int, Meta(gt=0, lt=1 << 32)] | UnsetType = UNSET
-    tenant: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * TENANT_BYTES}}}$")] = "0" * 2 * TENANT_BYTES
+    tenant: Annotated[
+        str, spelled_as(rf"^[0-9a-f]{{{2 * TENANT_BYTES}}}$", f"a tag of {2 * TENANT_BYTES} lower-case hex digits")
+    ] = "0" * 2 * TENANT_BYTES
 
 
 class OtherChunks(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from kv_core.keys import TENANT_BYTES
 from msgspec import Meta
 
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.options import BYTES_PATTERN, byte_count
+from kv_tiers.options import BYTES_PATTERN, byte_count, spelled_as
 from kv_tiers.server.caches import Format
 from kv_tiers.server.http.operation import Operation
 from kv_tiers.server.http.problem import Problem
@@ -22,7 +22,10 @@ class Quota(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """quota_bytes: the tenant's own part of each format's pool, as a number or a text such as "4GiB"; only whole chunks
     count, and 0 means none at all."""
 
-    quota_bytes: Annotated[int, Meta(ge=0, lt=1 << 60)] | Annotated[str, Meta(pattern=BYTES_PATTERN)]
+    quota_bytes: (
+        Annotated[int, Meta(ge=0, lt=1 << 60)]
+        | Annotated[str, spelled_as(BYTES_PATTERN, "a number of bytes, such as 4GiB")]
+    )
 
 
 class Use(msgspec.Struct, frozen=True):
