@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from kv_core import ChainScheme, ChunkKey, KeySequence, KeySpace, tenant_tag
+from kv_core.coverage import ChunkShape
 from kv_tiers.server import RemoteCache, launch
 
 CHUNK_TOKENS = 256
@@ -76,10 +77,10 @@ def engine(socket: Path, number: int, until: float) -> None:
         # Every fourth is about topic 1: the prompt that everybody has.
         topic = min(int(rng.expovariate(0.05)), 99) if turn % 4 else 1
         keys = keys_of(topic, rng.randrange(3), "acme" if topic % 3 else "globex")
-        plan = cache.lookup(keys, "request", wait_for_promotion=True)
+        plan = cache.lookup(keys, "request", shape=ChunkShape(CHUNK_TOKENS), wait_for_promotion=True)
         while plan.ended.name == "PENDING":  # a tier below has more
             time.sleep(0.005)
-            plan = cache.lookup(keys, "request", wait_for_promotion=True)
+            plan = cache.lookup(keys, "request", shape=ChunkShape(CHUNK_TOKENS), wait_for_promotion=True)
         lease = cache.begin_store(keys, "request")
         for extent in lease.extents:  # here an engine copies what it computed
             cache.pool.view[extent.offset : extent.offset + extent.nbytes] = bytes(extent.nbytes)

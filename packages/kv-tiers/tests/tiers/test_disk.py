@@ -218,11 +218,13 @@ def test_after_a_restart_tails_leave_before_heads_and_old_prompts_before_new(box
     assert tier.holds(new) == [True] * 8
 
 
-def test_a_smaller_capacity_forgets_for_good(box: DiskBox) -> None:
+def test_a_smaller_capacity_forgets_for_good_and_says_so(box: DiskBox, caplog: pytest.LogCaptureFixture) -> None:
     """What was discarded while it was out of sight must not come back."""
     keys = key_chain(16)
     store(box.start(16), keys)
+    assert "smaller capacity" not in caplog.text
     tier = box.start(4)
+    assert "has a smaller capacity than at the last start" in caplog.text
     assert (tier.usage().chunks or 0) <= 4
     kept = tier.holds(keys)
     tier = box.start(16)

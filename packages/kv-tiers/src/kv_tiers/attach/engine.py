@@ -459,6 +459,8 @@ class Engine(OffSwitch):
             tiers = ", ".join(str(tier.get("type")) for tier in settings.tiers)
             capacity = f"{spelled(settings.host.capacity_bytes)} ({self.cache.pool.slots} chunks)"
             place = f"a pool of {capacity}" + (f" above {tiers}" if tiers else "")
+            if isinstance(self.cache, RemoteCache):
+                place += f" of a private server (kv top --socket {self.cache.socket})"
         limits = [] if loads else ["nothing is loaded, because of the engine's role"]
         limits += [] if stores else ["nothing is stored, because of the engine's role"]
         self._described = "; ".join(

@@ -182,8 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", metavar="PATH", help="server.socket: where to listen")
     parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where to serve the page and the metrics")
     parser.add_argument("--listen", metavar="HOST:PORT", help="peers.listen: where other hosts' servers read from it")
-    # For an engine that starts a private server: it stops when an inherited descriptor is closed or a process exits, and
-    # may remove its socket's directory.
+    # For an engine that starts a private server: it stops when a descriptor is closed or a process exits, and may remove
+    # its socket's directory.
     parser.add_argument(
         "--lifeline", type=int, metavar="FD", help=argparse.SUPPRESS
     )  # stop when this inherited descriptor is closed

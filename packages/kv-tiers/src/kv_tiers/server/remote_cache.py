@@ -313,6 +313,11 @@ class RemoteCache:
             self._link.close()
             self.pool.close()
 
+    @property
+    def socket(self) -> Path:
+        """Where its server listens."""
+        return self._path
+
     # What follows is called under the lock.
 
     def _check_open(self) -> None:

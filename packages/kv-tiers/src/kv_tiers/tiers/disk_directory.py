@@ -303,16 +303,24 @@ class DiskDirectory:
         end = PAGE_BYTES + CHUNKS_A_SLOT * self.slots * RECORD_BYTES
         if self.index.nbytes > end:
             self.index.truncate(end)
+        dropped_bytes = 0
         for number in self._slabs_found():
             slots = self._slots_in(number)
             if slots <= 0:
+                dropped_bytes += os.stat(_slab_name(number), dir_fd=self._fd).st_size
                 os.unlink(_slab_name(number), dir_fd=self._fd)
                 continue
             slab = self._slabs[number] = self._open(_slab_name(number), direct=self.direct)
             if slab.nbytes > slots * self._geometry.slot_bytes:
+                dropped_bytes += slab.nbytes - slots * self._geometry.slot_bytes
                 slab.truncate(slots * self._geometry.slot_bytes)
             self._note_backed(number, slab.nbytes)
             slab.sync()
+        if dropped_bytes:
+            self.notes.append(
+                f"{self.path} has a smaller capacity than at the last start: the chunks in {spelled(dropped_bytes)} "
+                "beyond it are dropped for good"
+            )
         # The last process may have died before this was durable, or may not have synced at all; we rely on all of it.
         self.index.sync()
         self._index_bytes = self.index.nbytes
