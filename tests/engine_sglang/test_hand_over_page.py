@@ -40,7 +40,7 @@ def test_the_pages_lines_for_sglangs_bootstrap_start_what_they_say(
     """As they are, but for the model, the ports and the size of the pool."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "disaggregated.md").read_text(), re.DOTALL)
     (lines,) = [block for block in blocks if "--disaggregation-mode prefill" in block]
-    pasted = lines.replace("MODEL", tiny_llama).replace("64GiB", "64MiB")
+    pasted = lines.replace("MODEL", tiny_llama).replace("4GiB", "64MiB")
     ports = {port: free_port() for port in ("30000", "30001", "30002", "8998")}
     for port, free in ports.items():
         pasted = re.sub(rf"\b{port}\b", str(free), pasted)
@@ -57,7 +57,7 @@ def test_the_pages_lines_for_sglangs_bootstrap_start_what_they_say(
             assert shell.poll() is None, Path(log.name).read_text()[-4000:]
             said = [ask(ports["30000"], prompt) for prompt in PROMPTS]
             assert said == [list(answer.tokens) for answer in reference], Path(log.name).read_text()[-4000:]
-            stated = ask_server(Path(runtime) / "kv.sock", wire.Status())
+            stated = ask_server(Path(runtime) / "kv" / "kv.sock", wire.Status())
             assert isinstance(stated, wire.Stated)
             (cache,) = stated.report.caches
             assert cache.counts.chunks_resident > 0 and cache.handed_over == cache.counts.read_leases == 0

@@ -182,16 +182,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", metavar="PATH", help="server.socket: where to listen")
     parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where to serve the page and the metrics")
     parser.add_argument("--listen", metavar="HOST:PORT", help="peers.listen: where other hosts' servers read from it")
-    # For an engine that starts a private server: it stops when a descriptor is closed or a process exits, and may remove
-    # its socket's directory.
-    parser.add_argument(
-        "--lifeline", type=int, metavar="FD", help=argparse.SUPPRESS
-    )  # stop when this inherited descriptor is closed
+    # For an engine that starts a private server, which stops when a descriptor is closed or a process exits.
+    parser.add_argument("--lifeline", type=int, metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("--owner", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--own-directory", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--parent", type=int, metavar="PID", help=argparse.SUPPRESS
-    )  # stop when this process, our parent, exits
+    parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument(
         "--detach", action="store_true", help="continue detached from the parent process, in a session of its own"
     )

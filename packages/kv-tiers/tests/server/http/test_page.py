@@ -21,6 +21,7 @@ from kv_core.lookup import Ended
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_testing.http import store
+from kv_testing.servers import free_port
 from kv_testing.shapes import keys_for
 from kv_testing.wait import line, until
 from kv_tiers.server import RemoteCache, ServerProcess, launch
@@ -332,3 +333,19 @@ def test_pictures_of_a_real_run(browser: Browser) -> None:
     (directory / "page-narrow.png").write_bytes(browser.picture())
     run.stdout.close()
     run.wait(60)
+
+
+def test_the_head_does_not_say_serving_alone_while_a_tier_is_down(browser: Browser, tmp_path: Path) -> None:
+    redis = {"type": "redis", "url": f"redis://127.0.0.1:{free_port()}"}  # nobody listens there
+    server = launch(
+        {"host": {"capacity_bytes": "8MiB"}, "tiers": [redis], "http": {"listen": "127.0.0.1:0"}},
+        socket=tmp_path / "s" / "kv.sock",
+    )
+    cache = join(server)
+    store(cache, 4, "a")
+    browser.go(server.url)
+    until(lambda: browser.value("document.getElementById('state').textContent") == "serving, redis is down")
+    assert browser.value("document.body.classList.contains('away')")
+    assert browser.value("document.title") == "▲ kv-server: redis is down"
+    cache.close()
+    server.stop()
