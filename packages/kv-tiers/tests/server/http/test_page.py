@@ -344,7 +344,7 @@ def test_the_head_does_not_say_serving_alone_while_a_tier_is_down(browser: Brows
     cache = join(server)
     store(cache, 4, "a")
     browser.go(server.url)
-    until(lambda: browser.value("document.getElementById('state').textContent") == "serving, redis is down")
+    until(lambda: browser.value("document.getElementById('state')?.textContent") == "serving, redis is down")
     assert browser.value("document.body.classList.contains('away')")
     assert browser.value("document.title") == "▲ kv-server: redis is down"
     cache.close()
