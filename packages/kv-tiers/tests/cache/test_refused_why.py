@@ -14,9 +14,9 @@ SLOTS = 8
     ("quota", "salt", "said", "not_said"),
     [
         (0, None, "each of the pool's 8 slots", "quota"),
-        (3, "acme", "each of the 3 slots of this tenant's quota", "8 slots"),
-        (3, None, "of the pool's 8 slots the tenants' quotas leave 5", "each of the pool's"),
-        (8, None, "the tenants' quotas take all 8 slots of the pool", "is being read"),
+        (3, "acme", "each of the 3 slots that are the quota of its tenant", "8 slots"),
+        (3, None, "each of the 5 slots that the quotas leave to other tenants", "the pool's"),
+        (8, None, "the quotas leave nothing to other tenants", "is being read"),
     ],
 )
 def test_what_is_full_is_named(quota: int, salt: str | None, said: str, not_said: str) -> None:

@@ -176,13 +176,13 @@ class HostTier:
     def why_full(self, tenant: bytes) -> str:
         """Why `reserve` has found no room for a chunk of this tenant."""
         share = self._shares.of(tenant)
-        if not share.slots:
+        if share.slots <= 0:
             return "the quotas leave nothing to other tenants" if share.is_common else "the quota of its tenant is 0"
         whose = f"the pool's {share.slots} slots"
         if share.slots < self.pool.slots:
             whose = f"the {share.slots} slots that "
             whose += "the quotas leave to other tenants" if share.is_common else "are the quota of its tenant"
-        return f"each of {whose} is being read or written, or holds an earlier chunk of the same prompt"
+        return f"each of {whose} is being read, written or moved to another tier, or holds an earlier chunk of the same prompt"
 
     def reserve(self, keys: Sequence[ChunkKey], protected: Collection[int], skipped: set[int]) -> list[int]:
         """Reserve slots for chunks whose bytes are still to come, evicting where necessary, up to the first that finds

@@ -101,7 +101,7 @@ def _check_verdict(settings: Settings) -> None:
     from kv_tiers.approximate import is_approximate
     from kv_tiers.codecs.calibrated import calibration_of
 
-    kinds = [settings.format] if is_quantised_kind(settings.format) else []
+    kinds: list[str] = [settings.format] if is_quantised_kind(settings.format) else []
     if is_approximate(settings.tiers):
         kinds.append("progressive")
     if (calibration := calibration_of(settings.tiers)) is not None:

@@ -100,7 +100,7 @@ def _drain(args: argparse.Namespace) -> int:
         say("kv drain: another command has ended it, or the server was started again", file=sys.stderr)
         return 1
     if not states and report.keeps:
-        print(
+        say(
             "kv drain: nothing was moved: no engine has registered since this server started, so it does not know what "
             f"{' and '.join(report.keeps)} may hold. Drain it before it is stopped, or start an engine first",
             file=sys.stderr,
