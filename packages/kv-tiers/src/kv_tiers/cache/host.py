@@ -182,7 +182,8 @@ class HostTier:
         if share.slots < self.pool.slots:
             whose = f"the {share.slots} slots that "
             whose += "the quotas leave to other tenants" if share.is_common else "are the quota of its tenant"
-        return f"each of {whose} is being read, written or moved to another tier, or holds an earlier chunk of the same prompt"
+        used = "is being read, written or moved to another tier, or holds an earlier chunk of the same prompt"
+        return f"each of {whose} {used}"
 
     def reserve(self, keys: Sequence[ChunkKey], protected: Collection[int], skipped: set[int]) -> list[int]:
         """Reserve slots for chunks whose bytes are still to come, evicting where necessary, up to the first that finds
