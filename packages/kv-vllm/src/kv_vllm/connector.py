@@ -138,7 +138,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config, kv_cache_config)
         self._promised = LayerwisePromised(self._engine)
-        self._trials, self._trial = Trials(is_alone=not is_one_of_several()), 0
+        # Of several ranks each knows only its own loads, and all compute with what one has not filled.
+        is_alone = not is_one_of_several() and vllm_config.parallel_config.world_size == 1
+        self._trials, self._trial = Trials(is_alone=is_alone), 0
         self._layerwise = LayerwiseRank(self._engine, is_asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()

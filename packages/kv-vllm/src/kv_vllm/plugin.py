@@ -1,5 +1,9 @@
 """The plugin that vLLM runs in each of its processes, so that a user only has to name the connector."""
 
+from kv_core.log import limited_logger
+
+_log = limited_logger(__name__)
+
 CONNECTOR_NAME = "KVTiersConnector"
 
 
@@ -10,8 +14,11 @@ def register() -> None:
     from kv_vllm.weights import watch_for_loading
 
     join_vllm_log()
-    watch_media_names()
-    watch_for_loading()
+    for watch in (watch_media_names, watch_for_loading):
+        try:
+            watch()
+        except Exception as error:  # noqa: BLE001  # vLLM calls this in every process, also without our connector
+            _log.warning("%s fails with this vLLM, so names hold for one engine only: %r", watch.__name__, error)
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

@@ -1,8 +1,9 @@
-"""Steps that compute with blocks that another connector says it has filled, and what became of them.
+"""Steps that compute with blocks that another connector, or another rank, says it has filled, and what became of them.
 
-Under vLLM's MultiConnector, connectors beside ours load prompts too. vLLM computes at once with what they promise to
-load synchronously, and learns of a failure with the step's output, from any rank, as a set of blocks; with asynchronous
-scheduling it has planned further steps by then. Such steps are on trial: what they store is copied, but committed only
+Under vLLM's MultiConnector, connectors beside ours load prompts too; and of several ranks that load layer by layer,
+each knows only whether its own load has failed. vLLM computes at once with what they promise to load synchronously, and
+learns of a failure with the step's output, from any rank, as a set of blocks; with asynchronous scheduling it has
+planned further steps by then. Such steps are on trial: what they store is copied, but committed only
 when the output of the step, and of all before it, has reported no failed block. One failure fails all open trials.
 
 vLLM computes failed blocks again, but not at once, and meanwhile finds them in its own prefix cache. They are therefore
@@ -39,7 +40,7 @@ class Trials:
     """In the scheduler's connector: the steps on trial, and the suspect blocks."""
 
     def __init__(self, *, is_alone: bool) -> None:
-        """is_alone: no other connector loads, so that a load that fails is ours, whose step has stored nothing."""
+        """is_alone: no other connector or rank loads, so that the step of a load that fails has stored nothing."""
         self.is_alone = is_alone
         self._number = 0  # of the latest step
         self._loaded = 0  # of the latest step with synchronous loads of others

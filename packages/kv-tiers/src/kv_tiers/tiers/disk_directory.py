@@ -420,9 +420,13 @@ def try_place(path: Path) -> FileSystem:
         with ExitStack() as undo, _room_or_not():
             _make(path)
             if is_new:
-                undo.callback(path.rmdir)
-            descriptor = _make_own(inside)
-            undo.callback(inside.rmdir)
+                undo.callback(_remove, path)
+            undo.callback(_remove, inside)
+            try:
+                descriptor = _make_own(inside)
+            except FileNotFoundError:  # somebody else's trial has just removed the directory
+                _make(path)
+                descriptor = _make_own(inside)
             undo.callback(os.close, descriptor)
             try_out(descriptor, inside, file_system, direct=True)
     except OSError as error:
@@ -430,6 +434,12 @@ def try_place(path: Path) -> FileSystem:
             f"{path} cannot be used for the disk tier: {error.strerror}; repair it or choose another directory"
         ) from None
     return file_system
+
+
+def _remove(directory: Path) -> None:
+    """If it is there and empty: another tier may have begun to use it."""
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def try_out(directory: int, path: Path, file_system: FileSystem, *, direct: bool) -> bool:

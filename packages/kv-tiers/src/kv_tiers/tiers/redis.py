@@ -500,7 +500,11 @@ class RedisTier:
             elif isinstance(executed, ErrorReply) and "NOPERM" in executed.text and not any(refusals):
                 self._do_without_transactions(executed)
                 raise ConnectionResetError("a transaction was begun that may not be ended")  # `store` tries again
-            elif not isinstance(executed, ErrorReply) or executed.code != "EXECABORT" or not any(refusals):
+            elif isinstance(executed, ErrorReply) and executed.code == "EXECABORT":
+                if not any(refusals):  # refused as a whole, for a limit that was reached in between
+                    why = executed.text.rpartition("because of: ")[2]
+                    refusals.append(ErrorReply(why.partition(" ")[0], why))
+            else:
                 raise ProtocolError(f"an unexpected reply to EXEC: {str(executed)[:100]}")
         return next((refusal for refusal in refusals if refusal is not None), None)
 
