@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 _SAMPLES: Final = 4096
-_LOW: Final = 0.9
+_HIGH: Final = 0.95
+_LOW: Final = 0.85
 """What is removed brings the files down to this share of the capacity, because others store while a pass lasts."""
 _STORED_A_PASS: Final = 0.02
 """A host that has stored this share of the capacity since its last pass makes the next."""
@@ -57,7 +58,7 @@ class LeastUsed:
     @property
     def is_nearly_full(self) -> bool:
         """Whether files are to be removed."""
-        return 0 < self.capacity_bytes * _LOW < (self.used_bytes or self._stored_bytes)
+        return 0 < self.capacity_bytes * _HIGH < (self.used_bytes or self._stored_bytes)
 
     @property
     def is_full(self) -> bool:
