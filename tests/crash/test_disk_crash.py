@@ -31,6 +31,7 @@ from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers import disk_files
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.extents import CUTS, cut_bytes
+from kv_tiers.tiers.file_system import FileSystem
 
 CONTEXT = TierContext(9000, 12288, "crash")
 FORMAT = chunk_header.format_id("crash")
@@ -80,7 +81,7 @@ def carry(tier: DiskTier, writes: list[Write]) -> None:
         if extent is not None:
             path = Path(extent.path)
             directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            file = disk_files.File(directory, path)
+            file = disk_files.File(directory, path, FileSystem(path.parent))
             file.write([write.pages], extent.offset)
             file.close()
             os.close(directory)
@@ -255,9 +256,10 @@ class Medium:
             sync(self)
             events.append(("sync", self.path))
 
-        def allocating(self: disk_files.File, start: int, end: int) -> None:
-            allocate(self, start, end)
-            events.append(("resize", self.path, end))
+        def allocating(self: disk_files.File, start: int, least: int, end: int) -> int:
+            allocated = allocate(self, start, least, end)
+            events.append(("resize", self.path, allocated))
+            return allocated
 
         def truncating(self: disk_files.File, nbytes: int) -> None:
             events.append(("resize", self.path, nbytes))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Absent, Loaded, ReadFailed, Refused, Stored, StoreOutcome
+from kv_core.outcome import Absent, Loaded, ReadFailed, Refused, Stored, StoreOutcome, Unstorable
 from kv_core.testing import key_chain
 from kv_testing.media import full_device, slabs_of, unreadable_device
 from kv_testing.tower import leading
@@ -220,17 +220,17 @@ def no_file_larger_than(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_shared_file_system_shows_in_health(tmp_path: Path) -> None:
+def test_a_file_too_large_for_a_shared_file_system_is_the_chunks_fault(tmp_path: Path) -> None:
     tier = make_shared_fs_tier({"directory": str(tmp_path)}, CONTEXT)
     bench = Bench(tier, HandClock())
     assert bench.store(KEYS[:2]) == [Stored()] * 2
     with no_file_larger_than(4096):
-        assert [type(outcome) for outcome in bench.store(KEYS[2:])] == [Refused] * 2
-    assert bench.health is Health.FULL
-    assert os.strerror(errno.EFBIG) in bench.lane.health()[1]
+        outcomes = bench.store(KEYS[2:])
+    assert [type(outcome) for outcome in outcomes] == [Unstorable] * 2
+    assert all(os.strerror(errno.EFBIG) in str(outcome) for outcome in outcomes)
+    assert bench.health is Health.UP
     assert bench.load(KEYS[:2]) == [Loaded] * 2
     assert bench.store(KEYS[2:]) == [Stored()] * 2
-    assert bench.health is Health.UP
     bench.lane.close()
 
 

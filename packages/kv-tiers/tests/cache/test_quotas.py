@@ -55,7 +55,7 @@ def test_a_refusal_names_the_share_that_is_full() -> None:
     """And not the pool, most of which may be free."""
     cache = cache_of(10, {ANN: 2, CYD: 0})
     why = cache.begin_store(key_chain(4, salt="ann"), "w").refused
-    assert "each of the 2 slots that are the quota of its tenant is being read or written" in why
+    assert "each of the 2 slots that are the quota of its tenant is being read, written or moved" in why
     why = cache.begin_store(key_chain(9), "w").refused
     assert "each of the 8 slots that the quotas leave to other tenants is being" in why
     assert "the quota of its tenant is 0" in cache.begin_store(key_chain(1, salt="cyd"), "w").refused

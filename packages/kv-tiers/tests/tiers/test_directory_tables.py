@@ -251,13 +251,13 @@ def test_a_stream_is_read_in_order_from_where_one_stopped() -> None:
     server = running("stream")
     try:
         stream = Stream(RedisAccess(url=server.url, timeout_s=5.0), "n", "here")
-        assert stream.last() == BEGINNING and stream.read(BEGINNING) == []
+        assert stream.last() == BEGINNING and stream.read(BEGINNING).written == []
         sent = [b"%d" % number for number in range(AT_ONCE + 44)]
         assert stream.append(sent) == ""
         first = stream.read(BEGINNING)
-        rest = stream.read(first[-1][0])
-        assert [entry for _, entry in first + rest] == sent and len(first) == AT_ONCE
-        assert stream.last() == rest[-1][0]
+        rest = stream.read(first.upto)
+        assert first.written + rest.written == sent and len(first.written) == AT_ONCE
+        assert stream.last() == rest.upto
         for _ in range(KEPT // 1000 + 2):
             assert stream.append([b"x"] * 1000) == ""
         assert KEPT <= server.ask("XLEN", "kv:directory:n") < KEPT + 200
@@ -276,7 +276,7 @@ def test_a_user_who_may_not_write_reads() -> None:
         server.ask("ACL", "SETUSER", "default", "-xadd")
         stream = Stream(RedisAccess(url=server.url, timeout_s=5.0), "n", "here")
         assert "NOPERM" in stream.append([b"x"])
-        assert stream.read(BEGINNING) == []
+        assert stream.read(BEGINNING).written == []
         stream.close()
     finally:
         end_all()

@@ -40,9 +40,9 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
     async def clear(body: Clear) -> Cleared:
         if body.tenant is UNSET and body.matches_any and not body.everything:
             about = "this removes every chunk from the pool and from all tiers: if that is meant, send"
-            raise Problem(400, f'{about} {{"everything": true}}; else name a tenant, a fingerprint or chunk_bytes')
+            raise Problem(409, f'{about} {{"everything": true}}; else name a tenant, a fingerprint or chunk_bytes')
         if body.everything and not (body.tenant is UNSET and body.matches_any):
-            raise Problem(400, "everything was asked for, and a part of it: leave one of them out")
+            raise Problem(409, "everything was asked for, and a part of it: leave one of them out")
         tag = None if body.tenant is UNSET else names.tag(body.tenant)
         await check_opened(relay, body)
         caches = await select_caches(relay, body)
@@ -51,7 +51,7 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
         return Cleared(len(cleared), sum(chunks for chunks, _ in cleared), dict(below))
 
     about = "Forget chunks, in the pool and in all tiers: a tenant's, a format's, or everything"
-    return [Operation("POST", "/clear", about, clear, Cleared, Clear, failures=(404, 503))]
+    return [Operation("POST", "/clear", about, clear, Cleared, Clear, failures=(404, 409, 503))]
 
 
 def _clear(cache: LocalCache, tag: bytes | None) -> tuple[int, Counter[str]]:
