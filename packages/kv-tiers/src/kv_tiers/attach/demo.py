@@ -32,6 +32,8 @@ from kv_tiers.pool.host_pool import HostPool, pool_path
 SHARED_TOKENS = 512
 PROMPT_TOKENS = (700, 620)
 NEW_TOKENS = 32
+ANSWER_TOKENS: Final = 96
+"""Room for a whole answer, which a token of `Wanted.stop` ends."""
 TINY: Final = "tiny"
 CHUNK_TOKENS_OF_BOTH: Final = 128
 """A chunk size that both engines support: vLLM's block on a CPU has this many tokens, and SGLang's page may."""
@@ -205,20 +207,20 @@ def _progress(text: str, *, end: bool) -> None:
 
 def _serve(demo: Demo, args: argparse.Namespace) -> None:
     """One process's phases, a line of output for each request."""
-    tokenizer, stop, names = None, [], ["prompt 1", "prompt 2"]
+    tokenizer, stop, names, new_tokens = None, [], ["prompt 1", "prompt 2"], NEW_TOKENS
     if args.document is None:
         prompts = _numbers(_vocabulary(args.model))
     else:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        text = args.document.read_text(encoding="utf-8")
+        text, new_tokens = args.document.read_text(encoding="utf-8"), ANSWER_TOKENS
         prompts, stop, names = (
             [_tokens_of(tokenizer, text, question) for question in args.question],
             [tokenizer.eos_token_id],
             args.question,
         )
-    wanted = Wanted(args.model, args.dtype, json.loads(args.cache), max(map(len, prompts)), stop)
+    wanted = Wanted(args.model, args.dtype, json.loads(args.cache), max(map(len, prompts)), stop, new_tokens)
     ask = demo.start(wanted)
     ask([5] * 200)  # the first forward pass of a process pays for more than its tokens
     for phase in _PHASES[args.run]:
