@@ -428,7 +428,7 @@ def test_a_server_without_peers_says_that_it_cannot_be_drained(served: Served) -
     assert served.client.get("/drain").json() == {"caches": []}
     cache = served.join()
     store(cache, 2)
-    assert "peers" in problem(served.post("/drain", {"timeout_s": 5, "max_bytes": 1 << 20}), 400)
+    assert "peers" in problem(served.post("/drain", {"timeout_s": 5, "max_bytes": 1 << 20}), 409)
     assert served.client.get("/status").json()["caches"][0]["drain"] is None
     assert served.post("/drain/end").json() == {"caches": []}
     assert problem(served.post("/drain", {"timeout_s": 0}), 400)

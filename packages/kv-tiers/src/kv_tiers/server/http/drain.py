@@ -4,10 +4,12 @@ from functools import partial
 from typing import Annotated
 
 import msgspec
+from kv_core.errors import InputError
 from msgspec import UNSET, Meta, UnsetType
 
 from kv_tiers.drain_state import DrainState
 from kv_tiers.server.http.operation import Operation
+from kv_tiers.server.http.problem import Problem
 from kv_tiers.server.http.relay import Relay
 from kv_tiers.server.server import CacheServer
 
@@ -33,7 +35,10 @@ def operations(relay: Relay) -> list[Operation]:
             server.formats.drain(body.timeout_s, max_bytes)
             return _state(server)
 
-        return await relay.on_server(begin)
+        try:
+            return await relay.on_server(begin)
+        except InputError as error:  # nowhere to go, whatever was asked
+            raise Problem(409, str(error)) from None
 
     async def end() -> Drains:
         def stop(server: CacheServer) -> Drains:
@@ -46,9 +51,10 @@ def operations(relay: Relay) -> list[Operation]:
         return await relay.on_server(_state)
 
     describe = partial(Operation, answer=Drains, failures=(503,))
+    about = "Store nothing new, and offer what is here to peers"
     return [
         describe("GET", "/drain", "How far the drain of this host is", state),
-        describe("POST", "/drain", "Store nothing new, and offer what is here to peers", drain, body=Drain, status=202),
+        Operation("POST", "/drain", about, drain, Drains, Drain, status=202, failures=(409, 503)),
         describe("POST", "/drain/end", "Stop offering, and store as before", end),
     ]
 
