@@ -297,6 +297,10 @@ def failures(ranks: Ranks) -> list[int]:
     return [rank.engine.worker.counts.loads_failed for rank in ranks.oracle.ranks if rank.engine.worker is not None]
 
 
+def stored_chunks(ranks: Ranks) -> list[int]:
+    return [rank.engine.worker.counts.chunks_stored for rank in ranks.oracle.ranks if rank.engine.worker is not None]
+
+
 @SCHEDULERS
 @pytest.mark.parametrize("number", [0, 1])
 def test_one_rank_copies_again_before_a_layer_is_read(
@@ -328,6 +332,28 @@ def test_one_rank_whose_device_fails_costs_the_load_or_the_engine_and_no_token(
         ranks.rest()
         assert ranks.is_right("b") and oracle.layerwise == 1 and oracle.loaded == 2 * 320
         oracle.assert_at_rest()
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_one_rank_has_not_filled_no_other_rank_stores_from(
+    tiny_llama: str, tmp_path: Path, asynchronous: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have filled their blocks, and do not know. In a real model all of them compute with what it lacks."""
+    longer = [*SHARED[:330], *range(3, 73)]  # a chunk more than is held, in the same step
+    with started(tiny_llama, tmp_path, asynchronous=asynchronous) as ranks:
+        stored = stored_chunks(ranks)
+        fail_copies_of(ranks, number, monkeypatch, always=True)
+        ranks.oracle.submit("a", longer, 3)
+        if has_ended(ranks, "a"):
+            assert stored_chunks(ranks) == stored
+            return
+        assert ranks.oracle.generated["a"] == ranks.oracle.expected_tokens("a", len(longer), 3)
+        workers = [rank.engine.worker for rank in ranks.oracle.ranks]
+        discarded = [worker.counts.stores_failed for worker in workers if worker is not None]
+        assert discarded == [int(number == 1), int(number == 0)]
+        assert stored_chunks(ranks) == [chunks + 1 for chunks in stored]  # once it was computed again
+        ranks.oracle.assert_at_rest()
 
 
 def test_a_rank_that_goes_off_after_the_promise_is_computed_without(tiny_llama: str, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ _ASK_AGAIN_S: Final = 0.05
 
 
 def await_copies(events: Iterable[CopyEvent]) -> None:
-    """Return once every copy has stopped, so that what it uses may be given back (`kv_core.connect.copies`). While one
-    does not say so, this waits.
+    """Return once every copy has stopped, so that its slots may be released (`kv_core.connect.copies`), however long
+    that takes.
 
     Raises:
         CopyFailed: bytes are not where they should be.

@@ -138,9 +138,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._events: ChunkEvents | None = None
         self._nodes = NodeMail(self._engine, vllm_config, kv_cache_config)
         self._promised = LayerwisePromised(self._engine)
-        # Of several ranks each knows only its own loads, and all compute with what one has not filled.
-        is_alone = not is_one_of_several() and vllm_config.parallel_config.world_size == 1
-        self._trials, self._trial = Trials(is_alone=is_alone), 0
+        self._trials, self._trial = Trials(is_alone=False), 0  # until the number of ranks is known
         self._layerwise = LayerwiseRank(self._engine, is_asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()
@@ -354,6 +352,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             if not self.off and self._engine.cache is None:  # workers in other processes have registered theirs by now
                 bind_scheduler(self._engine, self._vllm_config, self._kv_cache_config, self._settings)
+            # Of several ranks each knows only its own loads, and all compute with what one has not filled.
+            self._trials = Trials(is_alone=not is_one_of_several() and self._engine.share.ranks == 1)
             if not self.off:  # otherwise the reason has been logged
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
@@ -406,8 +406,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None), even_off=True)
     def _handle_reports(self) -> None:
-        """Handle workers' reports, even while the cache is off: workers in other processes may still be reading. One of
-        which something raises is handled again with the next: workers say everything once."""
+        """Handle workers' reports, even while the cache is off: workers in other processes may still be reading. If this
+        raises, the report is handled again with the next one, because workers send each only once."""
         while self._unheard:
             message, failed_blocks = self._unheard[0]
             if failed_blocks:

@@ -1,11 +1,11 @@
-"""Whether copies have stopped, which decides when anything that they use may be given back.
+"""Whether copies have stopped, which decides when the slots and blocks that they use may be released.
 
 The rule: a slot is released, and a block is reported to the engine, only after every copy that reads or writes it has
-stopped. Otherwise the slot's next chunk, or the block's next request, is overwritten by a copy of somebody else. A copy
-has stopped when its event says so: `done` is True, `wait` has returned, or either has raised `CopyFailed`. Any other
-exception is a fault of the asking, such as a device that does not answer while it records a graph, and says nothing
-about the copy. The copy then counts as failed and as in flight, and is asked again. If it never answers, what it uses
-stays leased for as long as this process lives.
+stopped. Otherwise a copy in flight overwrites the slot's next chunk, or the KV of the block's next request. A copy has
+stopped when its event says so: `done` is True, `wait` has returned, or either has raised `CopyFailed`. Any other
+exception means that the query itself failed, as CUDA's does while a graph is captured, and says nothing about the copy.
+The copy then counts as failed and still in flight, and the event is queried again. If no query ever succeeds, its slots
+stay leased until this process ends.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Copies:
 
     @property
     def are_in_flight(self) -> bool:
-        """Whether one had not stopped when `have_stopped` last asked."""
+        """Whether any had not stopped at the last call of `have_stopped`."""
         return bool(self._in_flight)
 
     def fail(self, why: Exception) -> None:
@@ -38,7 +38,7 @@ class Copies:
         self.failure = self.failure or why
 
     def have_stopped(self, *, wait: bool = False) -> bool:
-        """Whether none is in flight any more. wait: first wait for each; False then means that one does not answer."""
+        """Whether none is in flight any more. wait: wait for each first; False then means that a wait failed."""
         self._in_flight = [event for event in self._in_flight if not self._has_stopped(event, wait=wait)]
         return not self._in_flight
 
@@ -47,7 +47,7 @@ class Copies:
         for event in self._in_flight:
             try:
                 event.hold_engine()
-            except Exception as error:  # noqa: BLE001  # whatever it is: the engine does not wait for these bytes
+            except Exception as error:  # noqa: BLE001  # of any family: the engine does not wait for these bytes
                 self.fail(error)
 
     def _has_stopped(self, event: CopyEvent, *, wait: bool) -> bool:
@@ -59,6 +59,6 @@ class Copies:
             self.fail(error)
             return True
         except Exception as error:  # noqa: BLE001  # of any family: see above
-            _log.error("a copy does not say whether it has ended, and what it uses is kept until it does: %r", error)
+            _log.error("it is unknown whether a copy has ended; its memory stays reserved until it is known: %r", error)
             self.fail(error)
             return False

@@ -8,7 +8,7 @@ from kv_core.transfer import TransferPlan
 
 
 class CopyEvent(Protocol):
-    """The completion of a copy. Ask by way of `kv_core.connect.copies`, which says what an exception means."""
+    """The completion of a copy. Query it through `kv_core.connect.copies`, which interprets exceptions."""
 
     def done(self) -> bool:
         """True once the bytes have arrived.

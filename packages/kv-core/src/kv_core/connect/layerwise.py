@@ -138,7 +138,7 @@ class LayerLoads:
         return LayerwiseReport(ended, ended)
 
     def close(self) -> bool:
-        """Wait for every copy, and forget all loads. False: copies do not say that they have stopped."""
+        """Wait for every copy, and forget all loads. False: copies may still be in flight."""
         batches = (*self._ending, *([self._current] if self._current else []))
         self._ending, self._current = [batch for batch in batches if not batch.copies.have_stopped(wait=True)], None
         self.expected -= {request for batch in self._ending for request in batch.requests}  # they must not be reported

@@ -181,7 +181,7 @@ class Stores:
         return min((store.number - 1 for store in self._storing if store.reads_blocks), default=self._plan_number)
 
     def close(self) -> bool:
-        """Give up every store. False: copies do not say that they have stopped, and their slots stay leased."""
+        """Give up every store. False: copies may still be in flight, and their slots stay leased."""
         self._begun = None
         for store in self._storing:
             store.parts, store.trial = [], 0

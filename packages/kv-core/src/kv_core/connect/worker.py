@@ -176,13 +176,13 @@ class WorkerHalf:
 
     @property
     def filling(self) -> frozenset[str]:
-        """After `close`: requests whose blocks copies may still write to, which must not be given to others."""
+        """After `close`: requests whose blocks copies may still write to, so that they must not be reported."""
         self._loading = {name: load for name, load in self._loading.items() if not load.copies.have_stopped()}
         return frozenset(self._loading)
 
     def close(self) -> bool:
         """Release everything, once its copies have stopped. Loads in progress are not reported: the engine no longer
-        polls. False: copies do not say that they have stopped; what they use stays leased."""
+        polls. False: copies may still be in flight, and their slots stay leased."""
         for name, load in tuple(self._loading.items()):
             if load.copies.have_stopped(wait=True):
                 del self._loading[name]

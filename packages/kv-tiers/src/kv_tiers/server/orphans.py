@@ -3,14 +3,14 @@
 They are write leases, and read leases whose reader cannot discard what it has read. A connection that closes proves
 nothing, because the process may be in the middle of a copy, be stopped there for an hour, and go on. Its slots wait
 until the client reconnects and lists the leases that it still has (our client does so automatically), or until the
-kernel says that no process has or maps any more what this client was sent (`HostPool.is_lent`). That holds for
-processes of other PID namespaces and for forked children too, and no time alone releases anything.
+kernel says that no process has the pool open or mapped for this client any more (`HostPool.is_lent`). That covers
+processes of other PID namespaces and forked children. No timeout releases anything by itself.
 
 A process that ends gives up its memory before its devices, which may still be writing. So its slots also wait for its
-end, which its pidfd shows. A process that lives on without the pool, or for which there is no pidfd, is given
-`SETTLE_S` more.
+end, which its pidfd shows. If the process lives on without the pool, or has no pidfd, the slots wait for `SETTLE_S`
+more.
 
-A client that does none of this is named in the log.
+The log names a client that keeps its slots for long.
 """
 
 import os
@@ -44,7 +44,7 @@ class Orphan:
     leases: by their numbers.
     pid: of the process; 0 if it is not visible here. pidfd: of the same process, or -1.
     lost_s: since when it is one.
-    unmapped_s: since when nobody has or maps what it was sent; None: somebody may.
+    unmapped_s: since when no process has the pool open or mapped for it; None: some process may.
     look_s: when to look next, by the monotonic clock. wait_s: from then to the time after.
     is_named: it is in the log.
     """
