@@ -406,8 +406,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None), even_off=True)
     def _handle_reports(self) -> None:
-        """Handle workers' reports, even while the cache is off: workers in other processes may still be reading. If this
-        raises, the report is handled again with the next one, because workers send each only once."""
+        """Handle workers' reports, even while the cache is off: workers in other processes may still be reading.
+
+        If this raises, the report is handled again with the next one, because workers send each only once.
+        """
         while self._unheard:
             message, failed_blocks = self._unheard[0]
             if failed_blocks:

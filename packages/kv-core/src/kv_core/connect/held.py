@@ -60,7 +60,8 @@ class HeldBlocks:
         while self._plans and self._plans[0][0] <= acknowledged:
             _, blocks = self._plans[0]
             free = [block for block in blocks if self._holds[block] == 1]
-            # The engine should reuse the end of a prefix first: it is worth least. The next call repeats what raises here.
+            # The engine should reuse the end of a prefix first: it is worth least. If this raises, the next call tries
+            # again.
             self._engine.give_back(free[::-1])
             self._plans.popleft()
             self._holds.subtract(blocks)
