@@ -50,6 +50,7 @@ class Engine:
             self.oracle.step()
         assert not self.device.queue.pending
         assert self.device.queue.waits == 0, "a step has waited for a copy"
+        assert self.device.faults == []
         self.oracle.assert_at_rest()
         assert self.blocks.get_num_free_blocks() == self.blocks.num_gpu_blocks - 1, "blocks were lost"
 
