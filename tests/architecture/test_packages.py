@@ -17,7 +17,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-SIBLINGS = {"kv-core", "kv-tiers", "kv-cuda", "kv-vllm", "kv-sglang"}
+SIBLINGS = {f"kv-{name}" for name in ("core", "tiers", "codecs", "server", "connect", "cuda", "vllm", "sglang")}
 
 
 def described(package: Path) -> dict[str, object]:
@@ -31,7 +31,7 @@ def requirements(package: Path) -> list[Requirement]:
     return [Requirement(text) for text in listed]
 
 
-def test_the_five_packages_are_there_with_the_same_skin() -> None:
+def test_the_eight_packages_are_there_with_the_same_skin() -> None:
     assert {package.name for package in PACKAGES} == SIBLINGS
     for package in PACKAGES:
         module = package / "src" / package.name.replace("-", "_")
@@ -112,11 +112,11 @@ def test_each_wheel_installs_and_imports_alone(package: Path, wheels: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["there", "missing"])
-def test_kv_tiers_builds_with_a_compiler_and_without(compiler: str, wheels: Path, tmp_path: Path) -> None:
+def test_kv_codecs_builds_with_a_compiler_and_without(compiler: str, wheels: Path, tmp_path: Path) -> None:
     """Without one the wheel is pure, and its codecs use numpy."""
     if compiler == "missing":
         subprocess.run(
-            [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, "packages/kv-tiers"],
+            [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, "packages/kv-codecs"],
             check=True,
             capture_output=True,
             cwd=ROOT,
@@ -124,7 +124,7 @@ def test_kv_tiers_builds_with_a_compiler_and_without(compiler: str, wheels: Path
         )
     elif not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("there is no C compiler")
-    (wheel,) = (wheels if compiler == "there" else tmp_path).glob("kv_tiers-*.whl")
+    (wheel,) = (wheels if compiler == "there" else tmp_path).glob("kv_codecs-*.whl")
     assert wheel.name.endswith("-py3-none-any.whl") == (compiler == "missing")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
@@ -193,7 +193,7 @@ def test_the_wheels_carry_their_types_licence_and_addresses_and_no_tests(wheels:
             "Issues, https://example.org/kv/issues",
         ]
         assert f"{module}/py.typed" in names
-        assert ("kv_tiers/server/http/page.html" in names) == (module == "kv_tiers")
+        assert ("kv_server/http/page.html" in names) == (module == "kv_server")
         assert not [name for name in names if name.startswith("tests/")]
 
 

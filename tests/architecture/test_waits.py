@@ -1,9 +1,11 @@
-"""No test of kv-tiers waits without a deadline: one that hangs says nothing, and keeps what runs it for ever."""
+"""No test of the cache, its server or what connects engines waits without a deadline: one that hangs says nothing, and
+keeps what runs it for ever."""
 
 import ast
 from pathlib import Path
 
-TESTS = sorted((Path(__file__).parents[2] / "packages" / "kv-tiers" / "tests").rglob("*.py"))
+PACKAGES = Path(__file__).parents[2] / "packages"
+TESTS = [path for name in ("tiers", "server", "connect") for path in (PACKAGES / f"kv-{name}" / "tests").rglob("*.py")]
 BOUNDED_AT_THEIR_END = {
     ("test_redis_troubles.py", "self.listener.accept"),  # the listener is shut down by `close`
     ("test_objects.py", "listener.accept"),  # has a timeout of its own

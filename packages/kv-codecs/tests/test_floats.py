@@ -128,7 +128,7 @@ def test_a_wrong_guess_of_the_dtype_costs_bytes_and_no_bits(codec: FloatsCodec, 
 
 
 def test_the_pages_example() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "formats" / "floats.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "formats" / "floats.md").read_text(encoding="utf-8")
     (payload,) = re.findall(r"^    ([0-9a-f ]+)$", page, re.MULTILINE)
     chunk = bytearray(6)
     make_floats_codec({}, ANY_CHUNKS).decode(memoryview(bytes.fromhex(payload)), memoryview(chunk))
@@ -141,5 +141,5 @@ def test_options_and_a_missing_library_are_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="level"):
         make_floats_codec({"level": 3}, ANY_CHUNKS)
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kv-tiers\[zstd\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kv-codecs\[zstd\]'"):
         make_floats_codec({}, ANY_CHUNKS)

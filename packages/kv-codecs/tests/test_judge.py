@@ -11,7 +11,9 @@ import torch
 from kv_codecs.judge import judge_cli
 from kv_codecs.judge.calibrate import _is_same_turned_back, _turned_back, through_calibrated
 from kv_codecs.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
-from kv_codecs.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip, plugin
+from kv_codecs.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip
+from kv_codecs.kvtc import make_kvtc_codec
+from kv_codecs.learning import Learning
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
 from kv_core.tools.cli import main
@@ -188,7 +190,7 @@ def test_a_codec_of_tiers_needs_a_verdict_of_its_own_calibration(tmp_path: Path)
 def test_what_is_judged_is_what_the_codec_stores(tmp_path: Path) -> None:
     """Byte for byte, with the first tokens of a prompt as they are, and with the sizes that a tier would have."""
     frequencies = [1e-5 ** (j / 32) for j in range(32)]
-    learning = plugin("kv_tiers.calibrations", "kvtc")(
+    learning = Learning(
         model="drawn", dtype="bfloat16", heads=3, head_dim=64, max_tokens=4096, frequencies=[frequencies] * 3
     )
     exact = context()
@@ -197,7 +199,7 @@ def test_what_is_judged_is_what_the_codec_stores(tmp_path: Path) -> None:
     learning.learnt(0.4).write(path)
     trip = through_calibrated(str(path))
     back = trip.layers(exact)
-    codec = plugin("kv_codecs", "kvtc")({"calibration": str(path)}, None)
+    codec = make_kvtc_codec({"calibration": str(path)}, None)
     assert trip.name == codec.calibration.name
     stored_bytes = 0
     for number in range(2):

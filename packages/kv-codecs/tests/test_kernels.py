@@ -1,10 +1,7 @@
 """Compiled kernels and numpy's: the same bytes from both, whatever the numbers and whatever a payload says; and no
 access beyond a buffer, under the compiler's sanitizers."""
 
-import os
-import shutil
 import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -34,17 +31,14 @@ from kv_codecs.numpy_kernels import NumpyKernels
 from kv_codecs.progressive import ProgressiveCodec
 from kv_core.errors import MisuseError
 from kv_testing.codec_fuzz import drawn_words, misfits, outcomes
-from kv_testing.copy_fuzz import wrong_copies
 from kv_testing.kvtc_fuzz import kvtc_outcomes
+from kv_testing.sanitized import COMPILER, FLAGS, compile_sanitized, needs_compiler, run_sanitized
 from kv_tiers.codec import Codec, CodecError
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.bfloat16"))
-COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 NUMPY = NumpyKernels()
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCKS = st.one_of(st.integers(1, 9), st.just(SECTION_NUMBERS // SCALED_NUMBERS))
-_FLAGS = ["-std=gnu11", "-fPIC", "-shared", "-g", "-O1", "-DKV_ONE_VERSION", "-ffp-contract=off"]
-_SANITIZERS = "-fsanitize=address,undefined"
 needs_compiled = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler: none were compiled")
 
 
@@ -61,7 +55,7 @@ def test_where_there_is_a_compiler_the_codecs_run_what_it_made_of_this_source() 
         found = installed_kernels()
         assert found is not None
         sources = b"".join(source.read_bytes() for source in SOURCES)
-        assert found.source_checksum == zlib.crc32(sources), f"{LIBRARY} is old: install kv-tiers again"
+        assert found.source_checksum == zlib.crc32(sources), f"{LIBRARY} is old: install kv-codecs again"
         assert FloatsCodec().kernels.name == ProgressiveCodec().kernels.name == "compiled"
 
 
@@ -78,7 +72,7 @@ def test_a_library_that_cannot_be_used_means_numpy(
         for source in SOURCES:
             text = source.read_text().replace("#define KV_VERSION ", "#define KV_VERSION 99")
             (tmp_path / source.name).write_text(text)
-        subprocess.run([COMPILER, *_FLAGS, "-o", path, *tmp_path.glob("*.c")], check=True, timeout=60)
+        subprocess.run([COMPILER, *FLAGS, "-o", path, *tmp_path.glob("*.c")], check=True, timeout=60)
     monkeypatch.setattr(compiled_kernels, "LIBRARY", path)
     installed_kernels.cache_clear()
     try:
@@ -237,53 +231,17 @@ def test_arrays_whose_sizes_do_not_fit_are_refused(compiled: CompiledKernels) ->
         compiled.split(1, np.zeros(4, "<u2"), np.zeros(4, np.uint8), np.zeros(5, np.uint8))
 
 
-@needs_compiled
-@settings(deadline=None, max_examples=50)
-@given(seed=SEEDS)
-def test_blocks_are_copied_as_numpy_copies_them_or_not_at_all(seed: int) -> None:
-    """Into buffers of just the size they need, and refused where one lacks a byte."""
-    compiled = installed_kernels()
-    assert compiled is not None
-    assert wrong_copies(compiled, seed, 1) == []
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+@needs_compiler
 @pytest.mark.parametrize("variant", ["-DKV_ONE_VERSION", "-DKV_NO_AVX512", "-DKV_PORTABLE"])
 def test_no_access_is_beyond_a_buffer_nor_undefined(variant: str, tmp_path: Path) -> None:
     """A library with sanitizers, in a process that they end where it errs, and the same outcomes from it: with what
     this processor has, without its AVX-512, and without any of it."""
+    environ = compile_sanitized(SOURCES, tmp_path / LIBRARY.name, variant)
     library = tmp_path / LIBRARY.name
-    sources = [source for source in SOURCES if source.suffix == ".c"]
-    made = subprocess.run(
-        [COMPILER or "", *_FLAGS, variant, _SANITIZERS, "-fno-sanitize-recover=all", "-o", library, *sources],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    runtimes = [
-        subprocess.check_output([str(COMPILER), f"-print-file-name={name}"], text=True, timeout=60).strip()
-        for name in ("libasan.so", "libubsan.so")
-    ]
-    if made.returncode or not all(map(os.path.isabs, runtimes)):
-        pytest.skip("this compiler has no sanitizers")
-    environ = os.environ | {
-        "LD_PRELOAD": " ".join(runtimes),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONMALLOC": "malloc",  # or small buffers lie in blocks of Python's own
-    }
     expected_of = {
         "codec_fuzz": [outcomes(NUMPY, 11, 40)],
         "kvtc_fuzz": [kvtc_outcomes(NUMPY, 11, 40)],
-        "copy_fuzz": [],
     }
     for fuzz, expected in expected_of.items():
-        ran = subprocess.run(
-            [sys.executable, "-m", f"kv_testing.{fuzz}", str(library), "11", "40"],
-            capture_output=True,
-            text=True,
-            env=environ,
-            timeout=110,
-        )
-        assert ran.returncode == 0, ran.stderr[-3000:]
-        assert ran.stdout.splitlines() == expected
+        assert run_sanitized(f"kv_testing.{fuzz}", library, environ) == expected

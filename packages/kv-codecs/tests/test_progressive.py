@@ -243,7 +243,7 @@ def test_what_cannot_be_cut_into_so_small_a_first_part_is_left() -> None:
 
 
 def test_the_page_describes_the_head() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "formats" / "progressive.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "formats" / "progressive.md").read_text(encoding="utf-8")
     (written,) = re.findall(r"^    ([0-9a-f ]+)$", page, re.MULTILINE)
     chunk = np.resize(np.array([0x3F80, 0xC020, 0x3F00, 0xBE80], "<u2"), 256).tobytes()
     payload = encoded(chunk)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from kv_connect import open_cache as connect
+from kv_connect.doctor import servers
 from kv_connect.neighbours import StoredFormat, warn_of_other_formats
 from kv_connect.open_cache import Format, Replica, open_remote
 from kv_core.errors import ConfigError
@@ -20,7 +21,6 @@ from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import until
 from kv_tiers.config import ServerSettings
 from kv_tiers.settings import Settings
-from kv_tiers.tools.doctor import servers
 
 POOL = {"host": {"capacity_bytes": 1 << 20}}
 

@@ -27,7 +27,7 @@ from kv_testing.wait import until
 CHUNK = 3 * TOKENS
 CACHES = small_caches()
 every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
-needs_c = pytest.mark.skipif(installed_kernels() is None, reason="kv-tiers is not installed, or without a compiler")
+needs_c = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler")
 
 
 @pytest.fixture

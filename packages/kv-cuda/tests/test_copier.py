@@ -37,7 +37,7 @@ every_cache_and_format = pytest.mark.parametrize(
     ],
 )
 
-needs_c = pytest.mark.skipif(installed_kernels() is None, reason="kv-tiers is not installed, or without a compiler")
+needs_c = pytest.mark.skipif(installed_kernels() is None, reason="there is no C compiler")
 
 Copier = CpuCopier | GpuCopier
 

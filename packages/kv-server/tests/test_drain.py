@@ -20,6 +20,9 @@ from kv_server.connection import ask_server
 from kv_server.drain import drain
 from kv_server.drain.drain import _DrainJob, _Offer
 from kv_server.drain.state import DrainState
+from kv_server.drain.takers import Fate, OfferAnswer
+from kv_server.peers.metrics import drain_families
+from kv_server.peers.side import directories_of, peer_side
 from kv_server.peers.wire import NOT_HERE, SIZE, Fetch, Holds, Offer, Offered, PeerStream, Refused, Request
 from kv_server.process import ServerProcess
 from kv_testing.cache_servers import (
@@ -41,8 +44,6 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.testing.tier_contract import content
-from kv_tiers.tier import Fate, Taken
-from kv_tiers.watch.metrics import drain_families
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
 PROMPTS = [key_chain(4, branch=str(number)) for number in range(6)]
@@ -357,11 +358,13 @@ def test_with_a_directory_hosts_are_known_from_it_and_what_it_lists_is_elsewhere
     store(caches[1], PROMPTS[0])
     leaving, staying = (next(iter(server.server.caches.values())) for server in servers)
     # Each knows what the other holds; before that all would be offered, and nobody but the host itself could be asked.
-    until(lambda: [state.directory.names for state in leaving.lower.states() if state.directory] == [4])
-    until(lambda: [state.directory.names for state in staying.lower.states() if state.directory] == [12])
-    leaving.drain.begin(30.0)
-    until(lambda: (state := leaving.drain.state()) is not None and state.phase != "draining", within_s=40)
-    assert leaving.drain.state() == DrainState("drained", chunks=12, elsewhere=4, moved=8, moved_bytes=8 * CHUNK_BYTES)
+    until(lambda: [state.names for state in directories_of(leaving).values()] == [4])
+    until(lambda: [state.names for state in directories_of(staying).values()] == [12])
+    peer_side(leaving).drain.begin(30.0)
+    until(lambda: (state := peer_side(leaving).drain.state()) is not None and state.phase != "draining", within_s=40)
+    assert peer_side(leaving).drain.state() == DrainState(
+        "drained", chunks=12, elsewhere=4, moved=8, moved_bytes=8 * CHUNK_BYTES
+    )
     servers[0].close()
     for keys in PROMPTS[:3]:
         assert held(caches[1], keys) == 4 and read(caches[1], keys)
@@ -390,11 +393,11 @@ def fetches_nothing(stream: PeerStream, request: Request) -> None:
 
 def test_the_time_of_a_drain_ends_and_nothing_stays_leased(ending: ExitStack) -> None:
     cache, local = beside(fetches_nothing, ending)
-    local.drain.begin(0.3)
-    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining")
-    assert local.drain.state() == DrainState("stopped", "the time is up", chunks=4, left=4)
+    peer_side(local).drain.begin(0.3)
+    until(lambda: (state := peer_side(local).drain.state()) is not None and state.phase != "draining")
+    assert peer_side(local).drain.state() == DrainState("stopped", "the time is up", chunks=4, left=4)
     assert not any(local._index.is_leased(slot) for slot in range(local.pool.slots))
-    local.drain.end()
+    peer_side(local).drain.end()
     assert store(cache, PROMPTS[1]).keys == tuple(PROMPTS[1])  # in the place of the first, whose order is whole again
     assert store(cache, PROMPTS[2]).keys == tuple(PROMPTS[2])
 
@@ -408,9 +411,9 @@ def test_a_bug_is_not_reported_as_a_cache_that_is_closed(
         raise MisuseError("a chunk that is ABSENT cannot EVICT")
 
     monkeypatch.setattr(drain._DrainJob, "_round", confuse)
-    local.drain.begin(20)
-    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=30)
-    state = local.drain.state()
+    peer_side(local).drain.begin(20)
+    until(lambda: (state := peer_side(local).drain.state()) is not None and state.phase != "draining", within_s=30)
+    state = peer_side(local).drain.state()
     assert state is not None and state.why == "a bug, which is in the log: a chunk that is ABSENT cannot EVICT"
     assert "a drain hit a bug" in caplog.text
 
@@ -421,9 +424,9 @@ def test_a_peer_that_answers_nonsense_has_taken_nothing(ending: ExitStack, fates
         stream.send_message(Offered(fates, 100), time.monotonic() + 10)
 
     _, local = beside(answer, ending)
-    local.drain.begin(20)
-    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=30)
-    state = local.drain.state()
+    peer_side(local).drain.begin(20)
+    until(lambda: (state := peer_side(local).drain.state()) is not None and state.phase != "draining", within_s=30)
+    state = peer_side(local).drain.state()
     assert state is not None and state.moved == 0
 
 
@@ -471,9 +474,9 @@ def test_a_peer_that_does_not_say_what_it_holds_ends_no_drain(
     silent.hold, good.hold = says_nothing, holds_nothing  # type: ignore[method-assign]
     ending.callback(over.set)
     local = holding_all(good.address, silent.address, ending=ending, answer_timeout_s=1.0)
-    local.drain.begin(30)
-    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=40)
-    assert local.drain.state() == DrainState("drained", chunks=24, elsewhere=24)
+    peer_side(local).drain.begin(30)
+    until(lambda: (state := peer_side(local).drain.state()) is not None and state.phase != "draining", within_s=40)
+    assert peer_side(local).drain.state() == DrainState("drained", chunks=24, elsewhere=24)
 
 
 def test_a_peer_that_fails_is_not_offered_more_while_it_is_not_contacted(ending: ExitStack) -> None:
@@ -483,9 +486,9 @@ def test_a_peer_that_fails_is_not_offered_more_while_it_is_not_contacted(ending:
         ending.callback(peer.close)
         peer.hold = holds_nothing  # type: ignore[method-assign]
     local = holding_all(failing.address, good.address, ending=ending)
-    local.drain.begin(30)
-    until(lambda: (state := local.drain.state()) is not None and state.phase != "draining", within_s=40)
-    assert local.drain.state() == DrainState("drained", chunks=24, elsewhere=24)
+    peer_side(local).drain.begin(30)
+    until(lambda: (state := peer_side(local).drain.state()) is not None and state.phase != "draining", within_s=40)
+    assert peer_side(local).drain.state() == DrainState("drained", chunks=24, elsewhere=24)
     # Once on the connection of the question before, which might have been dead, and once on a new one.
     assert sum(isinstance(request, Offer) for request in failing.asked) <= 2
 
@@ -505,13 +508,13 @@ def test_an_offer_of_what_nobody_holds_costs_reads_that_find_nothing(ending: Exi
     ending.callback(cache.close)
     store(cache, PROMPTS[0])
     (local,) = server.server.caches.values()
-    taken = local.offers.take(key_chain(100, branch="nowhere"), 0)
+    taken = peer_side(local).offers.take(key_chain(100, branch="nowhere"), 0)
     assert sum(fate == 1 for fate in taken.fates) <= 4 and taken.room == 0
     until(lambda: local.counts().chunks_reserved == 0)
     assert held(cache, PROMPTS[0]) == 4
-    again = local.offers.take(PROMPTS[0], 2)
+    again = peer_side(local).offers.take(PROMPTS[0], 2)
     assert [int(fate) for fate in again.fates] == [2, 2]
-    until(lambda: local.offers.take(PROMPTS[0], 0).room == 4)
+    until(lambda: peer_side(local).offers.take(PROMPTS[0], 0).room == 4)
 
 
 def test_how_far_a_drain_is_is_shown_in_metrics(ending: ExitStack) -> None:
@@ -563,7 +566,7 @@ def test_the_command_fails_when_another_one_has_ended_the_drain(
     command = threading.Thread(target=lambda: statuses.append(main(["drain", "--socket", str(cache._path)])))
     command.start()
     until(lambda: "draining: of 4 chunks" in capsys.readouterr().err)  # it waits
-    local.drain.end()
+    peer_side(local).drain.end()
     joined(command)
     assert statuses == [1]
     told = capsys.readouterr()
@@ -652,8 +655,8 @@ def test_a_peer_that_is_full_is_no_peer_that_may_lack_an_engine() -> None:
         class Full:
             name = "b"
 
-            def offer(self, chain: Sequence[ChunkKey], first: int) -> Taken:
-                return Taken([Fate.NOT_TAKEN] * (len(chain) - first), 0)
+            def offer(self, chain: Sequence[ChunkKey], first: int) -> OfferAnswer:
+                return OfferAnswer([Fate.NOT_TAKEN] * (len(chain) - first), 0)
 
         assert not job._offer(Full(), _Offer([key], 0, {key}), is_repeated=False)
         assert says in job._failed["b"]

@@ -9,6 +9,8 @@ CLIENT = {
     "kv_tiers",
     "kv_tiers.clock",
     "kv_server.directory.state",
+    "kv_server.directory",
+    "kv_server.drain",
     "kv_server.drain.state",
     "kv_tiers.events",
     "kv_tiers.events.changes",
@@ -37,7 +39,8 @@ def modules_after(statement: str) -> set[str]:
     """Of this package and of what serves HTTP, in a fresh process."""
     code = (
         f"import sys; {statement}\n"
-        "print(*[name for name in sys.modules if name.split('.')[0] in ('kv_tiers', 'starlette', 'uvicorn', 'yaml')])"
+        "ours = 'kv_tiers', 'kv_server', 'starlette', 'uvicorn', 'yaml'\n"
+        "print(*[name for name in sys.modules if name.split('.')[0] in ours])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return set(done.stdout.split())

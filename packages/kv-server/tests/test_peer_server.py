@@ -20,10 +20,12 @@ from kv_core.outcome import Absent, Loaded, LoadOutcome
 from kv_core.testing import key_chain
 from kv_server import launch
 from kv_server.config import read_config
+from kv_server.drain.takers import MAX_OFFERED
 from kv_server.peers import server as peers
 from kv_server.peers import wire as peers_wire
 from kv_server.peers.reads import PeerReads
 from kv_server.peers.security import is_proof
+from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import (
     MAX_FETCHED,
@@ -49,7 +51,7 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until
 from kv_tiers.config import PeersConfig
 from kv_tiers.messages import HEADER, Keys, pack_keys
-from kv_tiers.tier import MAX_OFFERED, TierContext
+from kv_tiers.tier import TierContext
 from kv_tiers.tiers.redis import make_redis_tier
 from kv_tiers.tiers.timed_socket import Buffer
 
@@ -555,7 +557,7 @@ def test_what_peers_read_changes_nothing_that_the_cache_counts_or_evicts_by(endi
 def test_a_chunk_that_is_forgotten_while_it_is_sent_leaves_afterwards(ending: ExitStack) -> None:
     server = filled(ending)
     (cache,) = server.server.caches.values()
-    reads = cache.reads_for_peers("f")
+    reads = peer_side(cache).reads("f")
     with reads.read(KEYS[0], 1.0) as stored:
         assert stored is not None
         was = bytes(stored.payload)

@@ -103,7 +103,7 @@ def test_more_paths_than_one_argument_holds(tmp_path: Path, monkeypatch: pytest.
 
 def test_no_command_of_ours_starts_python_with_the_current_directory() -> None:
     """Whoever starts another Python takes `module_command`."""
-    packages = Path(__file__).parents[3]
+    packages = Path(__file__).parents[2]
     assert packages.name == "packages"
     starts = [file for file in packages.glob("*/src/**/*.py") if "sys.executable" in file.read_text()]
     assert [file.name for file in starts] == ["interpreter.py"]

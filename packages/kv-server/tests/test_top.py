@@ -220,7 +220,7 @@ def test_without_rich_it_says_what_to_install(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "top", "--socket", str(server.socket)]
     done = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
-    assert "pip install 'kv-tiers[top]'" in done.stderr
+    assert "pip install 'kv-server[top]'" in done.stderr
     done = subprocess.run([*command, "--json", "--once"], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0
     server.stop()

@@ -269,7 +269,7 @@ def test_shapes_and_sizes_out_of_bounds_are_no_requests(lookup: wire.Lookup | wi
 
 def test_the_examples_on_the_formats_page_are_true() -> None:
     """Whoever writes a client in another language checks it against these."""
-    page = (Path(__file__).parents[4] / "docs" / "formats" / "wire.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "formats" / "wire.md").read_text()
     blocks = page.split("```")[1].strip().split("\n\n")
     hello, lookup, planned = (bytes.fromhex(block.replace("\n", " ")) for block in blocks)
     assert hello == wire.frame(wire.Hello("0.1.0"))

@@ -20,6 +20,7 @@ from kv_server.http.jobs import MAX_RUNNING, Jobs
 from kv_server.http.problem import Problem
 from kv_server.peers import following as peer_following
 from kv_server.peers.hosts import PeerHosts
+from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import Follow, Followed, Given, Held, PeerStream, Request, Taken, unpack_keys
 from kv_server.server import CacheServer
@@ -79,9 +80,9 @@ def test_a_format_that_is_opened_during_a_drain_is_served_though_nothing_of_it_i
     with threads_left():
         (opened,) = caches.opened()
     assert opened.cache is not None
-    assert opened.cache.drain.state() == DrainState("stopped", "can't start new thread")
+    assert peer_side(opened.cache).drain.state() == DrainState("stopped", "can't start new thread")
     caches.drain(60.0, None)
-    until(lambda: opened.cache.drain.state() == DrainState("drained"))  # there is nothing to offer
+    until(lambda: peer_side(opened.cache).drain.state() == DrainState("drained"))  # there is nothing to offer
 
 
 def test_jobs_that_could_not_be_started_do_not_run_for_ever() -> None:

@@ -1,11 +1,3 @@
-from collections.abc import Iterator
-from contextlib import ExitStack
+from kv_testing.fixtures import ending
 
-import pytest
-
-
-@pytest.fixture
-def ending() -> Iterator[ExitStack]:
-    """What a test opens, closed at its end in the reverse order."""
-    with ExitStack() as stack:
-        yield stack
+__all__ = ["ending"]

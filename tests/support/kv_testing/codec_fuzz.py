@@ -143,11 +143,6 @@ def misfits(kernels: CompiledKernels) -> list[str]:
     packed, lists = kernels.pack(words, cut.missing, _bytes(packed_room(n))), (cut.long_codes[:longs], _words(n))
     stored = kernels.select(words, cut.missing, ALL_MISSING, whole)
     restored = (cut.exponents, cut.signs, cut.codes, *lists, cut.nibbles, stored, packed, empty, np.zeros(4, np.int64))
-    # Planes, tokens, heads, numbers of a head, tokens that are kept, and the range that is wanted.
-    shape, numbers, channels = np.array([2, 9, 3, 7, 4, 2, 8], np.int64), 2 * 9 * 21, 21
-    plane_bytes = 9 * 21 + 4 * 9 * 3 + 2 * 4 * 21 + 24
-    quantised, any_chunk = _bytes(2 * plane_bytes), chance.integers(0, 256, 2 * plane_bytes, dtype=np.uint8)
-    scratch = _bytes(6 * channels)
     calls: dict[str, tuple[Words | int, ...]] = {
         "split": (1, words, _bytes(n), _bytes(n)),
         "join": (1, _bytes(n), _bytes(n), empty),
@@ -156,8 +151,6 @@ def misfits(kernels: CompiledKernels) -> list[str]:
         "pack": (words, missing, _bytes(packed_room(n))),
         "select": (5, words, marks, _words(marked)),
         "histogram": (_bytes(n), np.zeros(256, np.int64)),
-        "quantise": (shape, drawn_words(chance, numbers), quantised, scratch),
-        "dequantise": (shape, any_chunk, np.zeros(numbers, "<u2"), scratch),
     }
     of_any_number = {("histogram", 0), *(("restore", place) for place in (4, 5, 7, 8))}
     for name, arguments in calls.items():
@@ -177,15 +170,6 @@ def misfits(kernels: CompiledKernels) -> list[str]:
             accepted.append(f"split of kind {kind}")
         except MisuseError:
             continue
-    for place, wrong in [(at, size) for at in range(7) for size in (-1, 1 << 40)] + [(4, 9), (5, 9), (6, 10)]:
-        other = shape.copy()
-        other[place] = wrong
-        for name in ("quantise", "dequantise"):
-            try:
-                kernels.call(name, other, *calls[name][1:])
-                accepted.append(f"{name} of shape {other.tolist()}")
-            except MisuseError:
-                continue
     return accepted
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from kv_codecs.compiled_kernels import CompiledKernels
 from kv_core.errors import MisuseError
 from kv_cuda.copy.compiled import CopyWay
+from kv_cuda.kernels import Kernels
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+
+from kv_testing.codec_fuzz import drawn_words
 
 _AXES: Final = 7
 """Of the engine's memory: layers, blocks, tiles of tokens, tokens, heads, tiles of dims, dims."""
@@ -96,7 +98,7 @@ def drawn_copy(chance: np.random.Generator) -> DrawnCopy:
     )
 
 
-def wrong_copies(kernels: CompiledKernels, seed: int, rounds: int) -> list[str]:
+def wrong_copies(kernels: Kernels, seed: int, rounds: int) -> list[str]:
     """What was copied otherwise than by numpy, and what should have been refused or left alone and was not."""
     chance, wrong = np.random.default_rng(seed), []
     for number in range(rounds):
@@ -127,7 +129,7 @@ def wrong_copies(kernels: CompiledKernels, seed: int, rounds: int) -> list[str]:
     return wrong
 
 
-def _refused(kernels: CompiledKernels, way: int, *arrays: NDArray[Any]) -> bool:
+def _refused(kernels: Kernels, way: int, *arrays: NDArray[Any]) -> bool:
     try:
         kernels.call("copy_blocks", way, *arrays)
     except MisuseError:
@@ -135,6 +137,37 @@ def _refused(kernels: CompiledKernels, way: int, *arrays: NDArray[Any]) -> bool:
     return False
 
 
+def misfits(kernels: Kernels) -> list[str]:
+    """What the functions of `int8` accept although sizes do not fit each other."""
+    chance, accepted = np.random.default_rng(3), []
+    # Planes, tokens, heads, numbers of a head, tokens that are kept, and the range that is wanted.
+    shape, numbers, channels = np.array([2, 9, 3, 7, 4, 2, 8], np.int64), 2 * 9 * 21, 21
+    plane_bytes = 9 * 21 + 4 * 9 * 3 + 2 * 4 * 21 + 24
+    chunk, scratch = chance.integers(0, 256, 2 * plane_bytes, dtype=np.uint8), np.zeros(6 * channels, np.uint8)
+    calls: dict[str, tuple[NDArray[Any], ...]] = {
+        "quantise": (shape, drawn_words(chance, numbers), np.zeros_like(chunk), scratch),
+        "dequantise": (shape, chunk, np.zeros(numbers, "<u2"), scratch),
+    }
+    shapes = [(at, size) for at in range(7) for size in (-1, 1 << 40)] + [(4, 9), (5, 9), (6, 10)]
+    for name, arguments in calls.items():
+        kernels.call(name, *arguments)
+        bent = []
+        for place, one in enumerate(arguments):
+            for other in (one[:-1].copy(), one[: one.size // 2].copy(), np.resize(one, one.size + 1)):
+                bent.append((*arguments[:place], other, *arguments[place + 1 :]))
+        for place, wrong in shapes:
+            other = shape.copy()
+            other[place] = wrong
+            bent.append((other, *arguments[1:]))
+        for number, these in enumerate(bent):
+            try:
+                kernels.call(name, *these)
+                accepted.append(f"{name}: {number}")
+            except MisuseError:
+                continue
+    return accepted
+
+
 if __name__ == "__main__":
     library, seed, rounds = sys.argv[1:]
-    sys.stdout.write("\n".join(wrong_copies(CompiledKernels(Path(library)), int(seed), int(rounds))))
+    sys.stdout.write("\n".join(wrong_copies(Kernels(Path(library)), int(seed), int(rounds))))

@@ -5,6 +5,7 @@ from functools import partial
 
 from kv_core.clock import Clock, HandClock
 from kv_core.keys import ChunkKey, tenant_tag
+from kv_tiers.cache.extension import Extension
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.eviction import make_policy
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
@@ -22,6 +23,7 @@ def cache_of(
     policy: str = "lru",
     name: str = "",
     clock: Clock | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> LocalCache:
     """quotas: in slots."""
     pool = HostPool.named(name, CHUNK_BYTES, slots) if name else HostPool.anonymous("t", CHUNK_BYTES, slots)
@@ -31,6 +33,7 @@ def cache_of(
         clock=clock or HandClock(),
         quotas={tenant: chunks * SLOT for tenant, chunks in (quotas or {}).items()},
         share_policy=partial(make_policy, policy),
+        extensions=extensions,
     )
 
 

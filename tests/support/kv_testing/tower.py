@@ -9,6 +9,7 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_tiers import chunk_header
+from kv_tiers.cache.extension import Extension
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig
@@ -48,6 +49,7 @@ class Tower:
         quotas: Mapping[bytes, int] | None = None,
         events: Source | None = None,
         group_bytes: Sequence[int] = (),
+        extensions: Sequence[Extension] = (),
     ) -> None:
         self.clock = HandClock()
         self.tiers: list[FaultyTier] = []
@@ -86,6 +88,7 @@ class Tower:
             quotas=quotas,
             share_policy=lambda chunks: LruPolicy(),
             bounded=bounded,
+            extensions=extensions,
         )
 
     def run(self) -> None:

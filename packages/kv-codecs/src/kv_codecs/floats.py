@@ -6,7 +6,7 @@ unchanged: bfloat16 shrinks by a third, float32 by a sixth. The type of the numb
 sample: it need not be configured, and a wrong guess costs space, never correctness. docs/formats/floats.md specifies
 the bytes.
 
-Needs the package `zstandard` (the extra `kv-tiers[zstd]`).
+Needs the package `zstandard` (the extra `kv-codecs[zstd]`).
 """
 
 import struct

@@ -61,7 +61,7 @@ _OFFSETS: Final = range(0, 4 * SCALED_NUMBERS, SCALED_NUMBERS // 32)
 """How far a step may lie above the mean exponent of its numbers, in 256ths of a bit."""
 
 
-def make_progressive_codec(options: Mapping[str, object], context: TierContext) -> Codec:
+def make_progressive_codec(options: Mapping[str, object], context: TierContext | None = None) -> Codec:
     """The factory of the codec `progressive`, which has no options.
 
     Raises:

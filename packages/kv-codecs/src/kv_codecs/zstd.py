@@ -1,4 +1,4 @@
-"""The codec `zstd`: general-purpose and lossless. Needs the package `zstandard` (the extra `kv-tiers[zstd]`).
+"""The codec `zstd`: general-purpose and lossless. Needs the package `zstandard` (the extra `kv-codecs[zstd]`).
 
 Keys and values have little redundancy that a general codec finds: expect a tenth to a quarter less (measure it on
 yours), at a tenth of a disk's speed. It suits tiers that are slow or small.
@@ -95,5 +95,5 @@ def zstandard_for(codec: str) -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise ConfigError(f"codec {codec} needs the package zstandard; pip install 'kv-tiers[zstd]'") from error
+        raise ConfigError(f"codec {codec} needs the package zstandard; pip install 'kv-codecs[zstd]'") from error
     return zstandard

@@ -60,7 +60,7 @@ same file, and join this server if server.socket is set in it. In YAML:
     tls_cert_file: /…/cert.pem
     tls_key_file: /…/key.pem      # mode 0600
     token_file: /…/token          # a secret that all peers have, besides the files
-  http:                           # pip install 'kv-tiers[http]'; GET /openapi.json lists the requests
+  http:                           # pip install 'kv-server[http]'; GET /openapi.json lists the requests
     listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; off unless set
     token_file: /…/token          # created if missing; without it nothing can be changed over HTTP
     archive_directory: /…/saved   # where prefixes are exported to and imported from

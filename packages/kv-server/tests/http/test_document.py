@@ -101,7 +101,7 @@ def test_every_answer_of_a_real_server_is_as_the_document_says(tmp_path: Path, m
         server.stop()
 
 
-DOCS = Path(__file__).parents[5] / "docs" / "http.md"
+DOCS = Path(__file__).parents[4] / "docs" / "http.md"
 
 
 def test_the_docs_tell_of_every_path_and_every_setting(described: Served) -> None:
@@ -126,7 +126,7 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> N
             before=f"sys.modules[{missing!r}] = None",
         )  # fmt: skip
         assert done.returncode == 2
-        assert "pip install 'kv-tiers[http]'" in done.stderr
+        assert "pip install 'kv-server[http]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -18,7 +18,7 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import line, until
 from kv_tiers.pool.host_pool import slot_bytes_for
 
-ROOT = Path(__file__).parents[5]
+ROOT = Path(__file__).parents[4]
 DOCS = (ROOT / "docs" / "http.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", DOCS, flags=re.DOTALL)
 URL, HOME = "http://127.0.0.1:9400", "/tmp/kv-example"

@@ -314,7 +314,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.skipif("KV_PICTURES" not in os.environ, reason="KV_PICTURES names no directory for the docs' pictures")
 def test_pictures_of_a_real_run(browser: Browser) -> None:
     """Not a promise but how docs/images/page.png is made: KV_PICTURES=docs/images."""
-    root = Path(__file__).parents[5]
+    root = Path(__file__).parents[4]
     run = subprocess.Popen(
         [sys.executable, str(root / "examples" / "4_watch_a_server.py"), "--seconds", "75"],
         stdout=subprocess.PIPE, text=True,

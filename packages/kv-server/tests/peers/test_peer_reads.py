@@ -16,6 +16,7 @@ from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_server.peers import reads as peer_reads
 from kv_server.peers.reads import PeerReads
+from kv_server.peers.side import PeerSide, peer_side
 from kv_testing.faults import FAULTS, Fault
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import FINGERPRINT, Tower
@@ -30,7 +31,7 @@ FORM = chunk_header.format_id(FINGERPRINT)
 @pytest.fixture
 def tower() -> Iterator[Tower]:
     """A pool of four slots, a tier that answers from memory, and a remote one below it; `KEYS` are in both tiers."""
-    made = Tower("through", "through", remote=[False, True], slots=4, threads=2)
+    made = Tower("through", "through", remote=[False, True], slots=4, threads=2, extensions=[PeerSide()])
     made.store(KEYS)
     made.cache.lower.drain(10.0)
     yield made
@@ -41,7 +42,7 @@ def crowded(tower: Tower) -> PeerReads:
     """Of the cache, whose pool `KEYS` have left."""
     tower.store(key_chain(4, branch="crowd"))
     tower.cache.lower.drain(10.0)
-    return tower.cache.reads_for_peers(FINGERPRINT)
+    return peer_side(tower.cache).reads(FINGERPRINT)
 
 
 def is_right(reads: PeerReads, key: ChunkKey, timeout_s: float = 10.0) -> bool | None:
@@ -59,7 +60,7 @@ def no_memory(*_: object) -> NoReturn:
 
 
 def test_a_chunk_comes_from_the_pool_and_from_a_tier_that_answers_from_memory(tower: Tower) -> None:
-    reads = tower.cache.reads_for_peers(FINGERPRINT)
+    reads = peer_side(tower.cache).reads(FINGERPRINT)
     assert [is_right(reads, key) for key in KEYS] == [True] * 3
     assert "load" not in tower.tiers[0].calls
     crowded(tower)
@@ -75,12 +76,12 @@ def test_a_peer_does_not_get_what_an_earlier_process_left_damaged() -> None:
         before = Tower(slots=4, pool=HostPool.named(name, CHUNK_BYTES, 4))
         before.store(KEYS)
         before.close()
-        cache = LocalCache(HostPool.named(name, CHUNK_BYTES, 4))
+        cache = LocalCache(HostPool.named(name, CHUNK_BYTES, 4), extensions=[PeerSide()])
         slot = cache._index.find(KEYS[1])
         assert slot is not None
         with cache.pool.chunk(slot, CHUNK_BYTES) as chunk:
             chunk[7] ^= 1
-        reads = cache.reads_for_peers(FINGERPRINT)
+        reads = peer_side(cache).reads(FINGERPRINT)
         assert [is_right(reads, key) for key in KEYS] == [True, None, True]
         counts = cache.counts()
         assert (counts.chunks_damaged, counts.chunks_resident, counts.slots_used) == (1, 2, 2)
@@ -148,7 +149,7 @@ def test_a_peer_learns_soon_that_a_chunk_cannot_be_had(tower: Tower, monkeypatch
 
 
 def test_chunks_that_are_evicted_and_forgotten_while_peers_read_are_right_or_absent(tower: Tower) -> None:
-    reads = tower.cache.reads_for_peers(FINGERPRINT)
+    reads = peer_side(tower.cache).reads(FINGERPRINT)
     seen: list[bool | None] = []
     ended = threading.Event()
 

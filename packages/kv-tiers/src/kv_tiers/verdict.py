@@ -94,7 +94,7 @@ def read_verdict(path: Path) -> Verdict:
 
 
 FIRST_PARTS: Final = "progressive"
-"""The codec whose first parts may be read alone: its name as an entry point in `kv_codecs`, and in findings."""
+"""The codec whose first parts may be read alone: its name as an entry point in `kv_tiers.codecs`, and in findings."""
 
 
 def demand(

@@ -20,7 +20,7 @@ from kv_server import RemoteCache, ServerConfig
 from kv_server.caches import cache_name
 from kv_server.directory.state import DirectoryState
 from kv_server.drain.state import DrainState
-from kv_server.peers.metrics import peer_families
+from kv_server.peers.metrics import directory_families, drain_families, peer_families
 from kv_server.report import PeersServed
 from kv_server.server import CacheServer
 from kv_testing.service_contract import CHUNK_BYTES
@@ -32,7 +32,7 @@ from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.lanes.lane import Health
-from kv_tiers.watch.metrics import Metrics, directory_families, drain_families
+from kv_tiers.watch.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 Told = TypeVar("Told")

@@ -260,4 +260,4 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
         "except ConfigError as error:\n    print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert "pip install 'kv-tiers[http]'" in said.stdout
+    assert "pip install 'kv-tiers[metrics]'" in said.stdout

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import torch
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
 from kv_codecs.judge.measure import Model
-from kv_codecs.judge.roundtrip import ThroughCodec, plugin
+from kv_codecs.judge.roundtrip import ThroughCodec
+from kv_codecs.kvtc import KvtcCodec, make_kvtc_codec
+from kv_codecs.learning import Learning
 
 CODEC: Final = "kvtc"
 CONTEXT_TOKENS: Final = 1024
@@ -57,15 +60,12 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
         raise ConfigError(f"--calibrate needs at least {CONTEXT_TOKENS} tokens of text")
     model.attended(text[:_SHOWN_TOKENS])  # first, because its error says what a model with other keys stores
     rotation = _find_rotation(model, text[:_SHOWN_TOKENS], _frequencies(model))
-    learning: Any = None
+    learning: Learning | None = None
     for first in range(0, min(len(text) - CONTEXT_TOKENS + 1, MOST_CONTEXTS * CONTEXT_TOKENS), CONTEXT_TOKENS):
-        layers = [
-            tuple(part[0].transpose(0, 1).float().cpu().numpy() for part in layer)
-            for layer in model.attended(text[first : first + CONTEXT_TOKENS])
-        ]
+        layers = [(_rows(keys), _rows(values)) for keys, values in model.attended(text[first : first + CONTEXT_TOKENS])]
         if learning is None:
             _, heads, head_dim = layers[0][0].shape
-            learning = plugin("kv_tiers.calibrations", CODEC)(
+            learning = Learning(
                 model=model.name,
                 dtype=str(model.kv_dtype).removeprefix("torch."),
                 heads=heads,
@@ -83,9 +83,9 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
 def check_step(step: float) -> None:
     """
     Raises:
-        ConfigError: it is out of range, or kv-tiers is not installed.
+        ConfigError: it is out of range.
     """
-    plugin("kv_tiers.calibrations", CODEC).check_step(step)
+    Learning.check_step(step)
 
 
 def through_calibrated(path: str) -> ThroughCodec:
@@ -94,8 +94,15 @@ def through_calibrated(path: str) -> ThroughCodec:
     Raises:
         ConfigError: the file cannot be used.
     """
-    codec = plugin("kv_codecs", CODEC)({"calibration": path}, None)
+    codec = make_kvtc_codec({"calibration": path}, None)
+    assert isinstance(codec, KvtcCodec)
     return ThroughCodec(codec.calibration.name, codec)
+
+
+def _rows(part: torch.Tensor) -> NDArray[np.float32]:
+    """[tokens, heads, head_dim] of one sequence's keys or values, [1, heads, tokens, head_dim]."""
+    rows: NDArray[np.float32] = part[0].transpose(0, 1).float().cpu().numpy()
+    return rows
 
 
 def _frequencies(model: Model) -> list[NDArray[np.float64]]:

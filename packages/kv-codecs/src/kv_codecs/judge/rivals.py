@@ -151,5 +151,5 @@ def _compressed_bytes(symbols: NDArray[np.uint8]) -> int:
     try:
         import zstandard
     except ImportError as error:
-        raise ConfigError("--compare needs the package zstandard; pip install 'kv-tiers[zstd]'") from error
+        raise ConfigError("--compare needs the package zstandard; pip install 'kv-codecs[zstd]'") from error
     return len(zstandard.ZstdCompressor(level=3).compress(np.ascontiguousarray(symbols).tobytes()))

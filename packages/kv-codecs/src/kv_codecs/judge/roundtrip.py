@@ -4,7 +4,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from typing import Any, Final, Protocol
 
 import torch
@@ -12,6 +11,8 @@ from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
 from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
 from kv_tiers.verdict import FIRST_PARTS
+
+from kv_codecs.progressive import make_progressive_codec
 
 CHUNK_TOKENS: Final = 256
 _APPROXIMATE_SHARE: Final = 4
@@ -150,7 +151,7 @@ class FirstParts(ThroughCodec):
         Raises:
             ConfigError: the codec, or a library that it needs, is not installed.
         """
-        super().__init__(FIRST_PARTS, plugin("kv_codecs", FIRST_PARTS)({}, None))
+        super().__init__(FIRST_PARTS, make_progressive_codec({}))
 
     def layers(self, layers: Layers) -> Layers:
         """Like `Trip.layers`.
@@ -166,18 +167,6 @@ class FirstParts(ThroughCodec):
         quarter = len(out) // _APPROXIMATE_SHARE
         self._codec.decode_prefix(payload[:quarter], out)
         return quarter
-
-
-def plugin(group: str, name: str) -> Any:
-    """The object that an entry point of kv-tiers names; this package does not import kv-tiers.
-
-    Raises:
-        ConfigError: kv-tiers is not installed.
-    """
-    points = entry_points(group=group, name=name)
-    if not points:
-        raise ConfigError(f"format {name} needs the package kv-tiers; pip install 'kv-tiers[zstd]'")
-    return next(iter(points)).load()
 
 
 def replace_chunks(layers: Layers, trip: Callable[[torch.Tensor, int], torch.Tensor]) -> None:

@@ -45,4 +45,4 @@ def _check_extra() -> None:
     try:
         import kv_server.http.thread  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"http: {error.name} is not installed; pip install 'kv-tiers[http]'") from error
+        raise ConfigError(f"http: {error.name} is not installed; pip install 'kv-server[http]'") from error

@@ -17,7 +17,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ImportError:
-    raise ConfigError("`kv top` needs the package rich: pip install 'kv-tiers[top]'") from None
+    raise ConfigError("`kv top` needs the package rich: pip install 'kv-server[top]'") from None
 
 _BAR_CHARS: Final = 12
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -13,11 +13,9 @@ from kv_tiers.tiers.disk_directory import try_place
 
 _EXTRAS = {
     "s3": "obstore",
-    "zstd": "zstandard",
     "mooncake": "mooncake-transfer-engine-non-cuda",
-    "http": "starlette",
+    "metrics": "prometheus-client",
     "otel": "opentelemetry-sdk",
-    "top": "rich",
     "plot": "matplotlib",
 }
 """By extra of kv-tiers, the optional package that it installs."""

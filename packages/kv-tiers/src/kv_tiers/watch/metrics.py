@@ -47,7 +47,7 @@ try:
         Metric,
     )
 except ImportError:
-    raise ConfigError("metrics need the package prometheus-client: pip install 'kv-tiers[http]'") from None
+    raise ConfigError("metrics need the package prometheus-client: pip install 'kv-tiers[metrics]'") from None
 
 BUCKETS_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,

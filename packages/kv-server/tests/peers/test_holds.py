@@ -10,6 +10,7 @@ from kv_core.lookup import Ended
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_server.peers.hand_over_feed import HandedOver
+from kv_server.peers.side import PeerSide, peer_side
 from kv_testing.service_contract import assert_adds_up
 from kv_testing.tenants import ANN, cache_of, held, store
 from kv_testing.tower import FINGERPRINT, Tower
@@ -38,7 +39,7 @@ def read(cache: LocalCache, keys: list[ChunkKey]) -> None:
 
 
 def read_as_peer(cache: LocalCache, keys: list[ChunkKey]) -> None:
-    reads = cache.reads_for_peers(FINGERPRINT)
+    reads = peer_side(cache).reads(FINGERPRINT)
     for key in keys:
         with reads.read(key, 1.0) as stored:
             assert stored is not None
@@ -46,7 +47,7 @@ def read_as_peer(cache: LocalCache, keys: list[ChunkKey]) -> None:
 
 
 def test_what_is_handed_over_stays_though_its_writer_has_gone_and_the_pool_is_full() -> None:
-    cache = cache_of(8)
+    cache = cache_of(8, extensions=[PeerSide()])
     hand_over(cache, KEYS)
     cache.end("w")
     crowd(cache)
@@ -58,7 +59,7 @@ def test_what_is_handed_over_stays_though_its_writer_has_gone_and_the_pool_is_fu
 
 @pytest.mark.parametrize("reader", [read, read_as_peer])
 def test_once_it_was_read_it_leaves_like_anything_else(reader: Callable[[LocalCache, list[ChunkKey]], None]) -> None:
-    cache = cache_of(8)
+    cache = cache_of(8, extensions=[PeerSide()])
     hand_over(cache, KEYS)
     reader(cache, KEYS[:2])
     assert cache.holds.chunks == 1
@@ -80,7 +81,7 @@ def take_repeatedly(cache: LocalCache, keys: list[ChunkKey]) -> None:
 
 @pytest.mark.parametrize("reader", [read_repeatedly, take_repeatedly])
 def test_a_chunk_named_repeatedly_is_let_go_once(reader: Callable[[LocalCache, list[ChunkKey]], None]) -> None:
-    cache = cache_of(8)
+    cache = cache_of(8, extensions=[PeerSide()])
     hand_over(cache, KEYS)
     cache.lookup(KEYS, "r")
     reader(cache, KEYS)
@@ -92,9 +93,9 @@ def test_a_chunk_named_repeatedly_is_let_go_once(reader: Callable[[LocalCache, l
 
 
 def test_a_peer_that_did_not_take_all_of_it_leaves_it_held() -> None:
-    cache = cache_of(8)
+    cache = cache_of(8, extensions=[PeerSide()])
     hand_over(cache, KEYS)
-    with pytest.raises(ConnectionError), cache.reads_for_peers(FINGERPRINT).read(KEYS[0], 1.0):
+    with pytest.raises(ConnectionError), peer_side(cache).reads(FINGERPRINT).read(KEYS[0], 1.0):
         raise ConnectionError
     assert cache.holds.chunks == 3
     cache.close()
@@ -102,7 +103,7 @@ def test_a_peer_that_did_not_take_all_of_it_leaves_it_held() -> None:
 
 def test_what_was_taken_is_kept_no_longer_and_not_again_by_the_next_step_of_the_same_prompt() -> None:
     clock = HandClock()
-    cache = cache_of(8, clock=clock)
+    cache = cache_of(8, clock=clock, extensions=[PeerSide()])
     hand_over(cache, KEYS[:2])
     cache.taken([*KEYS, *key_chain(1, branch="nobody's")])
     assert cache.holds.chunks == 0
@@ -121,7 +122,7 @@ def test_what_was_taken_is_kept_no_longer_and_not_again_by_the_next_step_of_the_
 
 def test_what_was_read_is_not_held_again_however_long_the_prompt_takes() -> None:
     clock = HandClock()
-    cache = cache_of(8, clock=clock)
+    cache = cache_of(8, clock=clock, extensions=[PeerSide()])
     for chunks in (1, 2, 3):
         hand_over(cache, KEYS[:chunks])
         read(cache, KEYS[chunks - 1 : chunks])  # as it comes, each once
@@ -135,11 +136,11 @@ def test_what_was_read_is_not_held_again_however_long_the_prompt_takes() -> None
 
 def test_each_chunk_is_announced_once_when_it_can_be_read_and_while_it_is_kept() -> None:
     clock = HandClock()
-    cache = cache_of(8, clock=clock)
+    cache = cache_of(8, clock=clock, extensions=[PeerSide()])
     store(cache, KEYS[:1])
     hand_over(cache, KEYS[:2])
     hand_over(cache, KEYS)
-    feed = cache.handed_over
+    feed = peer_side(cache).handed_over
     upto, announced = feed.after(0, 0.0, 100)
     assert [(list(one.chain), one.first) for one in announced] == [(KEYS[:1], 0), (KEYS[:2], 1), (KEYS, 2)]
     assert feed.after(upto, 0.0, 100) == (upto, [])
@@ -152,9 +153,9 @@ def test_each_chunk_is_announced_once_when_it_can_be_read_and_while_it_is_kept()
 
 
 def test_an_announcement_wakes_who_waits_for_it() -> None:
-    cache = cache_of(8)
+    cache = cache_of(8, extensions=[PeerSide()])
     found: list[HandedOver] = []
-    thread = threading.Thread(target=lambda: found.extend(cache.handed_over.after(0, 60.0, 100)[1]))
+    thread = threading.Thread(target=lambda: found.extend(peer_side(cache).handed_over.after(0, 60.0, 100)[1]))
     thread.start()
     hand_over(cache, KEYS)
     joined(thread)
@@ -164,7 +165,7 @@ def test_an_announcement_wakes_who_waits_for_it() -> None:
 
 def test_when_the_time_is_over_it_leaves_like_anything_else_and_a_renewal_starts_it_anew() -> None:
     clock = HandClock()
-    cache = cache_of(8, clock=clock)
+    cache = cache_of(8, clock=clock, extensions=[PeerSide()])
     hand_over(cache, KEYS, 30.0)
     clock.advance(20)
     hand_over(cache, KEYS, 30.0)  # the same prompt for another request: all of it is held
@@ -181,7 +182,7 @@ def test_when_the_time_is_over_it_leaves_like_anything_else_and_a_renewal_starts
 
 def test_a_prompt_stored_in_many_steps_takes_no_more_memory_than_its_chunks() -> None:
     clock = HandClock()
-    cache = cache_of(8, clock=clock)
+    cache = cache_of(8, clock=clock, extensions=[PeerSide()])
     for _ in range(50):
         hand_over(cache, KEYS, 30.0)
         clock.advance(1)
@@ -196,7 +197,7 @@ def test_a_prompt_stored_in_many_steps_takes_no_more_memory_than_its_chunks() ->
 
 def test_when_the_time_is_over_the_tail_leaves_first_whatever_slots_it_is_in() -> None:
     clock = HandClock()
-    cache = cache_of(8, clock=clock)
+    cache = cache_of(8, clock=clock, extensions=[PeerSide()])
     store(cache, key_chain(8, branch="before"))
     hand_over(cache, KEYS, 30.0)  # in the slots of the others' tail, the last of them first
     crowd(cache)
@@ -212,7 +213,7 @@ def test_when_the_time_is_over_the_tail_leaves_first_whatever_slots_it_is_in() -
 
 def test_a_shorter_time_ends_before_a_longer_one_that_was_said_earlier() -> None:
     clock = HandClock()
-    cache = cache_of(8, clock=clock)
+    cache = cache_of(8, clock=clock, extensions=[PeerSide()])
     hand_over(cache, KEYS, 3600.0)
     other = key_chain(1, branch="other")
     hand_over(cache, other, 1.0)
@@ -224,7 +225,7 @@ def test_a_shorter_time_ends_before_a_longer_one_that_was_said_earlier() -> None
 
 @pytest.mark.parametrize("how", ["forget", "clear", "clear the tenant"])
 def test_what_is_forgotten_is_kept_for_nobody(how: str) -> None:
-    cache = cache_of(8)
+    cache = cache_of(8, extensions=[PeerSide()])
     hand_over(cache, KEYS)
     if how == "forget":
         cache.forget(KEYS)
@@ -240,7 +241,7 @@ def test_what_is_forgotten_is_kept_for_nobody(how: str) -> None:
 def test_a_slot_that_two_chunks_were_held_in_until_the_same_time_is_let_go_once() -> None:
     """The first was forgotten, and the second came into its slot at the same moment."""
     clock, other = HandClock(), key_chain(1, branch="other")
-    cache = cache_of(4, clock=clock)
+    cache = cache_of(4, clock=clock, extensions=[PeerSide()])
     hand_over(cache, KEYS[:2])
     slot = cache._index.find(KEYS[1])
     cache.forget(KEYS[1:2])
@@ -253,7 +254,7 @@ def test_a_slot_that_two_chunks_were_held_in_until_the_same_time_is_let_go_once(
 
 
 def test_half_of_the_pool_stays_for_others() -> None:
-    cache = cache_of(8)
+    cache = cache_of(8, extensions=[PeerSide()])
     keys = key_chain(8)
     hand_over(cache, keys)
     assert cache.holds.chunks == 4
@@ -263,7 +264,7 @@ def test_half_of_the_pool_stays_for_others() -> None:
 
 
 def test_half_of_a_tenants_quota_and_no_more_is_kept() -> None:
-    cache = cache_of(8, {ANN: 4})
+    cache = cache_of(8, {ANN: 4}, extensions=[PeerSide()])
     keys = key_chain(4, salt="ann")
     hand_over(cache, keys)
     assert cache.holds.chunks == 2
@@ -273,7 +274,7 @@ def test_half_of_a_tenants_quota_and_no_more_is_kept() -> None:
 
 
 def test_a_store_that_is_given_up_keeps_nothing() -> None:
-    cache = cache_of(8)
+    cache = cache_of(8, extensions=[PeerSide()])
     cache.release(cache.begin_store(KEYS, "w", hold_s=30.0))
     assert cache.holds.chunks == 0
     assert cache.counts().slots_used == 0
@@ -282,7 +283,7 @@ def test_a_store_that_is_given_up_keeps_nothing() -> None:
 
 def test_what_a_slow_tier_is_bringing_is_stored_by_the_engine_that_hands_it_over() -> None:
     """It has computed these chunks, and the engine that they are for waits."""
-    tower = Tower(slots=16)
+    tower = Tower(slots=16, extensions=[PeerSide()])
     tower.store_below(KEYS)
     assert tower.ask(KEYS).ended is Ended.PENDING
     lease = tower.cache.begin_store(KEYS, "w", hold_s=30.0)
@@ -299,7 +300,9 @@ def test_what_a_slow_tier_is_bringing_is_stored_by_the_engine_that_hands_it_over
 
 def test_loads_that_hand_overs_have_overtaken_are_among_those_that_may_be_under_way() -> None:
     """Or those of a slow tier fill the pool, and there is no room for what engines hand over."""
-    tower = Tower(slots=16, cold=ColdConfig(batch_bytes=2 * 4096, prefetch_share=0.5, drain_s=0.2))
+    tower = Tower(
+        slots=16, cold=ColdConfig(batch_bytes=2 * 4096, prefetch_share=0.5, drain_s=0.2), extensions=[PeerSide()]
+    )
     one, other = (key_chain(8, branch=name) for name in ("one", "other"))
     for keys in (one, other):
         tower.store_below(keys)

@@ -64,7 +64,7 @@ class TestZstd(CodecContract):
 
     def test_without_its_library_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "zstandard", None)
-        with pytest.raises(ConfigError, match=r"pip install 'kv-tiers\[zstd\]'"):
+        with pytest.raises(ConfigError, match=r"pip install 'kv-codecs\[zstd\]'"):
             make_zstd_codec({}, ANY_CHUNKS)
 
 
