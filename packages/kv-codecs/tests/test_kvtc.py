@@ -400,7 +400,6 @@ def test_settings_are_refused_by_name_and_fingerprints_differ_by_calibration(wri
     marked = fingerprint_of(calibration, "f")
     assert marked == f"f {calibration.name}"
     assert uses_calibration(tiers) and not uses_calibration([{"type": "disk", "codec": "floats"}, {"type": "dram"}])
-    assert fingerprint_of(None, "f") == "f"
     other = tmp_path / "other.kvtc"
     Drawn().calibration(0.5).write(other)
     two = [*tiers, {"type": "dram", "codec": {"type": "kvtc", "calibration": str(other)}}]
