@@ -1,7 +1,7 @@
 """Compiles the codecs' kernels into the wheel, or beside their source for an editable install.
 
 Without a compiler, or for a machine that the source is not for, the package is the same without them: its codecs then
-use numpy (docs/adr/0026). CC and CFLAGS are honoured.
+use numpy (docs/adr/0016). CC and CFLAGS are honoured.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Functions in C for copies and formats on a CPU.
 
-They are in the library that is built with kv-tiers (docs/adr/0026), found through an entry point because neither
+They are in the library that is built with kv-tiers (docs/adr/0016), found through an entry point because neither
 package depends on the other. Without it, torch does the work, with the same bytes.
 """
 
