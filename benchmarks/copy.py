@@ -33,9 +33,9 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, Kind
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import PagedLayout, make_copier, split_parts, tiled_keys_and_values, transposed_keys
+from kv_server.mapped import MappedPool
 from kv_testing.wait import until
 from kv_tiers import HostPool
-from kv_tiers.server.mapped import MappedPool
 
 from benchmarks._report import Row, paired_medians_s, parser, report
 

@@ -24,13 +24,10 @@ from pathlib import Path
 
 import numpy as np
 from kv_core.testing import key_chain
-from kv_testing.servers import ValkeyServer
-from kv_tiers.host_port import HostPort
-from kv_tiers.index.journal import Journal
-from kv_tiers.tiers.directory.contents import Contents, Source
-from kv_tiers.tiers.directory.entries import VERSION, Entry, decode, encode
-from kv_tiers.tiers.directory.mirror import Host, Mirror
-from kv_tiers.tiers.directory.names import (
+from kv_server.directory.contents import Contents, Source
+from kv_server.directory.entries import VERSION, Entry, decode, encode
+from kv_server.directory.mirror import Host, Mirror
+from kv_server.directory.names import (
     NAME_BYTES,
     SUMS_BYTES,
     Names,
@@ -42,8 +39,11 @@ from kv_tiers.tiers.directory.names import (
     toggle,
     unpack,
 )
-from kv_tiers.tiers.directory.stream import AT_ONCE, BEGINNING, Stream
-from kv_tiers.tiers.peers_wire import MAX_LISTED, List, Listed, Sum, Summed, frame
+from kv_server.directory.stream import AT_ONCE, BEGINNING, Stream
+from kv_server.peers.wire import MAX_LISTED, List, Listed, Sum, Summed, frame
+from kv_testing.servers import ValkeyServer
+from kv_tiers.host_port import HostPort
+from kv_tiers.index.journal import Journal
 from kv_tiers.tiers.redis_servers import RedisAccess
 
 from benchmarks._report import Row, median_s, parser, report

@@ -39,9 +39,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kv_server import launch
+from kv_server.process import ServerProcess
 from kv_testing.servers import free_port
-from kv_tiers.server import launch
-from kv_tiers.server.process import ServerProcess
 
 from benchmarks._engines import threads_environ
 from benchmarks._report import Row, parser, report

@@ -100,7 +100,7 @@ def serve(model: str, dtype: str, cache: dict[str, Any] | None, windows: list[li
     )
     caches = []
     if cache is not None:
-        from kv_tiers.attach.engine import engines
+        from kv_connect.engine import engines
 
         caches = [inner.cache for inner in engines().values()]
     for kept in caches:
@@ -152,9 +152,9 @@ def main() -> int:
 
 
 def rows_of(model: str, most: int, tokens: int) -> list[Row]:
-    from kv_cuda.judge.calibrate import calibrate, through_calibrated
-    from kv_cuda.judge.measure import Model, Windows, cut_windows, judge
-    from kv_cuda.judge.roundtrip import FirstParts, RoundTrip, Trip
+    from kv_codecs.judge.calibrate import calibrate, through_calibrated
+    from kv_codecs.judge.measure import Model, Windows, cut_windows, judge
+    from kv_codecs.judge.roundtrip import FirstParts, RoundTrip, Trip
     from kv_testing.throttled import offer
 
     text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md"))

@@ -20,8 +20,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from kv_connect.halves.engine_costs import EngineCosts
 from kv_core import ChunkKey
-from kv_core.connect.engine_costs import EngineCosts
 from kv_core.coverage import ALL, PLAIN, STATE, ChunkShape, Coverage
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.clock import MonotonicClock

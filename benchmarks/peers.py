@@ -37,15 +37,15 @@ import xxhash
 from kv_core import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
+from kv_server import RemoteCache, launch
+from kv_server.peers.wire import PeerStream
 from kv_testing.certificates import Authority
 from kv_tiers import chunk_header
 from kv_tiers.build import build_lane
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.server import RemoteCache, launch
 from kv_tiers.tier import Read, TierContext
-from kv_tiers.tiers.peers_wire import PeerStream
 
 from benchmarks._nixl import NixlReader, is_installed
 from benchmarks._report import Row, median_s, paired_medians_s, parser, report

@@ -79,7 +79,7 @@ def serve(model: str, cache: dict[str, Any] | None) -> None:
     engine = _engines.vllm(model, cache, dtype="bfloat16", max_model_len=MOST_TOKENS, max_num_batched_tokens=2048)
     _child.serve(lambda prompt: _engines.ask_vllm(engine, prompt, 1)[0])
     if cache is not None:
-        from kv_tiers.attach.engine import engines
+        from kv_connect.engine import engines
 
         for inner in engines().values():
             inner.cache.lower.drain(60.0)
@@ -134,9 +134,9 @@ def main() -> int:
     made.add_argument("--bandwidth", action="append", choices=BANDWIDTHS, help="of these links alone")
     made.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of each prompt (default: 1600)")
     options = made.parse_args()
+    from kv_codecs.calibration import read_calibration
     from kv_core.errors import ConfigError
     from kv_testing.throttled import offer
-    from kv_tiers.codecs.calibration import read_calibration
 
     if options.calibration is None and set(options.way or ()) & set(CALIBRATED):
         made.error("kvtc needs --calibration")

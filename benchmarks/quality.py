@@ -12,7 +12,7 @@ sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 from pathlib import Path
 
 import matplotlib as mpl
-from kv_cuda.judge.verdict import Verdict, read_verdict
+from kv_tiers.verdict import Verdict, read_verdict
 from matplotlib.figure import Figure
 
 OURS = ("int8", "fp8", "progressive", "kvtc")

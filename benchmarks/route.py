@@ -29,9 +29,9 @@ from kv_core.clock import HandClock
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey, keys_in
+from kv_server.engine_loads import EngineLoads, estimate
 from kv_tiers.build import build_local_cache
 from kv_tiers.config import HostConfig
-from kv_tiers.server.engine_loads import EngineLoads, estimate
 
 from benchmarks._report import Row, parser, report
 

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kv_server import launch
 from kv_testing.servers import free_port
-from kv_tiers.server import launch
 
 from benchmarks import _child, _engines
 from benchmarks._child import Child, progress

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from kv_core import ChunkKey
 from kv_core.service import CacheService, ReadLease
+from kv_server import RemoteCache, ServerProcess, launch, wire
 from kv_tiers import HostPool, LocalCache
-from kv_tiers.server import RemoteCache, ServerProcess, launch, wire
 
 from benchmarks._report import Row, parser, report
 

@@ -26,7 +26,7 @@ from urllib.request import Request, urlopen
 from kv_core import ChainScheme, KeySpace, digests_of, tenant_tag
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
-from kv_tiers.server import RemoteCache, launch
+from kv_server import RemoteCache, launch
 
 CHUNK_TOKENS = 256
 """What a server is asked for first. It says if the chunks of its engines have another number of tokens."""

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 from kv_core import ChainScheme, ChunkKey, KeySequence, KeySpace, tenant_tag
 from kv_core.coverage import ChunkShape
-from kv_tiers.server import RemoteCache, launch
+from kv_server import RemoteCache, launch
 
 CHUNK_TOKENS = 256
 CHUNK_BYTES = 256 << 10

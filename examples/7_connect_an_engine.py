@@ -1,22 +1,22 @@
 """Connect an engine of your own: describe its memory, let the canary prove it, and follow requests through both halves.
 
 The engine here is a toy: it "computes" KV from the tokens alone. A real one calls the same methods from its hooks; what
-each of them means is at the top of `kv_core/connect/scheduler.py` and `worker.py`.
+each of them means is at the top of `kv_connect/halves/scheduler.py` and `worker.py`.
 """
 
 import itertools
 
 import torch
-from kv_core.connect.inputs import RequestTokens, Scheduled
+from kv_connect.engine import EngineFacts, engine_of, release
+from kv_connect.guard import always, guarded
+from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.identity.identity import ServedModel
+from kv_connect.neighbours import StoredFormat
+from kv_connect.nodes.ranks import ALONE
+from kv_connect.open_cache import Format
 from kv_cuda import split_parts
 from kv_cuda.bind import BoundGroups, bind_groups
 from kv_cuda.canary import LayerGroup
-from kv_tiers.attach.connect import Format
-from kv_tiers.attach.engine import EngineFacts, engine_of, release
-from kv_tiers.attach.guard import always, guarded
-from kv_tiers.attach.identity import ServedModel
-from kv_tiers.attach.neighbours import StoredFormat
-from kv_tiers.attach.ranks import ALONE
 from kv_tiers.settings import load
 
 LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, DIM = 2, 32, 16, 2, 8

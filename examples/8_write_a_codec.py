@@ -1,7 +1,7 @@
 """A codec of your own, over zlib, the proof that it keeps every promise of a codec, and a lane that uses it. In a
 package of yours, this in its pyproject.toml makes it known wherever the package is installed, as `codec: zlib`:
 
-    [project.entry-points."kv_tiers.codecs"]
+    [project.entry-points."kv_codecs"]
     zlib = "your_package.your_module:make_zlib_codec"
 """
 

@@ -48,7 +48,7 @@ fi
 # Installs into environment $1 what $2… says, unless just that was done before.
 install() {
   local environment=$1; shift
-  local wanted; wanted="$* $(cat packages/*/pyproject.toml tests/support/pyproject.toml packages/*/hatch_build.py packages/*/src/*/*/*.[ch] pyproject.toml | cksum)"
+  local wanted; wanted="$* $(cat packages/*/pyproject.toml tests/support/pyproject.toml packages/*/hatch_build.py packages/*/src/*/*.[ch] packages/*/src/*/*/*.[ch] pyproject.toml | cksum)"
   if [ "$(cat "$environment/.installed" 2>/dev/null || true)" = "$wanted" ]; then return; fi
   if [ ! -x "$environment/bin/python" ]; then "$uv" venv --quiet --python '>=3.11,<3.14' "$environment"; fi
   say "installing into $environment"
@@ -95,7 +95,7 @@ find_arm64() {
 if [ "${1:-}" = arm64 ]; then find_arm64 >/dev/null; exit; fi
 
 packages=()
-for package in packages/kv-{core,tiers,cuda,vllm,sglang} tests/support; do packages+=(-e "$package"); done
+for package in packages/kv-{core,tiers,codecs,server,connect,cuda,vllm,sglang} tests/support; do packages+=(-e "$package"); done
 uv=$(find_uv)
 
 case "${1:-}" in

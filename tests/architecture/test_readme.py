@@ -5,13 +5,13 @@ from pathlib import Path
 
 import msgspec
 import yaml
+from kv_server.peers.tier import PeersTierConfig
 from kv_tiers.config import LaneConfig
 from kv_tiers.options import read_options
 from kv_tiers.registry import tier_factory
 from kv_tiers.settings import Settings, load
 from kv_tiers.tiers.disk import DiskConfig
 from kv_tiers.tiers.objects import ObjectsConfig
-from kv_tiers.tiers.peers import PeersTierConfig
 from kv_tiers.tiers.redis import RedisConfig
 
 ROOT = Path(__file__).parents[2]

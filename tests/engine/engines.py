@@ -160,7 +160,7 @@ def assert_half_evicted_is_stored_again(engine: Engine, reference: Sequence[Answ
 
 def in_pool(read: Callable[[memoryview], _Read]) -> dict[str, _Read]:
     """What `read` returns for every chunk in the pool of the one engine of this process, by its key."""
-    from kv_tiers.attach.engine import engines
+    from kv_connect.engine import engines
 
     (engine,) = engines().values()
     assert engine.cache is not None
@@ -175,7 +175,7 @@ def in_pool(read: Callable[[memoryview], _Read]) -> dict[str, _Read]:
 
 def empty_the_pool() -> None:
     """Evict everything from the pool of the one engine of this process, as other requests would."""
-    from kv_tiers.attach.engine import engines
+    from kv_connect.engine import engines
 
     (engine,) = engines().values()
     assert engine.cache is not None

@@ -5,9 +5,9 @@ import sys
 import threading
 from typing import Any
 
+from kv_server.cli import main
 from kv_testing.faults import Fault, FaultyTier
 from kv_tiers import build
-from kv_tiers.server.cli import main
 from kv_tiers.tier import Tier
 
 FAULTS: tuple[Fault, ...] = ("", "", "", "down", "flip", "truncate", "swap", "unreadable", "refuse", "delay")

@@ -25,7 +25,7 @@ def stop_here(phase: str) -> NoReturn:
 
 def arm(phase: str) -> None:
     """Have the engine stop where the phase says."""
-    from kv_core.connect.scheduler import SchedulerHalf
+    from kv_connect.halves.scheduler import SchedulerHalf
     from kv_cuda import CpuCopier
 
     def stopping(*_: Any, **__: Any) -> NoReturn:

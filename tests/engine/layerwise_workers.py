@@ -6,14 +6,14 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from kv_core.connect.layerwise import LayerLoads
+from kv_connect.engine import engines
+from kv_connect.halves.layerwise import LayerLoads
 from kv_core.errors import CopyFailed
 from kv_cuda import bind
+from kv_server.remote_cache import RemoteCache
 from kv_testing.connect import QueuedCopy
 from kv_testing.vllm_inspect import Inspect
 from kv_testing.wait import until
-from kv_tiers.attach.engine import engines
-from kv_tiers.server.remote_cache import RemoteCache
 from slow_device import SlowDevice
 
 COPY_S = 0.002

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from guessed_states import GuessedStates
-from kv_tiers.attach.engine import Engine as Attached
-from kv_tiers.attach.engine import engines
+from kv_connect.engine import Engine as Attached
+from kv_connect.engine import engines
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.weights import look_before_loading
 from packaging.version import Version
@@ -186,7 +186,7 @@ class Oracle:
         params: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """asked: its options (`kv_tiers.attach.request_options`). params: its `kv_transfer_params` besides."""
+        """asked: its options (`kv_connect.request_options`). params: its `kv_transfer_params` besides."""
         given = (params or {}) | ({} if asked is None else {"kv_tiers": asked})
         said = {"kv_transfer_params": given} if given else None
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, extra_args=said)

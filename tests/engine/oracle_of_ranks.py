@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from kv_tiers.attach.engine import Engine as Attached
-from kv_tiers.attach.ranks import share_of
-from kv_tiers.server.remote_cache import RemoteCache
+from kv_connect.engine import Engine as Attached
+from kv_connect.nodes.ranks import share_of
+from kv_server.remote_cache import RemoteCache
 from kv_vllm import bind, connector
 from kv_vllm.connector import KVTiersConnector
 from oracle import KV_HEADS, LAYERS, Oracle, _layer

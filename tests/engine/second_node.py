@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from engines import CHUNK_TOKENS, Engine, started
+from kv_connect.engine import engines
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder, LoadFailed, ReadLease
-from kv_tiers.attach.engine import engines
-from kv_tiers.server.remote_cache import RemoteCache
+from kv_server.remote_cache import RemoteCache
 from stages import Stages
 
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}

@@ -22,7 +22,7 @@ def server_apart(directory: Path, settings: dict[str, Any], *, faulty: bool = Fa
     directory.chmod(0o700)
     file, path = directory / "kv.json", directory / "kv.sock"
     file.write_text(json.dumps(settings))
-    server = [str(Path(__file__).with_name("faulty_server.py"))] if faulty else ["-m", "kv_tiers.server"]
+    server = [str(Path(__file__).with_name("faulty_server.py"))] if faulty else ["-m", "kv_server"]
     command = [*UNSHARE, sys.executable, *server, "--config", str(file), "--socket", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

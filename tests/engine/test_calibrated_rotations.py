@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from engines import PROMPTS, WARM_HITS, in_pool, started
+from kv_codecs.calibration import Calibration
+from kv_codecs.judge import calibrate as calibrating
+from kv_codecs.judge.calibrate import CONTEXT_TOKENS, calibrate
+from kv_codecs.judge.measure import Model
+from kv_codecs.kvtc import KvtcCodec
+from kv_connect.nodes.ranks import ALONE
 from kv_core.errors import ConfigError
-from kv_cuda.judge import calibrate as calibrating
-from kv_cuda.judge.calibrate import CONTEXT_TOKENS, calibrate
-from kv_cuda.judge.measure import Model
-from kv_tiers.attach.ranks import ALONE
-from kv_tiers.codecs.calibration import Calibration
-from kv_tiers.codecs.kvtc import KvtcCodec
-from kv_vllm.rotations import check_calibration
+from kv_vllm.calibrated import check_calibration
 from numpy.typing import NDArray
 from test_kvtc import BY_GROUPS_HITS, from_disk, over, same
 

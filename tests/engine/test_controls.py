@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, Engine, started
-from kv_core.connect.controls import Controls
+from kv_connect.engine import engines
+from kv_connect.halves.controls import Controls
+from kv_connect.request_options import chosen
 from kv_core.log import LIMIT
-from kv_tiers.attach.engine import engines
-from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
 from oracle import Oracle
 
@@ -112,7 +112,7 @@ WRONG: list[tuple[Any, str, Controls]] = [
 def test_what_is_wrong_is_one_line_and_the_rest_holds(
     params: Any, said: str, controls: Controls, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="kv_tiers.attach.request_options"):
+    with caplog.at_level(logging.WARNING, logger="kv_connect.request_options"):
         assert chosen(Settings(), params, "req-7", tiers=("host", "disk")).controls == controls
     (line,) = caplog.messages
     assert line.startswith("request req-7: kv_transfer_params: ") and said in line

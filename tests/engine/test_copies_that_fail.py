@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from engines import SHARED, started
+from kv_connect.engine import engines
+from kv_server.process import launch
+from kv_server.remote_cache import RemoteCache
 from kv_testing.connect import QueuedCopy
 from kv_testing.wait import until
-from kv_tiers.attach.engine import engines
-from kv_tiers.server.process import launch
-from kv_tiers.server.remote_cache import RemoteCache
 from server_apart import server_apart
 from slow_device import slow_device
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from engines import Engine, started
+from kv_connect.engine import engines
 from kv_core.cost import Choice
 from kv_core.service import Holder
 from kv_testing.throttled import ThrottledTier, offer
-from kv_tiers.attach.engine import engines
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import EngineMeasured, LookedUp

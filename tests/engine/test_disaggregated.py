@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, Answer, Engine, started
+from kv_server import wire
+from kv_server.connection import ask_server
+from kv_server.process import ServerProcess, launch
+from kv_server.report import CacheReport
 from kv_testing.peers import PATIENT
 from kv_testing.two_hosts import ADDRESSES, TwoHosts, available
 from kv_testing.wait import until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.server.report import CacheReport
 
 pytestmark = pytest.mark.slow
 PREFILL = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engines import SHARED
-from kv_tiers.server.process import launch
+from kv_server.process import launch
 from test_api_server import END_S, api_server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "11_disaggregated_prefill.py"

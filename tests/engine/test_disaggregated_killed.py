@@ -13,11 +13,11 @@ import killed_handover
 import pytest
 from engines import Answer, Engine, started
 from killed_handover import CHUNK, PREFILL, prompt_of
+from kv_server import wire
+from kv_server.connection import ask_server
+from kv_server.process import ServerProcess, launch
+from kv_server.report import CacheReport, Report
 from kv_testing.wait import line, until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.server.report import CacheReport, Report
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,9 @@ from engines import (
     assert_half_evicted_is_stored_again,
     started,
 )
+from kv_connect.engine import engines
 from kv_core.errors import CopyFailed
 from kv_testing.tiny_deepseek import write_tiny_deepseek
-from kv_tiers.attach.engine import engines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 

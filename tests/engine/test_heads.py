@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from engines import PROMPTS, SHARED, Answer, Engine, empty_the_pool, started
 from heads import write_eagle3_head, write_eagle_head, write_guessed_model, write_model_with_a_head
+from kv_connect.engine import engines
 from kv_core.service import ReadLease
-from kv_tiers.attach.engine import engines
 
 ASKED = [SHARED[200:800], PROMPTS[0], PROMPTS[1]]
 """The last two part behind 512 tokens: one finds chunks whose last place in the head depends on the other's tokens."""

@@ -16,7 +16,7 @@ import kv_cuda
 import kv_tiers
 import kv_vllm
 import pytest
-from kv_tiers.attach import guard
+from kv_connect import guard
 from kv_vllm import connector
 from oracle import Oracle
 from slow_device import slow_device

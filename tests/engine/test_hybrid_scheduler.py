@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_core.connect.inputs import EngineState, RequestTokens
-from kv_core.connect.shape import ConnectShape, GroupShape
+from kv_connect.halves.inputs import EngineState, RequestTokens
 from kv_core.errors import CopyFailed
 from kv_core.hashing import ChainScheme
+from kv_core.shape import ConnectShape, GroupShape
 from kv_vllm.steps import StepReader
 from models import BY_NAME
 from oracle import BLOCK_TOKENS, HAS_NEWER_RUNNER, NGRAM, Oracle

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engines import started
-from kv_tiers.attach.engine import engines
+from kv_connect.engine import engines
 from kv_vllm import interface
 from kv_vllm.connector import KVTiersConnector
 from packaging.version import Version

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 from engines import PROMPTS, started
+from kv_codecs.judge.calibrate import calibrate, through_calibrated
+from kv_codecs.judge.measure import Model, Windows, judge
+from kv_codecs.judge.rivals import rivals
+from kv_codecs.judge.roundtrip import RoundTrip
 from kv_core.errors import ConfigError
 from kv_core.tools.cli import main
-from kv_cuda.judge.calibrate import calibrate, through_calibrated
-from kv_cuda.judge.measure import Model, Windows, judge
-from kv_cuda.judge.rivals import rivals
-from kv_cuda.judge.roundtrip import RoundTrip
-from kv_cuda.judge.verdict import read_verdict
 from kv_testing.spelling import some_text, with_words
 from kv_testing.tiny_deepseek import write_tiny_deepseek
+from kv_tiers.verdict import read_verdict
 
 TEXT = some_text(1300)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import zmq
 from engines import PROMPTS, Engine, started
+from kv_connect.engine import engines
 from kv_core.hashing import ChainScheme
 from kv_core.sequence import KeySequence
-from kv_tiers.attach.engine import engines
 from msgspec import msgpack
 from oracle import BLOCK_TOKENS, Oracle
 from vllm.config import KVEventsConfig

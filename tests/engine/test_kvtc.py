@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from engines import PROMPTS, WARM_HITS, Answer, Engine, empty_the_pool, started
+from kv_connect.engine import engines
 from kv_core.tools.cli import main
-from kv_cuda.judge.verdict import read_verdict
 from kv_testing.spelling import some_text
-from kv_tiers.attach.engine import engines
+from kv_tiers.verdict import read_verdict
 from models import BY_NAME
 from test_parallel import shaped
 

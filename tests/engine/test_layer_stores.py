@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
-from kv_core.connect.copies import Copies
-from kv_core.connect.stores import Stores
+from kv_connect.engine import engines
+from kv_connect.halves.copies import Copies
+from kv_connect.halves.stores import Stores
+from kv_connect.nodes.ranks import share_of
 from kv_core.errors import ConfigError
 from kv_cuda.copy import behind
-from kv_tiers.attach.engine import engines
-from kv_tiers.attach.ranks import share_of
 from kv_vllm.connector import KVTiersConnector
 from oracle import Oracle
 from slow_device import slow_device

@@ -14,10 +14,10 @@ from kv_core.errors import ConfigError, CopyFailed
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_cuda import CpuCopier
+from kv_server.process import ServerProcess, launch
+from kv_server.remote_cache import RemoteCache
 from kv_testing.connect import QueuedCopier, QueuedCopy
 from kv_testing.wait import until
-from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.server.remote_cache import RemoteCache
 from kv_tiers.settings import load
 from kv_vllm.connector import KVTiersConnector
 from oracle import Oracle

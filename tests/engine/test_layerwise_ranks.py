@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_core.connect.worker import WorkerHalf
+from kv_connect.halves.worker import WorkerHalf
+from kv_connect.pools import RankPools
 from kv_core.errors import ConfigError, CopyFailed, InputError
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_cuda import CpuCopier
+from kv_server.process import ServerProcess, launch
+from kv_server.remote_cache import RemoteCache
 from kv_testing.connect import QueuedCopier, QueuedCopy
 from kv_testing.wait import until
-from kv_tiers.attach.pools import RankPools
-from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.server.remote_cache import RemoteCache
 from oracle_of_ranks import OracleOfRanks
 from slow_device import SlowDevice, slow_device
 from test_layerwise import SCHEDULERS, SHARED, between_promise_and_copy

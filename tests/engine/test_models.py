@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import CHUNK_TOKENS, Answer, Engine, empty_the_pool, started
+from kv_connect.engine import Engine as Attached
+from kv_connect.engine import engines
 from kv_core.service import ReadLease
-from kv_tiers.attach.engine import Engine as Attached
-from kv_tiers.attach.engine import engines
 from models import BY_NAME, MODELS, TinyModel
 from models_page import PAGE, Row, read_rows, write_row
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, Engine, started
 from kv_core.errors import TierDown
+from kv_server import wire
+from kv_server.connection import ask_server
 from kv_testing.wait import until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
 from models import BY_NAME
 
 STAGES: dict[str, Any] = {"worker_extension_cls": "stages.Stages", "distributed_executor_backend": "mp"}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, Engine, started
+from kv_server.process import ServerProcess, launch
 from kv_testing.wait import until
-from kv_tiers.server.process import ServerProcess, launch
 
 POOL: dict[str, Any] = {"host": {"capacity_bytes": "64MiB"}}
 COLD_HITS = [0, 512, 512, 768, 0, 0]

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
+from kv_server import wire
+from kv_server.connection import ask_server
+from kv_server.process import ServerProcess, launch
+from kv_server.report import CacheReport
 from kv_testing.peers import PATIENT
 from kv_testing.servers import Proxy
 from kv_testing.two_hosts import Disturbance, TwoHosts, available
 from kv_testing.wait import until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.server.report import CacheReport
 
 SMALL = "2MiB"  # four of the six chunks that the prompts make
 LARGE = "64MiB"

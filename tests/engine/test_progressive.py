@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
-from kv_cuda.judge.verdict import FIRST_PARTS, Finding, Verdict, write_verdict
+from kv_tiers.verdict import FIRST_PARTS, Finding, Verdict, write_verdict
 
 BOUND = 0.01
 

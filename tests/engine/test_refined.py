@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Engine, in_pool, started
+from kv_connect.engine import engines
 from kv_core.checksum import checksum_of
 from kv_core.outcome import Loaded, LoadOutcome
-from kv_tiers.attach.engine import engines
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.refine import Refinements
 from kv_tiers.tier import Read

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from engines import Engine, started
-from kv_core.connect.inputs import RequestTokens
+from kv_connect.halves.inputs import RequestTokens
+from kv_connect.nodes.ranks import share_of
+from kv_connect.open_cache import Replica
 from kv_core.errors import ConfigError
 from kv_cuda.canary import LayerGroup, Refusal
 from kv_cuda.states import StateGroup
-from kv_tiers.attach.connect import Replica
-from kv_tiers.attach.ranks import share_of
 from kv_tiers.settings import Settings
 from kv_vllm import translate
 from kv_vllm.connector import KVTiersConnector

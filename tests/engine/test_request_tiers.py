@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, Answer, Engine, started
-from kv_tiers.server.process import launch
+from kv_server.process import launch
 
 KEPT_OUT, WRITTEN = PROMPTS[0], PROMPTS[5]
 SERVERS = [pytest.param(f"{whose} server", marks=pytest.mark.long) for whose in ("private", "shared")]

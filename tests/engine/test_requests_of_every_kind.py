@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
+from kv_connect.engine import engines
 from kv_cuda.tiny import TinyLlama
-from kv_tiers.attach.engine import engines
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 

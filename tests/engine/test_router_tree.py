@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_core.connect.shape import ConnectShape, GroupShape
-from kv_core.connect.step import LoadStep, StepPlan, StoreStep
+from kv_connect.halves.step import LoadStep, StepPlan, StoreStep
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace, tenant_tag
 from kv_core.sequence import KeySequence
 from kv_core.service import ReadLease
+from kv_core.shape import ConnectShape, GroupShape
+from kv_server import RemoteCache, ServerProcess, launch
 from kv_testing.wait import until
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig
 from kv_tiers.events.bus import EventBus
-from kv_tiers.server import RemoteCache, ServerProcess, launch
 from kv_vllm.kv_events import ChunkEvents
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from kv_core.connect.step import StepPlan
+from kv_connect.halves.step import StepPlan
 from kv_core.errors import ConfigError, CopyFailed
 from kv_core.keys import ChunkKey
 from kv_core.service import LoadFailed

@@ -15,11 +15,11 @@ import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
 from killed import PHASES
 from kv_core import ChainScheme, digests_of
+from kv_server import wire
+from kv_server.connection import ask_server
+from kv_server.process import ServerProcess, launch
+from kv_server.report import Report
 from kv_testing.wait import until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.server.report import Report
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

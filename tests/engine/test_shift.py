@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engines import started
-from kv_tiers.attach.engine import engines
+from kv_connect.engine import engines
 from models import BY_NAME
 
 REQUESTS, TOKENS, SHARED_TOKENS = 64, 1100, 800

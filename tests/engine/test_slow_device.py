@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
+from kv_connect.engine import engines
 from kv_cuda.copy import behind
 from kv_cuda.copy.behind import LayerCopy, copying_thread
+from kv_server.process import launch
 from kv_testing.connect import QueuedCopy
-from kv_tiers.attach.engine import engines
-from kv_tiers.server.process import launch
 from kv_vllm.held import PoolBlocks
 from slow_device import slow_device
 

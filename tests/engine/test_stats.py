@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, Engine, empty_the_pool, started
+from kv_connect.engine import engines
+from kv_connect.figures import FIGURES, TIER_TOKENS
 from kv_core.errors import CopyFailed
-from kv_tiers.attach.engine import engines
-from kv_tiers.attach.figures import FIGURES, TIER_TOKENS
 from kv_tiers.settings import load
 from kv_vllm.hit_sources import HitSources
 from kv_vllm.stats import Stats

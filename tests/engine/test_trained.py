@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engines import Answer, Engine, empty_the_pool, started
-from kv_tiers.attach.engine import engines
+from kv_connect.engine import engines
 
 ROOT = Path(__file__).parents[2]
 MADE = ROOT / ".venvs" / "trained" / "models"

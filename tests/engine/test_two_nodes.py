@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from engines import CHUNK_TOKENS, PROMPTS, WARM_HITS, Answer, Engine
 from kv_core.keys import ChunkKey
+from kv_server import wire
+from kv_server.connection import ask_server
+from kv_server.process import ServerProcess, launch
 from kv_testing.wait import until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess, launch
 from models import BY_NAME
 from second_node import two_nodes
 

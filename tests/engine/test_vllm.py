@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, assert_half_evicted_is_stored_again, started
+from kv_connect.engine import Engine as Attached
+from kv_connect.engine import engines
 from kv_core.errors import CopyFailed
 from kv_core.service import LoadFailed
-from kv_tiers.attach.engine import Engine as Attached
-from kv_tiers.attach.engine import engines
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -22,7 +22,7 @@ transfer = SimpleNamespace(kv_connector_extra_config={"no such": "setting"}, eng
 try:
     KVTiersConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
 except ConfigError as refused:
-    limited_logger("kv_tiers.attach.engine").info("refused: %s", refused)
+    limited_logger("kv_connect.engine").info("refused: %s", refused)
 """
 
 

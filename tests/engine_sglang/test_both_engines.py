@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from ask_vllm import MARK
 from engines import NEW_TOKENS, PROMPTS, Answer, Engine, started
-from kv_tiers.server.process import launch
+from kv_server.process import launch
 
 PAGE = 128
 """vLLM's block on a CPU."""

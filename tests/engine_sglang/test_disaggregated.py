@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, Answer, Engine, started
+from kv_server import wire
+from kv_server.connection import ask_server
+from kv_server.process import ServerProcess, launch
 from kv_testing.wait import until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess, launch
 from test_both_engines import PAGE, VLLM, of, run_vllm
 
 pytestmark = [

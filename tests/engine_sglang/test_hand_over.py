@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import requests
 from engines import NEW_TOKENS, PAGE, PROMPTS, Answer, started
+from kv_server import wire
+from kv_server.connection import ask_server
+from kv_server.process import ServerProcess, launch
+from kv_server.report import CacheReport
 from kv_testing.servers import free_port
 from kv_testing.wait import until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.process import ServerProcess, launch
-from kv_tiers.server.report import CacheReport
 
 LONG = [7 + (4211 * i) % 2000 for i in range(3000)]
 """A prompt of many steps: `--chunked-prefill-size` below."""

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import requests
 from engines import NEW_TOKENS, PROMPTS, Answer
+from kv_server import wire
+from kv_server.connection import ask_server
 from kv_testing.servers import free_port
 from kv_testing.wait import until
-from kv_tiers.server import wire
-from kv_tiers.server.connection import ask_server
 from test_hand_over import FLAGS
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, started
+from kv_server.process import launch
 from kv_tiers import HostPool
-from kv_tiers.server.process import launch
 from one_engine import OneEngine
 
 POOL = f"sglang-linker-{os.getpid()}"

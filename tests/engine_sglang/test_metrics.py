@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import requests
 from engines import PAGE, PROMPTS, WARM_HITS
+from kv_connect.figures import FIGURES, TIER_TOKENS
+from kv_server.process import launch
 from kv_sglang.metrics import COUNTED
 from kv_testing.servers import free_port
 from kv_testing.wait import until
-from kv_tiers.attach.figures import FIGURES, TIER_TOKENS
-from kv_tiers.server.process import launch
 from prometheus_client.parser import text_string_to_metric_families
 from sglang.srt.utils import kill_process_tree
 from sglang.test.test_utils import popen_launch_server

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engines import PAGE, PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
-from kv_tiers.server.process import ServerProcess, launch
+from kv_server.process import ServerProcess, launch
 
 KEPT_OUT, WRITTEN, NOT_STORED = PROMPTS[0], PROMPTS[5], SHARED[300:400]
 

@@ -12,8 +12,8 @@ import pytest
 from adapters import write_adapter
 from engines import COLD_HITS, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
 from kv_cuda.tiny import TinyLlama
+from kv_server.process import launch
 from kv_tiers import HostPool
-from kv_tiers.server.process import launch
 from one_engine import OneEngine
 
 POOL = f"sglang-test-{os.getpid()}"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, started
+from kv_server.process import ServerProcess, launch
 from kv_testing.wait import until
-from kv_tiers.server.process import ServerProcess, launch
 
 ENVIRON = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"}
 

@@ -24,12 +24,12 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain, keys_of
+from kv_server import RemoteCache, ServerConfig
+from kv_server.server import CacheServer
 from kv_testing.service_contract import CHUNK_BYTES, GROUP_BYTES
 from kv_testing.shapes import keys_for
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server import RemoteCache, ServerConfig
-from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.tier_contract import content
 
 SLOTS = 8

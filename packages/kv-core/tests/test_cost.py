@@ -3,14 +3,14 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_connect.halves.controls import Controls
+from kv_connect.halves.engine_costs import EngineCosts
+from kv_connect.halves.inputs import RequestTokens
+from kv_connect.halves.scheduler import SchedulerHalf
 from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
 from kv_core.clock import HandClock
-from kv_core.connect.controls import Controls
-from kv_core.connect.engine_costs import EngineCosts
-from kv_core.connect.inputs import RequestTokens
-from kv_core.connect.scheduler import SchedulerHalf
-from kv_core.connect.shape import ConnectShape, GroupShape
 from kv_core.cost import Choice, Costs, Skipped, Wait, choose, choose_wait
+from kv_core.shape import ConnectShape, GroupShape
 from kv_testing.connect import DictService
 
 SECONDS = st.floats(0.0, 100.0)

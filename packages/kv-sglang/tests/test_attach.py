@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from kv_codecs.calibration import Calibration
+from kv_codecs.learning import Learning
+from kv_connect.identity.identity import ServedModel
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
+from kv_server.process import launch
 from kv_sglang.attach import Attached, Rank, attach
 from kv_sglang.pools import describe
 from kv_testing.throttled import offer
-from kv_tiers.attach.identity import ServedModel
-from kv_tiers.codecs.calibration import Calibration
-from kv_tiers.codecs.learning import Learning
 from kv_tiers.config import ColdConfig, CostConfig, HostConfig
-from kv_tiers.server.process import launch
 from kv_tiers.settings import Settings
 
 MODEL = ServedModel("sglang", "m", None, "float32", dummy_seed=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.clock import HandClock
 from kv_core.transfer import TransferPlan
 from kv_sglang.names import Names
@@ -19,7 +20,6 @@ from kv_sglang.transfer.rooms import Incoming, Lanes, Outgoing
 from kv_testing.faults import FaultyTier
 from kv_testing.wait import joined, until
 from kv_tiers import HostConfig, HostPool, LocalCache, LruPolicy, build_local_cache, chunk_header
-from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.tiers.dram import DramTier

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.clock import HandClock
 from kv_core.errors import InputError, MisuseError
 from kv_cuda import PagedLayout, PartLayout, make_copier
@@ -16,7 +17,6 @@ from kv_sglang.linker.lanes import Loads, Stores
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
-from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool.host_pool import slot_bytes_for
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.service import WriteLease
 from kv_sglang import pages
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
 from kv_tiers import HostConfig, build_local_cache
-from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool.host_pool import slot_bytes_for
 
 PAGE = 4

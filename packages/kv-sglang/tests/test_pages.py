@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.cost import Use
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import FormatSetting
 from kv_cuda.copy.cpu import CpuCopier
 from kv_cuda.copy.streams import DoneEvent
+from kv_server.process import launch
+from kv_server.remote_cache import RemoteCache
 from kv_sglang.media import marked
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
@@ -23,10 +26,7 @@ from kv_testing.layouts import reach
 from kv_testing.throttled import ThrottledTier, offer
 from kv_testing.wait import until
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
-from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server.process import launch
-from kv_tiers.server.remote_cache import RemoteCache
 
 WEIGHTS = LiveWeights(ServedModel("sglang", "m", None, "float32", dummy_seed=0))
 PAGE = 4

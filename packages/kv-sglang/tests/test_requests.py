@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from kv_core.connect.controls import NO_CONTROLS, Controls
+from kv_connect.halves.controls import NO_CONTROLS, Controls
 from kv_core.log import LIMIT
 from kv_sglang import requests
 from kv_sglang.requests import RequestPages

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_connect.identity.identity import LiveWeights, ServedModel
 from kv_sglang import weights
 from kv_sglang.weights import WeightsWatch, _watched
-from kv_tiers.attach.identity import LiveWeights, ServedModel
 
 
 class Runner:

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from kv_server import launch
 from kv_testing.cache_servers import join_at, settings_for
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers.build import build_local_cache
 from kv_tiers.config import HostConfig
 from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.pool.host_pool import HostPool
-from kv_tiers.server import launch
 
 MIB = 1 << 20
 

@@ -18,14 +18,14 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_server import RemoteCache, launch
+from kv_server.mapped import MappedPool
 from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers import HostPool
 from kv_tiers.pool import host_pool, populated
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.populated import LEAST_AHEAD, MOST_AHEAD, WORTH_BYTES, distance
-from kv_tiers.server import RemoteCache, launch
-from kv_tiers.server.mapped import MappedPool
 
 MIB = 1 << 20
 SLOTS = 160  # of a MiB

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from kv_core.errors import ConfigError
+from kv_server.address import Address
+from kv_server.http.token import read_token
 from kv_tiers import HostPool
 from kv_tiers.build import build_lane
 from kv_tiers.pool import host_pool
 from kv_tiers.pool.private_files import own_directory, read_secret
-from kv_tiers.server.address import Address
-from kv_tiers.server.http.token import read_token
 from kv_tiers.settings import Settings
 from kv_tiers.tenants import read_tenants
 from kv_tiers.tier import TierContext

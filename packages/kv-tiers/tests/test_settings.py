@@ -12,16 +12,16 @@ from typing import Annotated
 
 import msgspec
 import pytest
+from kv_connect.open_cache import Format, open_in_process, open_remote
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
 from kv_core.tools.cli import main, prompt_scheme
-from kv_tiers.attach.connect import Format, open_in_process, open_remote
+from kv_server import wire
+from kv_server.config import read_config, server_config
+from kv_server.connection import ask_server
 from kv_tiers.build import check_settings
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.options import read_options, spelled_as
-from kv_tiers.server import wire
-from kv_tiers.server.config import read_config, server_config
-from kv_tiers.server.connection import ask_server
 from kv_tiers.settings import Layer, Settings, load, read_file, resolve
 from kv_tiers.tiers.disk import DiskConfig
 
@@ -576,7 +576,7 @@ def test_kv_config_shows_what_only_yaml_and_toml_have(capsys: pytest.CaptureFixt
 def test_a_verdict_that_an_engine_would_refuse_is_refused_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verdict: str | None, kl: float, said: str
 ) -> None:
-    verdict_module = pytest.importorskip("kv_cuda.judge.verdict")
+    verdict_module = pytest.importorskip("kv_tiers.verdict")
     path = tmp_path / "verdict.json"
     finding = verdict_module.Finding("fp8", 8.5, 0.002, 0.99, 0.0, 1.0, 0.1, 1.0, 1.0)
     verdict_module.write_verdict(path, verdict_module.Verdict("m", ((8, 64),), "bfloat16", 100, (finding,)))

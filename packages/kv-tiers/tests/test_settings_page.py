@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import yaml
 from kv_core.errors import ConfigError
+from kv_server.directory.directory import DirectoryConfig
+from kv_server.peers.tier import PeersTierConfig
 from kv_tiers.config import LaneConfig, TenantConfig
 from kv_tiers.options import read_options
 from kv_tiers.settings import Settings, load
-from kv_tiers.tiers.directory.directory import DirectoryConfig
 from kv_tiers.tiers.disk import DiskConfig
 from kv_tiers.tiers.dram import DramConfig
 from kv_tiers.tiers.mooncake import MooncakeConfig
 from kv_tiers.tiers.objects import ObjectsConfig
-from kv_tiers.tiers.peers import PeersTierConfig
 from kv_tiers.tiers.redis import RedisConfig
 from kv_tiers.tiers.shared_fs import SharedFsConfig
 

@@ -14,13 +14,13 @@ import pytest
 from kv_core.errors import ConfigError
 from kv_core.keys import NO_TENANT, tenant_tag
 from kv_core.testing import key_chain
+from kv_server import RemoteCache, launch, wire
+from kv_server.config import read_config
+from kv_server.connection import ask_server
+from kv_server.report import TenantReport
 from kv_tiers import HostConfig, Tenant, build_local_cache
 from kv_tiers.config import TenantConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server import RemoteCache, launch, wire
-from kv_tiers.server.config import read_config
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.report import TenantReport
 from kv_tiers.settings import read_file
 from kv_tiers.tenants import read_tenants
 
@@ -179,7 +179,7 @@ def test_a_server_whose_tenants_cannot_be_says_so_and_does_not_start(salt_file: 
     salt_file.chmod(0o644)
     settings = {"host": {"capacity_bytes": 1 << 20}, "tenants": [{"name": "a", "salt_file": str(salt_file)}]}
     run = subprocess.run(
-        [sys.executable, "-m", "kv_tiers.server", "--config", "-", "--log-level", "debug"],
+        [sys.executable, "-m", "kv_server", "--config", "-", "--log-level", "debug"],
         input=json.dumps(settings),
         capture_output=True,
         text=True,
@@ -203,9 +203,9 @@ def test_nothing_is_logged_of_a_salt(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_report_lists_no_end_of_tenants_that_nobody_named(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    from kv_tiers.server import server as server_module
+    from kv_server import server as server_module
 
-    monkeypatch.setattr("kv_tiers.server.server.MAX_TENANTS", 2)
+    monkeypatch.setattr("kv_server.server.MAX_TENANTS", 2)
     tenants = [Tenant("named", tenant_tag("named")), Tenant("bound", tenant_tag("bound"), 4096)]
     cache = build_local_cache(
         HostConfig(capacity_bytes=64 * 4096), group_bytes=(CHUNK_BYTES,), fingerprint="f", tenants=tenants

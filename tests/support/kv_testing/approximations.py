@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from kv_codecs.progressive import ProgressiveCodec
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
@@ -12,7 +13,6 @@ from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_tiers import HostPool, LocalCache, chunk_header
 from kv_tiers.codec import Codec
-from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.config import ColdConfig
 from kv_tiers.events.bus import EventBus
 from kv_tiers.eviction.lru import LruPolicy

@@ -13,12 +13,12 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, WriteLease
+from kv_server import RemoteCache, ServerConfig, ServerProcess, launch, wire
+from kv_server.connection import ask_server
+from kv_server.report import Report
+from kv_server.server import CacheServer
 from kv_tiers.config import HostConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server import RemoteCache, ServerConfig, ServerProcess, launch, wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.report import Report
-from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.tier_contract import content
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk_chunks import bytes_for

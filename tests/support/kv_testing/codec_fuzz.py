@@ -12,12 +12,12 @@ from typing import Final
 
 import numpy as np
 import xxhash
+from kv_codecs.compiled_kernels import CompiledKernels
+from kv_codecs.floats import FloatsCodec
+from kv_codecs.kernels import ALL_MISSING, SCALED_NUMBERS, Bytes, Cut, Kernels, Words, packed_room
+from kv_codecs.progressive import HEAD, HEAD_BYTES, PARTS, VERSION, ProgressiveCodec
 from kv_core.errors import MisuseError
 from kv_tiers.codec import CodecError
-from kv_tiers.codecs.compiled_kernels import CompiledKernels
-from kv_tiers.codecs.floats import FloatsCodec
-from kv_tiers.codecs.kernels import ALL_MISSING, SCALED_NUMBERS, Bytes, Cut, Kernels, Words, packed_room
-from kv_tiers.codecs.progressive import HEAD, HEAD_BYTES, PARTS, VERSION, ProgressiveCodec
 from kv_tiers.sealed import seal
 
 SPECIAL: Final = (

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from kv_codecs.compiled_kernels import CompiledKernels
 from kv_core.errors import MisuseError
 from kv_cuda.copy.compiled import CopyWay
-from kv_tiers.codecs.compiled_kernels import CompiledKernels
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 

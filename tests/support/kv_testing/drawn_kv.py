@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from kv_tiers.codecs.calibration import Calibration
-from kv_tiers.codecs.kvtc import KvtcCodec
-from kv_tiers.codecs.learning import Learning
-from kv_tiers.codecs.rotation import turn, turns
+from kv_codecs.calibration import Calibration
+from kv_codecs.kvtc import KvtcCodec
+from kv_codecs.learning import Learning
+from kv_codecs.rotation import turn, turns
 from numpy.typing import NDArray
 
 THETA = 100_000.0

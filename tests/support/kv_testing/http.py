@@ -10,11 +10,11 @@ import msgspec
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
 from kv_core.testing import key_chain
+from kv_server import RemoteCache, ServerConfig
+from kv_server.http.start import open_http
+from kv_server.server import CacheServer
 from kv_tiers.config import HostConfig, HttpConfig, PeersConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server import RemoteCache, ServerConfig
-from kv_tiers.server.http.start import open_http
-from kv_tiers.server.server import CacheServer
 from kv_tiers.tenants import Tenant
 from kv_tiers.testing.tier_contract import content
 

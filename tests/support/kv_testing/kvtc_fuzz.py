@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from kv_codecs.calibration import Calibration, Shape
+from kv_codecs.compiled_kernels import CompiledKernels
+from kv_codecs.kernels import Kernels
+from kv_codecs.kvtc import HEAD_BYTES, KvtcCodec
+from kv_codecs.numpy_rows import decode_rows, unit_numbers
+from kv_codecs.row_codes import MOST_LOW_BITS, SYMBOLS, row_codes
+from kv_codecs.transform import TILE, transform_of
 from kv_core.errors import MisuseError
 from kv_tiers.codec import CodecError
-from kv_tiers.codecs.calibration import Calibration, Shape
-from kv_tiers.codecs.compiled_kernels import CompiledKernels
-from kv_tiers.codecs.kernels import Kernels
-from kv_tiers.codecs.kvtc import HEAD_BYTES, KvtcCodec
-from kv_tiers.codecs.numpy_rows import decode_rows, unit_numbers
-from kv_tiers.codecs.row_codes import MOST_LOW_BITS, SYMBOLS, row_codes
-from kv_tiers.codecs.transform import TILE, transform_of
 from numpy.typing import NDArray
 
 from kv_testing.codec_fuzz import SPECIAL, spoilt

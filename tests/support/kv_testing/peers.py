@@ -10,14 +10,14 @@ from typing import Final
 import pytest
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
+from kv_server.directory.names import SUMS_BYTES
+from kv_server.peers import hosts as peer_hosts
+from kv_server.peers.wire import Held, Holds, Listed, PeerStream, Request, Sum, Summed, unpack_keys
+from kv_server.report import PeersServed
 from kv_tiers.chunk_header import HEADER_BYTES, check, format_id
 from kv_tiers.config import PeersConfig
-from kv_tiers.server.report import PeersServed
 from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext
-from kv_tiers.tiers import peer_hosts
-from kv_tiers.tiers.directory.names import SUMS_BYTES
-from kv_tiers.tiers.peers_wire import Held, Holds, Listed, PeerStream, Request, Sum, Summed, unpack_keys
 
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import joined

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kv_core.connect.inputs import EngineState, RequestTokens, Scheduled
-from kv_core.connect.request import HOLDING
-from kv_core.connect.scheduler import SchedulerHalf
-from kv_core.connect.shape import NO_BLOCK, ConnectShape, GroupShape
-from kv_core.connect.step import StepPlan
-from kv_core.connect.worker import WorkerHalf
+from kv_connect.halves.inputs import EngineState, RequestTokens, Scheduled
+from kv_connect.halves.request import HOLDING
+from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.step import StepPlan
+from kv_connect.halves.worker import WorkerHalf
 from kv_core.coverage import ALL, STATE, Coverage
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
+from kv_core.shape import NO_BLOCK, ConnectShape, GroupShape
 
 from kv_testing.connect import DictCopier, DictService
 

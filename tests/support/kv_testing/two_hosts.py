@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from kv_tiers.server.process import ServerProcess, launch
+from kv_server.process import ServerProcess, launch
 
 _TOOLS_S: Final = 10
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")

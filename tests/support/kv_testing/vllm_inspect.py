@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from kv_connect.engine import Engine, engines
+from kv_server.remote_cache import RemoteCache
 from kv_tiers import LocalCache
-from kv_tiers.attach.engine import Engine, engines
-from kv_tiers.server.remote_cache import RemoteCache
 
 from kv_testing.wait import until
 

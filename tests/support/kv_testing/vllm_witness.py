@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kv_core.connect.device import CopyEvent
+from kv_core.device import CopyEvent
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, TransferPlan

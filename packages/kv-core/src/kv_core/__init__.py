@@ -6,7 +6,7 @@
     STORE  blocks ─▶ keys not yet held ─▶ lease ─▶ transfer plan ─▶ host pool ─▶ commit ─▶ lower tiers
            └ engine ┘ └── kv_core ────┘  kv_tiers  └─ kv_cuda ─┘                └──── kv_tiers ────┘
 
-`kv_core.service` is the interface an engine's connector calls; `kv_core.connect` is the engine-neutral connector.
+`kv_core.service` is the interface an engine's connector calls; `kv_connect.halves` is the engine-neutral connector.
 """
 
 from typing import TYPE_CHECKING

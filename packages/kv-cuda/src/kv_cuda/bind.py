@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from kv_core.connect.shape import GroupShape, check_blocks
 from kv_core.coverage import Coverage
 from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
+from kv_core.shape import GroupShape, check_blocks
 
 from kv_cuda.canary import LayerGroup, Proof, Refusal, prove
 from kv_cuda.choose import LayerwiseCopier, make_copier

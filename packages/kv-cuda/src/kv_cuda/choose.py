@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
-from kv_core.connect import device as connect_device
+from kv_core import device as connect_device
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger

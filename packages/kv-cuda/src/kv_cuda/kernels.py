@@ -1,28 +1,75 @@
-"""Functions in C for copies and formats on a CPU.
+"""Functions in C for copies and formats on a CPU, from a library that this package's build compiles if it can.
 
-They are in the library that is built with kv-tiers (docs/adr/0016), found through an entry point because neither
-package depends on the other. Without it, torch does the work, with the same bytes.
+Without it torch does the work, with the same bytes. The functions are called through ctypes, which releases the
+interpreter's lock during a call; their rules are in `csrc/library.c`.
 """
 
+import ctypes
 from functools import cache
-from importlib.metadata import entry_points
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
+from kv_core.errors import MisuseError
+from kv_core.log import limited_logger
 from numpy.typing import NDArray
 
-GROUP: Final = "kv_cuda.kernels"
-"""The entry-point group. An entry point names a function that returns `Kernels`, or None if there are none."""
+_log = limited_logger(__name__)
 
+LIBRARY: Final = Path(__file__).parent / "csrc" / "_kernels.so"
+SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
+"""The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
+_VERSION: Final = 1
+"""The version of the functions' arguments; `KV_VERSION` in the sources."""
+MISFIT: Final = -1
+"""`KV_MISFIT` in the sources."""
+_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4)}
+"""How many numbers each function takes, and how many arrays behind them."""
 
 Place = tuple[int, int]
 """The address and size in bytes of an array that is passed often. The caller keeps its memory alive."""
 
 
-class Kernels(Protocol):
-    """C functions by name. Raises `MisuseError` where the arrays' sizes do not fit each other."""
+class Kernels:
+    """The functions of one library, by name."""
 
-    def call(self, name: str, /, *arguments: int | NDArray[np.generic] | Place) -> int: ...
+    def __init__(self, library: Path) -> None:
+        """
+        Raises:
+            OSError: the library cannot be loaded: it does not exist, or is for another processor.
+            MisuseError: the library was compiled from another version of the source.
+        """
+        loaded = ctypes.CDLL(str(library))
+        loaded.kv_version.restype = loaded.kv_source.restype = ctypes.c_int64
+        if loaded.kv_version() != _VERSION:
+            raise MisuseError(f"{library} was compiled from another version of its source: install kv-cuda again")
+        self.source_checksum: int = loaded.kv_source()
+        """zlib.crc32 of the sources that the library was compiled from; 0: not known."""
+        self._functions: dict[str, Any] = {}
+        for name, (numbers, arrays) in _ARGUMENTS.items():
+            function = getattr(loaded, f"kv_{name}")
+            function.argtypes = [ctypes.c_int64] * numbers + [ctypes.c_void_p, ctypes.c_size_t] * arrays
+            function.restype = ctypes.c_int64
+            self._functions[name] = function
+
+    def call(self, name: str, /, *arguments: int | NDArray[np.generic] | Place) -> int:
+        """Call a function by its name in the source, without `kv_`; returns its result.
+
+        arguments: a number, if the function takes one, and its arrays.
+
+        Raises:
+            MisuseError: the arrays' sizes do not fit each other.
+        """
+        flat: list[int] = []
+        for argument in arguments:
+            if isinstance(argument, int):
+                flat.append(argument)
+            else:
+                flat += place_of(argument) if isinstance(argument, np.ndarray) else argument
+        result: int = self._functions[name](*flat)
+        if result == MISFIT:
+            raise MisuseError(f"kernel {name}: arrays whose sizes do not match")
+        return result
 
 
 def place_of(array: NDArray[np.generic]) -> Place:
@@ -32,6 +79,11 @@ def place_of(array: NDArray[np.generic]) -> Place:
 
 @cache
 def installed_kernels() -> Kernels | None:
-    """None: they are not installed, or not for this machine."""
-    candidates = (entry.load()() for entry in entry_points(group=GROUP))
-    return next((kernels for kernels in candidates if kernels is not None), None)
+    """The kernels that were built with this package. None: there are none for this machine."""
+    if not LIBRARY.exists():
+        return None
+    try:
+        return Kernels(LIBRARY)
+    except (OSError, MisuseError) as error:
+        _log.warning("copies on a CPU use torch, which is slower: %s", error)
+        return None

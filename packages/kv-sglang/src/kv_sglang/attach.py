@@ -16,24 +16,22 @@ from importlib.metadata import version
 from typing import Final
 
 import msgspec
+from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_connect.neighbours import StoredFormat, warn_of_other_formats
+from kv_connect.open_cache import Format, check_replicas, open_in_process, open_remote
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_core.sequence import digests_of
-from kv_cuda.judge.verdict import demand
+from kv_server.facts import CHUNK_TOKENS, READS_TOGETHER, REPEATS_LOOKUPS
+from kv_server.remote_cache import RemoteCache
+from kv_server.supervised import SupervisedServer
 from kv_tiers import LocalCache
-from kv_tiers.approximate import is_approximate
-from kv_tiers.attach.connect import Format, check_replicas, open_in_process, open_remote
-from kv_tiers.attach.identity import LiveKeySpace, LiveWeights, ServedModel
-from kv_tiers.attach.neighbours import StoredFormat, warn_of_other_formats
-from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
-from kv_tiers.codecs.calibration import Calibration
-from kv_tiers.codecs.division import Division, GroupLayers, divide
+from kv_tiers.approximate import is_approximate, uses_calibration
 from kv_tiers.events.bus import EventBus
-from kv_tiers.server.facts import CHUNK_TOKENS, READS_TOGETHER, REPEATS_LOOKUPS
-from kv_tiers.server.remote_cache import RemoteCache
-from kv_tiers.server.supervised import SupervisedServer
+from kv_tiers.plugins import extra_needed
 from kv_tiers.settings import Settings
+from kv_tiers.verdict import demand
 
 from kv_sglang import TESTED
 from kv_sglang.media import is_marked, mark_media, unmarked
@@ -176,11 +174,15 @@ def attach(
     """
     if rank.replicas > 1:
         check_replicas(settings)
-    judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
-    codec, stored = "" if calibration is None else calibration.name, [pages.format for pages in pools.values()]
-    divisions = {} if calibration is None else _divisions(calibration, rank, pools)
-    judged = stored if calibration is None else [pools[KV].format]
-    demand(judge.verdict, judge.max_kl, judged, approximate=approximate, codec=codec)
+    codec, judged = "", [pages.format for pages in pools.values()]
+    prints = {name: pages.format.fingerprint for name, pages in pools.items()}
+    if uses_calibration(settings.tiers):
+        with extra_needed("codec kvtc", "kv-sglang[codecs]"):
+            from kv_sglang.calibrated import bind_calibration
+        codec, prints = bind_calibration(settings.tiers, rank, {name: pages.format for name, pages in pools.items()})
+        judged = [pools[KV].format]
+    approximate = is_approximate(settings.tiers)
+    demand(settings.judge.verdict, settings.judge.max_kl, judged, approximate=approximate, codec=codec)
     alone = rank.ranks == rank.stages == 1 and not settings.server.socket and not _would_lose_what_waits(settings)
     if not alone and not settings.server.socket and rank.nodes > 1:
         raise ConfigError(
@@ -189,10 +191,6 @@ def attach(
         )
     # The parent is the same for all ranks of an engine, and no other engine's while it lives.
     engine = f"sglang-{os.getppid()}-{rank.replica}"
-    prints = {
-        name: fingerprint_of(calibration, pages.format.fingerprint, divisions.get(name))
-        for name, pages in pools.items()
-    }
     formats = {name: Format((pages.format.nbytes,), prints[name]) for name, pages in pools.items()}
     page_bytes = sum(max(chunks.group_bytes) for chunks in formats.values())
     # Replicas are updated one by one, so the weights of one may differ from the others'.
@@ -257,36 +255,6 @@ def attach(
         attached.close()
         raise
     return attached
-
-
-def _divisions(calibration: Calibration, rank: Rank, pools: Mapping[str, PoolPages]) -> dict[str, Division | None]:
-    """The layers and heads of each pool's pages. Pages that only SGLang can read (states) are stored unencoded.
-
-    Raises:
-        ConfigError: the calibration is for another model, or SGLang does not report which layers a pool has, or the
-            order of its keys.
-    """
-    if rank.stages > 1:
-        raise ConfigError(
-            f"codec kvtc: the engine has {rank.stages} pipeline stages, whose pages have the same names in SGLang: "
-            "use tensor parallelism, or another codec"
-        )
-    if not calibration.shape.order.is_usual:
-        raise ConfigError(
-            f"codec kvtc: the calibration is of {calibration.shape.model}, which rotates a part of each key, or "
-            "neighbouring elements, and nothing shows that SGLang stores such keys in the order that `kv judge` saw: "
-            "use vLLM, or another codec"
-        )
-    others = [name for name, pages in pools.items() if name != KV and pages.format.kind != "blocks"]
-    if others:
-        raise ConfigError(
-            f"codec kvtc: the engine has pools {KV} and {', '.join(others)}, and SGLang does not say which of the "
-            "model's layers each has: use another codec"
-        )
-    kv_format = pools[KV].format
-    layers = GroupLayers(f"pool {KV}", kv_format, tuple(range(kv_format.layers)))
-    as_they_are = Division((None,), shards=rank.ranks)
-    return dict.fromkeys(pools, as_they_are) | {KV: divide(calibration, [layers], shards=rank.ranks)}
 
 
 def _would_lose_what_waits(settings: Settings) -> bool:

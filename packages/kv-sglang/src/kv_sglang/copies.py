@@ -4,15 +4,15 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from kv_core.connect.copies import Copies
-from kv_core.connect.device import CopyEvent
+from kv_connect.halves.copies import Copies
+from kv_core.device import CopyEvent
 from kv_core.errors import CopyFailed
 
 _ASK_AGAIN_S: Final = 0.05
 
 
 def await_copies(events: Iterable[CopyEvent]) -> None:
-    """Return once every copy has stopped, so that its slots may be released (`kv_core.connect.copies`), however long
+    """Return once every copy has stopped, so that its slots may be released (`kv_connect.halves.copies`), however long
     that takes.
 
     Raises:

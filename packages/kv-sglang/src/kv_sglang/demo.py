@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kv_tiers.attach.demo import Answer, Ask, Demo, Wanted, run
+from kv_connect.demo import Answer, Ask, Demo, Wanted, run
 
 from kv_sglang.cli import engine_arguments
 

@@ -1,4 +1,4 @@
-"""Our figures in SGLang's own `/metrics`, by the names that all engines have (`kv_tiers.attach.figures`).
+"""Our figures in SGLang's own `/metrics`, by the names that all engines have (`kv_connect.figures`).
 
 With `--enable-metrics` SGLang's processes write their metrics to files (prometheus-client's multiprocess mode) that its
 HTTP server reads, so a metric made in a scheduler's process is served. Each rank counts the bytes that it copies, and
@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kv_connect.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS
+from kv_server.remote_cache import RemoteCache
 from kv_tiers import LocalCache
-from kv_tiers.attach.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS
-from kv_tiers.server.remote_cache import RemoteCache
 
 COUNTED: Final = (
     "lookups",

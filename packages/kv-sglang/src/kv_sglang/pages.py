@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
-from kv_core.connect.controls import NO_CONTROLS, Controls
+from kv_connect.halves.controls import NO_CONTROLS, Controls
+from kv_connect.identity.identity import LiveKeySpace
 from kv_core.cost import Use
 from kv_core.coverage import ChunkShape
 from kv_core.errors import CopyFailed, InputError
@@ -28,12 +29,11 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import ReadLease, WriteLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
+from kv_server.mapped import MappedPool
+from kv_server.remote_cache import RemoteCache
 from kv_tiers import HostPool, LocalCache
-from kv_tiers.attach.identity import LiveKeySpace
 from kv_tiers.cache.host import TIER
 from kv_tiers.messages import MAX_KEYS
-from kv_tiers.server.mapped import MappedPool
-from kv_tiers.server.remote_cache import RemoteCache
 
 from kv_sglang.copies import await_copies
 from kv_sglang.media import named_pages

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any, Final
 from weakref import WeakSet
 
+from kv_connect.halves.engine_costs import MIN_PREFILL_TOKENS, EngineCosts
 from kv_core.clock import Clock
-from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS, EngineCosts
 from kv_core.cost import Costs, Measured
 from kv_core.log import limited_logger
 from kv_tiers.clock import MonotonicClock

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from weakref import WeakSet
 
-from kv_core.connect.controls import NO_CONTROLS, Controls
+from kv_connect.halves.controls import NO_CONTROLS, Controls
+from kv_connect.request_options import chosen
 from kv_core.cost import Use
 from kv_core.log import limited_logger
-from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
 
 from kv_sglang.names import hashes_of, tail_of

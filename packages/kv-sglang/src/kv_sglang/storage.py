@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from kv_connect.guard import OffSwitch, always, guarded
+from kv_connect.interface import call_differences
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from kv_tiers.attach.guard import OffSwitch, always, guarded
-from kv_tiers.attach.interface import call_differences
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,

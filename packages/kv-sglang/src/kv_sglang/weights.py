@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
+from kv_connect.identity.identity import LiveWeights, Origins, origins_of
 from kv_core.log import limited_logger
-from kv_tiers.attach.identity import LiveWeights, Origins, origins_of
 
 _log = limited_logger(__name__)
 

@@ -15,11 +15,21 @@ from typing import Final
 from kv_core.errors import ConfigError
 
 _MARK: Final = " approximate"
+CALIBRATED: Final = "kvtc"
+"""The codec whose payloads are approximations, learnt from a calibration (kv-codecs)."""
 
 
 def is_approximate(tiers: Sequence[Mapping[str, object]]) -> bool:
     """Whether a cache with these tiers may hold approximations."""
     return any(tier.get("approximate") is True for tier in tiers)
+
+
+def uses_calibration(tiers: Sequence[Mapping[str, object]]) -> bool:
+    """Whether a tier of these encodes with a calibration."""
+    codecs = (tier.get("codec") for tier in tiers)
+    return any(
+        codec == CALIBRATED or (isinstance(codec, Mapping) and codec.get("type") == CALIBRATED) for codec in codecs
+    )
 
 
 def fingerprint_above(tiers: Sequence[Mapping[str, object]], fingerprint: str) -> str:

@@ -13,6 +13,7 @@ from kv_core.errors import ConfigError
 
 from kv_tiers import chunk_header
 from kv_tiers.approximate import check_approximate, check_parts, drops_parts, fingerprint_of_tier
+from kv_tiers.cache.extension import Extension
 from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
@@ -44,6 +45,7 @@ def build_local_cache(
     shared: bool = False,
     tenants: Sequence[Tenant] = (),
     events: Source | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> LocalCache:
     """A cache for chunks of one format.
 
@@ -53,6 +55,7 @@ def build_local_cache(
     events: where the cache publishes events (`kv_tiers.events`).
     shared: the pool has a descriptor by which other processes can map it (`HostPool.shared`), and no name.
     tenants: those with a quota have that much of the pool to themselves.
+    extensions: what takes part in the cache besides its tiers.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
@@ -106,6 +109,7 @@ def build_local_cache(
             quotas=quotas,
             share_policy=partial(make_policy, config.policy),
             bounded=bounded,
+            extensions=extensions,
         )
     except BaseException:
         for lane, _ in lanes:

@@ -80,6 +80,6 @@ class CodesShares(Protocol):
 
 
 CodecFactory = Callable[[Mapping[str, object], TierContext], Codec]
-"""The object of an entry point in the group `kv_tiers.codecs`. Arguments: the options that the user wrote (without
+"""The object of an entry point in the group `kv_codecs`. Arguments: the options that the user wrote (without
 `type`; empty if it only decodes), and the context of the chunks. It raises `ConfigError` for invalid options, and if a
 library that it needs is missing."""

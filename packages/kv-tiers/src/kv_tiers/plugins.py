@@ -4,13 +4,32 @@
 mine = "my_package.my_module:make_mine"
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
 from kv_core.errors import ConfigError
 
 from kv_tiers.options import nearest
+
+_OFFERED_BY = {
+    **dict.fromkeys(("floats", "kvtc", "progressive", "zstd"), "kv-codecs"),
+    "peers": "kv-server",
+}
+"""By name, what our packages beside this one offer."""
+
+
+@contextmanager
+def extra_needed(what: str, requirement: str) -> Iterator[None]:
+    """
+    Raises:
+        ConfigError: the imports in this context fail, because an extra is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what} needs {error.name or error}: pip install '{requirement}'") from None
 
 
 def load_plugin(group: str, kind: str, name: str, *, built_in: Iterable[str] = ()) -> Callable[..., Any]:
@@ -24,6 +43,8 @@ def load_plugin(group: str, kind: str, name: str, *, built_in: Iterable[str] = (
     """
     entries = entry_points(group=group)
     matches = {entry.value: entry for entry in entries if entry.name == name}
+    if not matches and name in _OFFERED_BY:
+        raise ConfigError(f"the {kind} {name!r} is not installed: pip install {_OFFERED_BY[name]}")
     if not matches:
         names = {*built_in, *(entry.name for entry in entries)}
         hint = nearest(name, names) if names else f"no installed package has any in its entry points {group}"

@@ -7,7 +7,7 @@ from kv_tiers.plugins import load_plugin
 from kv_tiers.tier import TierFactory
 
 TIERS: Final = "kv_tiers.tiers"
-CODECS: Final = "kv_tiers.codecs"
+CODECS: Final = "kv_codecs"
 
 
 def tier_factory(type_name: str) -> TierFactory:

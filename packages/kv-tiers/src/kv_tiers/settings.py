@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
 import msgspec
-from kv_core.connect.layerwise import LoadMode, StoreMode
 from kv_core.errors import ConfigError
 from kv_core.format import FormatSetting
 from kv_core.hashing import ChainScheme
@@ -56,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     chunk_tokens: Count = 256
     """Tokens per chunk, the unit that is named, stored and evicted. A multiple of the engine's block size; if unset,
     one block of 64 tokens or more, else the smallest multiple from 256 on, or from 64 on in models with states
-    (`kv_tiers.attach.chunk_size`)."""
+    (`kv_connect.chunk_size`)."""
     algorithm: Literal["sha256", "xxh3_128", "blake2b"] = "sha256"
     """How prefixes are named. xxh3_128 only where every caller is trusted; blake2b needs `secret_file`. On SGLang
     sha256 only."""
@@ -77,12 +76,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """When held chunks are used. auto: if loading them, with the wait for slower tiers, is estimated to be quicker than
     computing them (docs/cost.md). always: all held chunks are loaded, after a wait of up to `cold.wait_s`. never:
     nothing is loaded. A request may override it (docs/requests.md)."""
-    load: LoadMode = "async"
+    load: Literal["async", "layerwise", "auto"] = "async"
     """When chunks are copied to the engine's blocks. async: between its steps, and the request waits. layerwise: in the
     step that computes the rest of the request, each layer while those before it are computed. auto: layerwise if it is
     estimated to hide the copy, or if no other request would wait for it. vLLM only, on one node, without pipeline
     stages and with one kind of layers; elsewhere always async (docs/contracts/vllm.md#layerwise-loads)."""
-    store: StoreMode = "async"
+    store: Literal["async", "layerwise"] = "async"
     """When chunks are copied from the engine's blocks. async: after the step that completes them. layerwise: in this
     step, each layer while those after it are computed, so that they can be found sooner. vLLM only; chunks in int8 and
     fp8 are always stored after the step (docs/contracts/vllm.md#layerwise-stores)."""

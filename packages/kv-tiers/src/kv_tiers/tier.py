@@ -26,7 +26,6 @@ does not tell, ask it for something else: if it answers, the chunk is the cause.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final, Literal, Protocol, runtime_checkable
 
 from kv_core.errors import TierDown
@@ -308,72 +307,6 @@ class RanksChunks(Protocol):
     def most_worth_first(self) -> list[RankedChunk]:
         """All chunks that are here, those that would be evicted last first, heads of prompts before their tails. It may
         take a second per million chunks; other calls are answered meanwhile."""
-
-
-OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]
-"""Called with a chain of keys, the index of the first one that is handed over, and the number of seconds for which the
-other host holds them. It returns at once."""
-
-
-@runtime_checkable
-class HandsOver(Protocol):
-    """Optional capability of a `Tier`: announcing chunks that engines elsewhere hand over (docs/disaggregated.md)."""
-
-    def follow(self, on_handed_over: OnHandedOver) -> None:
-        """Call `on_handed_over`, on one of the tier's threads, for each hand-over until `close`. Called once."""
-
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """Other hosts need no longer hold these chunks. It returns at once."""
-
-
-class Fate(IntEnum):
-    """The present state of an offered chunk."""
-
-    NOT_TAKEN = 0
-    COMING = 1
-    HERE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """fates: of each offered chunk. room: how many more would be taken now."""
-
-    fates: list[Fate]
-    room: int
-
-
-class Taker(Protocol):
-    """Another host, to which chunks of this one can be offered."""
-
-    name: str
-
-    def offer(self, chain: Sequence[ChunkKey], first: int) -> Taken:
-        """Have the other host fetch the chunks of this chain from index `first` on, unless it has them; at most
-        `MAX_OFFERED`. It returns at once; offering the same chunks again reports the progress.
-
-        Raises:
-            OSError, InputError: the host does not answer, or its answer is not that of a peer.
-        """
-
-
-MAX_OFFERED: Final = 1 << 8
-
-
-@runtime_checkable
-class PassesOn(Protocol):
-    """Optional capability of a `Tier` of other hosts: offering them this host's chunks before it leaves."""
-
-    name: str
-
-    def takers(self) -> Sequence[Taker]:
-        """The hosts that are up. It may block."""
-
-    def holders(self, keys: Sequence[ChunkKey]) -> Sequence[Sequence[Taker]]:
-        """For each of these, the hosts that are up and hold it. It may block.
-
-        Raises:
-            TierDown: no host answers.
-        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_server.peers.hand_over_feed import HandedOver
 from kv_testing.service_contract import assert_adds_up
 from kv_testing.tenants import ANN, cache_of, held, store
 from kv_testing.tower import FINGERPRINT, Tower
 from kv_testing.wait import joined
-from kv_tiers.cache.handed_over import HandedOver
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig
 from kv_tiers.testing.tier_contract import content

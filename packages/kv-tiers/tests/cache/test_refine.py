@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from kv_codecs.progressive import HEAD, HEAD_BYTES
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.outcome import Loaded
@@ -12,7 +13,6 @@ from kv_testing.approximations import CHUNK_BYTES, FORM, KEYS, Small, approximat
 from kv_testing.wait import until
 from kv_tiers import HostPool, chunk_header
 from kv_tiers.cache import refine
-from kv_tiers.codecs.progressive import HEAD, HEAD_BYTES
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.index.life import Life

@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from kv_core.connect.inputs import RequestTokens, Scheduled
-from kv_core.connect.scheduler import SchedulerHalf
-from kv_core.connect.shape import ConnectShape, GroupShape
-from kv_core.connect.worker import WorkerHalf
+from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.lookup import Ended
 from kv_core.service import CacheService, ReadLease
+from kv_core.shape import ConnectShape, GroupShape
 from kv_core.testing import key_chain
 from kv_core.transfer import TransferPlan
+from kv_server import RemoteCache, ServerConfig
+from kv_server.server import CacheServer
 from kv_testing.tower import Tower
 from kv_testing.wait import joined
 from kv_tiers import HostConfig, LocalCache, build_local_cache
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server import RemoteCache, ServerConfig
-from kv_tiers.server.server import CacheServer
 from kv_tiers.testing.tier_contract import content
 
 CHUNK = 4

@@ -14,6 +14,7 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.testing import key_chain
+from kv_server import RemoteCache, launch
 from kv_testing.throttled import ThrottledTier, offer
 from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache, chunk_header
@@ -25,7 +26,6 @@ from kv_tiers.events.events import LookedUp
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.server import RemoteCache, launch
 from kv_tiers.tiers.dram import DramTier
 
 CHUNK_BYTES = 256 << 10

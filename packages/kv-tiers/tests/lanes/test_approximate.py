@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kv_codecs.floats import FloatsCodec
+from kv_codecs.progressive import ProgressiveCodec
+from kv_connect.open_cache import Format, open_remote, workers_of
 from kv_core.clock import HandClock
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
@@ -18,13 +21,10 @@ from kv_testing.redis_servers import VALKEY, end_all, running
 from kv_testing.wait import until
 from kv_tiers import HostConfig, build, build_local_cache, chunk_header
 from kv_tiers.approximate import exact_fingerprint, fingerprint_above
-from kv_tiers.attach.connect import Format, open_remote, workers_of
 from kv_tiers.build import build_lane
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.refine import Refinements
 from kv_tiers.codec import Codec
-from kv_tiers.codecs.floats import FloatsCodec
-from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kv_codecs.zstd import make_zstd_codec
 from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
@@ -17,7 +18,6 @@ from kv_testing.faults import FaultyTier
 from kv_tiers import chunk_header
 from kv_tiers.build import build_lane
 from kv_tiers.codec import Codec, CodecError
-from kv_tiers.codecs.zstd import make_zstd_codec
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from kv_codecs.progressive import ProgressiveCodec
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
@@ -15,7 +16,6 @@ from kv_tiers import HostConfig, build_local_cache, chunk_header
 from kv_tiers.approximate import fingerprint_above
 from kv_tiers.build import build_lane, check_settings
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.codecs.progressive import ProgressiveCodec
 from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 from kv_core.errors import MisuseError
+from kv_server.peers.hosts import Peer, PeerHosts
 from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.objects import ObjectsTier, make_objects_tier
-from kv_tiers.tiers.peer_hosts import Peer, PeerHosts
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
 from kv_tiers.tiers.redis_servers import Address
 from kv_tiers.tiers.together import begin

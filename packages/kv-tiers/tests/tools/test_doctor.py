@@ -6,12 +6,12 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
-from kv_core.connect.shape import GroupShape
+from kv_connect.engine import EngineFacts
 from kv_core.coverage import Coverage
+from kv_core.shape import GroupShape
 from kv_core.tools.doctor import DoctorOptions
+from kv_server.process import launch
 from kv_testing.cache_servers import join_at, settings_for
-from kv_tiers.attach.engine import EngineFacts
-from kv_tiers.server.process import launch
 from kv_tiers.tools import doctor
 
 MOUNTS = """\

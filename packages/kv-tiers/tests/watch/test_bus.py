@@ -16,22 +16,22 @@ from kv_core.cost import Costs, Measured
 from kv_core.keys import tenant_tag
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain, keys_of
+from kv_server import RemoteCache, ServerConfig
+from kv_server.caches import cache_name
+from kv_server.directory.state import DirectoryState
+from kv_server.drain.state import DrainState
+from kv_server.peers.metrics import peer_families
+from kv_server.report import PeersServed
+from kv_server.server import CacheServer
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
 from kv_testing.wait import joined, until
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.directory_state import DirectoryState
-from kv_tiers.drain_state import DrainState
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.lanes.lane import Health
-from kv_tiers.server import RemoteCache, ServerConfig
-from kv_tiers.server.caches import cache_name
-from kv_tiers.server.peer_metrics import peer_families
-from kv_tiers.server.report import PeersServed
-from kv_tiers.server.server import CacheServer
 from kv_tiers.watch.metrics import Metrics, directory_families, drain_families
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -16,6 +16,11 @@ from kv_core.cost import Costs
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.testing import key_chain
+from kv_server import RemoteCache, launch, wire
+from kv_server.connection import ask_server
+from kv_server.explain import explain_prompt
+from kv_server.process import ServerProcess
+from kv_server.tools import explain_cli
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for, shapes
 from kv_testing.tower import Tower
@@ -23,11 +28,6 @@ from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server import RemoteCache, launch, wire
-from kv_tiers.server.connection import ask_server
-from kv_tiers.server.explain import explain_prompt
-from kv_tiers.server.process import ServerProcess
-from kv_tiers.tools import explain_cli
 from kv_tiers.watch.chunk_state import ChunkState, GroupState
 from kv_tiers.watch.explain import Explanation, explain
 from kv_tiers.watch.history import MAX_KNOWN_KEY_SPACES, Fate, History, Memory

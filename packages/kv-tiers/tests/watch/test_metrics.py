@@ -254,7 +254,7 @@ def test_a_reader_in_another_thread_sees_whole_numbers(scraped: Scraped) -> None
 def test_without_the_package_the_error_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['prometheus_client'] = None\n"
-        "import kv_tiers, kv_tiers.server.cli\n"
+        "import kv_tiers, kv_server.cli\n"
         "from kv_core.errors import ConfigError\n"
         "try:\n    import kv_tiers.watch.metrics\n"
         "except ConfigError as error:\n    print(error)\n"

@@ -10,14 +10,14 @@ import pytest
 from kv_core.errors import ConfigError
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_server.config import read_config
+from kv_server.server import CacheServer
 from kv_testing.otlp import otlp_collector
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import until
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig, ObserveConfig
-from kv_tiers.server.config import read_config
-from kv_tiers.server.server import CacheServer
 from kv_tiers.watch.build import build_bus
 from kv_tiers.watch.metrics import Metrics
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest

@@ -11,12 +11,12 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain, keys_of
 from kv_core.tools.cli import main
+from kv_server import RemoteCache, ServerConfig
+from kv_server.server import CacheServer
 from kv_testing.wait import joined
 from kv_tiers import HostConfig
 from kv_tiers.config import ObserveConfig
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.server import RemoteCache, ServerConfig
-from kv_tiers.server.server import CacheServer
 
 CHUNK_BYTES = 5000
 """No whole number of pages: the pool has room for fewer than its bytes by this."""

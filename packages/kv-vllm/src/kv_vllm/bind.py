@@ -1,27 +1,25 @@
-"""vLLM's memory and configuration, translated for `kv_tiers.attach.engine`."""
+"""vLLM's memory and configuration, translated for `kv_connect.engine`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
+from kv_connect.chunk_size import fitted
+from kv_connect.engine import Engine, EngineFacts
+from kv_connect.neighbours import StoredFormat
+from kv_connect.open_cache import Format
 from kv_core.log import limited_logger
-from kv_cuda.bind import BoundGroups, bind_groups, table_tokens_of
+from kv_cuda.bind import bind_groups, table_tokens_of
 from kv_cuda.canary import Refusal
-from kv_cuda.judge.verdict import demand
-from kv_tiers.approximate import is_approximate
-from kv_tiers.attach.chunk_size import fitted
-from kv_tiers.attach.connect import Format
-from kv_tiers.attach.engine import Engine, EngineFacts
-from kv_tiers.attach.neighbours import StoredFormat
-from kv_tiers.codecs.calibrated import calibration_of, fingerprint_of
-from kv_tiers.codecs.division import GroupLayers, divide
+from kv_tiers.approximate import is_approximate, uses_calibration
+from kv_tiers.plugins import extra_needed
 from kv_tiers.settings import Setting, Settings
+from kv_tiers.verdict import demand
 
 from kv_vllm.layer_hooks import LayerPlace
 from kv_vllm.layouts import read_groups
 from kv_vllm.parallel import draft_model, guesses_from_hidden_states, rank_share, replica_of
-from kv_vllm.rotations import check_calibration
 from kv_vllm.served import served_model
 
 _log = limited_logger(__name__)
@@ -60,17 +58,14 @@ def bind_worker(
     if isinstance(bound, Refusal):
         engine.refuse(bound.reason)
         return {}
-    judge, approximate, calibration = settings.judge, is_approximate(settings.tiers), calibration_of(settings.tiers)
     share, transfer = rank_share(vllm_config, kv_cache_config), vllm_config.kv_transfer_config
-    codec, division, judged_formats = "", None, bound.formats
-    if calibration is not None:
-        layers_of_groups = group_layers(bound)
-        division = divide(calibration, layers_of_groups, stages=share.stages, shards=share.shards)
-        check_calibration(vllm_config, calibration, share)
-        codec = calibration.name
-        judged_formats = tuple(group.format for group in layers_of_groups if not group.is_state)
-    demand(judge.verdict, judge.max_kl, judged_formats, approximate=approximate, codec=codec)
-    fingerprint = fingerprint_of(calibration, bound.fingerprint, division)
+    codec, judged_formats, fingerprint = "", bound.formats, bound.fingerprint
+    if uses_calibration(settings.tiers):
+        with extra_needed("codec kvtc", "kv-vllm[codecs]"):
+            from kv_vllm.calibrated import bind_calibration
+        codec, judged_formats, fingerprint = bind_calibration(vllm_config, settings.tiers, bound, share)
+    approximate = is_approximate(settings.tiers)
+    demand(settings.judge.verdict, settings.judge.max_kl, judged_formats, approximate=approximate, codec=codec)
     facts = EngineFacts(
         chunk_tokens=settings.chunk_tokens,
         groups=bound.shapes,
@@ -102,19 +97,6 @@ def bind_worker(
         for index, tensor in enumerate(group.tensors)
     }
     return {name: places[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in places}
-
-
-def group_layers(bound: BoundGroups) -> list[GroupLayers]:
-    """The groups that a calibration is compared with."""
-    return [
-        GroupLayers(
-            f"group {group.table} of this model's layers ({group.coverage})",
-            group.format,
-            group.numbers,
-            is_state=group.coverage.kind == "state",
-        )
-        for group in bound.groups
-    ]
 
 
 def bind_scheduler(engine: Engine, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:

@@ -1,5 +1,5 @@
 """The class that vLLM calls. Each method translates its arguments and makes one call; the logic is in
-`kv_core.connect`.
+`kv_connect.halves`.
 
 Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True), except for those
 that cannot fail where the settings enable layerwise loads (`kv_vllm.layerwise`). Stores begin in `wait_for_save`, or,
@@ -19,16 +19,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from kv_core.connect.held import HeldBlocks
-from kv_core.connect.inputs import RequestTokens
-from kv_core.connect.scheduler import SchedulerHalf
-from kv_core.connect.step import StepPlan
-from kv_core.connect.worker import WorkerHalf
+from kv_connect.engine import engine_of, release
+from kv_connect.guard import always, guarded
+from kv_connect.halves.held import HeldBlocks
+from kv_connect.halves.inputs import RequestTokens
+from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.step import StepPlan
+from kv_connect.halves.worker import WorkerHalf
+from kv_connect.identity.adapters import Unsure
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from kv_tiers.attach.adapters import Unsure
-from kv_tiers.attach.engine import engine_of, release
-from kv_tiers.attach.guard import always, guarded
 from kv_tiers.settings import load
 from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from kv_tiers.attach.demo import Answer, Ask, Demo, Wanted, run
+from kv_connect.demo import Answer, Ask, Demo, Wanted, run
 
 
 def start(wanted: Wanted) -> Ask:

@@ -7,12 +7,12 @@ that filled it, and it stays in vLLM's own prefix cache.
 from collections.abc import Sequence
 from typing import Any
 
-from kv_core.connect.held import HeldBlocks
-from kv_core.connect.shape import ConnectShape
+from kv_connect.halves.held import HeldBlocks
+from kv_core.shape import ConnectShape
 
 
 class PoolBlocks:
-    """A `kv_core.connect.held.EngineBlocks` of vLLM's `BlockPool`."""
+    """A `kv_connect.halves.held.EngineBlocks` of vLLM's `BlockPool`."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool

@@ -7,8 +7,8 @@ cache is then off, and the engine runs without it.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from kv_connect.interface import call_differences, field_differences, unknown_calls
 from kv_core.log import limited_logger
-from kv_tiers.attach.interface import call_differences, field_differences, unknown_calls
 
 _log = limited_logger(__name__)
 

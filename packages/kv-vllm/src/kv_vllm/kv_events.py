@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kv_core.connect.shape import ConnectShape
-from kv_core.connect.step import StepPlan
+from kv_connect.halves.step import StepPlan
 from kv_core.keys import ChunkKey, keys_in
+from kv_core.shape import ConnectShape
 from kv_tiers.events.changes import Changes
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (

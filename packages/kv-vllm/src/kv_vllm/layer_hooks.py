@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kv_core.connect.step import StepPlan
-from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.guard import PartOf, always, guarded
+from kv_connect.engine import Engine
+from kv_connect.guard import PartOf, always, guarded
+from kv_connect.halves.step import StepPlan
 
 
 class LayerPlace(NamedTuple):

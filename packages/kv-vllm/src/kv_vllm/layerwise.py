@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kv_core.connect.layerwise import NONE_ENDED, LayerLoads, LayerwiseReport
-from kv_core.connect.layerwise_promises import RanksReports
-from kv_core.connect.step import StepPlan
+from kv_connect.engine import Engine
+from kv_connect.guard import PartOf, guarded
+from kv_connect.halves.layerwise import NONE_ENDED, LayerLoads, LayerwiseReport
+from kv_connect.halves.layerwise_promises import RanksReports
+from kv_connect.halves.step import StepPlan
+from kv_connect.pools import PoolPart
 from kv_core.errors import CopyFailed
-from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.guard import PartOf, guarded
-from kv_tiers.attach.pools import PoolPart
 
 
 @dataclass(frozen=True, slots=True)

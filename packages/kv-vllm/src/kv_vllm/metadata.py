@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_tiers.attach.node_messages import FromNode, ToNodes
+from kv_connect.nodes.node_messages import FromNode, ToNodes
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kv_vllm.layerwise import LayerwiseStep, RankAnswer

@@ -6,10 +6,10 @@ On one node there are none.
 from collections.abc import Iterable
 from typing import Any
 
-from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.guard import PartOf, always, guarded
-from kv_tiers.attach.node_agent import NodeAgent
-from kv_tiers.attach.node_messages import FromNode, ToNodes
+from kv_connect.engine import Engine
+from kv_connect.guard import PartOf, always, guarded
+from kv_connect.nodes.node_agent import NodeAgent
+from kv_connect.nodes.node_messages import FromNode, ToNodes
 
 from kv_vllm.parallel import rank_share
 

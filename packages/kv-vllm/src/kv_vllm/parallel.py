@@ -9,9 +9,9 @@ cached. Parallelism over tokens is refused here, by name.
 import re
 from typing import Any
 
+from kv_connect.nodes.ranks import RankShare, share_of
+from kv_connect.open_cache import Replica
 from kv_core.errors import ConfigError
-from kv_tiers.attach.connect import Replica
-from kv_tiers.attach.ranks import RankShare, share_of
 from kv_tiers.settings import Settings
 
 from kv_vllm.heads import shards_of_ranks

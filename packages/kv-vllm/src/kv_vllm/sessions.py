@@ -9,7 +9,7 @@ vLLM then restarts it, and so do we.
 from dataclasses import replace
 from typing import Any
 
-from kv_core.connect.inputs import RequestTokens
+from kv_connect.halves.inputs import RequestTokens
 
 
 class Sessions:

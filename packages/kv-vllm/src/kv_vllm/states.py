@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 import torch
-from kv_core.connect.inputs import EngineState
+from kv_connect.halves.inputs import EngineState
 from kv_cuda.canary import Refusal
 from kv_cuda.states import StateGroup
 

@@ -17,11 +17,11 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
-from kv_core.connect.scheduler import SchedulerHalf
-from kv_core.connect.worker import WorkerHalf
-from kv_tiers.attach.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS, Figure
+from kv_connect.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS, Figure
+from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.worker import WorkerHalf
+from kv_server.remote_cache import RemoteCache
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.server.remote_cache import RemoteCache
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 _POOL_EVERY_S: Final = 1.0

@@ -1,14 +1,14 @@
-"""Translates the steps of vLLM's scheduler for `kv_core.connect`."""
+"""Translates the steps of vLLM's scheduler for `kv_connect.halves`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kv_core.connect.engine_costs import MIN_PREFILL_TOKENS
-from kv_core.connect.inputs import RequestTokens, Scheduled
-from kv_core.connect.quiet import QuietSteps
-from kv_core.connect.scheduler import SchedulerHalf
-from kv_core.connect.step import StepPlan
+from kv_connect.halves.engine_costs import MIN_PREFILL_TOKENS
+from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.quiet import QuietSteps
+from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.step import StepPlan
 
 from kv_vllm.states import settled_states
 

@@ -1,4 +1,4 @@
-"""Translates vLLM's requests and scheduler outputs for `kv_core.connect`. Reads vLLM's objects, changes none."""
+"""Translates vLLM's requests and scheduler outputs for `kv_connect.halves`. Reads vLLM's objects, changes none."""
 
 import secrets
 import sys
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from kv_core.connect.inputs import RequestTokens
+from kv_connect.engine import Engine
+from kv_connect.halves.inputs import RequestTokens
+from kv_connect.identity.adapters import Unsure
+from kv_connect.request_options import chosen
 from kv_core.hashing import Item
-from kv_tiers.attach.adapters import Unsure
-from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.request_options import chosen
 from kv_tiers.settings import Settings
 
 from kv_vllm.handover import with_handover

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kv_core.connect.inputs import RequestTokens
-from kv_core.connect.scheduler import SchedulerHalf
+from kv_connect.halves.inputs import RequestTokens
+from kv_connect.halves.scheduler import SchedulerHalf
 
 
 @dataclass(frozen=True, slots=True)

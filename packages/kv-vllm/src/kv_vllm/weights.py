@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from kv_core.connect.inputs import RequestTokens
+from kv_connect.engine import Engine
+from kv_connect.halves.inputs import RequestTokens
+from kv_connect.identity.adapters import Unsure
+from kv_connect.identity.identity import LiveKeySpace, Origins, origins_of, sources_of
+from kv_connect.identity.weights import EngineWeights
 from kv_core.log import limited_logger
-from kv_tiers.attach.adapters import Unsure
-from kv_tiers.attach.engine import Engine
-from kv_tiers.attach.identity import LiveKeySpace, Origins, origins_of, sources_of
-from kv_tiers.attach.weights import EngineWeights
 
 from kv_vllm.served import served_model
 

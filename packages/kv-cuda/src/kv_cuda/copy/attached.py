@@ -10,7 +10,7 @@ from kv_cuda.copy.memory import Pool, device_pool, host_pool
 
 
 class AttachesPools(ABC):
-    """The part of a `kv_core.connect.device.DeviceCopier` that knows its pools."""
+    """The part of a `kv_core.device.DeviceCopier` that knows its pools."""
 
     def __init__(self, device: torch.device, largest_chunk_bytes: int) -> None:
         """device: the device of the engine's blocks. largest_chunk_bytes: size of the largest chunk in its pools."""

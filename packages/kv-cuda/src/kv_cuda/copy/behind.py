@@ -32,7 +32,7 @@ def pays_behind(nbytes: int) -> bool:
 
 
 class LayerCopy:
-    """The copy of one layer. A `kv_core.connect.device.CopyEvent`, for any number of threads."""
+    """The copy of one layer. A `kv_core.device.CopyEvent`, for any number of threads."""
 
     def __init__(self, copy: Callable[[], None], next_layer: "LayerCopy | None" = None) -> None:
         """next_layer: the layer that the thread copies after this one."""

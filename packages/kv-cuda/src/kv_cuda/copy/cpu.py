@@ -86,7 +86,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _LayersBehind:
-    """A `kv_core.connect.device.LayerwiseStore`. copy: gathers one layer."""
+    """A `kv_core.device.LayerwiseStore`. copy: gathers one layer."""
 
     layers: int
     copy: Callable[[int], None]
@@ -101,7 +101,7 @@ class _LayersBehind:
 
 
 class CpuCopier:
-    """A `kv_core.connect.device.DeviceCopier` for one group of layers. Not thread-safe: it has one scratch buffer."""
+    """A `kv_core.device.DeviceCopier` for one group of layers. Not thread-safe: it has one scratch buffer."""
 
     def __init__(
         self,

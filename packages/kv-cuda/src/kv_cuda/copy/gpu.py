@@ -85,14 +85,14 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True)
 class _LayersOfGpu:
-    """A `kv_core.connect.device.LayerwiseStore`."""
+    """A `kv_core.device.LayerwiseStore`."""
 
     layers: int
     gather: Callable[[Sequence[int]], Event]
 
 
 class GpuCopier(AttachesPools):
-    """A `kv_core.connect.device.DeviceCopier` for one group of layers. For one thread at a time."""
+    """A `kv_core.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(
         self,

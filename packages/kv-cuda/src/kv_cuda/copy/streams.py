@@ -12,7 +12,7 @@ import torch
 
 
 class Event(Protocol):
-    """A point in a queue. A `kv_core.connect.device.CopyEvent`."""
+    """A point in a queue. A `kv_core.device.CopyEvent`."""
 
     def done(self) -> bool: ...
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from kv_core.connect.device import DeviceCopier
+from kv_core.device import DeviceCopier
 from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, is_quantised_kind
@@ -40,7 +40,7 @@ class StagingCopier(DeviceCopier, Protocol):
 
 
 class QuantisingCopier(AttachesPools):
-    """A `kv_core.connect.device.DeviceCopier` for one group of layers. For one thread at a time."""
+    """A `kv_core.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
     def __init__(
         self,

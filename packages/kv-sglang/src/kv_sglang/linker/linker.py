@@ -16,10 +16,10 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from kv_connect.guard import OffSwitch, always, guarded
+from kv_connect.interface import call_differences, unknown_calls
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from kv_tiers.attach.guard import OffSwitch, always, guarded
-from kv_tiers.attach.interface import call_differences, unknown_calls
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker

@@ -22,17 +22,13 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 
-from kv_tiers import chunk_header
 from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
-from kv_tiers.cache.drain import Drain
-from kv_tiers.cache.handed_over import HandOverFeed
+from kv_tiers.cache.extension import CacheParts, Extension
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
 from kv_tiers.cache.leases import Leases, Read, Write
 from kv_tiers.cache.lower_tiers import LowerTiers
-from kv_tiers.cache.offers import Offers
-from kv_tiers.cache.peer_reads import PeerReads
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import ColdConfig, check_lease
@@ -67,12 +63,14 @@ class LocalCache:
         quotas: Mapping[bytes, int] | None = None,
         share_policy: Callable[[int], EvictionPolicy] | None = None,
         bounded: BoundedGroups | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         """lanes: the tiers below the pool, hottest first, and when chunks are written there. The cache closes them.
         events: where the cache publishes events; the caller closes the bus.
         quotas: bytes that tenants have for themselves, by their tag; see `Administration.set_quota`.
         share_policy: makes the policy of such a tenant's share, given its size in chunks.
         bounded: where lookups note the groups that do not need the whole prefix; the lower tiers read it.
+        extensions: what takes part in this cache besides its tiers. Tiers that are extensions take part anyway.
 
         Raises:
             ConfigError: the quotas exceed the pool, or `lease_s` is not positive.
@@ -103,20 +101,21 @@ class LocalCache:
         self.lease_s = lease_s
         self._leases = Leases(lease_s)
         self.holds = Holds(self._host, self._index, shares)
-        self.handed_over = HandOverFeed(self._clock)
-        """The chunks that engines of this cache hand over, for servers of other hosts."""
         for lane, _ in lanes:
             lane.events = self.events
         self.lower = LowerTiers(self._host, self._index, lanes, self._cold, keep_s=lease_s, clock=self._clock)
         self._promotions, self._spills = self.lower.promotions, self.lower.spills
         self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
-        self.offers = Offers(self._host, self._index, self.lower)
-        """Takes what other hosts offer before they leave."""
-        self.drain = Drain(self._host, self._index, self.lower, on_change=self._set_leaving)
-        """Passes this host's chunks on before it leaves."""
-        self._is_leaving = False
+        self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
-        self.lower.follow(self._fetch_handed_over)
+        self.extensions = (*extensions, *(lane.tier for lane, _ in lanes if isinstance(lane.tier, Extension)))
+        for extension in self.extensions:
+            extension.attach(
+                CacheParts(
+                    self._host, self._index, self.lower, self.holds, self._clock,
+                    verify=self._verify, refuse_new=self._refuse_new, fetch_held=self._fetch_held,
+                )
+            )  # fmt: skip
 
     def lookup(
         self,
@@ -213,12 +212,12 @@ class LocalCache:
         now_s = self._clock.now_s()
         with self._lock:
             self._begin(now_s)
-            if hold_s > 0 and not self._is_leaving:  # another engine waits for these, and the tier may load them slowly
+            if hold_s > 0 and not self._refuses_new:  # another engine waits for these, and the tier may be slow
                 self._promotions.yield_to(chain)
             prompt_slots = self._host.touch(chain)
             missing = self._index.not_held(chain) if len(prompt_slots) < len(chain) else []
             skipped: set[int] = set()
-            slots = [] if self._is_leaving else self._host.reserve(missing, frozenset(prompt_slots), skipped)
+            slots = [] if self._refuses_new else self._host.reserve(missing, frozenset(prompt_slots), skipped)
             self._host.publish_evicted("store", holder)
             if skipped:
                 self._index.reinsert([slot for slot in dict.fromkeys(prompt_slots) if slot in skipped])
@@ -233,9 +232,7 @@ class LocalCache:
             # After the hold, because it may evict chunks that are not held to keep slots free.
             self._spills.allow(prompt_slots, chain, lower)
         if refused:
-            why = f"no room for {refused} of {len(chain)} chunks: {why}"
-            if self._is_leaving:
-                why = "this host is being drained, and takes no new chunks"
+            why = self._refuses_new or f"no room for {refused} of {len(chain)} chunks: {why}"
         if unbacked_slots := self.pool.back(slots):
             unbacked = self._give_up_from(write, min(map(slots.index, unbacked_slots)))
             why = f"the file system of pool {self.pool.name} has no memory left for {unbacked} of {len(chain)} chunks"
@@ -337,7 +334,8 @@ class LocalCache:
         with self._lock:
             self._host.check_open()
             self.holds.read([slot for key in keys if (slot := self._index.find(key)) is not None])
-        self.lower.taken(keys)
+        for extension in self.extensions:
+            extension.taken(keys)
 
     def clear(self) -> None:
         """Forget every chunk that is held, as `forget` does. Chunks being written now will not be found either."""
@@ -353,12 +351,6 @@ class LocalCache:
     def cleared_for_s(self) -> float | None:
         """How long ago everything was cleared; None: never."""
         return None if self._cleared_s is None else self._clock.now_s() - self._cleared_s
-
-    def reads_for_peers(self, fingerprint: str) -> PeerReads:
-        """fingerprint: of the chunks' format."""
-        format_id = chunk_header.format_id(fingerprint)
-        lanes = self.lower.local_lanes()
-        return PeerReads(self._host, self._index, lanes, format_id, self.holds, verify=self._verify)
 
     def counts(self) -> CacheCounts:
         now_s = self._clock.now_s()
@@ -383,7 +375,8 @@ class LocalCache:
         Raises:
             BufferError: the pool's memory is still in use; the cache is closed but the pool is not: close again later.
         """
-        self.drain.close()
+        for extension in self.extensions:
+            extension.detach()
         with self._lock:
             self._host.stop()
             for write in self._leases.clear():
@@ -416,20 +409,21 @@ class LocalCache:
             self._totals.leases_expired += 1
 
     def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float) -> None:
-        """Hold these chunks of a chain for another engine, and announce the new ones to other hosts."""
+        """Hold these chunks of a chain for another engine, and tell the extensions of the new ones."""
         if new := set(self.holds.hold(slots, now_s + hold_s, now_s)):
             positions = [position for position, key in enumerate(chain) if self._index.find(key) in new]
-            self.handed_over.announce(chain[: positions[-1] + 1], positions[0], now_s + hold_s)
+            for extension in self.extensions:
+                extension.held(chain[: positions[-1] + 1], positions[0], now_s + hold_s)
 
-    def _fetch_handed_over(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
-        """Fetch chunks that another host hands over, and hold them as long as that host does. Takes the lock itself."""
+    def _fetch_held(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
+        """For `CacheParts.fetch_held`. Takes the lock itself."""
         until_s = self._clock.now_s() + hold_s
         self._promotions.bring(tier, chain, first, lambda slots: self.holds.hold(slots, until_s, self._clock.now_s()))
 
-    def _set_leaving(self, is_leaving: bool) -> None:
-        """Takes the lock itself."""
+    def _refuse_new(self, why: str) -> None:
+        """For `CacheParts.refuse_new`. Takes the lock itself."""
         with self._lock:
-            self._is_leaving = self.offers.is_refused = is_leaving
+            self._refuses_new = why
 
     def _count_lookup(
         self, keys: Sequence[ChunkKey], hit: Hit, shape: ChunkShape, costs: Costs | None, plan: LookupPlan

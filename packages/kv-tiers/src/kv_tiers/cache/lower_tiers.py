@@ -1,8 +1,8 @@
 """The tiers below the host tier as one unit: their lanes in order, promotion and spilling."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeVar
 
 from kv_core.clock import Clock
 from kv_core.cost import Costs
@@ -17,16 +17,15 @@ from kv_tiers.cache.refine import Refinements
 from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
 from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
-from kv_tiers.directory_state import DirectoryState
-from kv_tiers.host_port import HostPort
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import HandsOver, PassesOn, ReadOnly, SupportsFileExtents, TierUsage
-from kv_tiers.tiers.directory.contents import Contents, ListsHolders
+from kv_tiers.tier import ReadOnly, SupportsFileExtents, TierUsage
 
 _log = limited_logger(__name__)
+
+Capability = TypeVar("Capability")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,6 @@ class TierState:
     lane: the counters of its lane.
     spill: the counters of spilling to it.
     load_cost: seconds per load, and seconds per byte, as measured; None: not known yet.
-    directory: the state of its directory of other hosts; None: it has none.
     refined: how often a chunk in the pool that came from it got better bytes from it.
     """
 
@@ -50,7 +48,6 @@ class TierState:
     lane: LaneCounts
     spill: SpillCounts
     load_cost: tuple[float, float] | None = None
-    directory: DirectoryState | None = None
     refined: int = 0
 
 
@@ -163,32 +160,10 @@ class LowerTiers:
             if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0].serves
         }
 
-    def follow(self, on_handed_over: Callable[[int, Sequence[ChunkKey], int, float], None]) -> None:
-        """Have tiers report what engines elsewhere hand over: with the tier's number, then as in `OnHandedOver`."""
-        for number, lane in enumerate(self._lanes):
-            if isinstance(lane.tier, HandsOver):
-                lane.tier.follow(partial(on_handed_over, number))
-
-    def publish(self, track: Callable[[], Contents], address: HostPort) -> None:
-        """Announce this server's chunks to other hosts, through tiers that are configured for it. track: tracks them
-        from then on. address: where peers read from this server."""
-        for lane in self._lanes:
-            if isinstance(lane.tier, ListsHolders) and lane.tier.lists_holders:
-                lane.tier.publish(track(), address)
-
-    def peers(self) -> int | None:
-        """The number of the tier of other hosts; None: there is none. Takes no lock."""
-        return next((number for number, lane in enumerate(self._lanes) if isinstance(lane.tier, PassesOn)), None)
-
-    def passes_on(self) -> list[PassesOn]:
-        """The tiers of other hosts. Calls to them bypass their lanes, so make them on a thread that may block."""
-        return [lane.tier for lane in self._lanes if isinstance(lane.tier, PassesOn)]
-
-    def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """Other hosts need no longer hold these chunks. Without the lock."""
-        for lane in self._lanes:
-            if isinstance(lane.tier, HandsOver):
-                lane.tier.taken(keys)
+    def tiers_that(self, kind: type[Capability]) -> list[tuple[int, Capability]]:
+        """The tiers with this optional capability, and their numbers. Calls to them bypass their lanes, so make them on
+        a thread that may block. Takes no lock."""
+        return [(number, lane.tier) for number, lane in enumerate(self._lanes) if isinstance(lane.tier, kind)]
 
     def states(self) -> list[TierState]:
         with self._host.lock:
@@ -196,11 +171,8 @@ class LowerTiers:
         states = []
         for lane, spill, refinements in zip(self._lanes, spills, refined, strict=True):
             health, why = lane.health()
-            directory = lane.tier.directory_state() if isinstance(lane.tier, ListsHolders) else None
             states.append(
-                TierState(
-                    lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), directory, refinements
-                )
+                TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), refinements)
             )
         return states
 

@@ -2,17 +2,13 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from kv_core.errors import ConfigError, TierDown
+from kv_core.errors import ConfigError
 from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
-from kv_tiers.attach.engine import EngineFacts
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
-from kv_tiers.server import wire
-from kv_tiers.server.config import default_socket
-from kv_tiers.server.connection import ask_server_for
 from kv_tiers.tiers.disk_directory import try_place
 
 _EXTRAS = {
@@ -35,41 +31,6 @@ def check(options: DoctorOptions) -> Iterator[Finding]:
     yield from _numa(Path("/sys/devices/system/node"))
     yield from _directory(Path(options.path))
     yield from _libraries()
-    yield from servers(default_socket().parent)
-
-
-def servers(directory: Path) -> Iterator[Finding]:
-    """For each server that listens there, its engines and what their groups of layers need of a prefix."""
-    for socket in sorted(directory.glob("*.sock")):
-        what = f"server {socket.stem}"
-        try:
-            answer = ask_server_for(socket, wire.Registered(""), wire.Registrations)
-        except (TierDown, ConfigError) as error:
-            yield Finding(
-                "note", what, f"{socket} does not answer: {error}", "if its process has ended, remove the file"
-            )
-            continue
-        engines: dict[str, dict[str, str]] = {}
-        for session in answer.sessions:  # of an engine's processes, one or several describe its chunks
-            engines[session.engine] = engines.get(session.engine, {}) | session.facts
-        if not engines:
-            yield Finding("ok", what, f"{socket}, no engine uses it")
-        for engine, facts in engines.items():
-            yield _engine(what, engine, facts)
-
-
-def _engine(what: str, engine: str, facts: Mapping[str, str]) -> Finding:
-    """facts: as an engine of any package and release registers them."""
-    description = f"engine {engine or 'without a name'}" + (
-        f", chunks of {facts['chunk_tokens']} tokens" if "chunk_tokens" in facts else ""
-    )
-    if "groups" not in facts:  # SGLang's are all alike
-        return Finding("ok", what, description)
-    try:
-        return Finding("ok", what, f"{description}: {EngineFacts.from_text(facts).described}")
-    except (KeyError, ValueError) as error:
-        advice = "install the engine's release here to see how its chunks are made up"
-        return Finding("note", what, f"{description}, described in another way: {error!r}", advice)
 
 
 def _memory() -> Iterator[Finding]:
@@ -138,19 +99,8 @@ def file_system_of(path: Path, mounts: Path) -> str:
     return kind
 
 
-def _kernels() -> Finding:
-    from kv_tiers.codecs.kernels import best_kernels
-
-    what = "codecs floats, kvtc, progressive, and format int8 on a CPU"
-    if best_kernels().name == "compiled":
-        return Finding("ok", what, "compiled")
-    advice = "only if you use them and want them faster: install a C compiler, then kv-tiers again"
-    return Finding("ok", what, "in numpy, int8 in torch, because none were compiled", advice)
-
-
 def _libraries() -> Iterator[Finding]:
     yield Finding("ok", "kv-tiers", f"{version_of('kv-tiers')} on Python {sys.version.split()[0]}")
-    yield _kernels()
     versions = {extra: version_of(distribution) for extra, distribution in _EXTRAS.items()}
     installed = ", ".join(f"{_EXTRAS[extra]} {version}" for extra, version in versions.items() if version)
     missing = [extra for extra, version in versions.items() if not version]

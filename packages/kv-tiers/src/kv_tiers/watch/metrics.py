@@ -23,8 +23,6 @@ from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.lower_tiers import TierState
-from kv_tiers.directory_state import DirectoryState
-from kv_tiers.drain_state import DrainState
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import (
     Committed,
@@ -60,7 +58,7 @@ BUCKETS_RATIO: Final = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0
 MAX_TENANTS: Final = 64
 """Tenants with their own label in each cache: those with a quota, then the largest. The rest are `others`."""
 
-_Labels = tuple[str, ...]
+Labels = tuple[str, ...]
 
 
 class _Histogram:
@@ -93,16 +91,16 @@ class Metrics(Subscriber):
         self._caches = caches
         self._others = others
         self._lock = threading.Lock()  # guards what follows
-        self._lookups: Counter[_Labels] = Counter()
-        self._chunks_asked: Counter[_Labels] = Counter()
-        self._chunks_hit: Counter[_Labels] = Counter()
-        self._bytes_hit: Counter[_Labels] = Counter()
-        self._evictions: Counter[_Labels] = Counter()
-        self._damaged: Counter[_Labels] = Counter()
-        self._transfer_bytes: Counter[_Labels] = Counter()
-        self._transfer_seconds: dict[_Labels, _Histogram] = {}
-        self._declined: Counter[_Labels] = Counter()
-        self._ratios: dict[_Labels, _Histogram] = {}
+        self._lookups: Counter[Labels] = Counter()
+        self._chunks_asked: Counter[Labels] = Counter()
+        self._chunks_hit: Counter[Labels] = Counter()
+        self._bytes_hit: Counter[Labels] = Counter()
+        self._evictions: Counter[Labels] = Counter()
+        self._damaged: Counter[Labels] = Counter()
+        self._transfer_bytes: Counter[Labels] = Counter()
+        self._transfer_seconds: dict[Labels, _Histogram] = {}
+        self._declined: Counter[Labels] = Counter()
+        self._ratios: dict[Labels, _Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         bus.subscribe(self)
@@ -153,11 +151,11 @@ class Metrics(Subscriber):
                 case Damaged() as damaged:
                     self._damaged[cache, damaged.tier] += len(damaged.keys)
 
-    def _add_transfer(self, labels: _Labels, nbytes: int, seconds: float) -> None:
+    def _add_transfer(self, labels: Labels, nbytes: int, seconds: float) -> None:
         self._transfer_bytes[labels] += nbytes
         self._transfer_seconds.setdefault(labels, _Histogram()).add(seconds)
 
-    def _add_estimate(self, labels: _Labels, estimated_s: float | None, took_s: float) -> None:
+    def _add_estimate(self, labels: Labels, estimated_s: float | None, took_s: float) -> None:
         if estimated_s:
             self._ratios.setdefault(labels, _Histogram(BUCKETS_RATIO)).add(took_s / estimated_s)
 
@@ -166,23 +164,15 @@ class Metrics(Subscriber):
         yield from self._from_events()
         scraped: list[tuple[str, LocalCache, CacheCounts, list[TierState]]] = []
         tenants: list[tuple[str, list[TenantUse]]] = []
-        drains: list[tuple[str, DrainState]] = []
         for cache in self._caches():
             try:
                 scraped.append((cache.events.name, cache, cache.counts(), cache.lower.states()))
                 tenants.append((cache.events.name, cache.admin.tenants()))
-                if (drain := cache.drain.state()) is not None:
-                    drains.append((cache.events.name, drain))
             except MisuseError:  # it was closed just now
                 continue
         yield from _from_counts([(name, cache, counts) for name, cache, counts, _ in scraped])
-        tiers = [(name, state) for name, _, _, states in scraped for state in states]
-        yield from _from_tiers(tiers)
-        yield from directory_families(
-            (name, state.name, state.directory) for name, state in tiers if state.directory is not None
-        )
+        yield from _from_tiers([(name, state) for name, _, _, states in scraped for state in states])
         yield from _from_tenants(tenants)
-        yield from drain_families(drains)
         dropped, failures = self._bus.events_dropped, self._bus.failures
         yield CounterMetricFamily("kv_events_dropped", "Events that found the bus's queue full.", value=dropped)
         yield CounterMetricFamily(
@@ -196,16 +186,16 @@ class Metrics(Subscriber):
     def _from_events(self) -> Iterator[Metric]:
         with self._lock:
             families = [
-                _counter("lookups", "Lookups with a final answer, by why they ended", self._lookups, "ended"),
-                _counter("chunks_asked", "Chunks that these lookups requested, without those that the engine had",
+                counter("lookups", "Lookups with a final answer, by why they ended", self._lookups, "ended"),
+                counter("chunks_asked", "Chunks that these lookups requested, without those that the engine had",
                          self._chunks_asked),
-                _counter("chunks_hit", "Those of these chunks that were held, by tier", self._chunks_hit, "tier"),
-                _counter("hit_bytes", "Bytes of the chunks that were held", self._bytes_hit, "tier"),
-                _counter("evictions", "Chunks that left a tier to make room", self._evictions, "tier", "cause"),
-                _counter("damaged", "Chunks whose bytes were wrong", self._damaged, "tier"),
-                _counter("transfer_bytes", "Bytes to a tier (store) and from it (load)", self._transfer_bytes, "tier",
+                counter("chunks_hit", "Those of these chunks that were held, by tier", self._chunks_hit, "tier"),
+                counter("hit_bytes", "Bytes of the chunks that were held", self._bytes_hit, "tier"),
+                counter("evictions", "Chunks that left a tier to make room", self._evictions, "tier", "cause"),
+                counter("damaged", "Chunks whose bytes were wrong", self._damaged, "tier"),
+                counter("transfer_bytes", "Bytes to a tier (store) and from it (load)", self._transfer_bytes, "tier",
                          "direction"),
-                _counter("chunks_declined", "Held chunks that were computed because that was estimated to be faster",
+                counter("chunks_declined", "Held chunks that were computed because that was estimated to be faster",
                          self._declined, "tier"),
                 _histogram("transfer_seconds", "From requesting chunks from a tier to their arrival, or from handing "
                            "chunks to a tier to their being stored", self._transfer_seconds, "tier", "direction"),
@@ -216,9 +206,9 @@ class Metrics(Subscriber):
 
 
 def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Iterator[Metric]:
-    pool: dict[_Labels, float] = {}
-    leases: dict[_Labels, float] = {}
-    group_chunks: dict[_Labels, float] = {}
+    pool: dict[Labels, float] = {}
+    leases: dict[Labels, float] = {}
+    group_chunks: dict[Labels, float] = {}
     for name, cache, counts in caches:
         slots = {
             "resident": counts.chunks_resident,
@@ -231,16 +221,16 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
         leases[name, "read"], leases[name, "write"] = counts.read_leases, counts.write_leases
         for group, chunks in enumerate(cache.admin.held().by_group):
             group_chunks[name, str(group)] = chunks
-    yield _gauge("pool_bytes", "The host pool's memory, by what it is used for", pool, "state")
-    yield _gauge("leases", "Open leases; promises count as reads", leases, "kind")
-    sizes: dict[_Labels, float] = {(name,): cache.pool.chunk_bytes for name, cache, _ in caches}
-    yield _gauge("chunk_bytes", "The size of the largest chunk", sizes)
-    held: dict[_Labels, float] = {(name,): cache.holds.chunks for name, cache, _ in caches}
-    yield _gauge("handed_over_chunks", "Chunks that are held for another engine", held)
+    yield gauge("pool_bytes", "The host pool's memory, by what it is used for", pool, "state")
+    yield gauge("leases", "Open leases; promises count as reads", leases, "kind")
+    sizes: dict[Labels, float] = {(name,): cache.pool.chunk_bytes for name, cache, _ in caches}
+    yield gauge("chunk_bytes", "The size of the largest chunk", sizes)
+    held: dict[Labels, float] = {(name,): cache.holds.chunks for name, cache, _ in caches}
+    yield gauge("handed_over_chunks", "Chunks that are held for another engine", held)
     about = "Chunks of a group of layers in the pool, each counted once however many shards are held"
-    yield _gauge("pool_group_chunks", about, group_chunks, "group")
+    yield gauge("pool_group_chunks", about, group_chunks, "group")
     for total, about in _TOTALS.items():
-        yield _counter(total, about, {(name,): getattr(counts, total) for name, _, counts in caches})
+        yield counter(total, about, {(name,): getattr(counts, total) for name, _, counts in caches})
 
 
 _TOTALS: Final = {
@@ -255,22 +245,22 @@ _TOTALS: Final = {
 
 
 def _from_tiers(tiers: Sequence[tuple[str, TierState]]) -> Iterator[Metric]:
-    yield from _tabulated("tier", _TIER, [((cache, state.name), state) for cache, state in tiers])
-    group_chunks: dict[_Labels, float] = {}
-    busy: dict[_Labels, float] = {}
+    yield from tabulated("tier", _TIER, [((cache, state.name), state) for cache, state in tiers])
+    group_chunks: dict[Labels, float] = {}
+    busy: dict[Labels, float] = {}
     for cache, state in tiers:
         labels = (cache, state.name)
         for group, chunks in enumerate(state.usage.by_group):
             group_chunks[*labels, str(group)] = chunks
         busy[*labels, "load"], busy[*labels, "store"] = state.lane.seconds_loading, state.lane.seconds_storing
     about = "Chunks of a group of layers that the tier holds, each counted once, if it reports them"
-    yield _gauge("tier_group_chunks", about, group_chunks, "tier", "group")
-    yield _counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
+    yield gauge("tier_group_chunks", about, group_chunks, "tier", "group")
+    yield counter("tier_busy_seconds", "Time spent in calls to the tier", busy, "tier", "direction")
 
 
 def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Metric]:
-    used: dict[_Labels, float] = {}
-    quota: dict[_Labels, float] = {}
+    used: dict[Labels, float] = {}
+    quota: dict[Labels, float] = {}
     for cache, uses in caches:
         ordered = sorted(uses, key=lambda use: (use.quota_bytes is None, -use.used_bytes))
         for use in ordered[:MAX_TENANTS]:
@@ -279,47 +269,26 @@ def _from_tenants(caches: Sequence[tuple[str, list[TenantUse]]]) -> Iterator[Met
                 quota[cache, use.tenant.hex()] = use.quota_bytes
         if unlabelled := ordered[MAX_TENANTS:]:
             used[cache, "others"] = sum(use.used_bytes for use in unlabelled)
-    yield _gauge("tenant_bytes", "Bytes of the pool that a tenant uses, by its tag", used, "tenant")
-    yield _gauge("tenant_quota_bytes", "The quota of a tenant that has one", quota, "tenant")
+    yield gauge("tenant_bytes", "Bytes of the pool that a tenant uses, by its tag", used, "tenant")
+    yield gauge("tenant_quota_bytes", "The quota of a tenant that has one", quota, "tenant")
 
 
-def directory_families(states: Iterable[tuple[str, str, DirectoryState]]) -> Iterator[Metric]:
-    """Metrics of what tiers with a directory know of other hosts. states: for each tier its cache, its name and its
-    state."""
-    if known := [((cache, tier), state) for cache, tier, state in states]:
-        yield from _tabulated("directory", _DIRECTORY, known)
-
-
-def drain_families(states: Iterable[tuple[str, DrainState]]) -> Iterator[Metric]:
-    """Metrics of caches that are being drained, or were. states: for each its name and its progress."""
-    if not (known := list(states)):
-        return
-    under_way: dict[_Labels, float] = {(cache,): state.phase == "draining" for cache, state in known}
-    yield _gauge("drain_under_way", "1 while chunks are offered to other hosts", under_way)
-    fates = ("moved", "elsewhere", "refused", "gone", "left")
-    chunks: dict[_Labels, float] = {(cache, fate): getattr(state, fate) for cache, state in known for fate in fates}
-    about = "Chunks of the pool and, when their turn has come, of the host's own tiers, by what became of them"
-    yield _gauge("drain_chunks", about, chunks, "state")
-    moved: dict[_Labels, float] = {(cache,): state.moved_bytes for cache, state in known}
-    yield _gauge("drain_moved_bytes", "Bytes that other hosts have fetched since", moved)
-
-
-def _counter(name: str, about: str, values: Mapping[_Labels, float], *labels: str) -> Metric:
+def counter(name: str, about: str, values: Mapping[Labels, float], *labels: str) -> Metric:
     """A counter of each cache; labels: the additional ones."""
     return _filled(CounterMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels)), values)
 
 
-def _gauge(name: str, about: str, values: Mapping[_Labels, float], *labels: str) -> Metric:
+def gauge(name: str, about: str, values: Mapping[Labels, float], *labels: str) -> Metric:
     return _filled(GaugeMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels)), values)
 
 
-def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[_Labels, float]) -> Metric:
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Labels, float]) -> Metric:
     for labels, value in values.items():
         family.add_metric(labels, value)
     return family
 
 
-def _histogram(name: str, about: str, values: Mapping[_Labels, _Histogram], *labels: str) -> Metric:
+def _histogram(name: str, about: str, values: Mapping[Labels, _Histogram], *labels: str) -> Metric:
     family = HistogramMetricFamily(f"kv_{name}", f"{about}.", labels=("cache", *labels))
     for label_values, histogram in values.items():
         family.add_metric(label_values, histogram.buckets(), histogram.sum)
@@ -327,63 +296,46 @@ def _histogram(name: str, about: str, values: Mapping[_Labels, _Histogram], *lab
 
 
 State = TypeVar("State")
-_Table = Mapping[str, tuple[Callable[..., Metric], str, Callable[[State], float | None]]]
+Table = Mapping[str, tuple[Callable[..., Metric], str, Callable[[State], float | None]]]
 """For each metric its kind, its description, and its value; None: it has none now."""
 
 
-def _tabulated(prefix: str, table: _Table[State], states: Sequence[tuple[_Labels, State]]) -> Iterator[Metric]:
+def tabulated(prefix: str, table: Table[State], states: Sequence[tuple[Labels, State]]) -> Iterator[Metric]:
     """states: by cache and tier."""
     for name, (kind, about, value_of) in table.items():
         values = {labels: float(value) for labels, state in states if (value := value_of(state)) is not None}
         yield kind(f"{prefix}_{name}", about, values, "tier")
 
 
-_TIER: Final[_Table[TierState]] = {
-    "healthy": (_gauge, "1 while the tier answers, else 0", lambda of: of.health.serves),
-    "full": (_gauge, "1 while the tier takes no more chunks, else 0", lambda of: of.health is Health.FULL),
+_TIER: Final[Table[TierState]] = {
+    "healthy": (gauge, "1 while the tier answers, else 0", lambda of: of.health.serves),
+    "full": (gauge, "1 while the tier takes no more chunks, else 0", lambda of: of.health is Health.FULL),
     "chunks": (
-        _gauge,
+        gauge,
         "Chunks that the tier holds, if it reports them; every group and shard is counted",
         lambda of: of.usage.chunks,
     ),
     "cut_chunks": (
-        _gauge,
+        gauge,
         "Chunks of which only the first parts are left",
         lambda of: None if of.usage.chunks is None else of.usage.cut_chunks,
     ),
-    "used_bytes": (_gauge, "Bytes that the tier uses, if it reports them", lambda of: of.usage.used_bytes),
-    "capacity_bytes": (_gauge, "Bytes that the tier may use, if it reports them", lambda of: of.usage.capacity_bytes),
-    "queued_chunks": (_gauge, "Chunks in the queue in front of the tier", lambda of: of.lane.queued),
+    "used_bytes": (gauge, "Bytes that the tier uses, if it reports them", lambda of: of.usage.used_bytes),
+    "capacity_bytes": (gauge, "Bytes that the tier may use, if it reports them", lambda of: of.usage.capacity_bytes),
+    "queued_chunks": (gauge, "Chunks in the queue in front of the tier", lambda of: of.lane.queued),
     "load_bytes_per_second": (
-        _gauge,
+        gauge,
         "Estimated speed of loads from the tier, once known",
         lambda of: 1.0 / of.load_cost[1] if of.load_cost is not None and of.load_cost[1] > 0.0 else None,
     ),
-    "waiting_chunks": (_gauge, "Chunks that are still to be stored in the tier", lambda of: of.spill.waiting),
-    "downs": (_counter, "Times that the tier failed and was backed off from", lambda of: of.lane.downs),
-    "failed_reads": (_counter, "Chunks that the tier's device could not read", lambda of: of.lane.read_failed),
+    "waiting_chunks": (gauge, "Chunks that are still to be stored in the tier", lambda of: of.spill.waiting),
+    "downs": (counter, "Times that the tier failed and was backed off from", lambda of: of.lane.downs),
+    "failed_reads": (counter, "Chunks that the tier's device could not read", lambda of: of.lane.read_failed),
     "approximate_chunks": (
-        _counter,
+        counter,
         "Loaded chunks of which only the first parts were read",
         lambda of: of.lane.approximate,
     ),
-    "refined_chunks": (_counter, "Times that such a chunk in the pool was refined", lambda of: of.refined),
-    "lost_chunks": (_counter, "Chunks evicted before they were stored in the tier", lambda of: of.spill.lost),
-}
-
-_DIRECTORY: Final[_Table[DirectoryState]] = {
-    "up": (_gauge, "1 while the directory can be read and written, else 0", lambda of: not of.why),
-    "lag_seconds": (_gauge, "Seconds since the directory was last read to its end", lambda of: of.lag_s),
-    "hosts": (_gauge, "Other hosts that are known", lambda of: of.hosts),
-    "exact_hosts": (_gauge, "Other hosts whose chunks are known exactly", lambda of: of.exact),
-    "left_out_hosts": (_gauge, "Other hosts whose chunks are not tracked for lack of room", lambda of: of.left_out),
-    "chunks": (_gauge, "Known chunks of other hosts, counted once per host", lambda of: of.names),
-    "used_bytes": (_gauge, "Memory that the known chunks take", lambda of: of.used_bytes),
-    "listed_chunks": (_gauge, "Chunks of this server that are announced to other hosts", lambda of: of.listed or 0),
-    "entries": (_counter, "Entries of other hosts that were applied", lambda of: of.entries),
-    "gaps": (_counter, "Times that entries of a host were missing", lambda of: of.gaps),
-    "repairs": (_counter, "Times that a host was queried for missing entries", lambda of: of.repairs),
-    "failed_repairs": (_counter, "Times that a host did not answer such a query", lambda of: of.failed_repairs),
-    "repair_bytes": (_counter, "Bytes transferred by repairs", lambda of: of.repair_bytes),
-    "not_here": (_counter, "Chunks that a host lacked although the directory listed them", lambda of: of.not_here),
+    "refined_chunks": (counter, "Times that such a chunk in the pool was refined", lambda of: of.refined),
+    "lost_chunks": (counter, "Chunks evicted before they were stored in the tier", lambda of: of.spill.lost),
 }

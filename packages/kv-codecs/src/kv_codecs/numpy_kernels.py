@@ -1,0 +1,289 @@
+"""The kernels in numpy: their definition, and the implementation if nothing was compiled.
+
+They use only integers and exact conversions, so the bytes are the same on every processor.
+"""
+
+from typing import Final
+
+import numpy as np
+from kv_core.errors import MisuseError
+from kv_tiers.codec import CodecError
+from numpy.typing import NDArray
+
+from kv_codecs.kernels import (
+    ALL_MISSING,
+    BFLOAT16,
+    ESCAPED,
+    ESCAPED_CODE,
+    FLOAT16,
+    FLOAT32,
+    LEAST_EXPONENT,
+    LONG_CODE,
+    MOST_EXPONENT,
+    SCALED_NUMBERS,
+    SECTION_NUMBERS,
+    TOO_FEW,
+    Bytes,
+    Cut,
+    Known,
+    Used,
+    Words,
+    check_exponents,
+)
+from kv_codecs.numpy_rows import decode_rows, encode_rows
+from kv_codecs.numpy_transform import project, project_back
+from kv_codecs.rotation import Numbers
+from kv_codecs.row_codes import RowCodes
+from kv_codecs.transform import Transform
+
+_CACHED: Final = 1 << 15
+"""How many numbers are processed at a time, so that numpy's passes over them stay in the processor's cache."""
+_RUN: Final = 8
+"""Numbers whose missing bits, 56 at most, are moved together in 64."""
+_ONE: Final = np.uint64(1)
+
+
+class NumpyKernels:
+    """`Kernels` in numpy."""
+
+    name = "numpy"
+
+    def split(self, kind: int, words: Words, coded: Bytes, rest: Bytes) -> None:
+        planes = _planes(kind, rest, words.size)
+        for piece in _pieces(words.size):
+            _SPLITS[kind](words[piece], coded[piece], [plane[piece] for plane in planes])
+
+    def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
+        planes = _planes(kind, rest, words.size)
+        for piece in _pieces(words.size):
+            _JOINS[kind](coded[piece], [plane[piece] for plane in planes], words[piece])
+
+    def cut(self, words: Words, offset: int, into: Cut) -> tuple[int, int, int]:
+        exponents, signs, codes, long_codes, nibbles, missing = into
+        _check(words, exponents, signs, codes, nibbles)
+        number_exponents = (words >> 7).astype(np.uint8).reshape(-1, SCALED_NUMBERS)
+        sums = number_exponents.sum(1, dtype=np.uint32) + np.uint32(offset)
+        exponents[...] = np.clip(sums // SCALED_NUMBERS, LEAST_EXPONENT, MOST_EXPONENT)
+        wide_codes, wide_nibbles = np.empty(words.size, np.uint8), np.empty(words.size, np.uint8)
+        for piece in _pieces(words.size):
+            steps = exponents[piece.start // SCALED_NUMBERS : piece.stop // SCALED_NUMBERS]
+            _cut(words[piece], steps, wide_codes[piece], wide_nibbles[piece], missing[piece])
+        signs[...] = np.packbits(words >> 15, bitorder="little")
+        longs = wide_codes[wide_codes >= LONG_CODE]
+        long_codes[: longs.size] = longs
+        codes[...] = _halves_together(np.minimum(wide_codes, LONG_CODE))
+        nibbles[...] = _halves_together(wide_nibbles)
+        return longs.size, int(np.count_nonzero(missing == ESCAPED)), int(np.count_nonzero(missing == ALL_MISSING))
+
+    def restore(self, parts: int, known: Known, words: Words) -> Used:
+        exponents, signs, codes, long_codes, escaped, nibbles, whole, packed = known
+        _check(words, exponents, signs, codes, nibbles if parts > 1 else codes)
+        check_exponents(exponents)
+        used = Used(0, 0, 0, 0)
+        for start in range(0, words.size, SECTION_NUMBERS):
+            section = words[start : start + SECTION_NUMBERS]
+            end = start + section.size
+            wide_codes = _halves_apart(codes[start // 2 : end // 2])
+            is_long = wide_codes == LONG_CODE
+            longs = int(np.count_nonzero(is_long))
+            if longs > long_codes.size - used.long_codes:
+                raise CodecError(TOO_FEW)
+            wide_codes[is_long] = long_codes[used.long_codes :][:longs]
+            wide_nibbles = np.full(section.size, 8, np.uint8)  # the middle of a step
+            if parts > 1:
+                wide_nibbles = _halves_apart(nibbles[start // 2 : end // 2])
+            missing = np.empty(section.size, np.uint8)
+            for piece in _pieces(section.size):
+                steps = exponents[(start + piece.start) // SCALED_NUMBERS : (start + piece.stop) // SCALED_NUMBERS]
+                of_piece = (wide_codes[piece], wide_nibbles[piece], steps, section[piece], missing[piece])
+                _restore(*of_piece, to_middle=parts == 2)
+            section |= np.unpackbits(signs[start // 8 : end // 8], bitorder="little").astype("<u2") << 15
+            bits = _unpack(packed[used.packed :], missing, section) if parts == 3 else 0
+            wholes = _place(whole[used.whole :], missing == ALL_MISSING, section) if parts == 3 else 0
+            escapes = _place(escaped[used.escaped :], wide_codes == ESCAPED_CODE, section)
+            used = Used(
+                used.long_codes + longs, used.escaped + escapes, used.whole + wholes, used.packed + (bits + 7) // 8
+            )
+        return used
+
+    def pack(self, words: Words, missing: Bytes, room: Bytes) -> Bytes:
+        bits, starts, sizes = _runs(missing)
+        low = (words & 0xFF).astype(np.uint64).reshape(-1, _RUN) & ((_ONE << bits) - _ONE)
+        runs, filled = np.zeros(len(bits), np.uint64), np.zeros(len(bits), np.uint64)
+        for index in range(_RUN):
+            runs |= low[:, index] << filled
+            filled += bits[:, index]
+        runs <<= starts & np.uint64(7)
+        # Adjacent runs may share a byte, but no bit of it, so sums, exact in float64, combine them.
+        first_bytes, bytes_of_runs = (starts >> np.uint64(3)).astype(np.intp), runs.astype("<u8").view(np.uint8)
+        packed = np.zeros((sizes + 7) // 8 + _RUN)
+        for index in range(_RUN):
+            packed += np.bincount(first_bytes + index, bytes_of_runs[index::_RUN], len(packed))
+        result = room[: packed.size - _RUN]
+        result[...] = packed[:-_RUN]
+        return result
+
+    def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
+        selected: Words = words[marks == mark]
+        if selected.size != count:
+            raise MisuseError(f"{selected.size} words of mark {mark} instead of {count}")
+        return selected
+
+    def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = np.bincount(symbols, minlength=256)
+        return counts
+
+    project = staticmethod(project)
+    encode_rows = staticmethod(encode_rows)
+
+    def decode(self, transform: Transform, payload: Bytes, codes: RowCodes, turns: Numbers, words: Words) -> None:
+        shape = transform.shape
+        channels = shape.heads * shape.head_dim
+        rows = np.empty((2 * shape.layers * channels, words.nbytes // shape.token_bytes), np.int16)
+        decode_rows(payload, shape.block_channels, codes, rows)
+        project_back(transform, rows, turns, words)
+
+
+def _pieces(numbers: int) -> list[slice]:
+    return [slice(first, min(first + _CACHED, numbers)) for first in range(0, numbers, _CACHED)]
+
+
+def _planes(kind: int, rest: Bytes, numbers: int) -> list[Words]:
+    """Views of the planes that are stored unchanged."""
+    if kind in (BFLOAT16, FLOAT16):
+        return [rest]
+    return [rest[: 2 * numbers].view("<u2"), rest[2 * numbers :]]
+
+
+def _check(words: Words, exponents: Bytes, signs: Bytes, *halves: Bytes) -> None:
+    sizes = (words.size, exponents.size * SCALED_NUMBERS, signs.size * 8, *(2 * half.size for half in halves))
+    if len(set(sizes)) > 1:
+        raise MisuseError(f"sizes that do not match: {sizes}")
+
+
+def _halves_together(fours: Bytes) -> Bytes:
+    """Four bits of each number, those of the second half in the upper bits."""
+    half = fours.size // 2
+    together: Bytes = fours[:half] | fours[half:] << np.uint8(4)
+    return together
+
+
+def _halves_apart(together: Bytes) -> Bytes:
+    """The reverse."""
+    return np.concatenate((together & np.uint8(15), together >> np.uint8(4)))
+
+
+def _place(stored: Words, is_stored: NDArray[np.bool_], words: Words) -> int:
+    """Set these words. Returns how many there are."""
+    count = int(np.count_nonzero(is_stored))
+    if count > stored.size:
+        raise CodecError(TOO_FEW)
+    words[is_stored] = stored[:count]
+    return count
+
+
+def _runs(missing: Bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
+    """[n / 8, 8]: how many bits each number misses, where `ALL_MISSING` and `ESCAPED` count as none; [n / 8]: where the
+    bits of eight numbers begin; and the number of all bits."""
+    bits = (missing & 7).astype(np.uint64).reshape(-1, _RUN)
+    ends = bits.sum(1, dtype=np.uint64).cumsum(dtype=np.uint64)
+    return bits, np.append(np.uint64(0), ends[:-1]), int(ends[-1])
+
+
+def _unpack(packed: Bytes, missing: Bytes, words: Words) -> int:
+    """Set the missing bits in words that have zeros in their place. Returns the number of these bits."""
+    bits, starts, sizes = _runs(missing)
+    padded = np.zeros(max(packed.size, sizes // 8) + 9, np.uint8)
+    padded[: packed.size] = packed
+    from_each_byte = np.ndarray(padded.size - 7, "<u8", padded.data, strides=(1,))
+    runs = from_each_byte[(starts >> np.uint64(3)).astype(np.intp)] >> (starts & np.uint64(7))
+    low = np.empty(bits.shape, np.uint64)
+    for index in range(_RUN):
+        low[:, index] = runs & ((_ONE << bits[:, index]) - _ONE)
+        runs >>= bits[:, index]
+    np.bitwise_or(words, low.reshape(-1).astype("<u2"), out=words)
+    return sizes
+
+
+def _split_bfloat16(words: Words, coded: Bytes, rest: list[Words]) -> None:
+    wide = np.right_shift(words, 7)
+    coded[...] = wide
+    np.bitwise_and(wide, 0x100, out=wide)
+    np.right_shift(wide, 1, out=wide)
+    np.bitwise_or(wide, np.bitwise_and(words, 0x7F), out=wide)
+    rest[0][...] = wide
+
+
+def _join_bfloat16(coded: Bytes, rest: list[Words], words: Words) -> None:
+    signed = words.view(np.int16)
+    signed[...] = rest[0].view(np.int8)  # widened with its sign, which is the number's
+    np.bitwise_and(signed, np.int16(-0x7F81), out=signed)
+    exponents = coded.astype(np.int16)
+    np.left_shift(exponents, 7, out=exponents)
+    np.bitwise_or(signed, exponents, out=signed)
+
+
+def _split_float16(words: Words, coded: Bytes, rest: list[Words]) -> None:
+    coded[...] = np.right_shift(words, 8)
+    rest[0][...] = words.view(np.uint8)[::2]
+
+
+def _join_float16(coded: Bytes, rest: list[Words], words: Words) -> None:
+    words[...] = coded
+    np.left_shift(words, 8, out=words)
+    np.bitwise_or(words, rest[0], out=words)
+
+
+def _split_float32(words: Words, coded: Bytes, rest: list[Words]) -> None:
+    turned = np.bitwise_or(np.left_shift(words, 1), np.right_shift(words, 31))
+    halves = turned.view(np.uint16)
+    rest[0][...] = halves[::2]
+    rest[1][...] = halves[1::2]  # its low byte
+    coded[...] = np.right_shift(halves[1::2], 8)
+
+
+def _join_float32(coded: Bytes, rest: list[Words], words: Words) -> None:
+    words[...] = coded
+    np.left_shift(words, 8, out=words)
+    np.bitwise_or(words, rest[1], out=words)
+    np.left_shift(words, 16, out=words)
+    np.bitwise_or(words, rest[0], out=words)
+    low = np.left_shift(words, 31)
+    np.right_shift(words, 1, out=words)
+    np.bitwise_or(words, low, out=words)
+
+
+_SPLITS: Final = {BFLOAT16: _split_bfloat16, FLOAT16: _split_float16, FLOAT32: _split_float32}
+_JOINS: Final = {BFLOAT16: _join_bfloat16, FLOAT16: _join_float16, FLOAT32: _join_float32}
+
+
+def _cut(words: Words, exponents: Bytes, codes: Bytes, nibbles: Bytes, missing: Bytes) -> None:
+    # A number is its significand (its leading one and seven bits) times 2 ** (its exponent - 134), and a step
+    # 2 ** (the step's exponent - 127): the whole steps are the significand, moved by so many bits.
+    number_exponents = np.bitwise_and(words >> 7, 0xFF).view(np.int16).reshape(-1, SCALED_NUMBERS)
+    moved = ((exponents.astype(np.int16) + 7)[:, None] - number_exponents).reshape(-1)
+    # At most five bits of the significand are in the code; the distance that they were moved up by is added to them.
+    clipped = np.clip(moved, 3, ALL_MISSING + 4)
+    sixteenths = np.right_shift((words & 0x7F | 0x80) << 4, clipped.view(np.uint16))
+    steps = (sixteenths >> 4) + (np.maximum(3 - moved, 0) << 4).view(np.uint16)
+    np.minimum(steps, ESCAPED_CODE, out=codes, casting="unsafe")
+    np.bitwise_and(sixteenths, 15, out=nibbles, casting="unsafe")
+    np.maximum(clipped - 4, 0, out=missing, casting="unsafe")
+    missing[codes == ESCAPED_CODE] = ESCAPED
+
+
+def _restore(codes: Bytes, nibbles: Bytes, exponents: Bytes, words: Words, missing: Bytes, *, to_middle: bool) -> None:
+    """All but signs."""
+    steps = codes.astype(np.uint16)
+    moved_up = np.maximum(steps >> 4, 1) - 1
+    steps -= moved_up << 4
+    sixteenths = (steps << 4 | nibbles).astype(np.float32)  # exact, and brings the leading one to its place
+    if to_middle:
+        sixteenths += np.float32(0.5)
+    np.maximum(sixteenths, np.float32(0.25), out=sixteenths)  # for zeros, whose bits are stored unchanged
+    high = (sixteenths.view(np.uint32) >> 16).astype(np.uint16)
+    np.clip(np.int16(ALL_MISSING + 126) - (high >> 7).view(np.int16), 0, ALL_MISSING, out=missing, casting="unsafe")
+    high += moved_up << 7
+    blocks = high.reshape(-1, SCALED_NUMBERS)
+    blocks += ((exponents.astype(np.uint16) - 131) << 7)[:, None]
+    words[...] = high

@@ -1,0 +1,99 @@
+"""The codec `zstd`: general-purpose and lossless. Needs the package `zstandard` (the extra `kv-tiers[zstd]`).
+
+Keys and values have little redundancy that a general codec finds: expect a tenth to a quarter less (measure it on
+yours), at a tenth of a disk's speed. It suits tiers that are slow or small.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from kv_core.errors import ConfigError
+from kv_tiers.codec import Codec, CodecError
+from kv_tiers.options import read_options
+from kv_tiers.tier import TierContext
+
+_MAX_WINDOW_BYTES: Final = 8 << 20
+"""Memory that decoding one frame may take besides the chunk, whatever the frame claims. Our levels stay below."""
+_MAX_LEVEL: Final = 19
+
+
+class ZstdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How hard it tries."""
+
+    level: int = 1
+    """1 to 19, or below 0 for faster than 1: decoding takes as long for all of them."""
+
+
+def make_zstd_codec(options: Mapping[str, object], context: TierContext) -> Codec:
+    """The factory of the codec `zstd`; `ZstdConfig` says what may be in `options`.
+
+    Raises:
+        ConfigError: options that cannot be honoured, or the package zstandard is not installed.
+    """
+    return ZstdCodec(read_options(ZstdConfig, options, "codec zstd"))
+
+
+class ZstdCodec:
+    """One frame per chunk, without a checksum of its own."""
+
+    name = "zstd"
+    is_lossless = True
+
+    def __init__(self, config: ZstdConfig) -> None:
+        """Raises `ConfigError`."""
+        self._zstandard = zstandard_for(self.name)
+        if not -100 <= config.level <= _MAX_LEVEL or config.level == 0:
+            raise ConfigError(f"codec zstd: level is {config.level}; write 1 to {_MAX_LEVEL}, or -1 to -100")
+        parameters = self._zstandard.ZstdCompressionParameters.from_level(
+            config.level, window_log=_MAX_WINDOW_BYTES.bit_length() - 1, write_content_size=1, write_checksum=0
+        )
+        self._contexts = Contexts(self._zstandard, parameters, _MAX_WINDOW_BYTES)
+
+    def encode(self, chunk: memoryview, out: memoryview) -> int | None:
+        if not chunk.nbytes:
+            return None  # the library's reader of nothing never ends
+        source = self._contexts.compressor.stream_reader(chunk, size=chunk.nbytes)
+        written = 0
+        while written < len(out):
+            read = source.readinto(out[written:])
+            if not read:
+                return written
+            written += read
+        return None  # the frame may be longer
+
+    def decode(self, payload: memoryview, out: memoryview) -> None:
+        # As a stream: the one-shot function allocates as much as the frame claims.
+        source = self._contexts.decompressor.stream_reader(payload)
+        decoded = 0
+        try:
+            while decoded < len(out) and (read := source.readinto(out[decoded:])):
+                decoded += read
+            extra = source.read(1)
+        except self._zstandard.ZstdError as error:
+            raise CodecError(f"not a zstd frame: {error}") from error
+        if decoded < len(out) or extra:
+            raise CodecError(f"a frame of {decoded}{' and more' if extra else ''} bytes instead of {len(out)}")
+
+
+class Contexts(threading.local):
+    """zstandard's compressor and decompressor for each thread, as neither may be used by two threads at a time."""
+
+    def __init__(self, zstandard: Any, parameters: Any, max_window_size: int) -> None:
+        """The arguments are the library's. A thread's contexts are created on first use."""
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=max_window_size)
+
+
+def zstandard_for(codec: str) -> Any:
+    """The library zstandard, for this codec.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(f"codec {codec} needs the package zstandard; pip install 'kv-tiers[zstd]'") from error
+    return zstandard

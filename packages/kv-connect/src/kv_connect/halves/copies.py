@@ -1,0 +1,64 @@
+"""Whether copies have stopped, which decides when the slots and blocks that they use may be released.
+
+The rule: a slot is released, and a block is reported to the engine, only after every copy that reads or writes it has
+stopped. Otherwise a copy in flight overwrites the slot's next chunk, or the KV of the block's next request. A copy has
+stopped when its event says so: `done` is True, `wait` has returned, or either has raised `CopyFailed`. Any other
+exception means that the query itself failed, as CUDA's does while a graph is captured, and says nothing about the copy.
+The copy then counts as failed and still in flight, and the event is queried again. If no query ever succeeds, its slots
+stay leased until this process ends.
+"""
+
+from collections.abc import Iterable
+
+from kv_core.device import CopyEvent
+from kv_core.errors import CopyFailed
+from kv_core.log import limited_logger
+
+_log = limited_logger(__name__)
+
+
+class Copies:
+    """Copies that succeed or fail together, such as those of one load."""
+
+    def __init__(self, events: Iterable[CopyEvent] = ()) -> None:
+        self._in_flight = list(events)
+        self.failure: Exception | None = None
+        """The first reason why the bytes are not, or may not be, where they should be."""
+
+    def add(self, events: Iterable[CopyEvent]) -> None:
+        self._in_flight += events
+
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether any had not stopped at the last call of `have_stopped`."""
+        return bool(self._in_flight)
+
+    def fail(self, why: Exception) -> None:
+        """Count them as failed. Those in flight still have to stop."""
+        self.failure = self.failure or why
+
+    def have_stopped(self, *, wait: bool = False) -> bool:
+        """Whether none is in flight any more. wait: wait for each first; False then means that a wait failed."""
+        self._in_flight = [event for event in self._in_flight if not self._has_stopped(event, wait=wait)]
+        return not self._in_flight
+
+    def hold_engine(self) -> None:
+        """Have all that the engine enqueues from now on run after them; see `CopyEvent.hold_engine`."""
+        for event in self._in_flight:
+            try:
+                event.hold_engine()
+            except Exception as error:  # noqa: BLE001  # of any family: the engine does not wait for these bytes
+                self.fail(error)
+
+    def _has_stopped(self, event: CopyEvent, *, wait: bool) -> bool:
+        try:
+            if wait:
+                event.wait()
+            return wait or event.done()
+        except CopyFailed as error:
+            self.fail(error)
+            return True
+        except Exception as error:  # noqa: BLE001  # of any family: see above
+            _log.error("it is unknown whether a copy has ended; its memory stays reserved until it is known: %r", error)
+            self.fail(error)
+            return False

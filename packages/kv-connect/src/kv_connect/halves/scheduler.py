@@ -1,0 +1,529 @@
+"""The scheduler half: which tokens a request may load, which of its blocks are stored, and when a promise ends.
+
+It runs on the engine's scheduler thread and never waits. The engine may ask for a match any number of times; the answer
+is the number of tokens beyond those that the engine holds itself, and these are leased from the moment of the answer
+until the request loads them, declines, is preempted, aborted or finished. Engine-specific code is in the caller.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kv_core.clock import HandClock
+from kv_core.errors import MisuseError
+from kv_core.keys import ChunkKey, KeySpace, tenant_tag
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.sequence import KeySequence
+from kv_core.service import CacheService, Holder, ReadLease
+from kv_core.shape import ConnectShape
+
+from kv_connect.halves.admission import StateAdmission, StateKind
+from kv_connect.halves.counts import SchedulerCounts
+from kv_connect.halves.engine_costs import EngineCosts
+from kv_connect.halves.handover import HandOvers
+from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.layerwise_promises import LayerwiseRule
+from kv_connect.halves.request import AWAITED, HOLDING, Event, Phase, advance
+from kv_connect.halves.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep
+from kv_connect.halves.tracked import Tracked
+
+
+class SchedulerHalf:
+    """The scheduler half of one engine. Not thread-safe: used only on the scheduler's thread."""
+
+    def __init__(
+        self,
+        service: CacheService,
+        shape: ConnectShape,
+        *,
+        name: str,
+        costs: EngineCosts | None = None,
+        layerwise: LayerwiseRule | None = None,
+        handovers: HandOvers | None = None,
+    ) -> None:
+        """name: distinguishes this engine's holders from other engines' in the same cache. costs: learns how long the
+        engine's work takes; without it, whatever is held is loaded. layerwise: which loads run within a step; None:
+        none. It requires one group of layers that needs the whole prefix. handovers: None: no request waits for another
+        engine, and no chunk is held for one."""
+        self._service = service
+        self._shape = shape
+        self._space = shape.space
+        self._engine_has_old_blocks = False
+        self._name = name
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[LoadStep] = []
+        self._refused: list[str] = []
+        self._blocks: dict[Holder, int] = {}  # allocated in this step
+        self._pending = 0
+        self._admission = StateAdmission()
+        self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
+        self._layerwise = layerwise
+        self._handovers = handovers or HandOvers(shape, HandClock())
+        self.costs = costs
+        self.counts = SchedulerCounts()
+
+    def match(self, request: RequestTokens, computed_tokens: int) -> int | None:
+        """How many tokens beyond `computed_tokens` (a whole number of blocks) the engine may load.
+
+        None: slower tiers are bringing up more; leave the request waiting and ask again in the next step. That ends
+        within a bounded time and happens once per request, unless it is preempted. A request that may not load, or not
+        so few tokens, is not looked up. Chunks that are estimated to be quicker to compute (`kv_core.cost`) are not
+        offered.
+
+        At least one token is always left to compute: the engine needs a logit. Cheap to call again: while the promise
+        stands, nothing is hashed or looked up.
+        """
+        tracked = self._track(request)
+        if tracked.phase is Phase.FILLING:
+            return None  # preempted; its load is still being copied, which will soon end
+        if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
+            raise MisuseError(f"request {request.request_id} was looked up while it is {tracked.phase.name}")
+        if tracked.phase is Phase.RUNNING:
+            tracked.mixed = tracked.is_counted = False  # preempted: its blocks are gone
+        if computed_tokens and self._engine_has_old_blocks:
+            tracked.mixed = True
+        chunk_tokens = self._shape.chunk_tokens
+        usable = len(request.tokens) - 1
+        worthwhile = max(1, request.controls.min_load_tokens)
+        offered = 0
+        if self._space is None:
+            # Without a key space its chunks have no keys, so nothing of it is held or promised.
+            self._move(request.request_id, tracked, Event.MISS)
+            return 0
+        in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
+        may_load = self._shape.loads and request.controls.loads and usable - computed_tokens >= worthwhile
+        if may_load and in_whole_blocks:
+            if self._handovers.is_early(tracked):
+                return None
+            if not (tracked.phase is Phase.PROMISED and self._service.renew(self._holder(request.request_id))):
+                self._drop_layerwise(tracked)
+                if tracked.phase is Phase.RUNNING:
+                    tracked.may_wait = True
+                plan = self._look_up(request, tracked, usable, computed_tokens)
+                tracked.promised_chunks, tracked.tiers = plan.chunks, plan.tiers
+                tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
+                if plan.ended is Ended.PENDING:  # the lookup goes on: ending it here would begin it anew in every step
+                    self._move(request.request_id, tracked, Event.PEND)
+                    return None
+                if self._handovers.awaits(request, tracked, self.costs):
+                    self._move(request.request_id, tracked, Event.PEND)
+                    self._service.end(self._holder(request.request_id))  # only a new lookup asks the lower tiers again
+                    return None
+                tracked.may_wait = False
+                tracked.pays = plan.choice is None or plan.choice.chunks == plan.chunks
+                self._count_lookup(request, tracked, usable, computed_tokens)
+                if self.costs is not None and plan.choice is not None and plan.chunks * chunk_tokens > computed_tokens:
+                    self.costs.chose(to_load=tracked.pays)
+            offered = self._shape.loadable(tracked.promised_chunks, usable) - computed_tokens if tracked.pays else 0
+        if self._handovers.is_taken(request, tracked):
+            self._service.taken(self._prompt_keys(request, tracked))
+        if offered < worthwhile:
+            self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
+            return 0
+        is_another = (tracked.offered_from, tracked.offered_tokens) != (computed_tokens, offered)
+        tracked.offered_from, tracked.offered_tokens = computed_tokens, offered
+        if is_another or tracked.layerwise is None:
+            self._drop_layerwise(tracked)
+            tracked.layerwise = self._lease_layerwise(request, tracked)
+        self._move(request.request_id, tracked, Event.PROMISE)
+        return offered
+
+    def is_layerwise(self, request_id: str) -> bool:
+        """Whether the tokens last offered to this request are loaded in the step in which it gets its blocks, so that
+        the engine considers them computed from then on. Otherwise the engine waits until the load is reported as ended.
+        """
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and tracked.layerwise is not None
+
+    def allocated(self, request_id: str, external_tokens: int, blocks: tuple[Sequence[int], ...]) -> None:
+        """The engine has allocated blocks; `external_tokens` of the offered tokens are to be loaded into them.
+
+        An inconsistent load (a count that was not offered, a table too short) is refused here, where the numbers are
+        known, and reported as failed by the workers: the engine then computes the tokens itself.
+        """
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            if external_tokens:
+                self._refused.append(request_id)
+            return
+        self._blocks[self._holder(request_id)] = sum(map(len, blocks))
+        if external_tokens == 0:
+            if tracked.phase is not Phase.LOADING:
+                self._move(request_id, tracked, Event.ADMIT)
+            return
+        if tracked.phase is not Phase.PROMISED:
+            # No promise, no lease: there is nothing to load, and the engine must be told.
+            self._refused.append(request_id)
+            self.counts.loads_refused += 1
+            return
+        first, last = tracked.offered_from, tracked.offered_from + external_tokens
+        tables = self._shape.tables
+        ends = [len(table) * block_tokens for table, block_tokens in zip(blocks, tables, strict=False) if block_tokens]
+        fits = len(blocks) >= len(tables) and min(ends) >= last
+        layerwise = tracked.layerwise
+        self._move(request_id, tracked, Event.LOAD if layerwise is None else Event.FILL)
+        tracked.has_loaded = True
+        if external_tokens != tracked.offered_tokens or not fits:
+            if layerwise is None:
+                self._refused.append(request_id)
+            else:  # no worker will report it: the engine goes by its own record of what the step was to fill
+                self._move(request_id, tracked, Event.LOADED)
+            self.counts.loads_refused += 1
+            return
+        chunk_tokens = self._shape.chunk_tokens
+        # A full hit leaves one token to compute, yet its block is loaded whole: what is computed there is the same.
+        block_tokens = max(tables)
+        last = min(-(-last // block_tokens) * block_tokens, tracked.promised_chunks * chunk_tokens, *ends)
+        first_chunk, last_chunk = first // chunk_tokens, -(-last // chunk_tokens)
+        if self._has_states:
+            self._admission.hit(tracked.keys.digests[last_chunk - 1])
+        self._loads.append(
+            LoadStep(
+                request_id,
+                first_chunk,
+                tracked.digests(first_chunk, last_chunk),
+                tracked.tenant,
+                tuple(tuple(table) for table in blocks),
+                first,
+                last,
+                () if layerwise is None else layerwise.extents,
+            )
+        )
+        self.counts.loads += 1
+        self.counts.loads_layerwise += layerwise is not None
+        self.counts.tokens_to_load += external_tokens
+        for tier, tokens in self.sources(request_id).items():
+            self.counts.tokens_by_tier[tier] = self.counts.tokens_by_tier.get(tier, 0) + tokens
+
+    def sources(self, request_id: str) -> dict[str, int]:
+        """How many of the last offered tokens come from each tier: a chunk counts for the slowest tier of its parts."""
+        tracked = self._tracked.get(request_id)
+        return {} if tracked is None else tracked.offered_by_tier(self._shape.chunk_tokens)
+
+    def junction(self, request_id: str) -> int:
+        """The boundary, in tokens, up to which other requests have computed this prompt, although the state that a hit
+        needs there is missing: a forward pass that ends there makes it a hit for the next request. 0: none."""
+        tracked = self._tracked.get(request_id)
+        return tracked.junction if tracked is not None and self._has_states else 0
+
+    def completes_chunk(self, request: RequestTokens, computed_tokens: int) -> bool:
+        """Whether a step that ends at `computed_tokens` has something to store: ask before fetching a block table."""
+        tracked = self._tracked.get(request.request_id)
+        if self._handovers.tail_to_store(request, tracked, computed_tokens):
+            return self._space is not None
+        wanted = 1 if tracked is None else tracked.stored_chunks + 1
+        if min(computed_tokens, request.keep_tokens) < wanted * self._shape.scheme.chunk_tokens or self._space is None:
+            return False  # nearly always: this runs for every request in every step
+        return (tracked is None or not tracked.mixed) and self._storable_chunks(request, computed_tokens) >= wanted
+
+    def build_step(self, scheduled: Iterable[Scheduled], *, trial: int = 0) -> StepPlan:
+        """Everything for this step: the loads that were allocated, and the chunks that it completes.
+
+        trial: as in `StepPlan`.
+        """
+        stores = [store for entry in scheduled if (store := self._store(entry)) is not None]
+        space_id = NO_SPACE if self._space is None else self._space.fingerprint
+        plan = StepPlan(tuple(self._loads), tuple(stores), tuple(self._refused), space_id, trial=trial)
+        for store in stores:
+            tracked = self._tracked[store.request_id]
+            tracked.first_trial = min(tracked.first_trial, trial)
+        if self.costs is not None:
+            for load in self._loads:
+                if not load.extents:
+                    self.costs.load_began(load.request_id, load.last_token - load.first_token)
+            if measured := self.costs.take_measured():
+                self._service.measured(measured)
+        self._loads, self._refused = [], []
+        if self._blocks:
+            allocated, self._blocks = self._blocks, {}
+            self._service.allocated(allocated)
+        return plan
+
+    def loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
+        """All workers have reported these loads; `failed` ones will be looked up again or computed."""
+        finished, failed = set(finished), set(failed)
+        # Loads of other connectors, with which the engine may have this one share its requests, are reported here too.
+        tracked_ids = finished & self._tracked.keys()
+        awaited = {request_id for request_id in tracked_ids if self._tracked[request_id].phase in AWAITED}
+        if awaited - failed:
+            self.counts.loads_failed_in_a_row = 0
+        elif awaited:
+            self.counts.loads_failed_in_a_row += 1  # however many: a server that is restarted fails all of them at once
+        for request_id in failed:
+            self.counts.loads_failed += request_id in awaited
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.store_again()  # what could not be loaded will be computed, and is worth storing again
+        for request_id in finished:
+            if self.costs is not None:
+                self.costs.load_ended(request_id, failed=request_id in failed)
+            if request_id in awaited:
+                tracked = self._tracked[request_id]
+                self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
+                self._move(request_id, tracked, Event.LOADED)
+
+    def not_filled(self, request_id: str, first_token: int, *, judged: int) -> None:
+        """Another connector has not filled the request's blocks from this token on, which the engine has computed with:
+        forget the chunks that were stored from them. The engine computes again, and then they are stored again.
+
+        judged: all trials up to this one were passed; what is stored in later ones has yet to be committed.
+        """
+        if (tracked := self._tracked.get(request_id)) is None:
+            return
+        first_chunk, per_chunk = first_token // self._shape.chunk_tokens, self._shape.chunk.keys_per_chunk
+        if tracked.first_trial <= judged and first_chunk < tracked.stored_chunks:
+            self._service.forget(tracked.chunk_keys[first_chunk * per_chunk : tracked.stored_chunks * per_chunk])
+        tracked.store_again()
+
+    def distrust(self, request_id: str) -> None:
+        """The request computes from blocks that hold other tokens' KV: store nothing of it, unless it is preempted."""
+        if (tracked := self._tracked.get(request_id)) is not None:
+            tracked.mixed = True
+
+    def given_tokens(self, request_id: str) -> int:
+        """How many of its leading tokens another engine can load: those that are stored, or being stored."""
+        tracked = self._tracked.get(request_id)
+        tokens = 0
+        if tracked is not None and not tracked.mixed:
+            tokens = tracked.stored_chunks * self._shape.chunk_tokens + tracked.stored_tail_tokens
+        self.counts.handovers_given += tokens > 0
+        return tokens
+
+    def finished(self, request_id: str) -> None:
+        """The engine is done with the request: finished, aborted or failed. Idempotent."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.phase is not Phase.DRAINING:
+            self._move(request_id, tracked, Event.FINISH)
+
+    @property
+    def shape(self) -> ConnectShape:
+        """What both halves agree on."""
+        return self._shape
+
+    @property
+    def space(self) -> KeySpace | None:
+        """The key space in use."""
+        return self._space
+
+    def name_weights(self, space: KeySpace) -> None:
+        """Set the key space once the engine's weights are known. Nothing was loaded or stored before."""
+        assert self._space is None
+        self._space = space
+        for tracked in self._tracked.values():
+            self._rename_keys(tracked)
+
+    def weights_changed(self, space: KeySpace | None) -> None:
+        """The engine's weights may have changed; their KV belongs in `space` (None: not known yet).
+
+        Chunks already held stay under their keys: they are right for engines with the old weights. The KV in the
+        engine's own blocks belongs to the old weights and must not be stored under a new key.
+        """
+        self._space = space
+        self._engine_has_old_blocks = True
+        # A layerwise load cannot be taken back: like a running request, it continues with the KV of the old weights.
+        self._refused += [load.request_id for load in self._loads if not load.extents]
+        self._loads = [load for load in self._loads if load.extents]
+        for request_id, tracked in self._tracked.items():
+            tracked.store_again()
+            tracked.offered_tokens = 0
+            # A waiting request has blocks too, if a load has filled some.
+            has_no_blocks = tracked.phase is Phase.WAITING and not tracked.has_loaded
+            tracked.mixed = not (has_no_blocks or tracked.phase in (Phase.PENDING, Phase.PROMISED))
+            self._rename_keys(tracked)
+            if tracked.phase in (Phase.PENDING, Phase.PROMISED):
+                self._service.end(self._holder(request_id))  # the next lookup finds no promise to renew
+
+    def engine_emptied(self) -> None:
+        """The engine has forgotten what is in its own blocks."""
+        self._engine_has_old_blocks = False
+
+    def reset(self) -> None:
+        """Forget everything held. Earlier promises are void, and so are the leases of the loads in progress: the
+        workers will report those as failed.
+        """
+        self._service.clear()
+        for request_id, tracked in self._tracked.items():
+            tracked.store_again()
+            if tracked.phase in (Phase.PENDING, Phase.PROMISED):
+                self._service.end(self._holder(request_id))  # the next lookup finds no promise to renew
+
+    def close(self, *, but_filling: bool = False) -> None:
+        """Release every promise and forget every request; for an engine that continues without us.
+
+        but_filling: except those that workers in other processes may be copying layer by layer, until they report it
+            (`loads_ended`).
+        """
+        filling = {request_id for request_id, tracked in self._tracked.items() if but_filling and tracked.is_filling}
+        filling -= {load.request_id for load in self._loads}  # no worker will receive these
+        for request_id in self._tracked.keys() - filling:
+            self._service.end(self._holder(request_id))
+            del self._tracked[request_id]
+        self._pending, self._loads, self._refused = 0, [], []
+
+    def is_waiting(self) -> bool:
+        """Whether a request is waiting for promotions from slower tiers."""
+        return self._pending > 0
+
+    def stop_layerwise(self) -> None:
+        """A layerwise load has failed, which must not happen: from now on all loads run between steps."""
+        self._layerwise = None
+
+    def tracked_phases(self) -> dict[str, Phase]:
+        """Every tracked request and its phase; empty when the engine is idle."""
+        return {request_id: tracked.phase for request_id, tracked in self._tracked.items()}
+
+    def draining(self) -> list[str]:
+        """Requests that have ended while their blocks are being filled."""
+        return [request_id for request_id, tracked in self._tracked.items() if tracked.phase is Phase.DRAINING]
+
+    def _holder(self, request_id: str) -> str:
+        return f"{self._name}/{request_id}"
+
+    def _track(self, request: RequestTokens) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            root = self._shape.scheme.root(salt=request.salt, lora=request.lora, tags=request.controls.tags)
+            keys = KeySequence(self._shape.scheme, root=root, items=request.items)
+            tracked = self._tracked[request.request_id] = Tracked(keys, tenant_tag(request.salt))
+        return tracked
+
+    def _hash_up_to(self, request: RequestTokens, tracked: Tracked, tokens: int) -> None:
+        """Extend the request's chain over its first `tokens` tokens. Those hashed before cost nothing."""
+        if tokens > (hashed := tracked.keys.tokens):
+            tracked.chunk_keys += self._keys(tracked, tracked.keys.append(request.tokens[hashed:tokens]))
+
+    def _keys(self, tracked: Tracked, digests: Sequence[bytes]) -> list[ChunkKey]:
+        assert self._space is not None
+        shape = self._shape
+        return self._space.keys(digests, groups=len(shape.groups), shards=shape.shards, tenant=tracked.tenant)
+
+    def _prompt_keys(self, request: RequestTokens, tracked: Tracked) -> list[ChunkKey]:
+        self._hash_up_to(request, tracked, len(request.tokens))
+        tracked.tail = self._handovers.tail_to_load(request, tracked)
+        return self._all_keys(tracked)
+
+    def _all_keys(self, tracked: Tracked) -> list[ChunkKey]:
+        """The keys of its chunks, with the partial one that another engine hands over."""
+        return [*tracked.chunk_keys, *self._keys(tracked, [tracked.tail])] if tracked.tail else tracked.chunk_keys
+
+    def _rename_keys(self, tracked: Tracked) -> None:
+        tracked.chunk_keys = [] if self._space is None else self._keys(tracked, tracked.keys.digests)
+
+    def _look_up(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> LookupPlan:
+        keys, shape, controls = self._prompt_keys(request, tracked), self._shape.chunk, request.controls
+        if not shape.is_plain:  # windows and states are held for whole chunks
+            keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
+        costs = None
+        if self.costs is not None:
+            stores = self._shape.stores and controls.stores
+            rule = self._layerwise
+            layerwise_tokens = len(request.tokens) if rule and (rule.always or self._is_alone(tracked)) else 0
+            costs = self.costs.of(computed_tokens, controls.use, stores=stores, layerwise_tokens=layerwise_tokens)
+        return self._service.lookup(
+            keys,
+            self._holder(request.request_id),
+            shape=shape,
+            wait_for_promotion=tracked.may_wait and controls.promotes,
+            costs=costs,
+            tiers=controls.tiers,
+        )
+
+    def _lease_layerwise(self, request: RequestTokens, tracked: Tracked) -> ReadLease | None:
+        """A second lease of the offered chunks, with their places in the pool; None: they are loaded between steps."""
+        rule, shape, chunk_tokens = self._layerwise, self._shape.chunk, self._shape.chunk_tokens
+        first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
+        if rule is None or not (rule.always or self._suits_layerwise(tracked, first, last, len(request.tokens))):
+            return None
+        first_key = first // chunk_tokens * shape.keys_per_chunk
+        end_key = -(-last // chunk_tokens) * shape.keys_per_chunk
+        return rule.lease(self._service, self._all_keys(tracked)[first_key:end_key], self._holder(request.request_id))
+
+    def _suits_layerwise(self, tracked: Tracked, first: int, last: int, prompt_tokens: int) -> bool:
+        """The part of a copy that is not hidden delays all requests of the step."""
+        prolonged_s = None if self.costs is None else self.costs.prolonged_s(first, last, prompt_tokens)
+        return prolonged_s is not None and (prolonged_s == 0.0 or self._is_alone(tracked))
+
+    def _is_alone(self, tracked: Tracked) -> bool:
+        """Whether no other request would be in a step with this one."""
+        running = (Phase.RUNNING, Phase.FILLING)
+        return not any(other.phase in running for other in self._tracked.values() if other is not tracked)
+
+    def _drop_layerwise(self, tracked: Tracked) -> None:
+        if tracked.layerwise is not None:
+            self._service.release(tracked.layerwise)
+            tracked.layerwise = None
+
+    def _count_lookup(self, request: RequestTokens, tracked: Tracked, usable: int, computed_tokens: int) -> None:
+        if not tracked.is_counted:
+            tracked.is_counted = True
+            if request.controls.awaits_tokens:
+                self.counts.handovers_taken += 1
+                self.counts.handovers_late += self._handovers.lacks(request, tracked)
+            self.counts.lookups += 1
+            self.counts.tokens_asked += max(0, usable - computed_tokens)
+            hit = max(0, min(tracked.promised_chunks * self._shape.chunk_tokens, usable) - computed_tokens)
+            self.counts.tokens_hit += hit
+            self.counts.tokens_declined += 0 if tracked.pays else hit
+
+    def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
+        return min(computed_tokens, request.kept_tokens) // self._shape.chunk_tokens if self._shape.stores else 0
+
+    def _store(self, entry: Scheduled) -> StoreStep | None:
+        tracked = self._track(request := entry.request)
+        if self._space is None or tracked.mixed:
+            return None
+        chunk_tokens = self._shape.chunk_tokens
+        chunks = self._storable_chunks(request, entry.computed_tokens)
+        boundaries = {
+            state.boundary
+            for state in entry.states
+            if 0 < state.boundary <= chunks * chunk_tokens and state.boundary % chunk_tokens == 0
+        }
+        tail_tokens = self._handovers.tail_to_store(request, tracked, entry.computed_tokens)
+        if chunks <= tracked.stored_chunks and not boundaries and not tail_tokens:
+            return None
+        self._hash_up_to(request, tracked, chunks * chunk_tokens + tail_tokens)
+        digests = tuple(tracked.keys.digests[:chunks])
+        if tail_tokens and (tail := tracked.keys.tail_digest()) and tracked.keys.tokens == entry.computed_tokens:
+            digests = (*digests, tail)
+        else:
+            tail_tokens = 0  # it has generated more meanwhile
+        tracked.stored_chunks, tracked.stored_tail_tokens = chunks, tail_tokens
+        admitted = {boundary for boundary in boundaries if self._admits(request, tracked, boundary)}
+        states = tuple(
+            StateBlock(state.table, state.block, state.boundary // chunk_tokens - 1)
+            for state in entry.states
+            if state.boundary in admitted
+        )
+        return StoreStep(
+            request.request_id,
+            digests,
+            tracked.tenant,
+            tuple(
+                tuple(table[: -(-(chunks * chunk_tokens + tail_tokens) // block_tokens)]) if block_tokens else ()
+                for table, block_tokens in zip(entry.blocks, self._shape.tables, strict=False)
+            ),
+            states,
+            tail_tokens,
+            self._handovers.hold_ms(request),
+            request.controls.tiers,
+        )
+
+    def _admits(self, request: RequestTokens, tracked: Tracked, boundary: int) -> bool:
+        chunk_tokens = self._shape.chunk_tokens
+        is_tail = boundary + chunk_tokens >= request.kept_tokens
+        kind = StateKind.JUNCTION if boundary == tracked.junction else StateKind.TAIL if is_tail else StateKind.STEP
+        admitted = self._admission.admits(tracked.keys.digests[boundary // chunk_tokens - 1], kind)
+        self.counts.states_refused += not admitted
+        return admitted
+
+    def _move(self, request_id: str, tracked: Tracked, event: Event, *, had_promise: bool = False) -> None:
+        """Advance the request's phase, and release its promise where the table ends it."""
+        previous = tracked.phase
+        tracked.phase = advance(previous, event)
+        self._pending += (tracked.phase is Phase.PENDING) - (previous is Phase.PENDING)
+        if (previous in HOLDING or had_promise) and tracked.phase not in HOLDING:
+            self._service.end(self._holder(request_id))
+            tracked.promised_chunks, tracked.layerwise = 0, None
+        if previous is Phase.RUNNING and tracked.phase is not Phase.RUNNING:
+            # Preempted: its blocks are gone, and it will get others. Chunks already held stay held; the rest follow.
+            tracked.store_again()
+        if tracked.phase is Phase.GONE:
+            del self._tracked[request_id]

@@ -1,0 +1,332 @@
+"""The worker half's stores: copies chunks that a step completes from the engine's blocks to the pool.
+
+Their slots are reserved all at once, over all groups of layers. Then they are gathered: after the forward pass, in one
+piece for each group, or layer by layer while later layers are computed, where the copier can. Either way they
+are committed together once every byte is there, in this step or a later one, so a chunk never lacks a layer. A step on
+trial computes with blocks that another connector of the engine says it has filled: what it stores is committed only
+once the scheduler has heard from every rank that they were.
+
+A layer that the engine does not report loses only the head start: it is gathered after the forward pass. A layer that
+is reported twice was computed in parts, or recomputed, so it is gathered once more after the pass.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kv_core.device import CopyEvent, LayerwiseCopier, LayerwiseStore
+from kv_core.errors import CopyFailed, KVError
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey, keys_in
+from kv_core.log import limited_logger
+from kv_core.service import CacheService, WriteLease
+from kv_core.shape import ConnectShape, stored_from, without_holes
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
+
+from kv_connect.halves.copies import Copies
+from kv_connect.halves.counts import WorkerCounts
+from kv_connect.halves.step import StepPlan, StoreStep
+
+_log = limited_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """What one group stores of a request.
+
+    chunks: numbers of the chunks, ascending.
+    plan: for one of these chunks, where its bytes come from.
+    """
+
+    group: int
+    chunks: Sequence[int]
+    plan: Callable[[int, HostExtent], TransferPlan]
+
+
+@dataclass(slots=True)
+class _Part:
+    """One group's part of a store.
+
+    by_layers: gathers single layers; None: the copier takes all at once.
+    """
+
+    group: int
+    plan: TransferPlan
+    by_layers: LayerwiseStore | None
+    gathered: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Store:
+    """A request's chunks in flight to the pool, over all groups.
+
+    number: the number of the plan that stores them.
+    lease: the lease on their slots.
+    nbytes: the size of their payloads.
+    tokens: the tokens of one group's chunks, as `WorkerCounts.tokens_stored` counts them.
+    trial: the trial that it has to stand before it is committed; 0: none.
+    parts: the parts still to be gathered; none once all copies have begun.
+    copies: those that have begun. A failure aborts the store, once all of them have stopped.
+    """
+
+    number: int
+    lease: WriteLease
+    nbytes: int
+    tokens: int
+    trial: int
+    parts: list[_Part] = field(default_factory=list)
+    copies: Copies = field(default_factory=Copies)
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether what its blocks hold still matters: whatever a failed store reads is discarded."""
+        return self.copies.failure is None and (bool(self.parts) or self.copies.are_in_flight)
+
+
+class Stores:
+    """The stores of one rank. Not thread-safe: used only on the worker's thread."""
+
+    def __init__(
+        self,
+        service: CacheService,
+        shape: ConnectShape,
+        copiers: Sequence[LayerwiseCopier],
+        *,
+        shard: int,
+        holder: str,
+        counts: WorkerCounts,
+        max_in_flight_bytes: int,
+        by_layers: bool,
+    ) -> None:
+        """copiers: one for each group; none: this rank stores nothing. counts: the counters to update. by_layers:
+        layers are gathered as `layer_computed` reports them."""
+        self._service = service
+        self._shape = shape
+        self._copiers = copiers
+        self._shard = shard
+        self._holder = holder
+        self._counts = counts
+        self._max_in_flight_bytes = max_in_flight_bytes
+        self._by_layers = by_layers
+        self._storing: list[_Store] = []
+        self._in_flight_bytes = 0
+        self._plan_number = 0
+        self._begun: StepPlan | None = None  # its forward pass is running
+        self._computed: set[tuple[int, int]] = set()  # the groups and layers that this pass has computed
+        self._counted_group = next(iter(shape.chunk.whole_groups), 0)
+
+    def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
+        """The forward pass of this plan's step has computed this layer of this group."""
+        if not self._by_layers or not self._copiers:
+            return
+        if self._begun is not plan:
+            self._begin(plan)
+        is_again = (group, layer) in self._computed
+        self._computed.add((group, layer))
+        for store in self._storing:
+            for part in store.parts:
+                if part.group != group or part.by_layers is None:
+                    continue
+                if is_again:
+                    part.gathered.discard(layer)
+                    self._gather(store, partial(self._order_after_earlier, store))
+                else:
+                    part.gathered.add(layer)
+                    self._gather(store, partial(self._gather_layer, part.by_layers, layer))
+
+    def start(self, plan: StepPlan) -> None:
+        """The forward pass of this plan's step is over: gather the rest of its stores."""
+        if self._begun is not plan:
+            self._begin(plan)
+        self._begun = None
+        for store in self._storing:
+            parts, store.parts = store.parts, []
+            for part in parts:
+                self._gather(store, partial(self._gather_rest, part))
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The forward pass of this plan's step has failed: none of its chunks are stored."""
+        self._give_up_begun("the forward pass has failed")
+        self._plan_number, self._begun = plan.number, None
+
+    def finish(self, *, wait: bool) -> None:
+        """Publish what has been gathered; see `WorkerHalf.finish_stores`."""
+        for store in tuple(self._storing):
+            if store.parts or not store.copies.have_stopped(wait=wait):
+                continue
+            if store.copies.failure is not None:
+                self._remove(store)
+                self._service.release(store.lease)
+                self._counts.stores_failed += 1
+                _log.warning("chunks could not be stored and were discarded: %s", store.copies.failure)
+            elif not store.trial:
+                self._remove(store)
+                self._service.commit(store.lease)
+                self._counts.chunks_stored += len(store.lease.keys)
+                self._counts.bytes_stored += store.nbytes
+                self._counts.tokens_stored += store.tokens
+
+    def judge(self, trial: int, *, passed: bool) -> None:
+        """The scheduler knows how this trial ended: commit what stood it, or discard it."""
+        for store in self._storing:
+            if store.trial == trial:
+                store.trial = 0
+                if not passed:
+                    store.copies.fail(CopyFailed("another connector has not filled the blocks that it promised"))
+        self.finish(wait=False)
+
+    @property
+    def through(self) -> int:
+        """The number of the last plan that, like all before it, no longer reads any blocks."""
+        return min((store.number - 1 for store in self._storing if store.reads_blocks), default=self._plan_number)
+
+    def close(self) -> bool:
+        """Give up every store. False: copies may still be in flight, and their slots stay leased."""
+        self._begun = None
+        for store in self._storing:
+            store.parts, store.trial = [], 0
+            store.copies.fail(CopyFailed("the engine has shut down"))
+        self.finish(wait=True)
+        return not self._storing
+
+    def _begin(self, plan: StepPlan) -> None:
+        self._give_up_begun("the step ended before all layers were computed")
+        self._plan_number, self._begun = plan.number, plan
+        self._computed.clear()
+        for step in plan.stores if self._copiers else ():
+            self._reserve_store(plan, step)
+
+    def _give_up_begun(self, why: str) -> None:
+        for store in self._storing:
+            if store.parts:
+                store.parts = []
+                store.copies.fail(CopyFailed(why))
+
+    def _remove(self, store: _Store) -> None:
+        """Before its lease is given back, which must happen once."""
+        self._storing.remove(store)
+        self._in_flight_bytes -= store.nbytes
+
+    def _reserve_store(self, plan: StepPlan, step: StoreStep) -> None:
+        """Reserve slots for everything that the groups store of this step, all at once."""
+        gathers = [gather for group in range(len(self._copiers)) if (gather := self._gather_of(step, group)).chunks]
+        whole_keys: list[tuple[int, int, ChunkKey]] = []
+        other_keys: list[tuple[int, int, ChunkKey]] = []
+        for gather in gathers:
+            digests = [step.digests[chunk] for chunk in gather.chunks]
+            keys = keys_in(plan.space_id, digests, groups=(gather.group,), shards=(self._shard,), tenant=step.tenant)
+            needs_all = self._shape.groups[gather.group].coverage.kind == "all"
+            group_keys = whole_keys if needs_all else other_keys
+            group_keys += zip(gather.chunks, itertools.repeat(gather.group), keys)
+        ordered = sorted(whole_keys) + other_keys  # in a lookup's order: by chunks, and then the others
+        lease = self._reserve([key for _, _, key in ordered], step)
+        if lease is None:
+            return
+        extent_of = dict(zip(lease.keys, lease.extents, strict=True))
+        slots = {(chunk, group): extent_of[key] for chunk, group, key in ordered if key in extent_of}
+        nbytes = sum(extent.nbytes for extent in lease.extents)
+        store = _Store(self._plan_number, lease, nbytes, self._tokens_counted(step, slots), plan.trial)
+        self._storing.append(store)
+        self._in_flight_bytes += nbytes
+        try:
+            for gather in gathers:
+                extents = [
+                    (chunk, slots[chunk, gather.group]) for chunk in gather.chunks if (chunk, gather.group) in slots
+                ]
+                if extents:
+                    store.parts.append(self._part(gather, extents))
+        except Exception as error:
+            store.copies.fail(error)
+            if not isinstance(error, KVError):
+                raise
+
+    def _part(self, gather: _Gather, extents: Iterable[tuple[int, HostExtent]]) -> _Part:
+        plans = [gather.plan(chunk, extent) for chunk, extent in extents]
+        copies = tuple(copy for chunk_plan in plans for copy in chunk_plan.copies)
+        plan = TransferPlan(copies, plans[0].chunk_tokens)
+        return _Part(gather.group, plan, self._copiers[gather.group].store_layers(plan) if self._by_layers else None)
+
+    def _gather(self, store: _Store, gather: Callable[[], Iterable[CopyEvent]]) -> None:
+        """Does nothing after a failure; copies in flight end before the slots are released."""
+        if store.copies.failure is None:
+            try:
+                store.copies.add(gather())
+            except Exception as error:
+                store.copies.fail(error)
+                if not isinstance(error, KVError):
+                    raise  # a bug, which turns the cache off
+
+    def _gather_layer(self, by_layers: LayerwiseStore, layer: int) -> list[CopyEvent]:
+        self._counts.layers_stored_early += 1
+        return [by_layers.gather((layer,))]
+
+    def _gather_rest(self, part: _Part) -> list[CopyEvent]:
+        if part.by_layers is None or not part.gathered:
+            return [self._copiers[part.group].store(part.plan)]
+        remaining = [layer for layer in range(part.by_layers.layers) if layer not in part.gathered]
+        return [part.by_layers.gather(remaining)] if remaining else []
+
+    def _order_after_earlier(self, store: _Store) -> list[CopyEvent]:
+        """Order a repeated gather after the one that it replaces, even where copies have no queue."""
+        store.copies.hold_engine()
+        return []
+
+    def _gather_of(self, step: StoreStep, number: int) -> _Gather:
+        group, chunk_tokens = self._shape.groups[number], self._shape.chunk_tokens
+        if group.coverage.kind == "state":
+            blocks = {state.chunk: state.block for state in step.states if state.table == group.table}
+            return _Gather(
+                number,
+                sorted(blocks),
+                lambda chunk, extent: TransferPlan((Copy(extent, 0, blocks[chunk], 1),), 1),
+            )
+        table: Sequence[int] = step.blocks[group.table]
+        first_chunk, chunks = 0, len(step.digests)
+        if group.coverage.kind != "all":
+            first_chunk = stored_from(group, table, chunks, chunk_tokens)
+            table = without_holes(table)
+
+        def plan(chunk: int, extent: HostExtent) -> TransferPlan:
+            tail_tokens = step.tail_tokens if chunk == chunks - 1 else 0
+            transfer = plan_transfer(
+                [extent],
+                table,
+                chunk_tokens=chunk_tokens,
+                block_tokens=group.block_tokens,
+                first_token=chunk * chunk_tokens,
+                last_token=chunk * chunk_tokens + (tail_tokens or chunk_tokens),
+                extents_from_chunk=chunk,
+            )
+            return transfer.repeated() if tail_tokens else transfer
+
+        return _Gather(number, range(first_chunk, chunks), plan)
+
+    def _tokens_counted(self, step: StoreStep, places: Iterable[tuple[int, int]]) -> int:
+        if self._shard:
+            return 0
+        chunks = [chunk for chunk, group in places if group == self._counted_group]
+        tokens = len(chunks) * self._shape.chunk_tokens
+        if step.tail_tokens and chunks and chunks[-1] == len(step.digests) - 1:
+            tokens -= self._shape.chunk_tokens - step.tail_tokens
+        return tokens
+
+    def _reserve(self, keys: Sequence[ChunkKey], step: StoreStep) -> WriteLease | None:
+        """Slots for the leading keys that are not held and still fit among the bytes in flight; None: for none."""
+        begin = partial(self._service.begin_store, holder=self._holder, hold_s=step.hold_ms / 1000, tiers=step.tiers)
+        lease = begin(keys) if keys else None
+        if lease is not None and self._plan_number and lease.keys:
+            room_bytes = self._max_in_flight_bytes - self._in_flight_bytes
+            sums = itertools.accumulate(extent.nbytes for extent in lease.extents)
+            fitting = sum(1 for nbytes in sums if nbytes <= room_bytes)
+            if not self._storing:
+                fitting = max(fitting, 1)  # else chunks larger than the limit would never be stored
+            if fitting < len(lease.keys):
+                self._service.release(lease)
+                self._counts.chunks_dropped += len(lease.keys) - fitting
+                leading = keys[: keys.index(lease.keys[fitting])]
+                lease = begin(leading) if fitting else None
+        if lease is not None and not lease.keys:
+            self._service.release(lease)
+            return None
+        return lease

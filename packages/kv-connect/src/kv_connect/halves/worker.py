@@ -1,0 +1,292 @@
+"""The worker half: executes step plans between the cache's extents and the engine's blocks.
+
+It runs on the engine's worker thread, starts no thread of its own and is polled once per step. A load that cannot be
+completed ends the same way whatever the reason: its keys are forgotten first, so that the engine's next lookup is a
+miss and not the same failure again, and then the request is reported.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_core.device import LayerwiseCopier
+from kv_core.errors import InputError, KVError
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey, keys_in
+from kv_core.log import limited_logger
+from kv_core.service import CacheService, LoadFailed, ReadLease
+from kv_core.shape import NO_BLOCK, ConnectShape, load_from
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
+
+from kv_connect.halves.copies import Copies
+from kv_connect.halves.counts import WorkerCounts
+from kv_connect.halves.layerwise import LayerLoads, LayerwiseReport
+from kv_connect.halves.step import NO_REPORT, LoadStep, StepPlan, StepReport
+from kv_connect.halves.stores import Stores
+
+_log = limited_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Load:
+    """One request's load, over all groups.
+
+    step: what is to be loaded, and where.
+    lease: the lease on all its chunks; None if it was refused.
+    copies: those into each group's blocks.
+    failure: the first reason to give the load up, or "".
+    suspect: the keys to forget if it fails, so that they do not fail again.
+    """
+
+    step: LoadStep
+    lease: ReadLease | None = None
+    copies: Copies = field(default_factory=Copies)
+    failure: str = ""
+    suspect: set[ChunkKey] = field(default_factory=set)
+
+    def fail(self, reason: str, keys: Sequence[ChunkKey]) -> None:
+        self.failure = self.failure or reason
+        self.suspect.update(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One group's part of a load.
+
+    first_token: where filling its blocks begins.
+    first_chunk: the number of the chunk that contains this token.
+    keys: the keys of the group's chunks from that chunk on.
+    """
+
+    group: int
+    first_token: int
+    first_chunk: int
+    keys: list[ChunkKey]
+
+
+class WorkerHalf:
+    """The worker half of one rank. Not thread-safe: used only on the worker's thread."""
+
+    def __init__(
+        self,
+        service: CacheService,
+        shape: ConnectShape,
+        copiers: Sequence[LayerwiseCopier],
+        *,
+        shard: int,
+        name: str,
+        rank: int | None = None,
+        stores: bool = True,
+        max_in_flight_bytes: int = sys.maxsize,
+        stores_layers: bool = False,
+    ) -> None:
+        """copiers: one for each group, in the order of `shape.groups`. shard: the shard of a chunk that it moves.
+        rank: distinguishes it from others with the same shard; default: the shard. stores: whether it stores; of ranks
+        with the same shard, one does. max_in_flight_bytes: the most in flight to the pool while the engine continues.
+        Chunks beyond it are not stored. stores_layers: layers are stored as they are computed, where a copier supports
+        it."""
+        self._service = service
+        self._shape = shape
+        self._copiers = tuple(copiers)
+        self._shard = shard
+        self._holder = f"{name}/worker{shard if rank is None else rank}"
+        self._loading: dict[str, _Load] = {}
+        self._ended: set[str] = set()
+        self._failed: set[str] = set()
+        self.layers = LayerLoads(self._copiers[0])
+        self.counts = WorkerCounts()
+        self._stores = Stores(
+            service,
+            shape,
+            self._copiers if stores else (),
+            shard=shard,
+            holder=self._holder,
+            counts=self.counts,
+            max_in_flight_bytes=max_in_flight_bytes,
+            by_layers=stores_layers,
+        )
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Start every copy, the layerwise ones first; lease the chunks of the others."""
+        if not (plan.loads or plan.refused or self._loading):
+            return  # most steps
+        self._start_layers([step for step in plan.loads if step.extents], plan.space_id)
+        for request_id in plan.refused:
+            self._end(request_id, "the allocation did not match what was offered")
+        for step in plan.loads:
+            if step.extents:
+                continue
+            load = self._loading[step.request_id] = _Load(step)
+            parts = [part for group in range(len(self._copiers)) if (part := self._part(plan.space_id, step, group))]
+            match self._service.load([key for part in parts for key in part.keys], self._holder):
+                case ReadLease() as lease:
+                    load.lease = lease
+                    self._start_copies(load, lease, parts)
+                case LoadFailed(missing, reason):
+                    load.fail(reason, missing)
+        self._finish_loads()
+
+    def take_layerwise(self, *, wait: bool = False) -> LayerwiseReport:
+        """Layerwise loads that have ended since the last call. wait: wait for all whose forward pass is over."""
+        report = self.layers.take_ended(wait=wait)
+        if report.ended:
+            self.counts.loads_finished += len(report.ended - report.failed)
+            self.counts.loads_failed += len(report.failed)
+        return report
+
+    def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
+        """The forward pass of this step has computed this layer of this group: begin to store it, if layers are stored
+        singly."""
+        self._stores.layer_computed(plan, group, layer)
+
+    def start_stores(self, plan: StepPlan) -> None:
+        """After the forward pass, gather the layers of this step's chunks that have not been gathered yet."""
+        self._stores.start(plan)
+
+    def abandon_stores(self, plan: StepPlan) -> None:
+        """This step's forward pass has failed: its chunks do not match their keys."""
+        self._stores.abandon(plan)
+
+    def finish_stores(self, *, wait: bool = True) -> None:
+        """Publish what has been gathered.
+
+        wait: wait for all copies; the engine may then reuse the blocks. False: the engine holds the blocks until
+            `stored_through` shows that they are no longer needed.
+        """
+        self._stores.finish(wait=wait)
+
+    @property
+    def stored_through(self) -> int:
+        """The number of the last plan that, like all before it, no longer reads any blocks."""
+        return self._stores.through
+
+    def poll(self) -> StepReport:
+        """Loads that ended since the last poll."""
+        if self._loading:
+            self._finish_loads()
+        if not self._ended:
+            return NO_REPORT
+        report = StepReport(frozenset(self._ended), frozenset(self._failed))
+        self._ended.clear()
+        self._failed.clear()
+        return report
+
+    def judge(self, trial: int, *, passed: bool) -> None:
+        """How this plan's trial (`StepPlan.trial`) ended: whether the blocks that others promised were filled."""
+        self._stores.judge(trial, passed=passed)
+
+    @property
+    def filling(self) -> frozenset[str]:
+        """After `close`: requests whose blocks copies may still write to, so that they must not be reported."""
+        self._loading = {name: load for name, load in self._loading.items() if not load.copies.have_stopped()}
+        return frozenset(self._loading)
+
+    def close(self) -> bool:
+        """Release everything, once its copies have stopped. Loads in progress are not reported: the engine no longer
+        polls. False: copies may still be in flight, and their slots stay leased."""
+        for name, load in tuple(self._loading.items()):
+            if load.copies.have_stopped(wait=True):
+                del self._loading[name]
+                if load.lease is not None:
+                    self._service.release(load.lease)
+        has_stored, has_loaded = self._stores.close(), self.layers.close()
+        if not (has_stored and has_loaded) or self._loading:
+            return False
+        self._service.end(self._holder)
+        return True
+
+    def _start_layers(self, steps: Sequence[LoadStep], space_id: bytes) -> None:
+        if not steps:
+            return
+        requests = [step.request_id for step in steps]
+        copies: list[Copy] = []
+        try:
+            for step in steps:
+                part = self._part(space_id, step, 0)
+                assert part is not None
+                copies += self._plan_load(step, part, self._shard_extents(step.extents)).copies
+        except KVError as error:
+            self.layers.refuse(requests, str(error))
+            return
+        self.layers.start(requests, TransferPlan(tuple(copies), self._shape.chunk_tokens))
+        self.counts.tokens_loaded += sum(step.last_token - step.first_token for step in steps)
+        self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in self._shard_extents(step.extents))
+
+    def _shard_extents(self, extents: Sequence[HostExtent]) -> Sequence[HostExtent]:
+        """This shard's extents among those of all shards."""
+        return extents[self._shard :: self._shape.shards]
+
+    def _part(self, space_id: bytes, step: LoadStep, group: int) -> _Part | None:
+        """None: this group needs nothing of what is loaded."""
+        first_token = load_from(self._shape.groups[group], step.first_token, step.last_token)
+        if first_token >= step.last_token:
+            return None
+        chunk = first_token // self._shape.chunk_tokens
+        digests = step.digests[chunk - step.first_chunk :]
+        keys = keys_in(space_id, digests, groups=(group,), shards=(self._shard,), tenant=step.tenant)
+        return _Part(group, first_token, chunk, keys)
+
+    def _plan_load(self, step: LoadStep, part: _Part, extents: Sequence[HostExtent]) -> TransferPlan:
+        group = self._shape.groups[part.group]
+        table = step.blocks[group.table]
+        if group.coverage.kind == "all":
+            blocks: Sequence[int] = table
+        else:
+            first_block = part.first_token // group.block_tokens
+            blocks = table[: -(-step.last_token // group.block_tokens)]
+            if NO_BLOCK in blocks[first_block:]:
+                raise InputError(f"group {part.group} has no block for a token that is needed: {blocks[first_block:]}")
+        if group.coverage.kind == "state":
+            return TransferPlan((Copy(extents[-1], 0, blocks[-1], 1),), 1)
+        return plan_transfer(
+            extents,
+            blocks,
+            chunk_tokens=self._shape.chunk_tokens,
+            block_tokens=group.block_tokens,
+            first_token=part.first_token,
+            last_token=step.last_token,
+            extents_from_chunk=part.first_chunk,
+        )
+
+    def _finish_loads(self) -> None:
+        """Finish the loads whose copies are complete."""
+        for load in list(self._loading.values()):
+            if load.copies.have_stopped():
+                self._finish(load)
+
+    def _start_copies(self, load: _Load, lease: ReadLease, parts: Sequence[_Part]) -> None:
+        offset = 0
+        for part in parts:
+            extents = lease.extents[offset : offset + len(part.keys)]
+            offset += len(part.keys)
+            try:
+                load.copies.add([self._copiers[part.group].load(self._plan_load(load.step, part, extents))])
+            except KVError as error:
+                load.fail(str(error), part.keys)
+                return
+
+    def _finish(self, load: _Load) -> None:
+        if load.copies.failure is not None and load.lease is not None:
+            load.fail(str(load.copies.failure), load.lease.keys)
+        if load.lease is not None and not self._service.release(load.lease):
+            load.fail(
+                "the lease expired, or its chunks were forgotten, while the bytes were being copied", load.lease.keys
+            )
+        step = load.step
+        del self._loading[step.request_id]
+        if load.failure:
+            self._service.forget(list(load.suspect))
+        else:
+            self.counts.tokens_loaded += step.last_token - step.first_token
+            if load.lease is not None:
+                self.counts.bytes_loaded += sum(extent.nbytes for extent in load.lease.extents)
+        self._end(step.request_id, load.failure)
+
+    def _end(self, request_id: str, failure: str) -> None:
+        self._ended.add(request_id)
+        if failure:
+            _log.warning("the load of request %s failed and will be computed instead: %s", request_id, failure)
+            self._failed.add(request_id)
+            self.counts.loads_failed += 1
+        else:
+            self.counts.loads_finished += 1

@@ -1,0 +1,283 @@
+"""The cache of an engine over several nodes, as its scheduler sees it: a hit is what every node's server holds.
+
+Each node's workers use their own node's server, which has the shards of those ranks. A lookup queries the scheduler's
+own server first. The other nodes are then asked about the chunks that it finds: the engine carries the question with
+the next step, and each node leases what it has (`node_agent`). Until all have answered, the plan is `PENDING`. If this
+node has nothing of a prompt, it is a miss without any question.
+
+With windows and states, the longest hit of one node need not be a hit of another. Nodes that found more than the least
+are asked again about the least, until all agree; every such round ends at fewer chunks.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.cost import Costs
+from kv_core.coverage import PLAIN, ChunkShape
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import CacheService, Holder
+from kv_tiers.cache.hits import interleaved
+
+from kv_connect.nodes.node_messages import Answer, Clear, End, FromNode, Lost, Prompt, Question, Renew, Taken, ToNode
+from kv_connect.nodes.ranks import RankShare
+
+_log = limited_logger(__name__)
+
+PATIENCE_S: Final = 30.0
+"""A node that has not answered for this long is not waited for until it answers again. Nodes answer in every step, so
+only a fault in the engine or in the node's agent can cause this."""
+RENEW_S: Final = 20.0
+"""How often promises at other nodes are renewed, but at least three times in a lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LookupArgs:
+    """The arguments of a lookup."""
+
+    keys: Sequence[ChunkKey]
+    holder: Holder
+    shape: ChunkShape
+    costs: Costs | None
+    tiers: tuple[str, ...] | None
+
+
+@dataclass(slots=True)
+class _Query:
+    """The nodes' answers to one holder's lookup.
+
+    lookup_id: distinguishes this lookup from one of other chunks.
+    sent_s: when the open questions were sent.
+    renewed_s: when the promises at other nodes began or were renewed, at the earliest.
+    own_plan: what this node's server found. None: not looked up yet.
+    prefix_chunks, lacking: as in the first final plan of this node's server.
+    open: by node, the number of the question that it has not answered.
+    found: by node, its last answer.
+    is_over: it has been answered, by all nodes or without them. The next lookup begins anew.
+    is_lost: a node has lost its promise.
+    """
+
+    lookup_id: tuple[int, bytes]
+    sent_s: float
+    renewed_s: float
+    own_plan: LookupPlan | None = None
+    prefix_chunks: int = 0
+    lacking: int = -1
+    open: dict[int, int] = field(default_factory=dict)
+    found: dict[int, LookupPlan] = field(default_factory=dict)
+    is_over: bool = False
+    is_lost: bool = False
+
+    @property
+    def was_sent(self) -> bool:
+        return bool(self.open or self.found)
+
+
+class NodesCache:
+    """A `CacheService`. Not thread-safe: it belongs to the scheduler's thread.
+
+    Lookups, promises, `taken` and `clear` are for all nodes; everything else is for this one, as each worker has its
+    own node's cache.
+    """
+
+    def __init__(self, local: CacheService, share: RankShare, *, groups: int, clock: Clock) -> None:
+        """local: this node's cache. share: of this node's first rank. groups: the number of groups of a chunk."""
+        self._local = local
+        # The calls of `CacheService` that are for this node alone.
+        self.load, self.begin_store, self.commit = local.load, local.begin_store, local.commit
+        self.release, self.forget, self.allocated = local.release, local.forget, local.allocated
+        self.measured, self.counts = local.measured, local.counts
+        self._other_nodes = tuple(node for node in range(share.nodes) if node != share.node)
+        self._shards = len(shards := share.shards_here)
+        self._keys_per_chunk = groups * share.shards
+        self._columns = [group * share.shards + shard for group in range(groups) for shard in shards]
+        self._clock = clock
+        self._leases_s: dict[int, float] = {}  # by other node, how long its leases last, from its last answer
+        self._queries: dict[Holder, _Query] = {}
+        self._to_send: list[ToNode] = []
+        self._number = 0
+        self._silent: set[int] = set()
+
+    # Messages that the engine carries.
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._to_send)
+
+    def take(self) -> tuple[ToNode, ...]:
+        """The messages to all other nodes since the last call, in order."""
+        messages, self._to_send = self._to_send, []
+        return tuple(messages)
+
+    def heard(self, messages: Iterable[FromNode]) -> None:
+        """Receive the answers of nodes."""
+        for message in messages:
+            self._silent.discard(message.node)
+            query = self._queries.get(message.holder)
+            if query is None:
+                continue
+            match message:
+                case Answer(node, number, _, plan, lease_s):
+                    self._leases_s[node] = lease_s
+                    if query.open.get(node) == number:
+                        del query.open[node]
+                        query.found[node] = plan
+                case Lost():
+                    query.is_lost = not query.open  # else it is being looked up again already
+
+    # `CacheService`, for all nodes.
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return self._local.tiers
+
+    @property
+    def lease_s(self) -> float:
+        return min([self._local.lease_s, *self._leases_s.values()])
+
+    def lookup(
+        self,
+        keys: Sequence[ChunkKey],
+        holder: Holder,
+        *,
+        shape: ChunkShape = PLAIN,
+        wait_for_promotion: bool = False,
+        costs: Costs | None = None,
+        tiers: Sequence[str] | None = None,
+    ) -> LookupPlan:
+        args = _LookupArgs(keys, holder, shape, costs, None if tiers is None else tuple(tiers))
+        chunks = len(keys) // shape.keys_per_chunk
+        lookup_id = (len(keys), keys[-1] if keys else b"")  # a digest stands for all chunks before it
+        query = self._queries.get(holder)
+        was_sent = query is not None and query.was_sent
+        if query is None or query.is_over or query.is_lost or query.lookup_id != lookup_id:
+            now_s = self._clock.now_s()
+            query = self._queries[holder] = _Query(lookup_id, now_s, now_s)
+        own_plan = query.own_plan
+        if own_plan is None or own_plan.ended is Ended.PENDING:
+            own_plan = query.own_plan = self._look_up_locally(args, chunks, waits=wait_for_promotion)
+            query.prefix_chunks, query.lacking = own_plan.prefix_chunks, own_plan.lacking
+        is_pending = own_plan.ended is Ended.PENDING
+        if not is_pending and (not own_plan.chunks or _declines(own_plan)):
+            if was_sent:
+                self._to_send.append(End(holder))
+            if not own_plan.chunks:
+                del self._queries[holder]
+            else:
+                query.is_over = True
+            return own_plan
+        if not query.was_sent:
+            wanted_chunks = chunks if is_pending else own_plan.chunks
+            self._ask(query, args, self._other_nodes, wanted_chunks, waits=wait_for_promotion)
+        self._give_up_silent(query)
+        if is_pending or query.open:
+            return replace(own_plan, ended=Ended.PENDING)
+        return self._agree(query, args, own_plan)
+
+    def renew(self, holder: Holder) -> bool:
+        query = self._queries.get(holder)
+        if query is None or query.is_lost or not self._local.renew(holder):
+            return False
+        now_s = self._clock.now_s()
+        renew_s = min(RENEW_S, min(self._leases_s.values(), default=RENEW_S) / 3)
+        if query.was_sent and now_s - query.renewed_s >= renew_s:
+            query.renewed_s = now_s
+            self._to_send.append(Renew(holder))
+        return True
+
+    def end(self, holder: Holder) -> None:
+        self._local.end(holder)
+        query = self._queries.pop(holder, None)
+        if query is not None and query.was_sent:
+            self._to_send.append(End(holder))
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        self._local.taken(self._keys_here(keys))
+        if keys:
+            self._to_send.append(Taken(Prompt.of(keys, self._keys_per_chunk)))
+
+    def clear(self) -> None:
+        self._local.clear()
+        self._to_send.append(Clear())
+
+    def _keys_here(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The keys of this node's shards."""
+        return interleaved([list(keys[column :: self._keys_per_chunk]) for column in self._columns])
+
+    def _look_up_locally(self, args: _LookupArgs, chunks: int, *, waits: bool = False) -> LookupPlan:
+        """Look up the first `chunks` chunks at this node's server."""
+        return self._local.lookup(
+            self._keys_here(args.keys[: chunks * self._keys_per_chunk]),
+            args.holder,
+            shape=replace(args.shape, shards=self._shards),
+            wait_for_promotion=waits,
+            costs=args.costs,
+            tiers=args.tiers,
+        )
+
+    def _ask(self, query: _Query, args: _LookupArgs, nodes: Sequence[int], chunks: int, *, waits: bool = False) -> None:
+        """Have these nodes look up the first `chunks` chunks."""
+        self._number += 1
+        prompt = Prompt.of(args.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
+        self._to_send.append(Question(self._number, tuple(nodes), args.holder, prompt, waits, args.costs, args.tiers))
+        query.open = dict.fromkeys(nodes, self._number)
+        query.sent_s = self._clock.now_s()
+
+    def _give_up_silent(self, query: _Query) -> None:
+        """Assume that nodes that do not answer have nothing."""
+        if not query.open:
+            return
+        if self._clock.now_s() - query.sent_s >= PATIENCE_S:
+            for node in query.open.keys() - self._silent:
+                self._silent.add(node)
+                _log.warning(
+                    "node %d has not answered for %d s: until it does, every prompt is a miss", node, PATIENCE_S
+                )
+        for node in query.open.keys() & self._silent:
+            del query.open[node]
+            query.found[node] = LookupPlan("", 0, Ended.REFUSED, ())
+
+    def _agree(self, query: _Query, args: _LookupArgs, own_plan: LookupPlan) -> LookupPlan:
+        """The plan of all nodes, once they have answered, or `PENDING` while some are asked about a shorter hit."""
+        shortest = min(query.found.values(), key=lambda plan: plan.chunks)
+        if shortest.chunks < own_plan.chunks:
+            ended = shortest.ended
+            own_plan = query.own_plan = self._look_up_locally(args, shortest.chunks)
+        else:
+            ended = own_plan.ended
+        chunks, prefix_chunks, lacking = own_plan.chunks, own_plan.chunks, -1
+        if not args.shape.is_plain and query.prefix_chunks > chunks:
+            prefix_chunks, lacking = query.prefix_chunks, query.lacking
+        if not chunks:
+            self.end(args.holder)
+            return LookupPlan(args.holder, 0, ended, (), prefix_chunks, lacking)
+        longer = [node for node, plan in query.found.items() if plan.chunks > chunks]
+        if longer and not args.shape.is_plain:
+            self._ask(query, args, longer, chunks)
+            return replace(own_plan, ended=Ended.PENDING)
+        query.is_over = True
+        plans = [own_plan, *query.found.values()]
+        return replace(
+            own_plan,
+            ended=ended,
+            tiers=self._slowest(plans, chunks),
+            prefix_chunks=prefix_chunks,
+            lacking=lacking,
+            choice=next(
+                (replace(plan.choice, chunks=0) for plan in plans if plan.choice and _declines(plan)), own_plan.choice
+            ),
+        )
+
+    def _slowest(self, plans: Sequence[LookupPlan], chunks: int) -> tuple[str, ...]:
+        """For each chunk, the slowest of the tiers that the nodes have it in."""
+        order = {tier: number for number, tier in enumerate(self.tiers)}
+        columns = zip(*(plan.tiers[:chunks] for plan in plans), strict=False)
+        return tuple(max(tiers, key=lambda tier: order.get(tier, len(order))) for tiers in columns)
+
+
+def _declines(plan: LookupPlan) -> bool:
+    """Whether loading what was found does not pay."""
+    return plan.choice is not None and plan.choice.chunks < plan.chunks

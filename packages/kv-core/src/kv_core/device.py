@@ -1,0 +1,98 @@
+"""The worker half's interface to the engine's memory."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kv_core.extent import HostExtent
+from kv_core.transfer import TransferPlan
+
+
+class CopyEvent(Protocol):
+    """The completion of a copy. Query it through `kv_connect.halves.copies`, which interprets exceptions."""
+
+    def done(self) -> bool:
+        """True once the bytes have arrived.
+
+        Raises:
+            CopyFailed: they never will, and the copy reads and writes nothing any more.
+        """
+
+    def wait(self) -> None:
+        """Return when the bytes have arrived.
+
+        Raises:
+            CopyFailed: as for `done`.
+        """
+
+    def hold_engine(self) -> None:
+        """Make everything that the engine enqueues from now on run after the bytes have arrived. Returns at once,
+        unless the engine has no queue: then this is `wait`.
+        """
+
+
+class DeviceCopier(Protocol):
+    """Copies between host extents and the engine's paged cache. One for each group and worker.
+
+    A call that raises has left no copy in flight.
+    """
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether copies are enqueued on a device, and pools prepared for it."""
+
+    @property
+    def stores_behind(self) -> bool:
+        """Whether a store may continue after the call that starts it, so that its blocks have to be held. False: it is
+        complete when `store` returns."""
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        """Register the host pool called `pool`, and pin it where the device requires that. The view is writable."""
+
+    def load(self, plan: TransferPlan) -> CopyEvent:
+        """Host to device: scatter every copy's bytes to its slots. Tokens that the plan does not name are untouched.
+
+        Raises:
+            InputError: the plan names a slot or a byte outside the cache, the pool or the chunk; nothing was copied.
+        """
+
+    def store(self, plan: TransferPlan) -> CopyEvent:
+        """Device to host: gather every copy's slots into its extent.
+
+        Raises:
+            InputError: as for `load`.
+        """
+
+
+class LayerwiseStore(Protocol):
+    """A store whose layers are gathered as the engine computes them. It keeps the memory at both ends alive."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+
+    def gather(self, layers: Sequence[int]) -> CopyEvent:
+        """Gather these layers of every chunk of the plan, each computed by what the engine has enqueued so far."""
+
+
+class LayerwiseCopier(DeviceCopier, Protocol):
+    """A copier that reports when each layer has arrived, and stores each layer as it is computed."""
+
+    def prepare(self, extents: Sequence[HostExtent]) -> None:
+        """Prepare everything that copies of these extents need besides their plan, so that they cannot lack it later.
+
+        Raises:
+            ConfigError: the system does not let this process lock so much memory, or the device has too little left.
+            InputError: the pool is not attached.
+        """
+
+    def load_layers(self, plan: TransferPlan) -> Sequence[CopyEvent]:
+        """Like `load`, layer by layer: the events of the first layer, the second and so on, in order of completion."""
+
+    def store_layers(self, plan: TransferPlan) -> LayerwiseStore | None:
+        """Begin a store before any of its layers is computed; nothing is read before `LayerwiseStore.gather`.
+
+        None: the plan gains nothing by this, or cannot be split into layers: `store` it once all layers are computed.
+
+        Raises:
+            InputError: as for `load`.
+        """

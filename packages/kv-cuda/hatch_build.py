@@ -1,0 +1,1 @@
+../kv-codecs/hatch_build.py

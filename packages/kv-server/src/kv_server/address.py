@@ -1,0 +1,145 @@
+"""The address of a server: a socket with one owner, in a directory that is closed to other users.
+
+A lock file next to the socket shows who owns it for as long as the owner lives; the kernel releases the lock however
+the owner dies. So a socket whose lock can be acquired belongs to a dead server and is replaced. The owner removes both
+when it ends. A lock counts only if its file is the one that exists now: a file that was opened before it was removed
+protects nothing.
+"""
+
+import os
+import socket
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kv_core.errors import ConfigError
+from kv_tiers.pool.private_files import open_locked, own_directory
+
+PRIVATE_PREFIX: Final = "engine-"
+"""The prefix of the names of engines' private servers in a user's own directory. Files left there by killed ones are
+removed."""
+_ATTEMPTS: Final = 5
+_RETRY_S: Final = 0.02
+
+
+def user_directory(parent: Path) -> Path:
+    """The directory for this user's sockets."""
+    return parent / f"kv-tiers-{os.geteuid()}"
+
+
+class Address:
+    """A listening socket and the lock that goes with it."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ConfigError: another server listens here, or the path cannot be used without exposing it to other users.
+        """
+        self.path = path
+        _make_private(path.parent)
+        if path.parent.name == user_directory(path.parent.parent).name:
+            for left in path.parent.glob(f"{PRIVATE_PREFIX}*.sock.lock"):
+                if left.name != _lock_path(path).name:
+                    remove_stale(left.with_suffix(""))
+        self._lock = _own(path)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path.unlink(missing_ok=True)
+            self.listener.bind(os.fspath(path))
+            path.chmod(0o600)
+            self.listener.setblocking(False)
+            self.listener.listen(128)
+        except OSError as error:
+            self.close()
+            raise _cannot_listen(path, error) from None
+
+    def stop_listening(self) -> None:
+        with suppress(OSError):  # something else may be there by now, and a server that stops has more to do
+            self.path.unlink(missing_ok=True)
+        self.listener.close()
+
+    def close(self) -> None:
+        """From now on another server may listen here."""
+        self.listener.close()
+        _release(self.path, self._lock)
+
+
+def remove_stale(path: Path) -> None:
+    """Remove the socket and the lock that a killed server left. Those of a live server stay."""
+    with suppress(OSError, ConfigError):
+        _check_replaceable(path)
+        lock = _try_lock(path, os.O_RDWR)
+        if lock is not None:
+            path.unlink(missing_ok=True)
+            _release(path, lock)
+
+
+def _own(path: Path) -> int:
+    """
+    Raises:
+        ConfigError: another server owns it, or it cannot be owned.
+    """
+    _check_replaceable(path)
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_RETRY_S)  # a process that cleans up holds it for a moment
+        try:
+            lock = _try_lock(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise _cannot_listen(path, error) from None
+        if lock is not None:
+            return lock
+    raise ConfigError(f"another server listens at {path}; join that one, stop it, or give this one another name")
+
+
+def _check_replaceable(path: Path) -> None:
+    """Check that whatever exists was left by a server: a socket, and an empty lock file. Both will be removed.
+
+    Raises:
+        ConfigError: it is something else, such as a settings file that was given as the socket.
+        OSError: it cannot be inspected.
+    """
+    for file, type_ in ((path, stat.S_IFSOCK), (_lock_path(path), stat.S_IFREG)):
+        with suppress(FileNotFoundError):
+            found = file.lstat()
+            if stat.S_IFMT(found.st_mode) != type_ or found.st_size:
+                raise ConfigError(f"{file} exists and was not left by a server; write another socket (--socket)")
+
+
+def _try_lock(path: Path, flags: int) -> int | None:
+    """The lock's descriptor; None: another process has the lock."""
+    lock = _lock_path(path)
+    return open_locked(lock, lambda: os.open(lock, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+
+
+def _release(path: Path, lock: int) -> None:
+    with suppress(OSError):
+        os.unlink(_lock_path(path))  # while it is ours
+    os.close(lock)
+
+
+def _lock_path(path: Path) -> Path:
+    return Path(f"{path}.lock")
+
+
+def _cannot_listen(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"no server can listen at {path}: {error.strerror}; write another socket (--socket), in a directory that this "
+        "user can write to"
+    )
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        own_directory(directory, "name another one for the socket")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{directory} cannot be made for a server's socket, as there is no directory {directory.parent}; make that "
+            "one, or write another socket (--socket)"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be made for a server's socket: {error.strerror}; write another socket (--socket)"
+        ) from None

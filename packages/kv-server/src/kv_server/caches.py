@@ -1,0 +1,272 @@
+"""The caches of one server: one for each format of chunks, opened when a client first registers that format.
+
+Opening takes as long as the lower tiers take, so it runs on a separate thread while other clients are served.
+
+A server outlives many engines. When it has reached its limit of formats and another one is registered, the cache that
+has been without a client for longest is closed, unless that is less than a lease's time, because its engine may be
+restarting. If other hosts read from this server no cache is closed, because they read whether there is a client here or
+not.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.errors import ConfigError, InputError
+from kv_core.log import limited_logger
+from kv_tiers import chunk_header
+from kv_tiers.build import build_local_cache
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.events.bus import EventBus
+from kv_tiers.host_port import HostPort
+from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.threads import OutOfThreadsError, join_all, must_start
+from kv_tiers.tier import TierContext
+
+from kv_server import wire
+from kv_server.config import ServerConfig
+from kv_server.peers.reads import PeerReads
+from kv_server.peers.side import PeerSide, peer_side
+
+_log = limited_logger(__name__)
+
+_OPENING_S: Final = 5.0
+"""How long `close` waits for caches that are being opened. A large disk takes minutes, and no chunk is in its pool."""
+
+Format = tuple[tuple[int, ...], str]
+"""The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The outcome of opening a new format's cache: the cache, or why there is none."""
+
+    format: Format
+    cache: LocalCache | wire.Failed
+
+
+def cache_name(wanted: Format) -> str:
+    """A short name for a format's cache in metrics, logs and traces: the same wherever this format is served."""
+    group_bytes, fingerprint = wanted
+    return chunk_header.format_id(f"{PayloadSizes(group_bytes).spelled()} {fingerprint}").hex()[:12]
+
+
+class Caches:
+    """Owns the caches and closes them. Used on the server's thread only, unless stated otherwise."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        clock: Clock,
+        bus: EventBus,
+        wake: Callable[[], None],
+        on_idle_closed: Callable[[str], None],
+    ) -> None:
+        """bus: where the caches publish events. wake: called on another thread when `opened` has something new.
+
+        on_idle_closed: called on another thread with the name of a cache that was closed to make room.
+        """
+        self._config = config
+        self._bus = bus
+        self._clock = clock
+        self._wake = wake
+        self._on_idle_closed = on_idle_closed
+        self._caches: dict[Format, LocalCache] = {}
+        self._opening: dict[Format, threading.Thread] = {}
+        self._opened: deque[Opened] = deque()
+        self._left_s: dict[Format, float] = {}
+        self._closing: list[threading.Thread] = []
+        self._end = threading.Lock()
+        self._is_closed = False  # from then on nobody takes what is `opened`; under that lock
+        self.peers_address: HostPort | None = None
+        """Where other hosts' servers read from this one; None: nowhere."""
+        self._drained: tuple[float, int | None] | None = None
+        self._quotas: dict[tuple[Format | None, bytes], int | None] = {}
+        """By format (None: all) and tenant, those that differ from the settings."""
+        self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
+
+    def by_format(self) -> dict[Format, LocalCache]:
+        return dict(self._caches)
+
+    def find(self, wanted: Format) -> LocalCache | None:
+        return self._caches.get(wanted)
+
+    def for_peers(self, namespace: str) -> tuple[LocalCache, PeerReads] | None:
+        """The cache whose tiers have this namespace, and what peers may read of it. On any thread."""
+        return self._for_peers.get(namespace)
+
+    def opening(self) -> list[Format]:
+        """Those that are being opened."""
+        return list(self._opening)
+
+    def left(self, cache: LocalCache) -> None:
+        """A client of this cache has gone."""
+        for name, one in self._caches.items():
+            if one is cache:
+                self._left_s[name] = self._clock.now_s()
+
+    def open(self, wanted: Format, in_use: Container[LocalCache]) -> bool:
+        """Begin to open a cache, unless that has begun already. False: the limit of formats is reached.
+
+        in_use: the caches that a client uses, or may come back to.
+
+        Raises:
+            OutOfThreadsError: the system has no more threads for us.
+        """
+        if wanted in self._opening:
+            return True
+        is_full = len(self._caches) + len(self._opening) >= self._config.max_formats
+        if is_full and not self._close_idle(in_use):
+            return False
+        thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
+        must_start(thread)  # first, because the system may have no more threads for us: then nothing is being opened
+        self._opening[wanted] = thread
+        return True
+
+    def opened(self) -> list[Opened]:
+        """The caches that were opened, or failed to open, since the last call."""
+        news = []
+        while self._opened:
+            opened = self._opened.popleft()
+            self._opening.pop(opened.format).join()
+            if isinstance(cache := opened.cache, LocalCache):
+                self._set_quotas(opened.format, cache)
+                self._caches[opened.format] = cache
+                self._left_s[opened.format] = self._clock.now_s()
+                fingerprint = opened.format[1]
+                context = TierContext(cache.pool.chunk_bytes, cache.pool.slot_bytes, fingerprint)
+                side = peer_side(cache)
+                reads = side.reads(fingerprint)
+                self._for_peers[context.namespace] = cache, reads
+                if self._drained is not None:
+                    side.drain.begin(*self._drained)
+                if self.peers_address is not None:
+                    side.publish(reads, self.peers_address)
+            news.append(opened)
+        return news
+
+    def drain(self, timeout_s: float, max_bytes: int | None) -> None:
+        """Drain every cache, including those that are opened from now on.
+
+        Raises:
+            InputError: there is no host to offer chunks to.
+        """
+        types = {tier.get("type") for tier in self._config.tiers}
+        if not (any(peer_side(cache).drain.can_begin for cache in self._caches.values()) or "peers" in types):
+            raise InputError("no tier of type peers is configured, so there is no host to offer chunks to")
+        self._drained = timeout_s, max_bytes
+        for cache in self._caches.values():
+            peer_side(cache).drain.begin(timeout_s, max_bytes)
+
+    def keeps(self) -> list[str]:
+        """Places of the settings that may hold chunks of an earlier process."""
+        disks = [str(tier.get("name") or "disk") for tier in self._config.tiers if tier.get("type") == "disk"]
+        return [*([f"pool {name}"] if (name := self._config.host.name) else []), *disks]
+
+    def end_drain(self) -> None:
+        self._drained = None
+        for cache in self._caches.values():
+            peer_side(cache).drain.end()
+
+    def keep_quota(self, tenant: bytes, quota_bytes: int | None, formats: Iterable[Format] | None) -> None:
+        """Set this quota (None: the common share) in caches that are opened from now on. formats: only caches of these
+        formats; None: all."""
+        if formats is None:  # a quota for all formats replaces those for single ones
+            self._quotas = {key: quota for key, quota in self._quotas.items() if key[1] != tenant}
+        affected: list[Format | None] = [None] if formats is None else list(formats)
+        for chunk_format in affected:
+            self._quotas[chunk_format, tenant] = quota_bytes
+
+    def close(self) -> None:
+        """Complete pending spills, then close. Takes at most some seconds per cache. One that is still being opened
+        closes itself later."""
+        join_all(self._opening.values(), _OPENING_S)
+        for thread in self._closing:
+            thread.join()
+        with self._end:
+            self._is_closed = True
+        self.opened()
+        for cache in self._caches.values():
+            _close(cache)
+
+    def _set_quotas(self, wanted: Format, cache: LocalCache) -> None:
+        """In a new cache, which is used even if its pool cannot provide them."""
+        quotas = {tenant: quota for (one, tenant), quota in self._quotas.items() if one is None}
+        quotas |= {tenant: quota for (one, tenant), quota in self._quotas.items() if one == wanted}
+        before = {use.tenant: use.quota_bytes or 0 for use in cache.admin.tenants()}
+        # First those that leave more to the others.
+        for tenant, quota in sorted(quotas.items(), key=lambda of: (of[1] or 0) - before.get(of[0], 0)):
+            try:
+                cache.admin.set_quota(tenant, quota)
+            except ConfigError as error:
+                text = "tenant %s has no such quota in the pool of cache %s as was set: %s"
+                _log.warning(text, tenant.hex(), cache_name(wanted), error)
+
+    def _close_idle(self, in_use: Container[LocalCache]) -> bool:
+        """Close a cache to make room for another; False: there is none to close."""
+        if self.peers_address is not None:
+            return False
+        idle = [name for name, cache in self._caches.items() if cache not in in_use]
+        longest = min(idle, key=self._left_s.__getitem__, default=None)
+        if longest is None or self._clock.now_s() - self._left_s[longest] < self._config.host.lease_s:
+            return False
+        cache = self._caches[longest]
+        # Not on this thread: closing first completes pending spills.
+        thread = threading.Thread(target=self._close_one, args=(longest, cache), daemon=True)
+        must_start(thread)  # first, as in `open`: else the cache would be nobody's, and never be closed
+        self._closing = [*(other for other in self._closing if other.is_alive()), thread]
+        del self._caches[longest], self._left_s[longest]
+        self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
+        return True
+
+    def _close_one(self, name: Format, cache: LocalCache) -> None:
+        _close(cache)
+        self._on_idle_closed(cache_name(name))
+
+    def _open(self, wanted: Format) -> None:
+        for thread in tuple(self._closing):
+            thread.join()  # to free its memory, and its files if it has the same format
+        try:
+            opened: LocalCache | wire.Failed = build_local_cache(
+                self._config.host,
+                group_bytes=wanted[0],
+                fingerprint=wanted[1],
+                tiers=self._config.tiers,
+                cold=self._config.cold,
+                clock=self._clock,
+                shared=True,
+                tenants=self._config.tenants,
+                events=self._bus.source(cache_name(wanted), wanted[0]),
+                extensions=[PeerSide()],
+            )
+        except OutOfThreadsError as error:
+            opened = wire.Failed("refused", f"in this server {error}")
+        except ConfigError as error:
+            opened = wire.Failed("refused", str(error))
+        except Exception as error:  # noqa: BLE001  # whatever it is, a client waits for an answer
+            _log.exception("no cache of chunks of %s bytes could be made", wanted[0])
+            opened = wire.Failed("fault", f"no cache could be made: {error}")
+        with self._end:
+            is_late = self._is_closed
+            if not is_late:
+                self._opened.append(Opened(wanted, opened))
+        if not is_late:
+            self._wake()
+        elif isinstance(opened, LocalCache):
+            _close(opened)
+
+
+def _close(cache: LocalCache) -> None:
+    """Complete pending spills, and log what the cache achieved."""
+    counts = cache.counts()
+    _log.info(
+        "the KV cache is closed: %d lookups found %d of %d chunks, and %d chunks entered the pool",
+        counts.lookups, counts.chunks_hit, counts.chunks_asked, counts.chunks_committed,
+    )  # fmt: skip
+    try:
+        cache.close()
+    except BufferError as error:
+        _log.warning("%s", error)  # the memory is freed when the process ends

@@ -1,0 +1,237 @@
+"""`kv-server`: the cache in a process of its own. Prints one line when it is ready, and stops on SIGTERM,
+SIGINT or SIGHUP."""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+from kv_core.terminal import say
+from kv_tiers.build import check_settings
+from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
+from kv_tiers.threads import OutOfThreadsError
+
+from kv_server.accepting import allow_descriptors
+from kv_server.config import ServerConfig, default_socket, server_config
+from kv_server.connection import PACKAGE
+from kv_server.http.start import open_http
+from kv_server.server import CacheServer
+
+_log = limited_logger(__name__)
+
+_PR_SET_PDEATHSIG: Final = 1
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_EPILOG = """\
+The settings are a file of YAML, TOML or JSON, by how its name ends; docs/settings.md has them all. Engines read the
+same file, and join this server if server.socket is set in it. In YAML:
+
+  host:
+    capacity_bytes: 4GiB          # of each format's pool at most; taken from the machine as it is used
+    lease_s: 300                  # how long chunks stay leased for a client that has gone silent
+    policy: prefix                # what is evicted when room is needed
+  tiers:                          # below the pool, hottest first; as many as you like
+    - {type: disk, directory: /var/cache/kv, capacity_bytes: 100GiB}
+  cold:
+    wait_s: 1.0                   # how long a request may wait for chunks being promoted
+    drain_s: 5.0                  # how long stopping may take
+  tenants:                        # who has a share of the pool (docs/tenants.md); as many as you like
+    - {name: team-a, salt_file: /…/team-a, quota_bytes: 1GiB}
+  observe:                        # what watches the caches: docs/observability.md
+    log: text                     # or json: a line for each thing an operator must know
+    record: requests.jsonl        # a trace for kv sim; each cache's name is put before the suffix
+    otel: false                   # spans and metrics, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like point
+    history_keys: 1048576         # how many keys kv explain remembers
+  server:
+    name: default                 # tells servers of one user apart
+    socket: /run/…/kv.sock        # instead of the place that the name gives
+    max_formats: 4                # formats of chunks (models) served at once
+    max_sessions: 128             # clients served at once
+  peers:                          # other hosts' servers that read from this one (docs/peers.md)
+    listen: 10.0.0.1:9500         # off unless set; beyond loopback it needs the files
+    tls_ca_file: /…/ca.pem        # who may connect; all three files, or none of them
+    tls_cert_file: /…/cert.pem
+    tls_key_file: /…/key.pem      # mode 0600
+    token_file: /…/token          # a secret that all peers have, besides the files
+  http:                           # pip install 'kv-tiers[http]'; GET /openapi.json lists the requests
+    listen: 127.0.0.1:9400        # a page at /, /metrics, /status and more; off unless set
+    token_file: /…/token          # created if missing; without it nothing can be changed over HTTP
+    archive_directory: /…/saved   # where prefixes are exported to and imported from
+
+When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
+SIGTERM, SIGINT and SIGHUP (unless nohup has it ignored) stop it: it accepts no more clients, stores what is waiting
+for the lower tiers, and exits. Only processes of the user that started it are served at the socket.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if args.detach:
+        _detach()
+    output = None if args.lifeline is None else _own_output()
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = _config(args)
+        check_settings(config.host, config.tiers)
+        _allow_descriptors(config)
+        # A signal between these two would leave the socket behind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        http = open_http(config.http)
+        server = CacheServer(config)
+    except (ConfigError, OutOfThreadsError) as error:
+        say(f"kv-server: {error}", file=sys.stderr)
+        return 2
+    for number in _ENDING:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+            signal.signal(number, lambda *_: server.stop())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    if args.lifeline is not None:
+        server.watch(args.lifeline)
+    if args.owner is not None:
+        _end_with(args.owner, server)
+    if args.parent is not None:
+        _terminate_with(args.parent)
+    try:
+        if http is not None:
+            http.start(server)
+    except OutOfThreadsError as error:
+        say(f"kv-server: {error}", file=sys.stderr)
+        server.stop()
+        server.serve()  # which closes it
+        return 2
+    ready = ["READY", str(server.socket_path), str(os.getpid())]
+    if http is not None:
+        ready.append(http.url)
+    if server.peers_address is not None:
+        ready.append(f"peers={server.peers_address}")
+    try:
+        if output is None:
+            say(*ready, flush=True)
+        else:
+            os.write(output, f"{' '.join(ready)}\n".encode())
+    except OSError as error:  # the reader has gone; if it was our owner, a lifeline ends us
+        _log.warning("no process reads the line that says that this server is ready: %s", error.strerror)
+        sys.stdout = None  # or it would be flushed again when we end
+    status = 0
+    try:
+        server.serve()
+    except OutOfThreadsError as error:
+        say(f"kv-server: {error}", file=sys.stderr)
+        status = 2
+    if http is not None:
+        http.stop()
+    if args.own_directory:
+        with suppress(OSError):
+            server.socket_path.parent.rmdir()
+    return status
+
+
+def _allow_descriptors(config: ServerConfig) -> None:
+    wanted = config.descriptors()
+    allowed = allow_descriptors(wanted)
+    if allowed < wanted:
+        _log.warning(
+            "this process may open %d descriptors, and %d clients (max_sessions) may need %d: some may be refused. "
+            "Raise the limit (ulimit -n %d, or LimitNOFILE=%d in its unit), or write a smaller max_sessions",
+            allowed, config.max_sessions, wanted, wanted, wanted,
+        )  # fmt: skip
+
+
+def _config(args: argparse.Namespace) -> ServerConfig:
+    """
+    Raises:
+        ConfigError: the settings cannot be read or honoured.
+    """
+    given = {
+        "server.socket": args.socket,
+        "server.name": args.name,
+        "host.capacity_bytes": args.capacity,
+        "http.listen": args.http,
+        "peers.listen": args.listen,
+    }
+    layers = [Layer("the command line", {path: value for path, value in given.items() if value is not None})]
+    if (file := args.config) is not None:
+        origin = "standard input" if file == STANDARD_INPUT else f"file {file}"
+        layers.append(Layer(origin, read_file(file)))
+    return server_config(resolve(layers, {})[0])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kv-server",
+        description="Keep KV chunks in a process of its own, which any number of engines of this user can share.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        "--file",
+        metavar="FILE",
+        help="the settings, which other options override; - reads JSON or YAML from standard input",
+    )
+    parser.add_argument("--capacity", metavar="BYTES", help="host.capacity_bytes, such as 4GiB")
+    place = str(default_socket()).replace("%", "%%")  # argparse fills in what follows a single one
+    parser.add_argument("--name", help=f"server.name; by default it listens at {place}")
+    parser.add_argument("--socket", metavar="PATH", help="server.socket: where to listen")
+    parser.add_argument("--http", metavar="HOST:PORT", help="http.listen: where to serve the page and the metrics")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="peers.listen: where other hosts' servers read from it")
+    # For an engine that starts a private server, which stops when a descriptor is closed or a process exits.
+    parser.add_argument("--lifeline", type=int, metavar="FD", help=argparse.SUPPRESS)
+    parser.add_argument("--owner", type=int, metavar="PID", help=argparse.SUPPRESS)
+    parser.add_argument("--own-directory", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--detach", action="store_true", help="continue detached from the parent process, in a session of its own"
+    )
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=["debug", "info", "warning", "error"],
+        help="of the lines on standard error (default: warning)",
+    )
+    parser.add_argument("--version", action="version", version=f"kv-server {PACKAGE}")
+    return parser
+
+
+def _detach() -> None:
+    """Must run before there are threads. The process that started us sees us end, and continues to read the output that
+    the child shares: first the child's number, so that a child that does not become ready can be ended."""
+    if child := os.fork():
+        with suppress(OSError):  # nobody reads it any more
+            os.write(1, f"{child}\n".encode())
+        os._exit(0)
+    os.setsid()
+
+
+def _own_output() -> int:
+    """Keep the pipe to ourselves from which our owner reads one line, and by whose end it learns of ours. What others
+    print, such as the package of a tier, goes to standard error instead."""
+    output = os.dup(1)  # which no process that we start inherits
+    if sys.stderr is not None:
+        os.dup2(2, 1)
+    return output
+
+
+def _end_with(owner: int, server: CacheServer) -> None:
+    """Stop the server when this process ends. The lifeline does not suffice: the process's children may outlive it, and
+    inherit the pipe."""
+    try:
+        server.watch(os.pidfd_open(owner))
+    except ProcessLookupError:
+        server.stop()
+    except (AttributeError, OSError):
+        _log.debug("the kernel cannot watch process %d; only the lifeline stops this server", owner)
+
+
+def _terminate_with(parent: int) -> None:
+    """Ask the kernel for SIGTERM when the thread that started us ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before this was set
+        signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,359 @@
+"""A server's part in a directory: it writes what it holds, reads what others write, and repairs what it has missed.
+
+There are two threads. One writes and reads every `interval_s`; it never queries a peer, so a peer that hangs delays no
+entry. The other repairs the mirror, for several hosts at once, by querying the hosts themselves: they know what they
+hold now, they are needed for the chunks in any case, and Valkey need not store every server's names.
+
+While Valkey cannot be reached, or what is there cannot be used, the mirror stays as it is. A chunk added since is not
+found, one that has left costs a read that finds nothing, and a dead host is noticed by the first request to it. Entries
+that could not be written are written later, up to `_MAX_UNSENT`; beyond that, readers notice the gap. Other hosts'
+silence means something only while our own entries arrive: whatever loses those may lose theirs.
+"""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final
+
+import msgspec
+from kv_core.errors import InputError, MisuseError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+from kv_tiers.config import MAX_SECONDS, SomeSeconds, Timeout
+from kv_tiers.host_port import HostPort, read_host_port
+from kv_tiers.threads import start_thread
+from kv_tiers.tiers.redis_servers import RedisAccess
+
+from kv_server.directory.contents import Contents
+from kv_server.directory.entries import decode, encode
+from kv_server.directory.mirror import Host, Mirror
+from kv_server.directory.names import SUMS_BYTES, names_of, unpack
+from kv_server.directory.state import DirectoryState
+from kv_server.directory.stream import BEGINNING, END, Position, Stream
+from kv_server.peers.hosts import Peer, PeerHosts
+from kv_server.peers.wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, Sum, Summed
+
+_log = limited_logger(__name__)
+
+_MAX_UNSENT: Final = 64
+_MAX_NOT_HERE: Final = 1 << 16
+_MAX_HOLDERS: Final = 8
+"""Holders of a chunk that a lookup considers."""
+_REPAIRS_AT_ONCE: Final = 16
+_REPAIR_S: Final = 30.0
+"""How long a host may take to list its names, because the next repairs wait for it. Names that have come are kept, so a
+later repair continues from there."""
+_HEARTBEATS: Final = 5
+"""Heartbeats per lease."""
+
+
+class DirectoryConfig(RedisAccess, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The directory of what each host holds, for many hosts (docs/scale.md)."""
+
+    connections: int = 1
+    timeout_s: Timeout = 1.0
+    """For sending, and for one reply; up to twice that if it arrives slowly."""
+    address: str = ""
+    """A host and a port where other hosts reach this server. Empty: `peers.listen`."""
+    interval_s: Annotated[float, msgspec.Meta(ge=0.01, le=MAX_SECONDS)] = 1.0
+    """How often changes are written and read. A chunk is known elsewhere after at most twice that."""
+    lease_s: SomeSeconds = 15.0
+    """A host that has written nothing for this time is no longer queried."""
+    max_chunks: int = 50_000_000
+    """How many chunks of all other hosts together are tracked, at 18 to 28 bytes each. A host whose chunks have no room
+    is not queried."""
+    max_hosts: int = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.address:
+            read_host_port(self.address, "address")
+        if self.lease_s < 3 * self.interval_s:
+            raise ValueError("write a lease_s at least three times as long as interval_s")
+        if self.max_chunks < 1 or self.max_hosts < 1:
+            raise ValueError("max_chunks and max_hosts must be positive")
+
+
+class Directory:
+    """The directory of one tier. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        config: DirectoryConfig,
+        namespace: str,
+        peers: PeerHosts,
+        *,
+        answer_s: float,
+        is_allowed: Callable[[HostPort], bool],
+        where: str,
+    ) -> None:
+        """Does not connect yet.
+
+        peers: the connections; from now on their hosts come from the directory.
+        answer_s: the time limit of one answer of a peer.
+        is_allowed: whether a host at this address may be connected to.
+
+        Raises:
+            ConfigError: the settings cannot be honoured.
+        """
+        self._config = config
+        self._namespace = namespace
+        self._peers = peers
+        self._answer_s = answer_s
+        self._stream = Stream(config, namespace, where)
+        self._mirror = Mirror(
+            lease_s=config.lease_s, max_names=config.max_chunks, max_hosts=config.max_hosts, is_allowed=is_allowed
+        )
+        self._closing = threading.Event()
+        self._repair_due = threading.Event()
+        self._lock = threading.Lock()  # guards what follows, except what only the stream's thread uses
+        self._threads: list[threading.Thread] = []
+        self._to_start = [(self._run, "kv-directory"), (self._repair_all, "kv-directory-repair")]
+        self._contents: Contents | None = None
+        self._address = config.address
+        self._not_here: OrderedDict[tuple[HostPort, ChunkKey], float] = OrderedDict()
+        self._counts_not_here = 0
+        self._why = ""
+        # Used only by the stream's thread.
+        self._position: Position | None = None
+        self._unsent: deque[bytes] = deque(maxlen=_MAX_UNSENT)
+        self._last_written = (-1, -_HEARTBEATS * config.lease_s)  # the last entry's number, and its time
+        self._caught_up_s = time.monotonic()
+        self._any_read_s = time.monotonic()
+        self._own_read_s = time.monotonic()
+
+    def start(self) -> None:
+        """Take part from now on. Calling it again does nothing, unless the system had no threads left for us."""
+        with self._lock:
+            while self._to_start and not self._closing.is_set():
+                work, name = self._to_start[0]
+                thread = threading.Thread(target=work, name=name, daemon=True)
+                if why := start_thread(thread):
+                    _log.warning("this server takes no part in the directory for now: %s", why)
+                    return
+                self._threads.append(thread)
+                del self._to_start[0]
+
+    def publish(self, contents: Contents, address: HostPort) -> None:
+        """List this server's contents. address: where peers read from it, unless the settings name another."""
+        self._mirror.ignore(contents.id)
+        with self._lock:
+            self._address = self._address or str(address)
+            self._contents = contents
+        self.start()
+
+    def holders(self, keys: Sequence[ChunkKey]) -> list[list[Peer]]:
+        """The peers that hold each of these and may be queried now. Answers from memory."""
+        listed_hosts = self._mirror.holders(names_of(keys), _MAX_HOLDERS)
+        answers: list[list[Peer]] = []
+        up_peers: dict[HostPort, list[Peer]] = {}
+        now_s = time.monotonic()
+        for key, hosts in zip(keys, listed_hosts, strict=True):
+            peers: list[Peer] = []
+            for host in hosts:
+                if self._not_here and now_s < self._not_here.get((host.address, key), 0.0):
+                    continue
+                if host.address not in up_peers:
+                    up_peers[host.address] = self._up_at(host.address)
+                peers += up_peers[host.address]
+            answers.append(peers)
+        return answers
+
+    def not_here(self, host: HostPort, keys: Sequence[ChunkKey]) -> None:
+        """This host does not have these, although it lists them. Our request has made it check, so its entries will say
+        so; in any case it is not queried for them again within a lease."""
+        until_s = time.monotonic() + self._config.lease_s
+        with self._lock:
+            self._counts_not_here += len(keys)
+            for key in keys:
+                self._not_here[host, key] = until_s
+                self._not_here.move_to_end((host, key))
+            while len(self._not_here) > _MAX_NOT_HERE:
+                self._not_here.popitem(last=False)
+
+    def cleared(self) -> None:
+        self._mirror.cleared(time.monotonic())
+        self._repair_due.set()
+
+    def state(self) -> DirectoryState:
+        counts, used_bytes = self._mirror.counts(), self._mirror.nbytes
+        with self._lock:
+            contents = self._contents
+            return DirectoryState(
+                why=self._why,
+                lag_s=time.monotonic() - self._caught_up_s,
+                used_bytes=used_bytes,
+                listed=None if contents is None else contents.count,
+                not_here=self._counts_not_here,
+                **msgspec.structs.asdict(counts),
+            )
+
+    def close(self) -> None:
+        """Leave the directory. Threads that wait for an answer end within their deadline."""
+        self._closing.set()
+        self._repair_due.set()
+        with self._lock:
+            threads = self._threads
+        for thread in threads:
+            thread.join(2 * (self._config.timeout_s + self._config.connect_timeout_s + self._answer_s))
+        self._stream.close()
+
+    def _up_at(self, address: HostPort) -> list[Peer]:
+        return [peer for peer in self._peers.at(address) if peer.is_up()]
+
+    # The stream's thread.
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            try:
+                refusal = self._write()
+                why = self._read(began_s + self._config.interval_s) or refusal
+            except TierDown as error:
+                why = str(error)
+            except MisuseError:  # the cache is closed, and this will be soon
+                break
+            except Exception:  # noqa: BLE001  # a bug costs misses, and must not end the thread that repairs them
+                _log.exception("a directory hit a bug")
+                why = "a bug, which is in the log"
+            if why and not self._why:
+                _log.warning("the directory fails, and what is known is retained: %s", why)
+            self._why = why
+            self._closing.wait(max(0.0, began_s + self._config.interval_s - time.monotonic()))
+        self._leave()
+
+    def _write(self) -> str:
+        """Write what has changed, and from time to time a heartbeat. Returns why that was refused, else ""."""
+        with self._lock:
+            contents, address = self._contents, self._address
+        if contents is None:
+            return ""
+        entry = contents.update(address)
+        now_s = time.monotonic()
+        sequence, written_s = self._last_written
+        if entry.sequence != sequence or now_s - written_s >= self._config.lease_s / _HEARTBEATS:
+            self._last_written = entry.sequence, now_s
+            self._unsent.append(encode(entry))
+        if not self._unsent:
+            return ""
+        refusal = self._stream.append(list(self._unsent))
+        if not refusal:
+            self._unsent.clear()
+        return refusal
+
+    def _read(self, until_s: float) -> str:
+        """Read to the end of the stream, or until the time is over: our own entries must not wait for what others
+        write. Returns why nothing can be written there, else "".
+        """
+        with self._lock:
+            own_id = None if self._contents is None else self._contents.id
+        if self._position is None:
+            self._position = self._stream.last()  # every live host writes an entry within a lease
+        while True:
+            entries = self._stream.read(self._position)
+            now_s = time.monotonic()
+            if now_s - self._caught_up_s > self._config.lease_s / 2:
+                self._mirror.resumed(now_s)
+            if entries.upto > self._position:
+                self._any_read_s = now_s
+            elif now_s - self._any_read_s > self._config.lease_s / 2:
+                self._any_read_s = now_s
+                if self._stream.last() < self._position:  # the server has lost its entries, and its clock was set back
+                    self._position = BEGINNING
+                    continue
+            self._position = entries.upto
+            for written in entries.written:
+                try:
+                    entry = decode(written)
+                except InputError as error:
+                    _log.warning("the directory has an invalid entry: %s", error)
+                    continue
+                self._mirror.take(entry, now_s)
+                if entry.host == own_id:
+                    self._own_read_s = now_s
+            if entries.is_all or self._closing.is_set() or time.monotonic() >= until_s:
+                break
+        is_at_end = self._position == END
+        if own_id is None and not is_at_end:
+            self._own_read_s = now_s
+        if entries.is_all:
+            self._caught_up_s = now_s
+            if now_s - self._own_read_s > self._config.lease_s / 2:
+                self._mirror.resumed(now_s)
+            self._mirror.expire(now_s)
+        self._peers.set_hosts(self._mirror.addresses())
+        self._repair_due.set()
+        return self._stream.exhausted() if is_at_end else ""
+
+    def _leave(self) -> None:
+        with self._lock:
+            contents = self._contents
+        if contents is not None:
+            try:
+                self._stream.append([encode(contents.goodbye())])
+            except TierDown as error:
+                _log.debug("the directory could not be told that this host leaves: %s", error)
+
+    # The repairing thread.
+
+    def _repair_all(self) -> None:
+        while not self._closing.is_set():
+            self._repair_due.wait()
+            self._repair_due.clear()
+            while not self._closing.is_set():
+                queried: dict[HostPort, Peer] = {}
+
+                def can_query(address: HostPort, queried: dict[HostPort, Peer] = queried) -> bool:
+                    queried.update((address, peer) for peer in self._up_at(address)[:1])
+                    return address in queried
+
+                hosts = self._mirror.begin_repairs(_REPAIRS_AT_ONCE, time.monotonic(), can_query)
+                if not hosts:
+                    break
+                host_of = {queried[host.address]: host for host in hosts}
+
+                def repair(peer: Peer, host_of: dict[Peer, Host] = host_of) -> None:
+                    self._repair(peer, host_of[peer])
+
+                done = self._peers.each(list(host_of), repair, in_background=True)
+                for peer in host_of.keys() - done.keys():
+                    self._mirror.fail_repair(host_of[peer], time.monotonic())
+
+    def _repair(self, peer: Peer, host: Host) -> None:
+        """
+        Raises:
+            OSError, InputError: it failed.
+        """
+        try:
+            self._fetch(peer, host)
+        except (OSError, InputError):
+            raise
+        except Exception as error:
+            _log.exception("a repair hit a bug")
+            raise InputError("a bug") from error
+
+    def _fetch(self, peer: Peer, host: Host) -> None:
+        began_s = time.monotonic()
+        summed = peer.ask(Sum(self._namespace), Summed, self._answer_s, max_bytes=SUMMED_BYTES)
+        if summed.host != host.id:
+            self._mirror.drop(host)
+            return
+        if len(summed.sums) != SUMS_BYTES:
+            raise InputError(f"{len(summed.sums)} bytes of sums")
+        cleared_s = None if summed.cleared_s is None else began_s - summed.cleared_s
+        nbytes = len(summed.sums)
+        shards = self._mirror.differing(host, summed.sequence, unpack(summed.sums))
+        while shards:
+            if self._closing.is_set():
+                raise InputError("the directory is closed")
+            if time.monotonic() - began_s > _REPAIR_S:
+                raise InputError(f"it has not listed its names within {_REPAIR_S:g} s")
+            question = List(self._namespace, shards)
+            listed = peer.ask(question, Listed, self._answer_s, max_bytes=MAX_LISTED_BYTES)
+            if listed.host != host.id or not 1 <= listed.shards <= len(shards) or len(listed.names) % 8:
+                raise InputError("an answer to another question")
+            self._mirror.replace(host, listed.sequence, shards[: listed.shards], unpack(listed.names))
+            nbytes += len(listed.names)
+            shards = shards[listed.shards :]
+        self._mirror.end_repair(host, time.monotonic(), cleared_s=cleared_s, nbytes=nbytes)

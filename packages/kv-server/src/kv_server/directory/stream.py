@@ -1,0 +1,175 @@
+"""The directory in Valkey or Redis: one stream for each chunk format, which all servers append to and read.
+
+    XADD   <prefix>:directory:<namespace>  MAXLEN ~ <n>  *  e <entry>
+    XREAD  COUNT <n>  STREAMS  <prefix>:directory:<namespace>  <the last that was read>
+
+It holds only the last entries. A reader that has missed some notices by their numbers, so nothing depends on what is
+retained there, and a flushed or restarted server is as good as any. A user needs XADD, XREAD and XREVRANGE on
+<prefix>:directory:*, SELECT where the url names a database, CLUSTER SLOTS in a cluster.
+
+Any client may have left anything there. What is no entry is skipped, however large; what nobody can append to is
+reported, with what to do about it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.errors import TierDown
+from kv_core.log import limited_logger
+from kv_tiers.tiers.redis_servers import RedisAccess, Servers
+from kv_tiers.tiers.resp import Connection, ErrorReply, OversizedReplyError, Reply, command
+
+from kv_server.directory.entries import MAX_ENTRY_BYTES
+
+_log = limited_logger(__name__)
+
+AT_ONCE: Final = 256
+"""Entries in one answer."""
+KEPT: Final = 1 << 14
+"""Entries that the stream retains, more or less."""
+_MAX_ANSWER_BYTES: Final = AT_ONCE * (MAX_ENTRY_BYTES + 256)
+_FIELD: Final = b"e"
+_MAX_ID: Final = (1 << 64) - 1
+
+Position = tuple[int, int]
+"""Of an entry in the stream: milliseconds, and a number within that millisecond."""
+BEGINNING: Final = (0, 0)
+END: Final = (_MAX_ID, _MAX_ID)
+"""Nothing can be appended after this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The next entries. upto: where to continue. is_all: there were no more."""
+
+    written: list[bytes]
+    upto: Position
+    is_all: bool
+
+
+class Stream:
+    """For one thread. Every call may raise `TierDown`."""
+
+    def __init__(self, access: RedisAccess, namespace: str, where: str) -> None:
+        """Connects to no server yet. Raises `ConfigError`."""
+        self._name = f"{access.prefix}:directory:{namespace}".encode()
+        self._servers = Servers(access, where)
+        self._is_cluster = access.mode == "cluster"
+        self._remedy = f"remove it (DEL {self._name.decode()}); every host writes again within a lease"
+        self._at_once = AT_ONCE
+
+    def append(self, entries: Sequence[bytes]) -> str:
+        """Write these; returns why they were refused, else "". After a refusal or an exception some may have been
+        written."""
+        words = (b"XADD", self._name, b"MAXLEN", b"~", b"%d" % KEPT, b"*", _FIELD)
+        answers, _ = self._talk([command(*words, entry) for entry in entries], 1 << 10)
+        refusals = [answer for answer in answers if isinstance(answer, ErrorReply)]
+        return self._explained(refusals[0]) if refusals else ""
+
+    def read(self, after: Position) -> Entries:
+        """The next entries, at most `AT_ONCE`."""
+        # Until the answer is here as a whole. If it has something too large, or takes too long, the server should not
+        # put hundreds of entries into the next one.
+        at_once, self._at_once = self._at_once, 1
+        words = (b"XREAD", b"COUNT", b"%d" % at_once, b"STREAMS", self._name, b"%d-%d" % after)
+        answer, is_cut = self._ask(*words)
+        match answer:
+            case None if not is_cut:
+                self._at_once = AT_ONCE
+                return Entries([], after, is_all=True)
+            case [[bytes(), list(found)]] if len(found) <= at_once:
+                found = [entry for entry in found if entry != []]  # cut before its position
+            case _:
+                raise self._unexpected(answer)
+        written, upto = [], after
+        for entry in found:
+            position, value = self._entry(entry)
+            if position > upto:  # else it has been read
+                upto = position
+                written += [] if value is None else [value]
+        if upto == after:
+            raise TierDown(f"the directory answers again with entries up to {after[0]}-{after[1]}")
+        if is_cut:
+            _log.warning(
+                "%s has something too large for an entry of a directory at %d-%d, which is skipped",
+                self._name.decode(),
+                *upto,
+            )
+        else:
+            self._at_once = min(AT_ONCE, 2 * at_once)
+        return Entries(written, upto, is_all=len(found) < at_once and not is_cut)
+
+    def last(self) -> Position:
+        """The position of the last entry; `BEGINNING` if there is none."""
+        answer, _ = self._ask(b"XREVRANGE", self._name, b"+", b"-", b"COUNT", b"1")
+        match answer:
+            case []:
+                return BEGINNING
+            case [entry]:
+                return self._entry(entry)[0]
+        raise self._unexpected(answer)
+
+    def exhausted(self) -> str:
+        """Why nothing can be appended after `END`, and what to do."""
+        return f"the directory's stream has the last possible entry, so nothing can be written: {self._remedy}"
+
+    def close(self) -> None:
+        self._servers.close()
+
+    def _ask(self, *words: bytes) -> tuple[Reply, bool]:
+        """The answer, and whether it is only what came before something too large."""
+        (answer,), is_cut = self._talk([command(*words)], _MAX_ANSWER_BYTES)
+        if isinstance(answer, ErrorReply):
+            raise TierDown(f"the directory: {self._explained(answer)}")
+        return answer, is_cut
+
+    def _talk(self, commands: Sequence[bytes], max_bytes: int) -> tuple[list[Reply], bool]:
+        """The answers, and whether the last one is cut, after which there are no others."""
+        cut: list[Reply] = []
+
+        def work(connection: Connection) -> list[Reply]:
+            connection.send(commands)
+            answers: list[Reply] = []
+            for _ in commands:
+                try:
+                    answers.append(connection.read_reply(max_bytes, max_size=MAX_ENTRY_BYTES))
+                except OversizedReplyError as error:
+                    cut[:] = [*answers, error.received]
+                    raise  # the connection has the rest of the answer
+            return answers
+
+        address = self._servers.addresses_of([self._name])[0] if self._is_cluster else self._servers.masters()[0]
+        try:
+            answers = self._servers.talk(address, work)
+        except TierDown:
+            if not cut:
+                raise
+            return cut, True
+        if any(isinstance(answer, ErrorReply) and answer.code in ("MOVED", "ASK", "READONLY") for answer in answers):
+            self._servers.forget()
+        return answers, False
+
+    def _explained(self, refusal: ErrorReply) -> str:
+        is_unusable = refusal.code == "WRONGTYPE" or "last possible ID" in refusal.text
+        return f"{refusal.text}: {self._remedy}" if is_unusable else self._servers.explained(refusal)
+
+    def _entry(self, reply: Reply) -> tuple[Position, bytes | None]:
+        """The position and value of an entry; None: it has no such value.
+
+        Raises:
+            TierDown: it is not an entry.
+        """
+        match reply:
+            case [bytes(position), *fields]:
+                first, dash, second = position.partition(b"-")
+                if dash and first.isdigit() and second.isdigit() and len(position) <= 41:
+                    place = (min(int(first), _MAX_ID), min(int(second), _MAX_ID))
+                    match fields:
+                        case [[bytes(), bytes(value), *_]]:
+                            return place, value
+                    return place, None
+        raise self._unexpected(reply)
+
+    def _unexpected(self, answer: Reply) -> TierDown:
+        return TierDown(f"the directory answers {str(answer)[:100]}")

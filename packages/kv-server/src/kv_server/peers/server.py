@@ -1,0 +1,308 @@
+"""The second address of a server, at which other hosts' servers look up and read its chunks (`tiers.peers_wire`).
+
+A peer only reads: nothing that it sends stores, moves, evicts or forgets a chunk. It can end a hold. Each connection
+has its own thread, and the serving thread never waits for one. A thread leases one chunk at a time, sends it from where
+it is, and disconnects a peer that is too slow. The number of connections is limited; further ones are refused, and cost
+the others nothing.
+"""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+from kv_core.errors import InputError
+from kv_core.keys import by_chain
+from kv_core.log import limited_logger
+from kv_tiers.cache.host import ClosedError
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.config import PeersConfig
+from kv_tiers.host_port import HostPort, read_host_port
+from kv_tiers.messages import pack_keys
+from kv_tiers.threads import join_all, must_start, start_thread
+from kv_tiers.tiers.tls_files import TlsFiles
+
+from kv_server.accepting import REST_S, listen_at
+from kv_server.directory.names import pack
+from kv_server.drain.takers import MAX_OFFERED, Fate, OfferAnswer
+from kv_server.peers.reads import LOWER_S, PeerReads
+from kv_server.peers.security import check_protected, read_token, tls_files
+from kv_server.peers.side import peer_side
+from kv_server.peers.wire import (
+    MAX_ASKED,
+    MAX_LISTED,
+    NOT_HERE,
+    SIZE,
+    Fetch,
+    Follow,
+    Followed,
+    Given,
+    Held,
+    Hello,
+    Holds,
+    List,
+    Listed,
+    Offer,
+    Offered,
+    PeerStream,
+    Refused,
+    Sum,
+    Summed,
+    deadline_for,
+    unpack_keys,
+)
+from kv_server.peers.wire import Taken as NotNeeded
+from kv_server.report import PeersServed
+
+_log = limited_logger(__name__)
+
+_WHERE: Final = "peers"
+_GREETING_S: Final = 5.0
+"""How long a new connection may take to authenticate itself."""
+_IDLE_S: Final = 120.0
+"""How long a connection may be idle. A host that is gone is silent too."""
+_END_S: Final = 5.0
+_NO_CACHE_S: Final = 0.2
+"""How soon a follower may query again if no engine has registered the cache yet."""
+
+FindCache = Callable[[str], tuple[LocalCache, PeerReads] | None]
+"""The cache of a namespace, on any thread."""
+
+
+def read_peers(config: PeersConfig) -> tuple[HostPort, bytes, TlsFiles | None]:
+    """The address at which to listen, the token (empty: none) and the certificates, if there are any.
+
+    Raises:
+        ConfigError: the settings cannot be honoured.
+    """
+    listen = read_host_port(config.listen, f"{_WHERE}: listen")
+    check_protected(config, [listen], _WHERE)
+    return listen, read_token(config, _WHERE), tls_files(config, _WHERE, is_server=True)
+
+
+class PeerServer:
+    """Binds its address at once, and serves from `start` until `close`."""
+
+    def __init__(self, config: PeersConfig, find: FindCache) -> None:
+        """
+        Raises:
+            ConfigError: the settings cannot be honoured, or the address is taken.
+        """
+        listen, self._token, self._tls = read_peers(config)
+        self._config = config
+        self._find = find
+        self._listener = listen_at(listen, f"{_WHERE}: listen")
+        self.address = HostPort(listen.host, self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._counts = PeersServed()
+        self._connected: dict[threading.Thread, socket.socket] = {}
+        self._ending = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, name="kv-peers", daemon=True)
+
+    def start(self) -> None:
+        must_start(self._accepting)
+
+    def counts(self) -> PeersServed:
+        """A snapshot, on any thread."""
+        with self._lock:
+            return replace(self._counts, connections=len(self._connected))
+
+    def close(self) -> None:
+        """Accept no more connections and end those in progress: when this returns, no chunk is leased for a peer."""
+        self._ending.set()
+        _interrupt_calls(self._listener)
+        if self._accepting.is_alive():
+            self._accepting.join(_END_S)
+        self._listener.close()
+        with self._lock:
+            connected = dict(self._connected)
+        for sock in connected.values():
+            _interrupt_calls(sock)
+        join_all(connected, _END_S)
+
+    def _accept(self) -> None:
+        while not self._ending.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._ending.is_set():
+                    _log.warning("peers cannot be accepted; trying again in %g s: %s", REST_S, error.strerror or error)
+                    self._ending.wait(REST_S)
+                continue
+            thread = threading.Thread(target=self._serve, args=(sock,), name="kv-peer", daemon=True)
+            with self._lock:
+                is_full = len(self._connected) >= self._config.max_connections
+                if is_full:
+                    self._counts.turned_away += 1
+                else:
+                    self._connected[thread] = sock
+            if is_full:  # the peer learns only that the connection was closed
+                sock.close()
+                _log.warning(
+                    "a peer is refused: there are as many connections as peers.max_connections allows, %d; write more",
+                    self._config.max_connections,
+                )
+                continue
+            if why := start_thread(thread):
+                _log.warning("a peer is refused: %s", why)
+                with self._lock:
+                    self._counts.turned_away += 1
+                    self._connected.pop(thread).close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """Serve one connection until it ends, in whatever way."""
+        try:
+            self._converse(self._admitted(sock))
+        except (InputError, PermissionError) as error:
+            _log.warning("a peer is refused: %s", error)
+            with self._lock:
+                self._counts.turned_away += 1
+        except OSError as error:
+            _log.debug("a peer has gone: %s", error)
+        except ClosedError:
+            _log.debug("a peer is disconnected: the cache that it reads is closed")
+        except Exception:  # noqa: BLE001  # a bug costs this connection and no other
+            _log.exception("serving a peer hit a bug")
+        finally:
+            with self._lock:
+                sock = self._connected.pop(threading.current_thread())
+            sock.close()
+
+    def _admitted(self, sock: socket.socket) -> PeerStream:
+        """The stream of a peer that has authenticated itself.
+
+        Raises:
+            PermissionError: it has not. InputError: it does not follow the protocol. OSError: it is gone.
+        """
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(_GREETING_S)
+        if self._tls is not None:
+            try:
+                sock = self._tls.wrap_socket(sock, server_side=True)
+            except ssl.SSLError as error:
+                raise PermissionError(f"no certificate that is accepted here: {error.reason or error}") from None
+            with self._lock:
+                self._connected[threading.current_thread()] = sock
+        stream = PeerStream(sock)
+        try:
+            stream.admit(self._token, _GREETING_S)
+        except (InputError, PermissionError) as error:
+            with suppress(OSError):
+                stream.send_message(Refused(str(error)), time.monotonic() + _GREETING_S)
+            raise
+        return stream
+
+    def _converse(self, stream: PeerStream) -> None:
+        while not self._ending.is_set():
+            request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
+            match request:
+                case Holds():
+                    self._answer_holds(stream, request, deadline)
+                case Fetch():
+                    self._answer_fetch(stream, request)
+                case Follow():
+                    self._answer_follow(stream, request, deadline)
+                case NotNeeded():
+                    if (found := self._find(request.namespace)) is not None:
+                        found[1].taken(unpack_keys(request))
+                    stream.send_message(Held(b"", None), deadline)
+                case Offer():
+                    self._answer_offer(stream, request, deadline)
+                case Sum():
+                    self._answer_sum(stream, request, deadline)
+                case List():
+                    self._answer_list(stream, request, deadline)
+                case Hello():
+                    raise InputError("a peer says hello once")
+
+    def _answer_holds(self, stream: PeerStream, request: Holds, deadline: float) -> None:
+        keys = unpack_keys(request)
+        found = self._find(request.namespace)
+        held, cleared_s = [False] * len(keys), None
+        if found is not None:
+            cache, reads = found
+            cleared_s = cache.cleared_for_s()  # first: chunks found before a clear must not appear newer than it
+            held = reads.holds(keys)
+        with self._lock:
+            self._counts.asked += len(keys)
+            self._counts.held += sum(held)
+        stream.send_message(Held(bytes(held), cleared_s), deadline)
+
+    def _answer_fetch(self, stream: PeerStream, request: Fetch) -> None:
+        keys = unpack_keys(request)
+        found = self._find(request.namespace)
+        timeout_s = self._config.timeout_s
+        # For all together that cannot be had: the peer waits for one after the other, and if that takes ten seconds its
+        # lane takes the tier to hang, and reads from no host.
+        patience_s = min(timeout_s, LOWER_S)
+        for key in keys:
+            if found is None:
+                stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
+                continue
+            began_s = time.monotonic()
+            with found[1].read(key, patience_s) as stored:
+                if stored is None:
+                    patience_s -= time.monotonic() - began_s
+                    if (contents := found[1].contents) is not None:
+                        contents.doubt([key])
+                    stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
+                    continue
+                nbytes = stored.payload.nbytes
+                stream.send_chunk(stored.payload, stored.header, timeout_s)
+            with self._lock:
+                self._counts.sent += 1
+                self._counts.sent_bytes += nbytes
+
+    def _answer_follow(self, stream: PeerStream, request: Follow, deadline: float) -> None:
+        found = self._find(request.namespace)
+        if found is None:
+            self._ending.wait(min(request.wait_s, _NO_CACHE_S))
+            stream.send_message(Followed(b"", 0, [], None), deadline)
+            return
+        cache, _ = found
+        feed = peer_side(cache).handed_over
+        after = request.after if request.feed == feed.name else 0
+        cleared_s = cache.cleared_for_s()  # before it waits, as in `_answer_holds`
+        upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), MAX_ASKED)
+        given = [Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
+        stream.send_message(Followed(feed.name, upto, given, cleared_s), deadline)
+
+    def _answer_offer(self, stream: PeerStream, request: Offer, deadline: float) -> None:
+        chain = unpack_keys(request)
+        offered = len(chain) - request.first
+        if not 0 < offered <= MAX_OFFERED:
+            raise InputError(f"an offer of {offered} chunks")
+        if len(by_chain(chain)) > 1:  # it would count in one tenant's share and be stored in another's
+            raise InputError("an offer of several chains")
+        found = self._find(request.namespace)
+        if found is None:
+            answer = OfferAnswer([Fate.NOT_TAKEN] * offered, 0)
+        else:
+            answer = peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
+        stream.send_message(Offered(bytes(answer.fates), answer.room), deadline)
+
+    def _answer_sum(self, stream: PeerStream, request: Sum, deadline: float) -> None:
+        found = self._find(request.namespace)
+        if found is None or (contents := found[1].contents) is None:
+            stream.send_message(Summed(b"", 0, b"", None), deadline)
+            return
+        cleared_s = found[0].cleared_for_s()  # before, as in `_answer_holds`
+        stream.send_message(Summed(contents.id, *contents.sums(), cleared_s), deadline)
+
+    def _answer_list(self, stream: PeerStream, request: List, deadline: float) -> None:
+        found = self._find(request.namespace)
+        if found is None or (contents := found[1].contents) is None:
+            stream.send_message(Listed(b"", 0, 0, b""), deadline)
+            return
+        sequence, shards, names = contents.names_in(request.shards, MAX_LISTED)
+        stream.send_message(Listed(contents.id, sequence, shards, pack(names)), deadline)
+
+
+def _interrupt_calls(sock: socket.socket) -> None:
+    """Make every pending call on it return, on any thread."""
+    with suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would drop state that its thread is using

@@ -1,0 +1,397 @@
+"""The peers tier: finds chunks in other hosts' servers and reads them over the network.
+
+All peers are queried at once for the chunks they have, or a directory lists them (`tiers.directory`), and a chunk is
+read from a peer that has it. The protocol is in `tiers.peers_wire`, connections and failing peers in
+`tiers.peer_hosts`. This side only reads: nothing is stored at a peer, and chunks discarded or cleared here are hidden
+from us but stay there. After a clear, a peer is not used until it has been cleared more recently, because its chunks
+might be older than our clear.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Literal, TypeVar
+
+import msgspec
+from kv_core.errors import ConfigError, InputError, TierDown
+from kv_core.keys import ChunkKey
+from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
+from kv_tiers.cache.extension import CacheParts
+from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
+from kv_tiers.host_port import HostPort, read_host_port
+from kv_tiers.messages import pack_keys
+from kv_tiers.options import read_options
+from kv_tiers.tier import Read, TierContext, TierUsage, Write
+from kv_tiers.tiers.factories import factory_of
+
+from kv_server.directory.contents import Contents
+from kv_server.directory.directory import Directory, DirectoryConfig
+from kv_server.directory.state import DirectoryState
+from kv_server.drain.takers import Fate, OfferAnswer
+from kv_server.peers.following import Following
+from kv_server.peers.hosts import Peer, PeerHosts
+from kv_server.peers.security import check_protected, is_protected, read_token, tls_files
+from kv_server.peers.wire import (
+    MAX_ASKED,
+    MAX_FETCHED,
+    NOT_HERE,
+    SIZE,
+    Fetch,
+    Followed,
+    Held,
+    Holds,
+    Offer,
+    Offered,
+    PeerStream,
+    deadline_for,
+    unpack_keys,
+)
+
+_REMEMBERED: Final = 1 << 16
+"""Limit of keys whose holders are cached, and of hidden keys."""
+
+T = TypeVar("T")
+
+
+class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The peers, how they are authenticated, and how long they may take."""
+
+    hosts: list[str] = msgspec.field(default_factory=list)
+    """A host and a port of each, such as 10.0.0.2:9500. A name may have several addresses, as a headless service of
+    Kubernetes has; this server's own is left out. Or:"""
+    directory: dict[str, object] | None = None
+    """Where hosts publish what they hold, and discover each other: `DirectoryConfig`. Then `hosts` stays empty."""
+    resolve_s: SomeSeconds = 30.0
+    """How often names are looked up again."""
+    connect_timeout_s: Timeout = 1.0
+    """For a connection, and for the handshake."""
+    answer_timeout_s: Timeout = 0.5
+    """For a peer's answer to which chunks it holds."""
+    timeout_s: Timeout = 5.0
+    """For a chunk, plus a second for each megabyte of it."""
+    follow: bool = False
+    """Fetch chunks that engines there hand over (docs/disaggregated.md) as soon as they can be read, before a request
+    needs them. For hosts that decode prompts that these peers compute."""
+
+
+class PeerTaker:
+    """Another host, which fetches what it is offered like any hit: an offer carries no chunk bytes."""
+
+    def __init__(self, peer: Peer, namespace: str, answer_s: float) -> None:
+        self.name = str(peer)
+        self._peer, self._namespace, self._answer_s = peer, namespace, answer_s
+
+    def offer(self, chain: Sequence[ChunkKey], first: int) -> OfferAnswer:
+        """
+        Raises:
+            OSError, InputError: it does not answer, or not as a peer does.
+        """
+        return self._peer.talk(partial(self._offer, chain, first), self._answer_s)
+
+    def _offer(self, chain: Sequence[ChunkKey], first: int, stream: PeerStream, deadline: float) -> OfferAnswer:
+        stream.send_message(Offer(self._namespace, pack_keys(chain), first), deadline)
+        answer = stream.answer(Offered, deadline)
+        if len(answer.fates) != len(chain) - first:
+            raise ConnectionError(f"{len(answer.fates)} answers to an offer of {len(chain) - first} chunks")
+        try:
+            return OfferAnswer([Fate(fate) for fate in answer.fates], answer.room)
+        except ValueError as error:
+            raise InputError(f"no answer to an offer: {error}") from None
+
+
+OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]
+"""Called with a chain of keys, the index of the first one that is handed over, and the number of seconds for which the
+other host holds them. It returns at once."""
+
+
+class PeersTier:
+    """Safe to call from any thread. A hidden chunk stays hidden until this process ends, or until `_REMEMBERED` others
+    have been hidden since."""
+
+    name = "peers"
+    is_read_only: Literal[True] = True
+
+    def __init__(self, config: PeersTierConfig, context: TierContext) -> None:
+        """Does not connect yet. Raises `ConfigError`."""
+        addresses = [read_host_port(host, "peers: hosts") for host in config.hosts]
+        if not addresses and config.directory is None:
+            raise ConfigError(
+                "peers: hosts is empty; write a host and a port of each peer, or a directory, or leave the tier out"
+            )
+        if addresses and config.directory is not None:
+            raise ConfigError("peers: the directory says which hosts there are; leave out hosts")
+        check_protected(config, addresses, "peers: hosts")
+        self.holds_is_local = self.lists_holders = config.directory is not None
+        self._namespace = context.namespace
+        self._answer_s, self._chunk_s = config.answer_timeout_s, config.timeout_s
+        self._hosts = PeerHosts(
+            addresses,
+            token=read_token(config, self.name),
+            tls=tls_files(config, self.name, is_server=False),
+            resolve_s=config.resolve_s,
+            connect_s=config.connect_timeout_s,
+        )
+        self._directory: Directory | None = None
+        if config.directory is not None:
+            self._directory = Directory(
+                read_options(DirectoryConfig, config.directory, "peers: directory"),
+                context.namespace,
+                self._hosts,
+                answer_s=config.answer_timeout_s,
+                is_allowed=lambda host: is_protected(config, host),
+                where="peers: directory",
+            )
+        self._follows = config.follow
+        self._following = Following(
+            self._hosts, context.namespace, answer_s=config.answer_timeout_s, on_answer=self._handed_over
+        )
+        self._on_handed_over: OnHandedOver | None = None
+        self.on_progress: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+        self._holders: OrderedDict[ChunkKey, tuple[Peer, ...]] = OrderedDict()
+        self._hidden: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._hidden_tenants: set[bytes] = set()
+        self._cleared_s: float | None = None
+
+    def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Answers from memory if there is a directory."""
+        holders = self._ask(keys)
+        return [bool(holders.get(key)) for key in keys]
+
+    def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        with self._lock:
+            holders = {read.key: self._holders[read.key] for read in reads if read.key in self._holders}
+        if self._directory is not None:
+            # The directory as it is now: a host that handed a chunk over need not have it any more, or list it yet.
+            holders |= {key: listed for key, listed in self._ask([read.key for read in reads]).items() if listed}
+        elif unknown := [read.key for read in reads if read.key not in holders]:
+            holders |= self._ask(unknown)
+        parts: dict[Peer, list[int]] = {}
+        for number, read in enumerate(reads):
+            if peers := [peer for peer in holders.get(read.key, ()) if peer.is_up()]:
+                # The least busy peer, so that holders of copies share the work.
+                peer = min(peers, key=lambda peer: peer.conversations + len(parts.get(peer, ())))
+                parts.setdefault(peer, []).append(number)
+        outcomes: list[LoadOutcome] = [Absent() for _ in reads]
+
+        def fetch(peer: Peer) -> None:
+            numbers = parts[peer]
+            for start in range(0, len(numbers), MAX_FETCHED):
+                batch = numbers[start : start + MAX_FETCHED]
+                peer.talk(partial(self._fetch, reads, batch, outcomes), self._chunk_s)
+                if self._directory is not None:
+                    absent = [reads[number].key for number in batch if isinstance(outcomes[number], Absent)]
+                    self._directory.not_here(peer.host, absent)
+
+        self._hosts.each(list(parts), fetch)
+        return outcomes
+
+    def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
+        return [Refused("peers store for themselves")] * len(writes)
+
+    def discard(self, keys: Sequence[ChunkKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._holders.pop(key, None)
+                _remember(self._hidden, key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._cleared_s = time.monotonic()
+            self._holders.clear()
+        if self._directory is not None:
+            self._directory.cleared()
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        with self._lock:
+            self._hidden_tenants.add(tenant)
+            for key in [key for key in self._holders if key.tenant == tenant]:
+                del self._holders[key]
+
+    def probe(self) -> None:
+        if self._directory is None:
+            self._ask((), anybody=True)
+
+    def usage(self) -> TierUsage:
+        return TierUsage() if self._directory is None else TierUsage(chunks=self._directory.state().names)
+
+    def close(self) -> None:
+        self._following.close()
+        if self._directory is not None:
+            self._directory.close()
+        self._hosts.close()
+
+    def publish(self, contents: Contents, address: HostPort) -> None:
+        """List these contents in the directory from now on, until `close`. address: where peers read from this host."""
+        if self._directory is not None:
+            self._directory.publish(contents, address)
+
+    def directory_state(self) -> DirectoryState | None:
+        """None: there is no directory."""
+        return None if self._directory is None else self._directory.state()
+
+    def attach(self, parts: CacheParts) -> None:
+        (number,) = (number for number, tier in parts.lower.tiers_that(PeersTier) if tier is self)
+        self.follow(partial(parts.fetch_held, number))
+
+    def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
+        """Nothing to do: the other hosts read of it from this host's server, if it has one (`PeerSide`)."""
+
+    def detach(self) -> None:
+        """Nothing to do: `close` ends what `attach` began."""
+
+    def follow(self, on_handed_over: OnHandedOver) -> None:
+        """Call `on_handed_over`, on one of this tier's threads, for each hand-over until `close`. Called once."""
+        if self._directory is not None:
+            self._directory.start()
+        if self._follows:
+            self._on_handed_over = on_handed_over
+            self._following.start()
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        """Other hosts need no longer hold these chunks."""
+        self._following.taken(keys)
+
+    def takers(self) -> list[PeerTaker]:
+        """The hosts that are up. It may block."""
+        if self._directory is not None:
+            self._directory.start()
+        return [self._taker(peer) for peer in self._hosts.peers() if peer.is_up()]
+
+    def holders(self, keys: Sequence[ChunkKey]) -> list[list[PeerTaker]]:
+        """For each of these, the hosts that are up and hold it. It may block.
+
+        Raises:
+            TierDown: no host answers.
+        """
+        peers_of = self._ask(keys)
+        takers = {peer: self._taker(peer) for peers in peers_of.values() for peer in peers}
+        return [[takers[peer] for peer in peers_of.get(key, ())] for key in keys]
+
+    def _taker(self, peer: Peer) -> PeerTaker:
+        return PeerTaker(peer, self._namespace, self._answer_s)
+
+    def _handed_over(self, peer: Peer, sent_s: float, answer: Followed) -> None:
+        """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
+        assert self._on_handed_over is not None
+        for handed_over in answer.given:
+            chain = unpack_keys(handed_over)
+            with self._lock:
+                if not self._is_believed(sent_s, answer.cleared_s):  # we may be cleared at any time
+                    return
+                if any(map(self._is_hidden, chain)):
+                    continue
+                for key in chain[handed_over.first :]:
+                    _remember(self._holders, key, tuple(dict.fromkeys((*self._holders.get(key, ()), peer))))
+            self._on_handed_over(chain, handed_over.first, handed_over.hold_s)
+
+    def _ask(self, keys: Sequence[ChunkKey], *, anybody: bool = False) -> dict[ChunkKey, tuple[Peer, ...]]:
+        """Which peers hold these: according to the directory, or by querying all peers that are up at once.
+
+        anybody: query those that are backing off as well.
+
+        Raises:
+            TierDown: no peer answers.
+        """
+        with self._lock:
+            wanted = [key for key in keys if not self._is_hidden(key)]
+        if not wanted and not anybody:
+            return {}
+        if self._directory is not None:
+            self._directory.start()
+            return dict(zip(wanted, map(tuple, self._directory.holders(wanted)), strict=True))
+        began_s = time.monotonic()
+        questions = _questions(wanted) or [[]]
+
+        def ask(peer: Peer) -> set[ChunkKey]:
+            held: set[ChunkKey] = set()
+            for question in questions:
+                held |= peer.talk(partial(self._held, question), self._answer_s)
+            return held
+
+        peers = self._hosts.peers()
+        answers = self._hosts.each([peer for peer in peers if anybody or peer.is_up()], ask)
+        if not answers and (failed_peers := [peer for peer in peers if not peer.is_self]):
+            raise TierDown("; ".join(f"{peer}: {peer.last_failure}" for peer in failed_peers))
+        found: dict[ChunkKey, tuple[Peer, ...]] = {}
+        with self._lock:
+            if self._cleared_s is not None and self._cleared_s >= began_s:
+                return {}
+            for peer, held in answers.items():
+                for key in held:
+                    if not self._is_hidden(key):  # it may have been discarded meanwhile
+                        found[key] = (*found.get(key, ()), peer)
+            for key, holders in found.items():
+                _remember(self._holders, key, holders)
+        return found
+
+    def _is_believed(self, sent_s: float, cleared_for_s: float | None) -> bool:
+        """Whether a peer queried at `sent_s` was cleared later than we were, if we were. Under the lock.
+
+        cleared_for_s: from its answer.
+        """
+        cleared_s = self._cleared_s
+        return cleared_s is None or (cleared_for_s is not None and sent_s - cleared_for_s > cleared_s)
+
+    def _is_hidden(self, key: ChunkKey) -> bool:
+        """Under the lock."""
+        return key in self._hidden or key.tenant in self._hidden_tenants
+
+    def _held(self, keys: Sequence[ChunkKey], stream: PeerStream, deadline: float) -> set[ChunkKey]:
+        sent_s = time.monotonic()
+        stream.send_message(Holds(self._namespace, pack_keys(keys)), deadline)
+        answer = stream.answer(Held, deadline)
+        if len(answer.held) != len(keys):
+            raise ConnectionError(f"{len(answer.held)} answers to {len(keys)} questions")
+        with self._lock:
+            is_believed = self._is_believed(sent_s, answer.cleared_s)
+        if not is_believed:
+            return set()
+        return {key for key, is_held in zip(keys, answer.held, strict=True) if is_held}
+
+    def _fetch(
+        self,
+        reads: Sequence[Read],
+        numbers: Sequence[int],
+        outcomes: list[LoadOutcome],
+        stream: PeerStream,
+        deadline: float,
+    ) -> None:
+        """Fetch the reads with these numbers, in order. Those that do not arrive stay `Absent`."""
+        stream.send_message(Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
+        for number in numbers:
+            read, size = reads[number], bytearray(SIZE.size)
+            stream.fill(memoryview(size), deadline_for(0, self._chunk_s))
+            (nbytes,) = SIZE.unpack(size)  # not verified yet
+            if nbytes == NOT_HERE:
+                continue
+            if nbytes > len(read.room):
+                outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
+                # It is unknown where the next chunk begins.
+                raise ConnectionError("a peer that reports a wrong size")
+            checksum = stream.receive_chunk(read.pages[:nbytes], self._chunk_s, self.on_progress)
+            stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
+            outcomes[number] = Loaded(nbytes, checksum)
+
+
+make_peers_tier = factory_of(PeersTier, PeersTierConfig, "peers")
+"""The factory of the tier type `peers`."""
+
+
+def _questions(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
+    """The keys of each `Holds`. Engines may name prefixes by different algorithms, and a drain asks about the chunks of
+    all, but the keys of a message have one length."""
+    keys_by_length: dict[int, list[ChunkKey]] = {}
+    for key in keys:
+        keys_by_length.setdefault(len(key), []).append(key)
+    groups = keys_by_length.values()
+    return [group[start : start + MAX_ASKED] for group in groups for start in range(0, len(group), MAX_ASKED)]
+
+
+def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)

@@ -1,0 +1,396 @@
+"""The protocol between servers of several hosts: which chunks are there, fetching them, and which chunks engines there
+hand over.
+
+Frames and keys are those of `kv_tiers.messages`. The listening side begins:
+
+    Challenge                       a nonce
+    Hello                           another nonce, and a proof of the token, if there is one
+    Welcome                         the listening side's proof
+    Holds   ->  Held
+    Fetch   ->  for each key, in order, the size of a payload (`NOT_HERE` where the chunk is not there), the payload,
+                and the chunk's header (docs/formats/chunk.md), which comes last so that its checksum is taken of bytes
+                that are in the processor's cache, while they are sent
+    Follow  ->  Followed, as soon as there is something to report
+    Taken   ->  Held, of no keys
+    Offer   ->  Offered: a server about to leave lists what may be fetched from it
+    Sum     ->  Summed: checksums of what is here, for the directory (`tiers.directory`)
+    List    ->  Listed: names of what is here, of some shards
+
+`Refused` may come instead of `Welcome`, and ends the conversation, as everything malformed does. A peer is trusted no
+more than any medium: sizes are checked before use, and the lane that reads a chunk verifies its header and bytes.
+"""
+
+import ipaddress
+import secrets
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from math import inf
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+import xxhash
+from kv_core.errors import InputError
+from kv_core.keys import KEY_BYTES, ChunkKey
+from kv_core.log import on_one_line
+from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header
+from kv_tiers.tiers.timed_socket import TimedSocket
+
+from kv_server.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
+from kv_server.drain.takers import MAX_OFFERED
+from kv_server.peers.security import is_proof, prove
+
+VERSION: Final = 3
+PACKAGE: Final = version("kv-tiers")
+MAX_ASKED: Final = 1 << 14
+"""Keys in one `Holds`."""
+MAX_FETCHED: Final = 1 << 8
+"""Keys in one `Fetch`."""
+_SLOWEST_BYTES_PER_S: Final = 1e6
+MAX_REQUEST_BYTES: Final = MAX_ASKED * max(KEY_BYTES) + (1 << 10)
+MAX_ANSWER_BYTES: Final = MAX_ASKED + (1 << 13)
+MAX_FOLLOWED_BYTES: Final = MAX_ASKED * (max(KEY_BYTES) + 32) + (1 << 10)
+SUMMED_BYTES: Final = SUMS_BYTES + (1 << 10)
+MAX_LISTED: Final = 1 << 17
+"""Names in one `Listed`."""
+MAX_LISTED_BYTES: Final = MAX_LISTED * NAME_BYTES + (1 << 10)
+MAX_FOLLOW_S: Final = 5.0
+"""How long a `Follow` may wait. Its answer may be empty."""
+SIZE: Final = struct.Struct("<Q")
+NOT_HERE: Final = (1 << 64) - 1
+_PIECE_BYTES: Final = 1 << 20
+"""Fits a core's cache, so that each piece is checksummed while it is still there. Smaller pieces wake the reader more
+often, which takes the core from the sender: a quarter of this size costs a tenth more processor time (Zen 4, 2
+cores)."""
+PROCESS: Final = secrets.token_bytes(16)
+"""Identifies this process, which must not mistake itself for a peer."""
+_MAX_HELLO_BYTES: Final = 1 << 10
+"""For a peer that has not been authenticated yet."""
+_WAIT_S: Final = 0.1
+_CONNECTING: Final = b"connecting"
+_LISTENING: Final = b"listening"
+_OR_ELSEWHERE: Final = (
+    ", and are connected directly: without TLS a proxy or translated addresses in between are refused"
+)
+
+Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+Namespace = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Challenge(Message, tag="challenge"):
+    """process: as for `PROCESS`."""
+
+    nonce: Nonce
+    process: Nonce
+
+
+class Hello(Message, tag="hello"):
+    """package: the version, for the log."""
+
+    package: Name
+    nonce: Nonce
+    proof: Proof
+
+
+class Welcome(Message, tag="welcome"):
+    package: Name
+    proof: Proof
+
+
+class Holds(Message, tag="holds"):
+    """namespace: of `TierContext`. Without keys it only checks that the server answers."""
+
+    namespace: Namespace
+    keys: Keys
+
+
+class Held(Message, tag="held"):
+    """held: a byte per key, 1 if a fetch would find it.
+    cleared_s: how long ago everything of this namespace was cleared there; None: never since the server started."""
+
+    held: Annotated[bytes, msgspec.Meta(max_length=MAX_ASKED)]
+    cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
+
+
+class Fetch(Message, tag="fetch"):
+    namespace: Namespace
+    keys: Keys
+
+
+Feed = Annotated[bytes, msgspec.Meta(max_length=16)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Follow(Message, tag="follow"):
+    """Requests what engines there have handed over since. Waits until there is something, or until the time is up.
+
+    feed: the feed to which `after` belongs, from the last answer; empty at first.
+    after: the number in that answer.
+    """
+
+    namespace: Namespace
+    feed: Feed
+    after: Count
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_FOLLOW_S)]
+
+
+class Given(Message):
+    """Chunks that a fetch would find.
+
+    keys: of a prompt, from its first chunk up to the last of these.
+    first: the place of the first of these. Not all the later ones need be there.
+    hold_s: how long they are held there.
+    """
+
+    keys: Keys
+    first: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ASKED)]
+    hold_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class Followed(Message, tag="followed"):
+    """feed: empty if the server has no such cache.
+    upto: where to continue.
+    cleared_s: as for `Held`.
+    """
+
+    feed: Feed
+    upto: Count
+    given: Annotated[list[Given], msgspec.Meta(max_length=MAX_ASKED)]
+    cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
+
+
+class Taken(Message, tag="taken"):
+    """These need no longer be held for the engine that they were handed over to."""
+
+    namespace: Namespace
+    keys: Keys
+
+
+class Sum(Message, tag="sum"):
+    """Requests the sum of each shard of what is here (`tiers.directory.names`)."""
+
+    namespace: Namespace
+
+
+class Summed(Message, tag="summed"):
+    """host: as in `entries.Entry`; empty: nothing of this namespace is listed in a directory.
+    sequence: of the last change.
+    sums: of each shard, 8 bytes.
+    cleared_s: as for `Held`.
+    """
+
+    host: Feed
+    sequence: Count
+    sums: Annotated[bytes, msgspec.Meta(max_length=SUMS_BYTES)]
+    cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
+
+
+Shards = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=SHARDS)]], msgspec.Meta(max_length=SHARDS)]
+
+
+class List(Message, tag="list"):
+    """Requests all names in these shards, each of which is listed once."""
+
+    namespace: Namespace
+    shards: Shards
+
+
+class Listed(Message, tag="listed"):
+    """host, sequence: as for `Summed`.
+    shards: how many of the requested ones are answered, from the first on.
+    names: of these, 8 bytes each.
+    """
+
+    host: Feed
+    sequence: Count
+    shards: Annotated[int, msgspec.Meta(ge=0, le=SHARDS)]
+    names: Annotated[bytes, msgspec.Meta(max_length=MAX_LISTED * NAME_BYTES)]
+
+
+class Offer(Message, tag="offer"):
+    """The sender is about to leave, and holds these: the peer may fetch them, subject to its own settings. Repeating
+    the offer queries its progress.
+
+    keys: of a prompt, from its first chunk up to the last of these.
+    first: the place of the first of these. At most `MAX_OFFERED` are from there on.
+    """
+
+    namespace: Namespace
+    keys: Keys
+    first: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ASKED)]
+
+
+class Offered(Message, tag="offered"):
+    """fates: a `Fate` as a byte for each offered chunk. room: for how many more there is room."""
+
+    fates: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFERED)]
+    room: Count
+
+
+class Refused(Message, tag="refused"):
+    text: Text
+
+
+Request = Hello | Holds | Fetch | Follow | Taken | Sum | List | Offer
+Answer = Challenge | Welcome | Held | Followed | Summed | Listed | Offered | Refused
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
+_ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+
+A = TypeVar("A", Challenge, Welcome, Held, Followed, Summed, Listed, Offered)
+M = TypeVar("M")
+
+
+def frame(message: Request | Answer) -> bytes:
+    """The message as it crosses the socket."""
+    body = _ENCODER.encode(message)
+    return HEADER.pack(len(body), VERSION) + body
+
+
+def deadline_for(payload_bytes: int, timeout_s: float) -> float:
+    """Until when to wait for a payload, or for a piece of one, so that a host that is gone in its middle is noticed. A
+    slow line is no fault; one on which hardly anything arrives is."""
+    return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
+
+
+def unpack_keys(request: Holds | Fetch | Taken | Given | Offer) -> list[ChunkKey]:
+    """
+    Raises:
+        InputError: there are too many, or they are not keys of this release.
+    """
+    keys = request.keys.unpack()
+    max_keys = MAX_FETCHED if isinstance(request, Fetch) else MAX_ASKED
+    if len(keys) > max_keys:
+        raise InputError(f"{len(keys)} keys in one request; at most {max_keys} are allowed")
+    return keys
+
+
+class PeerStream(TimedSocket):
+    """A conversation. Every call may raise `OSError`, and `InputError` for anything that is not a message of this
+    protocol."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, _WAIT_S)
+
+    def introduce(self, token: bytes, deadline: float) -> bytes:
+        """The connecting side's handshake. Returns the listening process's identifier.
+
+        Raises:
+            PermissionError: the peer refuses us, or does not have our token.
+        """
+        challenge = self.answer(Challenge, deadline)
+        nonce = secrets.token_bytes(16)
+        conversation = challenge.nonce + nonce + self._listening_address(socket.socket.getpeername)
+        self.send_message(Hello(PACKAGE, nonce, prove(token, _CONNECTING, conversation)), deadline)
+        welcome = self.answer(Welcome, deadline)
+        if not is_proof(welcome.proof, token, _LISTENING, conversation):
+            raise PermissionError(f"it does not have the token of token_file{_OR_ELSEWHERE}")
+        return challenge.process
+
+    def admit(self, token: bytes, timeout_s: float) -> None:
+        """The listening side's handshake. timeout_s: how long it may take in all.
+
+        Raises:
+            PermissionError: the peer does not have our token.
+        """
+        nonce = secrets.token_bytes(16)
+        deadline = time.monotonic() + timeout_s
+        self.send_message(Challenge(nonce, PROCESS), deadline)
+        hello, _ = self.next_request(deadline, timeout_s, ends_by=deadline, max_bytes=_MAX_HELLO_BYTES)
+        if not isinstance(hello, Hello):
+            raise InputError("the first message is a hello")
+        conversation = nonce + hello.nonce + self._listening_address(socket.socket.getsockname)
+        if not is_proof(hello.proof, token, _CONNECTING, conversation):
+            raise PermissionError(f"this server is for peers that have its token{_OR_ELSEWHERE if token else ''}")
+        self.send_message(Welcome(PACKAGE, prove(token, _LISTENING, conversation)), deadline)
+
+    def send_message(self, message: Request | Answer, deadline: float) -> None:
+        self.send([frame(message)], deadline)
+
+    def next_request(
+        self, begins_by: float, timeout_s: float, *, ends_by: float = inf, max_bytes: int = MAX_REQUEST_BYTES
+    ) -> tuple[Request, float]:
+        """The next request, and the deadline of its answer.
+
+        begins_by: the deadline of its first byte. timeout_s: the time from then on for the whole request and its
+            answer. ends_by: the latest deadline of these.
+        """
+        first = memoryview(bytearray(HEADER.size))
+        received = self.receive(first, begins_by)
+        deadline = min(time.monotonic() + timeout_s, ends_by)
+        self.fill(first[received:], deadline)
+        body = self._body(first, max_bytes, deadline)
+        return _decode(_REQUESTS, body), deadline
+
+    def send_chunk(self, payload: memoryview, header: Callable[[bytes], bytes | bytearray], timeout_s: float) -> None:
+        """header: makes the header to send after the payload, from its checksum (`kv_core.checksum`).
+        timeout_s: as for `deadline_for`, of the payload and of each piece of it."""
+        deadline = deadline_for(payload.nbytes, timeout_s)
+        running = xxhash.xxh3_128()
+        unsent: list[bytes | bytearray | memoryview] = [SIZE.pack(payload.nbytes)]
+        for offset in range(0, payload.nbytes, _PIECE_BYTES):
+            if offset:
+                self.send(unsent, min(deadline, deadline_for(_PIECE_BYTES, timeout_s)))
+                unsent.clear()
+            piece = payload[offset : offset + _PIECE_BYTES]
+            running.update(piece)
+            unsent.append(piece)
+        self.send([*unsent, header(running.digest())], min(deadline, deadline_for(_PIECE_BYTES, timeout_s)))
+
+    def receive_chunk(self, into: memoryview, timeout_s: float, on_progress: Callable[[], object]) -> bytes:
+        """Receive until `into` is full. Returns its checksum.
+
+        timeout_s: as for `send_chunk`. on_progress: called whenever a piece has arrived.
+        """
+        deadline = deadline_for(into.nbytes, timeout_s)
+        running = xxhash.xxh3_128()
+        for offset in range(0, into.nbytes, _PIECE_BYTES):
+            piece = into[offset : offset + _PIECE_BYTES]
+            self.fill(piece, min(deadline, deadline_for(piece.nbytes, timeout_s)))
+            on_progress()
+            running.update(piece)
+        return running.digest()
+
+    def answer(self, wanted: type[A], deadline: float, *, max_bytes: int = MAX_ANSWER_BYTES) -> A:
+        """The next message, of this kind.
+
+        Raises:
+            PermissionError: the peer refuses, and says why.
+        """
+        header = memoryview(bytearray(HEADER.size))
+        self.fill(header, deadline)
+        message = _decode(_ANSWERS, self._body(header, max_bytes, deadline))
+        if isinstance(message, Refused):
+            raise PermissionError(on_one_line(message.text))  # said by whoever is there, before they prove anything
+        if not isinstance(message, wanted):
+            raise InputError(f"a {type(message).__name__} instead of a {wanted.__name__}")
+        return message
+
+    def _listening_address(self, name: Callable[[socket.socket], tuple[str, int]]) -> bytes:
+        """The address of the listening side, for a proof. Somebody in between, who passes on what both sides say,
+        listens elsewhere. Empty with TLS, where a certificate says who is there, and an address may be translated.
+
+        name: tells it on this side.
+        """
+        if isinstance(self._sock, ssl.SSLSocket) or self._sock.family == socket.AF_UNIX:
+            return b""
+        host, port = name(self._sock)[:2]
+        address = ipaddress.ip_address(host.partition("%")[0])  # each host names its interfaces in its own way
+        return f"{getattr(address, 'ipv4_mapped', None) or address} {port}".encode()
+
+    def _body(self, header: memoryview, max_bytes: int, deadline: float) -> bytearray:
+        body = bytearray(check_header(header, version=VERSION, max_bytes=max_bytes))
+        self.fill(memoryview(body), deadline)
+        return body
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[M]", body: bytearray) -> M:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"not a message of a peer: {error}") from None

@@ -1,0 +1,238 @@
+"""A private server, which ends when the process that started it ends, however that happens.
+
+It is normally a child process. A detached one is not a child and has its own session, for a parent that is ended by
+killing it with all of its descendants. It can then still complete pending spills, within `cold.drain_s`.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from kv_core.errors import ConfigError
+from kv_tiers.config import ColdConfig
+from kv_tiers.interpreter import environment, module_command
+
+from kv_server.address import remove_stale
+
+READY_S: Final = 30.0
+"""How long a server may take to become ready. It takes less than a second."""
+_STOP_S: Final = 15.0
+
+
+class ServerProcess:
+    """A running server. `stop` it, or let it end with this process.
+
+    pid: of the server. url: where it serves HTTP; empty: nowhere. peers: where it serves other hosts' servers; empty:
+    nowhere. stop_s: how long stopping may take.
+    """
+
+    def __init__(
+        self, process: "subprocess.Popen[str]", socket: Path, lifeline: int, home: Path | None, stop_s: float
+    ) -> None:
+        """process: announces readiness on its standard output, which the server (maybe another process) keeps open."""
+        self.stop_s = stop_s
+        self.socket = socket
+        self.url = self.peers = ""
+        self.pid = process.pid
+        assert process.stdout is not None
+        self.output = process.stdout
+        """Readable once it has ended: after `launch` it writes nothing more, and closes it with its end."""
+        self._process = process
+        self._lifeline = lifeline
+        self._home = home
+
+    def is_running(self) -> bool:
+        return self._lifeline >= 0 and not self._has_ended(0)
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Have it complete pending spills and end. It is killed if that takes too long.
+
+        timeout_s: None: `stop_s`.
+        """
+        if self._lifeline < 0:
+            return
+        os.close(self._lifeline)
+        self._lifeline = -1
+        for number, patience_s in (
+            (signal.SIGTERM, self.stop_s if timeout_s is None else timeout_s),
+            (signal.SIGKILL, _STOP_S),
+        ):
+            if not self._has_ended(0):
+                with suppress(ProcessLookupError):  # one that is no child of ours may have gone just now
+                    os.kill(self.pid, number)
+                self._has_ended(patience_s)
+        self._process.wait()
+        self.output.close()
+        remove_stale(self.socket)  # if it was killed
+        if self._home is not None:
+            with suppress(FileNotFoundError):
+                self._home.rmdir()
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        return is_readable(self.output.fileno(), timeout_s)
+
+
+def launch(
+    config: Mapping[str, object],
+    *,
+    socket: Path | None = None,
+    ready_s: float = READY_S,
+    log_level: str = "warning",
+    detached: bool = False,
+) -> ServerProcess:
+    """Start a server with these settings (as in its file) and wait until it serves.
+
+    It stops when this process ends: it watches this process and a pipe that closes with it. A child started on the main
+    thread also gets a signal from the kernel (which is tied to the thread, so it is not used on other threads).
+
+    socket: where it listens; None: in a directory made for it, which `stop` removes.
+    log_level: of its lines on our standard error.
+    detached: start it outside our session and not as a child.
+
+    Raises:
+        ConfigError: it did not become ready; the text is its own message.
+        OSError: the system does not start a process.
+    """
+    home = None
+    if socket is None:
+        home = Path(tempfile.mkdtemp(prefix="kv-tiers-"))
+        socket = home / "kv.sock"
+    watched, lifeline = os.pipe()
+    command = [*module_command("kv_server"), "--config", "-", "--socket", str(socket)]
+    command += ["--lifeline", str(watched), "--owner", str(os.getpid()), "--log-level", log_level]
+    if home is not None:
+        command.append("--own-directory")
+    if detached:
+        command.append("--detach")
+    elif threading.current_thread() is threading.main_thread():
+        command += ["--parent", str(os.getpid())]
+    try:
+        with _on_all_processors():
+            process = subprocess.Popen(  # noqa: S603  # ourselves
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(watched,),
+                text=True,
+                env={name: value for name, value in environment().items() if name not in _BINDING},
+            )
+    except BaseException:
+        os.close(lifeline)
+        if home is not None:
+            home.rmdir()
+        raise
+    finally:
+        os.close(watched)
+    server = ServerProcess(process, socket, lifeline, home, _STOP_S + _drain_s(config))
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdin:
+            process.stdin.write(msgspec.json.encode(dict(config)).decode())
+        until_s = time.monotonic() + ready_s
+        lines = _Lines(process.stdout.fileno(), until_s)
+        output = lines.take()
+        if detached and output is not None and output.strip().isdigit():  # of the process that goes on
+            server.pid = int(output)
+            output = lines.take()
+        if output is None:
+            raise ConfigError(f"the cache server was not ready within {ready_s} s")
+        if not output.startswith("READY"):
+            raise ConfigError(f"the cache server did not start: {output.strip() or 'its error output says why'}")
+        pid, *addresses = output.removeprefix(f"READY {socket} ").split()
+        server.pid = int(pid)
+        for address in addresses:
+            if address.startswith("peers="):
+                server.peers = address.removeprefix("peers=")
+            else:
+                server.url = address
+    except BaseException as error:
+        server.stop()
+        if isinstance(error, BrokenPipeError):
+            raise ConfigError("the cache server ended while it started; its error output says why") from None
+        raise
+    return server
+
+
+_BINDING: Final = {"GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"}
+"""Variables by which OpenMP binds a process to processors when it is loaded. vLLM sets the first on a CPU, and preloads
+OpenMP, in a worker's environment."""
+
+
+@contextmanager
+def _on_all_processors() -> Iterator[None]:
+    """A child that this thread starts meanwhile may run wherever this engine's processes may.
+
+    Engines bind their workers to processors which they then keep busy, and a child inherits that.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    with suppress(OSError):
+        os.sched_setaffinity(0, own | _processors_of_parents())
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, own)
+
+
+def _processors_of_parents() -> set[int]:
+    """Where the processes may run from which ours descends, as far as they run the same program: whoever started the
+    engine may have limited them, and what started it need not be limited."""
+    found: set[int] = set()
+    with suppress(OSError, ValueError):  # one that ends meanwhile, or belongs to somebody else
+        parent, program = os.getppid(), os.readlink("/proc/self/exe")
+        while parent > 1 and os.readlink(f"/proc/{parent}/exe") == program:
+            found |= os.sched_getaffinity(parent)
+            state = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8", errors="replace")
+            parent = int(state.rpartition(")")[2].split()[1])
+    return found
+
+
+class _Lines:
+    """Lines from a pipe, with few calls: after each, this thread waits for the interpreter, and an engine that is busy
+    on another thread leaves it to us rarely. Not by `readline`, as `is_readable` does not see what that reads ahead.
+    """
+
+    def __init__(self, descriptor: int, until_s: float) -> None:
+        """until_s: when to give up, as `time.monotonic` counts."""
+        self._descriptor, self._until_s = descriptor, until_s
+        self._read = b""
+
+    def take(self) -> str | None:
+        """The next line, or what there is of it at the end. None: it was not complete in time."""
+        while b"\n" not in self._read:
+            if not is_readable(self._descriptor, max(0.0, self._until_s - time.monotonic())):
+                return None
+            more = os.read(self._descriptor, 4096)
+            if not more:
+                break
+            self._read += more
+        line, end, self._read = self._read.partition(b"\n")
+        return (line + end).decode()
+
+
+def is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether there is something to read within this time, or the end. `select` would refuse descriptors from 1024 on,
+    which an engine with many connections has.
+    """
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
+
+
+def _drain_s(config: Mapping[str, object]) -> float:
+    """How long these settings let a cache drain; a server has one, or two for an engine with two kinds of layers."""
+    cold = config.get("cold", {})
+    drain_s = cold.get("drain_s") if isinstance(cold, Mapping) else None
+    return 2 * float(drain_s if isinstance(drain_s, int | float) else ColdConfig().drain_s)

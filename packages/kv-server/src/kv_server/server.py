@@ -1,0 +1,502 @@
+"""The server: one thread that takes requests from many sockets, calls the cache, and answers. It stores nothing itself.
+
+`LocalCache` never waits, so one thread is enough, and no client waits for another's medium. Only explaining a prompt
+takes long, and has a thread of its own. A connection that closes ends its session at once, however the client died: its
+read leases and promises are released. Its write leases are the exception (`kv_server.orphans`).
+"""
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from heapq import nlargest
+from pathlib import Path
+from secrets import token_bytes
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kv_core.clock import Clock
+from kv_core.errors import ConfigError, InputError, MisuseError
+from kv_tiers.cache.admin import TenantUse
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.clock import MonotonicClock
+from kv_tiers.config import PeersConfig
+from kv_tiers.host_port import HostPort
+from kv_tiers.watch.build import build_bus
+
+from kv_server import facts, wire
+from kv_server.accepting import Acceptor
+from kv_server.address import Address
+from kv_server.caches import Caches, Format, Opened
+from kv_server.config import ServerConfig
+from kv_server.connection import PACKAGE
+from kv_server.connections import ClientConnection, Connections, turn_away
+from kv_server.engine_loads import EngineLoads
+from kv_server.explain import explain_elsewhere, explain_prompt
+from kv_server.mailbox import ServerMailbox
+from kv_server.orphans import Orphans, close_descriptor, give_up
+from kv_server.peers.side import directories_of, peer_side
+from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
+from kv_server.session import Session
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from kv_server.peers.server import PeerServer
+
+T = TypeVar("T")
+
+_MAX_MODELS: Final = 8
+"""Models that are named for one format."""
+
+
+class CacheServer:
+    """Serves from `serve` until `stop`. Everything but `stop`, `is_stopping` and `submit` is for one thread."""
+
+    def __init__(self, config: ServerConfig, *, clock: Clock | None = None) -> None:
+        """Bind the socket. Clients that connect from now on wait until `serve`.
+
+        Raises:
+            ConfigError: another server has it, or it cannot be used.
+        """
+        self._lease_s = config.host.lease_s
+        self._max_formats = config.max_formats
+        self.tenant_names = {tenant.tag: tenant.name for tenant in config.tenants}
+        self._clock: Clock = MonotonicClock() if clock is None else clock
+        self._started_s = self._clock.now_s()
+        self._peers: PeerServer | None = None
+        made: list[Caches] = []
+        self._models: dict[Format, list[str]] = {}
+
+        def existing_caches() -> list[LocalCache]:
+            return [cache for caches in made for cache in caches.by_format().values()]
+
+        self.bus, self._history = build_bus(
+            config.observe,
+            existing_caches,
+            lambda: self.network_metrics(existing_caches()),
+        )
+        """The events of all of its caches; it is closed with them."""
+        try:
+            self._address = Address(config.socket_path())
+        except ConfigError:
+            self.bus.close()
+            raise
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._selector = selectors.DefaultSelector()  # of callables
+        self.formats = Caches(config, self._clock, self.bus, self._wake, self._forget_history)
+        """One cache for each format. For the serving thread."""
+        made.append(self.formats)
+        self.engine_loads = EngineLoads(self._clock)
+        """For the serving thread."""
+        self._mailbox = ServerMailbox(self._wake)
+        self._orphans = Orphans(self._clock, self._lease_s)
+        self._connections = Connections(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
+        self._acceptor = Acceptor(self._address.listener, greet=self._connections.greet, turn_away=turn_away)
+        self._accepts_from_s: float | None = None
+        self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
+        self.is_stopping = False
+        try:
+            self._peers = _open_peers(config.peers, self.formats)
+            self.formats.peers_address = self.peers_address
+        except ConfigError:
+            self._close()
+            raise
+
+    @property
+    def peers_address(self) -> HostPort | None:
+        """The address for other hosts' servers; None: not served."""
+        return None if self._peers is None else self._peers.address
+
+    @property
+    def socket_path(self) -> Path:
+        return self._address.path
+
+    @property
+    def caches(self) -> dict[Format, LocalCache]:
+        """One for each format that is served. For tools and tests in this process."""
+        return self.formats.by_format()
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """From any thread: have the serving thread do this between two requests. It must not wait, nor take long.
+
+        The future holds what it returns or raises, or `TierDown` once the server stops.
+        """
+        return self._mailbox.submit(work)
+
+    def stop(self) -> None:
+        """From any thread or signal handler, at any time: `serve` closes everything and returns."""
+        self.is_stopping = True
+        self._wake()
+
+    def watch(self, descriptor: int) -> None:
+        """Stop when this descriptor is closed at the other end, which lives as long as the server is wanted."""
+        self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
+
+    def serve(self) -> None:
+        """Serve until `stop`; then accept no more connections, complete pending spills, and close.
+
+        Raises:
+            OutOfThreadsError: the system has no thread for peers; it is closed.
+        """
+        try:
+            if self._peers is not None and not self.is_stopping:
+                self._peers.start()
+            while not self.is_stopping:
+                for key, _ in self._selector.select(self._patience_s()):
+                    key.data()
+                self._connections.take_turns()
+                self._orphans.expire()
+                self._connections.expire()
+                self._accept_again()
+        finally:
+            self._close()
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for a request. None: without limit."""
+        if self._connections.are_eager():
+            return 0
+        soonest = [self._orphans.patience_s(), self._connections.patience_s()]
+        if self._accepts_from_s is not None:
+            soonest.append(max(0.0, self._accepts_from_s - time.monotonic()))
+        return min((seconds for seconds in soonest if seconds is not None), default=None)
+
+    def _accept(self) -> None:
+        backoff_s = self._acceptor.accept()
+        if backoff_s:
+            self._selector.unregister(self._address.listener)
+            self._accepts_from_s = time.monotonic() + backoff_s
+
+    def _accept_again(self) -> None:
+        if self._accepts_from_s is not None and self._accepts_from_s <= time.monotonic():
+            self._accepts_from_s = None
+            self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
+
+    def _answer(self, client: ClientConnection, request: wire.Request) -> None:
+        """
+        Raises:
+            InputError, MisuseError: the request is wrong.
+        """
+        if not client.is_greeted and not isinstance(request, wire.Hello):
+            raise InputError("the first message is a hello")
+        send = partial(self._connections.send, client)
+        match request:
+            case wire.Hello():
+                client.is_greeted = True
+                send(wire.Welcome(PACKAGE, os.getpid()))
+            case wire.Ping():
+                send(wire.Done())
+            case wire.Status():
+                send(wire.Stated(self.report()))
+            case wire.Drain():
+                if request.is_begun:
+                    self.formats.drain(request.timeout_s, request.max_bytes)
+                else:
+                    self.formats.end_drain()
+                send(wire.Stated(self.report()))
+            case wire.Explain():
+                client.waiting = request
+                state = (self.caches, self.registrations(), self._history, self.bus.now_s())
+                explain_elsewhere(partial(explain_prompt, request, *state), partial(self._explained, client))
+            case wire.Registered(engine):
+                send(wire.Registrations([one for one in self.registrations() if engine in (one.engine, "")]))
+            case wire.Register():
+                self._register(client, request)
+            case wire.Unregister():
+                self._unregister(client)
+                send(wire.Done())
+            case _:
+                if client.session is None:
+                    raise MisuseError("this session has registered no cache")
+                answer = client.session.answer(request)
+                if answer is not None:
+                    send(answer)
+
+    def _explained(self, client: ClientConnection, explained: "Future[wire.Explanations]") -> None:
+        """On any thread."""
+
+        def answer() -> bool:
+            self._connections.send(client, explained.result())
+            return True
+
+        self.submit(lambda: self._connections.finish(client, answer))
+
+    # Sessions, from their registration to their end.
+
+    def _register(self, client: ClientConnection, request: wire.Register) -> None:
+        """
+        Raises:
+            InputError: the forgotten keys are not keys.
+            MisuseError: this connection has a session already.
+        """
+        if client.session is not None:
+            raise MisuseError("this session is registered already; unregister, or connect again")
+        request.forgotten.unpack()  # invalid keys are refused before anything is created for them
+        wanted = (request.group_bytes, request.fingerprint)
+        cache = self.formats.find(wanted)
+        if cache is not None:
+            self._begin_session(client, request, cache)
+        elif self.formats.open(wanted, self._in_use()):
+            client.waiting = request
+        else:
+            self._connections.refuse(
+                client,
+                f"this server already has caches of {self._max_formats} formats (max_formats), all of them used "
+                f"in the last {self._lease_s:g} s (lease_s) or open to peers; start another one for this model",
+            )
+
+    def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> bool:
+        """Continue with a client whose cache was being opened."""
+        if isinstance(opened.cache, LocalCache):
+            self._begin_session(client, request, opened.cache)
+        else:
+            self._connections.refuse(client, opened.cache.text, kind=opened.cache.kind)
+        return True
+
+    def _begin_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> None:
+        pool = cache.pool
+        # The same for the client's whole life: it may never have read our last answer, and it keeps its first mapping.
+        token = request.resume or client.token or token_bytes(16)
+        try:
+            lent = pool.lend(token)
+        except OSError as error:
+            self._connections.refuse(client, f"this server can lend its pool to no more clients: {error.strerror}")
+            return
+        note = partial(self.engine_loads.looked_up, request.engine, (request.group_bytes, request.fingerprint))
+        session = Session(
+            client.number,
+            cache,
+            lease_s=self._lease_s,
+            clock=self._clock,
+            is_watched=client.pidfd >= 0 or pool.knows_lent,
+            is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
+            on_lookup=(lambda *_: None) if facts.REPEATS_LOOKUPS in request.facts else note,
+            ends_holds=facts.READS_TOGETHER not in request.facts,
+        )
+        chunk_tokens = request.facts.get(facts.CHUNK_TOKENS, "")
+        if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
+            cache.events.chunk_tokens = int(chunk_tokens)
+        if model := request.facts.get(facts.MODEL_NAME):
+            self._note_model((request.group_bytes, request.fingerprint), model)
+        self._resume(session, request)
+        if request.is_cleared:
+            cache.clear()
+        cache.forget(request.forgotten.unpack())
+        client.session, client.register, client.token = session, request, token
+        answer = wire.Pool(
+            name=pool.name,
+            group_bytes=pool.sizes.group_bytes,
+            slots=pool.slots,
+            token=client.token,
+            lasting=list(session.lasting),
+            is_watched=cache.events.on,
+            tiers=cache.tiers,
+            lease_s=self._lease_s,
+        )
+        self._connections.send(client, answer, lent)
+
+    def _resume(self, session: Session, request: wire.Register) -> None:
+        """Take over the leases under which this client was copying in its previous session, and which it still has."""
+        for other in self._connections.all():
+            # A client that gave its connection up may be back before we have seen the old one close.
+            if request.resume and other.token == request.resume:
+                self._connections.drop(other)
+        orphan = self._orphans.take(request.resume)
+        if orphan is None:
+            return
+        adopted = set(request.lasting) if orphan.cache is session.cache else set()
+        session.adopt({number: lease for number, lease in orphan.leases.items() if number in adopted})
+        give_up(orphan.cache, {number: lease for number, lease in orphan.leases.items() if number not in adopted})
+
+    def _unregister(self, client: ClientConnection) -> None:
+        if client.session is not None:
+            client.session.end_reads()
+            give_up(client.session.cache, client.session.lasting)
+            self.formats.left(client.session.cache)
+        client.session = client.register = None
+
+    def _gone(self, client: ClientConnection) -> None:
+        pidfd, client.pidfd = client.pidfd, -1
+        if client.session is None:
+            close_descriptor(pidfd)
+            return
+        client.session.end_reads()
+        self.formats.left(client.session.cache)
+        self._orphans.add(client.token, client.session.cache, client.session.lasting, client.pid, pidfd)
+
+    def _in_use(self) -> list[LocalCache]:
+        """The caches that have clients, or leases of clients that were copying when their connections closed."""
+        used = [one.session.cache for one in self._connections.all() if one.session is not None]
+        return used + [cache for cache in self.formats.by_format().values() if self._orphans.are_of(cache)]
+
+    def _is_open(self, lease: int, cache: LocalCache, *, but: ClientConnection) -> bool:
+        for one in self._connections.all():
+            session = one.session
+            if session is None or session.cache is not cache or one is but:
+                continue
+            if lease in session.lasting or session.reads(lease):
+                return True
+        return self._orphans.holds(cache, lease)
+
+    def _forget_history(self, cache: str) -> None:
+        """Runs on the thread that has closed the cache."""
+        if self._history is not None:
+            self.bus.flush()  # or its last events would add it to the history again
+            self._history.forget(cache)
+
+    def _note_model(self, wanted: Format, model: str) -> None:
+        """For reports, also after the engine has gone. Only of formats that have a cache."""
+        open_formats = self.formats.by_format()
+        self._models = {one: models for one, models in self._models.items() if one in open_formats}
+        models = self._models.setdefault(wanted, [])
+        if model not in models:
+            self._models[wanted] = [*models[1 - _MAX_MODELS :], model]
+
+    # Reports.
+
+    def registrations(self) -> list[Registration]:
+        """For the serving thread: the sessions that have registered a cache."""
+        return [
+            Registration(
+                one.number,
+                one.pid,
+                one.register.engine,
+                one.register.group_bytes,
+                one.register.fingerprint,
+                one.register.shards,
+                one.register.facts,
+            )
+            for one in self._connections.all()
+            if one.register is not None
+        ]
+
+    def report(self) -> Report:
+        """For the serving thread: the server at this moment."""
+        used = [one.session.cache for one in self._connections.all() if one.session is not None]
+        caches = [
+            CacheReport(
+                max(group_bytes),
+                group_bytes,
+                fingerprint,
+                cache.pool.name,
+                used.count(cache),
+                cache.counts(),
+                _tiers(cache),
+                *_tenants(cache, self.tenant_names),
+                cache.holds.chunks,
+                **cache.admin.held()._asdict(),
+                drain=peer_side(cache).drain.state(),
+                name=cache.events.name,
+                models=sorted(self._models.get((group_bytes, fingerprint), ())),
+            )
+            for (group_bytes, fingerprint), cache in self.formats.by_format().items()
+        ]
+        return Report(
+            os.getpid(),
+            PACKAGE,
+            self.registrations(),
+            len(self._orphans),
+            caches,
+            opening=len(self.formats.opening()),
+            uptime_s=self._clock.now_s() - self._started_s,
+            peers=None if self._peers is None else self._peers.counts(),
+            keeps=self.formats.keeps(),
+        )
+
+    # Waking and ending.
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it is full, so the thread will wake anyway, or closed
+            self._wake_writer.send(b"w")
+
+    def _woken(self) -> None:
+        self._wake_reader.recv(4096)
+        self._mailbox.drain()
+        for opened in self.formats.opened():
+            for client in self._connections.all():
+                match client.waiting:
+                    case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
+                        self._connections.finish(client, partial(self._go_on, client, request, opened))
+
+    def network_metrics(self, caches: Iterable[LocalCache]) -> "Iterator[Metric]":
+        """On any thread. caches: those of this server."""
+        from kv_server.peers.metrics import network_families, peer_families
+
+        yield from network_families(caches)
+        if self._peers is not None:
+            yield from peer_families(self._peers.counts())
+
+    def _close(self) -> None:
+        self._address.stop_listening()
+        self._acceptor.close()
+        if self._peers is not None:
+            self._peers.close()  # it reads from the caches
+        self._mailbox.close()
+        for client in self._connections.all():
+            self._connections.drop(client)
+        self._orphans.close()
+        self.formats.close()
+        self.bus.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+        self._address.close()
+
+
+def _open_peers(config: PeersConfig, caches: Caches) -> "PeerServer | None":
+    """Bind the address in the settings; None: they have none. Imports TLS only here, because not every server needs it.
+
+    Raises:
+        ConfigError: it cannot be bound, or a setting cannot be honoured.
+    """
+    if not config.listen:
+        return None
+    from kv_server.peers.server import PeerServer
+
+    return PeerServer(config, caches.for_peers)
+
+
+def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:
+    """The tenants that a report lists, and their total number."""
+    uses = {use.tenant: use for use in cache.admin.tenants()}
+    for tag in names:
+        uses.setdefault(tag, TenantUse(tag, 0, 0, None))
+    known = {tag: use for tag, use in uses.items() if tag in names or use.quota_bytes is not None}
+    others = nlargest(MAX_TENANTS, (uses[tag] for tag in uses.keys() - known.keys()), key=lambda use: use.chunks)
+    listed = [*known.values(), *others]
+    return [
+        TenantReport(names.get(use.tenant, ""), use.tenant.hex(), use.chunks, use.used_bytes, use.quota_bytes)
+        for use in listed
+    ], len(uses)
+
+
+def _tiers(cache: LocalCache) -> list[TierReport]:
+    directories = directories_of(cache)
+    return [
+        TierReport(
+            state.name,
+            state.health.name,
+            state.why,
+            state.usage.chunks,
+            state.usage.used_bytes,
+            state.usage.capacity_bytes,
+            state.spill.waiting,
+            state.spill.under_way,
+            loaded=state.lane.loaded,
+            stored=state.lane.stored,
+            damaged=state.lane.damaged,
+            refused=state.lane.refused,
+            lost=state.spill.lost,
+            downs=state.lane.downs,
+            by_group=state.usage.by_group,
+            cut_chunks=state.usage.cut_chunks,
+            directory=directories.get(state.name),
+        )
+        for state in cache.lower.states()
+    ]

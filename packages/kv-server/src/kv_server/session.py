@@ -1,0 +1,329 @@
+"""What one client holds, so that all of it can be released when the client goes, however it goes.
+
+The cache identifies holders by session number and name, and leases belong to the session that opened them, so no client
+can touch another's. When the connection closes, promises and read leases end at once; a client that is still reading
+learns from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader
+cannot discard what it has read. A client that lost its connection may be in the middle of a copy, so these leases last
+until it reports otherwise or nobody maps the pool for it: see `kv_server.orphans`.
+
+Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
+lookups are refused, stores get no room and loads fail, which costs a miss.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from kv_core.clock import Clock
+from kv_core.errors import InputError, MisuseError
+from kv_core.extent import HostExtent
+from kv_core.keys import ChunkKey
+from kv_core.lookup import Ended
+from kv_core.service import Holder, LeaseId, LoadFailed, ReadLease, WriteLease
+from kv_tiers.cache.hits import needed_count
+from kv_tiers.cache.local import LocalCache
+
+from kv_server import wire
+from kv_server.engine_loads import OnLookup
+
+MAX_KEYS_HELD: Final = 1 << 22
+"""Keys in all of a session's promises, loads, read leases and stores together: about 400 MB of the server's memory."""
+MAX_LASTING: Final = 1 << 13
+MAX_TIMED: Final = 1 << 16
+MAX_HOLDERS: Final = 1 << 16
+_MAX_SECONDS: Final = 1e9
+_UNWATCHED: Final = (
+    "the kernel of the server can report neither when this client's process ends nor when it lets go of the pool, so "
+    "room that is reserved for a copy could never be given to another; mount /proc in the server's container, or let "
+    "both share a PID namespace"
+)
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A promise or a read lease.
+
+    keys: how many.
+    deadline_s: when it becomes void, if not earlier.
+    """
+
+    keys: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LastingLease:
+    """A write lease, or a lasting one to read.
+
+    holder: the client's name for its holder.
+    keys: how many the call had.
+    slots: how many slots of the pool it covers.
+    is_write: which of the two.
+    """
+
+    holder: Holder
+    keys: int
+    slots: int
+    is_write: bool
+
+
+class Session:
+    """The session of one registered client. Used by the server's thread only."""
+
+    def __init__(
+        self,
+        number: int,
+        cache: LocalCache,
+        *,
+        lease_s: float,
+        clock: Clock,
+        is_watched: bool,
+        is_open_elsewhere: Callable[[int], bool],
+        on_lookup: OnLookup,
+        ends_holds: bool,
+    ) -> None:
+        """is_watched: it will be known when nobody can be copying for this client any more.
+        is_open_elsewhere: whether a lease of this number is open in another session of the same cache.
+        on_lookup: called after each lookup.
+        ends_holds: whether a chunk that it has read need not be held any more."""
+        self.cache = cache
+        self.lasting: dict[int, LastingLease] = {}
+        self._prefix = f"{number}/"
+        self._lasting_holder = f"{number}l"
+        self._lease_s = lease_s
+        self._clock = clock
+        self._is_watched = is_watched
+        self._is_open_elsewhere = is_open_elsewhere
+        self._on_lookup = on_lookup
+        self._ends_holds = ends_holds
+        self._timed: OrderedDict[Holder | int, _Timed] = OrderedDict()  # a promise by its holder, a read by its number
+        self._holders: OrderedDict[Holder, None] = OrderedDict()
+        self._keys_held = 0
+
+    def reads(self, lease: int) -> bool:
+        return lease in self._timed
+
+    def answer(self, verb: wire.Verb) -> wire.Answer | None:
+        """None: this verb has no answer.
+
+        Raises:
+            InputError: the keys, or what the engine measured, are invalid.
+            MisuseError: the call breaks the service's contract.
+        """
+        match verb:
+            case wire.Lookup():
+                return self._lookup(verb)
+            case wire.Renew(holder):
+                return self._renew(holder)
+            case wire.Load():
+                return self._load(verb)
+            case wire.BeginStore():
+                return self._begin_store(verb)
+            case wire.Commit(lease):
+                self._commit(lease)
+            case wire.Release(lease, is_write):
+                lasts = is_write or lease in self.lasting
+                return wire.Truth(self._give_up(lease) if lasts else self._release(lease))
+            case wire.Forget(keys):
+                self.cache.forget(keys.unpack())
+            case wire.End(holder):
+                self._end(holder)
+            case wire.Allocated(blocks):
+                self.cache.allocated({self._prefix + holder: count for holder, count in blocks.items()})
+                return None
+            case wire.EngineMeasured(samples):
+                _check_seconds([seconds for one in samples for seconds in (one.estimated_s, one.took_s)])
+                self.cache.measured(samples)
+                return None
+            case wire.Taken(keys):
+                self.cache.taken(keys.unpack())
+                return None
+            case wire.Clear():
+                self.cache.clear()
+            case wire.Counts():
+                return wire.Counted(self.cache.counts())
+            case wire.ChangesSince(upto):
+                return self._changes_since(upto)
+        return wire.Done()
+
+    def end_reads(self) -> None:
+        """Release everything but the lasting leases, which the caller must end."""
+        for holder in self._holders:
+            self.cache.end(self._prefix + holder)
+        self._holders.clear()
+        self._timed.clear()
+        self._keys_held = sum(lease.keys for lease in self.lasting.values())
+
+    def adopt(self, leases: dict[int, LastingLease]) -> None:
+        """Take over the lasting leases of this client's previous session."""
+        self.lasting.update(leases)
+        self._keys_held += sum(lease.keys for lease in leases.values())
+
+    def _changes_since(self, upto: int) -> wire.Changed:
+        since = self.cache.changes_since(upto)
+        changes = [
+            wire.Change(change.entered, wire.pack_keys(alike))
+            for change in since.changes
+            for alike in (_by_length(change.keys) or [[]])
+        ]
+        return wire.Changed(since.upto, since.is_whole, changes)
+
+    def _lookup(self, verb: wire.Lookup) -> wire.Planned:
+        keys, shape = verb.keys.unpack(), verb.shape()
+        if verb.costs is not None:
+            _check_seconds((*(verb.costs.compute or ()), *(verb.costs.load or ())))
+        if not self._has_room(len(keys)):
+            self._forget_timed(verb.holder)
+            self.cache.lookup([], self._prefix + verb.holder)  # ends its promise
+            return wire.Planned(0, Ended.REFUSED.name, (), 0, -1, None)
+        plan = self.cache.lookup(
+            keys,
+            self._prefix + verb.holder,
+            shape=shape,
+            wait_for_promotion=verb.wait_for_promotion,
+            costs=verb.costs,
+            tiers=verb.tiers,
+        )
+        self._on_lookup(keys, shape, verb.costs, plan)
+        self._forget_timed(verb.holder)
+        if plan.chunks:
+            self._remember_timed(verb.holder, needed_count(shape, plan.chunks))
+        if plan.chunks or verb.wait_for_promotion:
+            self._note_holder(verb.holder)
+        return wire.Planned(plan.chunks, plan.ended.name, plan.tiers, plan.prefix_chunks, plan.lacking, plan.choice)
+
+    def _renew(self, holder: Holder) -> wire.Truth:
+        is_renewed = self.cache.renew(self._prefix + holder)
+        timed = self._timed.get(holder)
+        if is_renewed and timed is not None:
+            timed.deadline_s = self._clock.now_s() + self._lease_s
+            self._timed.move_to_end(holder)
+        return wire.Truth(is_renewed)
+
+    def _load(self, verb: wire.Load) -> wire.ReadLeased:
+        keys = verb.keys.unpack()
+        if not self._has_room(len(keys)) or (verb.lasting and len(self.lasting) >= MAX_LASTING):
+            return wire.ReadLeased(0, [], wire.Keys(), "this session holds as much as a session may")
+        if verb.lasting and not self._is_watched:
+            return wire.ReadLeased(0, [], wire.Keys(), _UNWATCHED)
+        holder = self._lasting_holder if verb.lasting else self._prefix + verb.holder
+        answer = self.cache.load(keys, holder, lasting=verb.lasting)
+        if isinstance(answer, LoadFailed):
+            return wire.ReadLeased(0, [], wire.pack_keys(answer.missing), answer.reason)
+        if verb.lasting:
+            self._note_lasting(answer.id, LastingLease(verb.holder, len(keys), len(keys), is_write=False))
+        else:
+            self._remember_timed(answer.id, len(keys))
+            self._note_holder(verb.holder)
+        return wire.ReadLeased(answer.id, self._slots(answer.extents), wire.Keys(), "")
+
+    def _begin_store(self, verb: wire.BeginStore) -> wire.WriteLeased:
+        keys = verb.keys.unpack()
+        if len(self.lasting) >= MAX_LASTING or not self._has_room(len(keys)):
+            return wire.WriteLeased(0, [], [], "this session holds as much as a session may")
+        if not self._is_watched:
+            return wire.WriteLeased(0, [], [], _UNWATCHED)
+        lease = self.cache.begin_store(keys, self._lasting_holder, hold_s=verb.hold_s, tiers=verb.tiers)
+        self._note_lasting(lease.id, LastingLease(verb.holder, len(keys), len(lease.keys), is_write=True))
+        places: list[int] = []
+        for key in lease.keys:  # in the order of the call
+            places.append(keys.index(key, places[-1] if places else 0))
+        return wire.WriteLeased(lease.id, places, self._slots(lease.extents), lease.refused)
+
+    def _slots(self, extents: Sequence[HostExtent]) -> list[int]:
+        return [extent.offset // self.cache.pool.slot_bytes for extent in extents]
+
+    def _commit(self, lease: int) -> None:
+        lasting = self.lasting.get(lease)
+        if lasting is None or not lasting.is_write:
+            self._check_not_anothers(lease)
+            raise MisuseError(f"write lease {lease} is not open in this session")
+        self._strike(lease)
+        self.cache.commit(WriteLease(LeaseId(lease), (), (), ""))
+
+    def _give_up(self, lease: int) -> bool:
+        struck = self._strike(lease)
+        return struck is not None and release(self.cache, lease, struck)
+
+    def _release(self, lease: int) -> bool:
+        if lease not in self._timed:
+            self._check_not_anothers(lease)
+            return False
+        self._forget_timed(lease)
+        return self.cache.release(ReadLease(LeaseId(lease), (), ()), ends_holds=self._ends_holds)
+
+    def _end(self, holder: Holder) -> None:
+        self._holders.pop(holder, None)
+        self._end_reads_of(holder)
+        for lease in [number for number, lasting in self.lasting.items() if lasting.holder == holder]:
+            self._give_up(lease)
+
+    def _note_lasting(self, number: int, lease: LastingLease) -> None:
+        self.lasting[number] = lease
+        self._keys_held += lease.keys
+
+    def _strike(self, number: int) -> LastingLease | None:
+        """None: it is not open. A lease of another session is misuse."""
+        lease = self.lasting.pop(number, None)
+        if lease is None:
+            self._check_not_anothers(number)
+        else:
+            self._keys_held -= lease.keys
+        return lease
+
+    def _check_not_anothers(self, lease: int) -> None:
+        if self._is_open_elsewhere(lease):
+            raise MisuseError(f"lease {lease} belongs to another session")
+
+    def _note_holder(self, holder: Holder) -> None:
+        self._holders[holder] = None
+        self._holders.move_to_end(holder)
+        if len(self._holders) > MAX_HOLDERS:
+            oldest, _ = self._holders.popitem(last=False)
+            self._end_reads_of(oldest)
+
+    def _end_reads_of(self, holder: Holder) -> None:
+        """Its read leases count here until they expire; the cache no longer has them."""
+        self.cache.end(self._prefix + holder)
+        self._forget_timed(holder)
+
+    def _has_room(self, keys: int) -> bool:
+        now_s = self._clock.now_s()
+        while self._timed:
+            key, oldest = next(iter(self._timed.items()))
+            if oldest.deadline_s > now_s:
+                break
+            self._forget_timed(key)
+        return self._keys_held + keys <= MAX_KEYS_HELD and len(self._timed) < MAX_TIMED
+
+    def _remember_timed(self, what: Holder | int, keys: int) -> None:
+        self._timed[what] = _Timed(keys, self._clock.now_s() + self._lease_s)
+        self._keys_held += keys
+
+    def _forget_timed(self, what: Holder | int) -> None:
+        timed = self._timed.pop(what, None)
+        if timed is not None:
+            self._keys_held -= timed.keys
+
+
+def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
+    """Release a lasting lease: nothing is being copied there any more."""
+    lease_id = LeaseId(number)
+    return cache.release(WriteLease(lease_id, (), (), "") if lease.is_write else ReadLease(lease_id, (), ()))
+
+
+def _check_seconds(measured: Sequence[float]) -> None:
+    """
+    Raises:
+        InputError: one of these is no duration. With NaN, for one, nothing can be compared any more, neither in this
+            session's lookups nor in what others are told about its engine.
+    """
+    if not all(0.0 <= seconds <= _MAX_SECONDS for seconds in measured):
+        raise InputError(f"costs and measurements are from 0 to {_MAX_SECONDS:g} seconds")
+
+
+def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
+    """The keys by length, because those of one message have the same length, and those of one eviction need not."""
+    return [list(alike) for _, alike in groupby(sorted(keys, key=len), key=len)]

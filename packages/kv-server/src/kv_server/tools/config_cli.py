@@ -1,0 +1,118 @@
+"""`kv config`: the settings that an engine's package would use, where each value came from, and what is wrong with
+them."""
+
+import argparse
+import json
+import os
+import re
+import sys
+
+from kv_core.errors import ConfigError, InputError
+from kv_core.format import is_quantised_kind
+from kv_core.terminal import say
+from kv_tiers.settings import Settings, load
+
+_PASSWORD_IN_URL = re.compile(r"(://[^:@/]*:).*@")  # which may have any character in it
+_SECRET = re.compile(r"(password|secret|token|salt)(?!.*_file$)")
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add this package's subcommands to `kv`."""
+    parser = subparsers.add_parser(
+        "config",
+        help="print the settings in force and where each came from",
+        description="Read the settings as kv-vllm and kv-sglang do, and print each with its value and origin. "
+        "Precedence: --extra, then the file, then KV_… environment variables. Under SGLang, --page-size decides "
+        "chunk_tokens, and algorithm is sha256. The secret, the host pool, the tiers and what observes the cache are "
+        "checked as at the start of an engine on this machine, all but the secret unless server.socket names a server, "
+        "which has its own; what only kv-server uses is checked as at its start, and a file with an address at which "
+        "it listens is taken for its own. The exit status is 0, or 2 if something is wrong; the text on standard error "
+        "says what to do.",
+    )
+    parser.add_argument(
+        "--file",
+        "--config",
+        metavar="FILE",
+        help="YAML, TOML or JSON file to read, as the setting config_file or KV_CONFIG_FILE would name it",
+    )
+    parser.add_argument(
+        "--extra",
+        default="{}",
+        metavar="JSON",
+        help="our settings as the engine has them: vLLM's kv_connector_extra_config, or SGLang's "
+        "--hicache-storage-backend-extra-config without the keys that are SGLang's own",
+    )
+    parser.add_argument("--output", choices=("table", "json"), default="table", help="how to print (default: table)")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        _print_and_check(args)
+    except (ConfigError, InputError) as error:
+        say(f"kv config: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print_and_check(args: argparse.Namespace) -> None:
+    try:
+        extra = json.loads(args.extra)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--extra is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise InputError("--extra must be a JSON object")
+    if args.file:
+        extra["config_file"] = args.file
+    settings, in_force = load(extra, os.environ)
+    if args.output == "json":
+        values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
+        say(*json.dumps(values, indent=1, default=str).split("\n"), sep="\n")
+    else:
+        width = max(len(entry.path) for entry in in_force)
+        for entry in in_force:
+            value = json.dumps(_shown(entry.value), ensure_ascii=False, default=str)
+            say(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
+    settings.scheme()
+    # Too much to import for every command's --help.
+    from kv_tiers.build import check_settings
+    from kv_tiers.watch.build import check_observe
+
+    from kv_server.check import check_server
+
+    is_for_server = bool(settings.http.listen or settings.peers.listen)
+    if is_for_server or not settings.server.socket:  # otherwise the engine joins a server that has all of this
+        check_settings(settings.host, settings.tiers)
+        check_observe(settings.observe)
+        _check_verdict(settings)
+    if is_for_server or not settings.host.name:  # otherwise no server has these settings, but an engine may
+        check_server(settings)
+
+
+def _check_verdict(settings: Settings) -> None:
+    """Whether the judge's verdict covers what these settings lose.
+
+    Raises:
+        ConfigError: it does not, or cannot be read.
+    """
+    from kv_tiers.approximate import CALIBRATED, is_approximate, uses_calibration
+    from kv_tiers.plugins import load_plugin
+    from kv_tiers.verdict import check
+
+    kinds: list[str] = [settings.format] if is_quantised_kind(settings.format) else []
+    if is_approximate(settings.tiers):
+        kinds.append("progressive")
+    if uses_calibration(settings.tiers):
+        kinds.append(load_plugin("kv_tiers.calibrated", "codec", CALIBRATED)(settings.tiers).name)
+    check(settings.judge.verdict, settings.judge.max_kl, kinds)
+
+
+def _shown(value: object) -> object:
+    """The value without the secrets that tiers' options may hold, and with names as JSON has them."""
+    if isinstance(value, str):
+        return _PASSWORD_IN_URL.sub(r"\1***@", value)
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): "***" if _SECRET.search(str(name)) else _shown(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,351 @@
+"""The page, in a real browser, on a real server with real traffic: what it shows is what the server says."""
+
+import base64
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from kv_core.coverage import ALL, STATE, ChunkShape
+from kv_core.lookup import Ended
+from kv_core.service import ReadLease
+from kv_core.testing import key_chain
+from kv_server import RemoteCache, ServerProcess, launch
+from kv_testing.http import store
+from kv_testing.servers import free_port
+from kv_testing.shapes import keys_for
+from kv_testing.wait import line, until
+
+pytestmark = pytest.mark.slow  # a browser for all
+CHUNK_BYTES = 64 << 10
+PENDING = ("waiting", "under_way")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+if CHROMIUM is None and not os.environ.get("CI"):
+    pytest.skip("no Chromium; scripts/setup.sh browser installs it as root", allow_module_level=True)
+
+
+class Browser:
+    """Chromium, told what to do over its debugging pipe: a JSON message, a zero byte, and so on."""
+
+    def __init__(self, profile: Path) -> None:
+        assert CHROMIUM is not None, "no Chromium; scripts/setup.sh browser installs it as root"
+        to_browser, self._commands = os.pipe()
+        self._answers, from_browser = os.pipe()
+        # It reads from descriptor 3 and writes to 4, and nothing else knows those numbers.
+        become = (
+            "import fcntl, os, sys; a, b = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3]); "
+            "os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[3], sys.argv[3:])"
+        )
+        self._process = subprocess.Popen(
+            [
+                sys.executable, "-c", become, str(to_browser), str(from_browser), CHROMIUM, "--headless=new",
+                "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio",
+                "--disable-background-networking", "--hide-scrollbars", "--remote-debugging-pipe",
+                f"--user-data-dir={profile}", "about:blank",
+            ],
+            pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_browser)
+        os.close(from_browser)
+        self._numbers = itertools.count(1)
+        self._arrived = b""
+        self.complaints: list[str] = []
+        """What scripts threw and the console was told, violations of the page's policy among it."""
+        target = self.tell("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.tell("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.tell(f"{domain}.enable")
+
+    _session = ""
+
+    def tell(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command, and its answer."""
+        number = next(self._numbers)
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        end = time.monotonic() + 60
+        while True:
+            heard = self._hear(end)
+            if heard.get("id") == number:
+                assert "error" not in heard, (method, heard["error"])
+                result: dict[str, Any] = heard["result"]
+                return result
+            if heard.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.complaints.append(json.dumps(heard["params"]))
+
+    def look(self, width: int, height: int, scheme: str = "light") -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.tell("Emulation.setDeviceMetricsOverride", **size)
+        self.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def go(self, url: str) -> None:
+        self.tell("Page.navigate", url=url)
+
+    def value(self, expression: str) -> Any:
+        """What this is in the page now."""
+        got = self.tell("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in got, got
+        return got["result"].get("value")
+
+    def text(self) -> str:
+        text = self.value("document.body?.innerText ?? ''")
+        assert isinstance(text, str)
+        return text
+
+    def picture(self) -> bytes:
+        return base64.b64decode(self.tell("Page.captureScreenshot", captureBeyondViewport=True)["data"])
+
+    def close(self) -> None:
+        self._session = ""
+        os.write(self._commands, b'{"id":0,"method":"Browser.close"}\0')
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(60)
+        os.close(self._commands)
+        os.close(self._answers)
+
+    def _hear(self, end: float) -> dict[str, Any]:
+        while b"\0" not in self._arrived:
+            assert select.select([self._answers], [], [], max(0.0, end - time.monotonic()))[0], "Chromium is silent"
+            data = os.read(self._answers, 1 << 20)
+            assert data, "Chromium has ended"
+            self._arrived += data
+        message, _, self._arrived = self._arrived.partition(b"\0")
+        heard: dict[str, Any] = json.loads(message)
+        return heard
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    made = Browser(tmp_path_factory.mktemp("chromium"))
+    yield made
+    made.close()
+
+
+def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
+    tiers = [{"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}]
+    tenants = [{"name": "acme", "salt": "acme", "quota_bytes": "1MiB"}]
+    return launch(
+        {
+            "host": {"capacity_bytes": "8MiB", "policy": "lru"},
+            "tiers": tiers,
+            "tenants": tenants,
+            "http": {"listen": http},
+        },
+        socket=tmp_path / "s" / "kv.sock",
+    )
+
+
+def join(server: ServerProcess, engine: str = "engine-1") -> RemoteCache:
+    facts = {"chunk_tokens": "256", "model_name": "Llama <b>3.1</b>"}
+    return RemoteCache(server.socket, group_bytes=(CHUNK_BYTES,), fingerprint="llama", engine=engine, facts=facts)
+
+
+def hits(cache: RemoteCache, chunks: int, branch: str) -> int:
+    keys = key_chain(chunks, branch=branch)
+    found = cache.lookup(keys, "r", shape=ChunkShape(256)).chunks
+    lease = cache.load(keys[:found], "r")
+    assert isinstance(lease, ReadLease)
+    cache.release(lease)
+    cache.end("r")
+    return found
+
+
+def comes_up(cache: RemoteCache, chunks: int, branch: str) -> bool:
+    """Ask as an engine does, which waits for what is on its way up, but not for ever."""
+    keys = key_chain(chunks, branch=branch)
+    found = cache.lookup(keys, "r", wait_for_promotion=True)
+    while found.ended is Ended.PENDING:
+        found = cache.lookup(keys, "r", wait_for_promotion=True)
+    cache.end("r")
+    return found.chunks == chunks
+
+
+def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None:
+    server = start(tmp_path)
+    cache = join(server, "<b>engine-1</b>")
+    store(cache, 30, "a")
+    assert hits(cache, 40, "a") == 30
+    browser.complaints.clear()
+    browser.look(1400, 1000)
+    browser.go(server.url)
+    until(lambda: "75.0 %" in browser.text())
+    text = browser.text()
+    assert f"process {server.pid}" in text
+    assert "7,680" in text  # tokens of 30 chunks
+    assert "1.88 MiB" in browser.value("document.getElementById('tiles').innerText")  # which were loaded
+    assert "Llama <b>3.1</b> · cache " in text
+    assert "<b>engine-1</b>" in text  # text, and no element
+    assert "chunk_tokens 256" in text
+    tenants = browser.value("[...document.querySelectorAll('#tenants tr')].map(r => r.innerText).join('|')")
+    assert "acme\t0 B\t1.00 MiB\t0.0 %\t0" in tenants
+    assert "(shared)\t1.88 MiB\t–" in tenants
+    until(lambda: browser.value("document.getElementById('state').textContent") == "serving")
+    status = httpx.get(f"{server.url}status").json()["caches"][0]
+    pool_row = browser.value("[...document.querySelectorAll('#capacity tr')].map(r => r.innerText).join('|')")
+    assert f"{status['counts']['chunks_resident']}" in pool_row
+    assert "nvme" in pool_row
+    assert "● up" in pool_row
+    for _ in range(3):  # it goes on by itself
+        before = browser.value("samples.at(-1).at")
+        until(lambda before=before: browser.value("samples.at(-1).at") > before)
+    assert hits(cache, 30, "a") == 30
+    until(lambda: "85.7 % in all" in browser.text())
+    store(cache, 60, "b")
+    until(lambda: "◂" in browser.value("document.getElementById('flow').textContent"))
+    until(lambda: browser.value("Math.max(...flows().map(link => link.down))") > 0)
+    assert browser.value("document.querySelectorAll('#flow .ribbon-down').length") == 2
+    assert browser.complaints == []
+    for branch in ("c", "d", "e"):
+        store(cache, 60, branch)
+        until(lambda: sum(httpx.get(f"{server.url}status").json()["caches"][0]["tiers"][0][of] for of in PENDING) == 0)
+    until(lambda: comes_up(cache, 60, "c"))
+    until(lambda: browser.value("latest.caches[0].tiers[0].loaded") == 60)
+    # What came up from the disk is in the pool, and was not stored by an engine.
+    assert browser.value("samples.at(-1).storedBytes") == (30 + 4 * 60) * CHUNK_BYTES
+    cache.close()
+    until(lambda: "Nobody is connected" in browser.text())
+    assert "Tokens saved" in browser.text()
+    assert browser.value("samples.at(-1).tokens") == 2 * 7680  # what came up for a lookup without a shape is no tokens
+    assert "Llama <b>3.1</b>" in browser.text()  # also when its engine has gone
+    server.stop()
+
+
+def test_chunks_of_several_groups_of_layers_are_counted_once_in_every_row(browser: Browser, tmp_path: Path) -> None:
+    server = start(tmp_path)
+    cache = RemoteCache(server.socket, group_bytes=(CHUNK_BYTES, CHUNK_BYTES), fingerprint="hybrid")
+    cache.commit(cache.begin_store(keys_for(ChunkShape(4, (ALL, STATE)), 5)[:9], "w"))
+    browser.go(server.url)
+    rows = "[...document.querySelectorAll('#capacity tr')].map(r => r.innerText).join('|')"
+    until(lambda: browser.value(rows).count("\t5 (5 / 4)\t") == 2)  # the pool's and the disk's
+    cache.close()
+    server.stop()
+
+
+def test_it_says_when_the_server_is_away_and_goes_on_when_it_is_back(browser: Browser, tmp_path: Path) -> None:
+    server = start(tmp_path)
+    cache = join(server)
+    store(cache, 10, "a")
+    browser.go(server.url)
+    until(lambda: "engine-1" in browser.text())
+    address = server.url.removeprefix("http://").rstrip("/")
+    first_pid = server.pid
+    cache.close()
+    server.stop()
+    until(lambda: "away since" in browser.text())
+    assert browser.value("document.title") == "▲ kv-server is away"
+    assert "engine-1" in browser.text()  # what was known last stays in sight
+    server = start(tmp_path, address)
+    assert server.pid != first_pid
+    until(lambda: f"process {server.pid}" in browser.text())
+    assert browser.value("document.getElementById('state').textContent") == "serving"
+    assert browser.value("samples.every(sample => sample.at <= latest.uptime_s)")
+    server.stop()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_it_is_readable_at_any_width_and_in_either_light(
+    browser: Browser, tmp_path: Path, width: int, scheme: str
+) -> None:
+    server = start(tmp_path)
+    cache = join(server)
+    store(cache, 30, "a")
+    hits(cache, 40, "a")
+    browser.look(width, 900, scheme)
+    browser.go(server.url)
+    until(lambda: "75.0 %" in browser.text())
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    background = browser.value("getComputedStyle(document.body).backgroundColor")
+    assert contrast(browser.value("getComputedStyle(document.body).color"), background) >= 7
+    for kind in (".soft", ".about", "#state", "svg text"):
+        colour = f"getComputedStyle(document.querySelector('{kind}')).{'fill' if 'svg' in kind else 'color'}"
+        assert contrast(browser.value(colour), background) >= 4.5, kind
+    unlabelled = "[...document.querySelectorAll('svg, [role=img]')].filter(e => !e.getAttribute('aria-label')).length"
+    assert browser.value(unlabelled) == 0
+    outside = (
+        "[...document.querySelectorAll('svg text')].filter(e => { const r = e.getBoundingClientRect(), "
+        "s = e.closest('section').getBoundingClientRect(); return r.left < s.left || r.right > s.right; }).length"
+    )
+    assert browser.value(outside) == 0
+    cache.close()
+    server.stop()
+
+
+def test_it_loads_nothing_but_itself(tmp_path: Path) -> None:
+    server = start(tmp_path)
+    answer = httpx.get(server.url)
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "'unsafe" not in policy
+    for sign in ("//cdn", "https://", "src=", "@import", "innerHTML", "onclick"):
+        assert sign not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    server.stop()
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG counts it, of two `rgb(…)`."""
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.skipif("KV_PICTURES" not in os.environ, reason="KV_PICTURES names no directory for the docs' pictures")
+def test_pictures_of_a_real_run(browser: Browser) -> None:
+    """Not a promise but how docs/images/page.png is made: KV_PICTURES=docs/images."""
+    root = Path(__file__).parents[5]
+    run = subprocess.Popen(
+        [sys.executable, str(root / "examples" / "4_watch_a_server.py"), "--seconds", "75"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    url = line(run.stdout).split()[2]
+    browser.look(1400, 1200)
+    browser.go(url)
+    threading.Event().wait(65)
+    directory = Path(os.environ["KV_PICTURES"])
+    (directory / "page.png").write_bytes(browser.picture())
+    browser.look(1400, 1200, "dark")
+    (directory / "page-dark.png").write_bytes(browser.picture())
+    browser.look(400, 900)
+    threading.Event().wait(2)
+    (directory / "page-narrow.png").write_bytes(browser.picture())
+    run.stdout.close()
+    run.wait(60)
+
+
+def test_the_head_does_not_say_serving_alone_while_a_tier_is_down(browser: Browser, tmp_path: Path) -> None:
+    redis = {"type": "redis", "url": f"redis://127.0.0.1:{free_port()}"}  # nobody listens there
+    server = launch(
+        {"host": {"capacity_bytes": "8MiB"}, "tiers": [redis], "http": {"listen": "127.0.0.1:0"}},
+        socket=tmp_path / "s" / "kv.sock",
+    )
+    cache = join(server)
+    store(cache, 4, "a")
+    browser.go(server.url)
+    until(lambda: browser.value("document.getElementById('state')?.textContent") == "serving, redis is down")
+    assert browser.value("document.body.classList.contains('away')")
+    assert browser.value("document.title") == "▲ kv-server: redis is down"
+    cache.close()
+    server.stop()

@@ -1,0 +1,57 @@
+"""What takes part in a cache from outside it, such as its side towards other hosts (`kv_server.peers`).
+
+The cache knows nothing of the network: it tells its extensions what happens, and they work with its parts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from kv_core.clock import Clock
+from kv_core.keys import ChunkKey
+
+from kv_tiers.cache.holds import Holds
+from kv_tiers.cache.host import Doubtful, HostTier
+from kv_tiers.cache.lower_tiers import LowerTiers
+from kv_tiers.index.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class CacheParts:
+    """The parts of one cache. `host.lock` guards `index` and `holds`.
+
+    verify: checks adopted chunks that `HostTier.lease_doubtful` reports. Called without the lock.
+    refuse_new: from now on nothing new is stored, and this says why; "": chunks are stored again. Takes the lock.
+    fetch_held: fetch chunks from the lower tier of this number and hold them for another engine. Then as in
+        `Extension.held`, with the seconds for which they are held. Takes the lock.
+    """
+
+    host: HostTier
+    index: Residency
+    lower: LowerTiers
+    holds: Holds
+    clock: Clock
+    verify: Callable[[Doubtful], None]
+    refuse_new: Callable[[str], None]
+    fetch_held: Callable[[int, Sequence[ChunkKey], int, float], None]
+
+
+@runtime_checkable
+class Extension(Protocol):
+    """An extension of one cache, or a tier that is one. Its methods return at once, but for `detach`."""
+
+    def attach(self, parts: CacheParts) -> None:
+        """Called once, before the cache is used."""
+
+    def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
+        """Chunks are held for another engine until this time of the cache's clock. Called under the lock.
+
+        chain: the prompt's keys of one group and shard, up to the last of these chunks. first: the position of the
+        first one. Not all from there on need be held.
+        """
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        """Another engine has what it needs of these chunks, so nobody need hold them for it any more."""
+
+    def detach(self) -> None:
+        """The cache is about to be closed. It may wait for a bounded time."""

@@ -1,8 +1,0 @@
-"""`python -m kv_tiers.server` is `kv-server`: what engines start."""
-
-import sys
-
-from kv_core.tools.command import run_command
-
-if __name__ == "__main__":
-    sys.exit(run_command("kv_tiers.server.cli"))
