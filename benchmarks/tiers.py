@@ -9,7 +9,7 @@ every store evicts. The rows `with checksums` add what a lane does around the ti
 checking it, and an xxh3_128 of the same bytes to the limit.
 
 `--layouts` compares three ways to lay chunks out on a disk instead, which is why the disk tier is built as it is
-(docs/adr/0007).
+(docs/adr/0013).
 """
 
 import sys

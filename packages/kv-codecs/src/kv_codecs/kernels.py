@@ -1,8 +1,7 @@
 """The inner loops of the codecs `floats`, `progressive` and `kvtc`, and the choice of their implementation.
 
 There are two implementations that produce the same bytes: numpy, which is always available, and C (`compiled_kernels`),
-which is many times as fast and available if this package was built with a compiler. docs/adr/0026 and 0037 say why and
-how.
+which is many times as fast and available if this package was built with a compiler. docs/adr/0016 says why.
 """
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol

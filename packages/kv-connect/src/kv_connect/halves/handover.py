@@ -1,6 +1,6 @@
 """Disaggregated prefill: what a hand-over adds to a request on the prefill side and on the decode side.
 
-A hand-over is a hit in a shared cache (docs/adr/0025), so there is little to add. The prefill engine also stores the
+A hand-over is a hit in a shared cache (docs/adr/0011), so there is little to add. The prefill engine also stores the
 last, partial chunk, under the digest of exactly those tokens, and has all chunks held in the pool until they are read.
 The decode engine knows how many tokens to expect. While some of them are still being written it repeats its lookup, for
 a bounded time, and then computes what has not arrived.

@@ -1,6 +1,6 @@
 """The CPU copier: gather and scatter between the engine's blocks and host extents.
 
-A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0004 says why), but a thread
+A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0007 says why), but a thread
 copies large stores and layerwise loads (`behind`). Whole blocks are moved in C where that is installed
 (`compiled`). The rest is moved by a few large torch calls that release the GIL and use torch's own threads: one call
 per part and run of adjacent blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the

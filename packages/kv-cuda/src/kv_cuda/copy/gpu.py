@@ -2,7 +2,7 @@
 
 A call enqueues its work on the device and returns an event. Nothing waits for the whole device, and nothing is
 allocated once the buffers exist. Loads and stores have two streams each, one for the kernel and one for the copy
-engine, which take turns on a small ring buffer in device memory (docs/adr/0004 says why the CPU has none). Each is
+engine, which take turns on a small ring buffer in device memory (docs/adr/0007 says why the CPU has none). Each is
 ordered after what the engine has enqueued on its own stream before the call: the forward pass whose blocks are stored,
 or the one that last used the blocks that are loaded into.
 

@@ -5,7 +5,7 @@
 
 In both, one half of the ring is filled or emptied by the files while the other is gathered or scattered by the group's
 own copier, for which a ring is a pool like any other. Bytes are scattered only after their checksum has been verified,
-and both paths write the same checksum, so both may be used on the same file at any time (docs/adr/0014).
+and both paths write the same checksum, so both may be used on the same file at any time (docs/adr/0007).
 
 The direct path is used if cuFile is available, unless it was measured to be slower (`kv bench copy --file`). Chunks
 that it does not deliver completely go through the staged path; if that succeeds, this copier does not use the direct

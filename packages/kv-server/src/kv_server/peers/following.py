@@ -3,7 +3,7 @@ needed.
 
 Each peer is queried by long polling on its own thread: its server answers as soon as there is an announcement, or after
 `_WAIT_S`. Chunks are fetched as soon as they can be read there, so that only the last chunk is still to come when the
-prompt is computed (docs/adr/0028). A peer that fails is queried again after its back-off, from where it left off.
+prompt is computed (docs/adr/0011). A peer that fails is queried again after its back-off, from where it left off.
 """
 
 import queue

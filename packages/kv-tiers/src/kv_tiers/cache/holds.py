@@ -1,6 +1,6 @@
 """Holds: chunks kept in the pool for another engine until it has read them or a deadline has passed.
 
-They belong to a prompt that one engine has computed and another will decode (docs/adr/0025). The engine that stored
+They belong to a prompt that one engine has computed and another will decode (docs/adr/0011). The engine that stored
 them may have ended by then, so no lease of a holder keeps them in place: the cache holds them itself, for a given time.
 Holds take at most half of the pool, or half of a tenant's quota.
 

@@ -15,7 +15,7 @@ as after an error, is: no eviction and no discard could be recorded there, so th
 again.
 
 `disk_chunks` implements that order, `disk_records` tracks which records are durable, `disk_directory` describes the
-files, `space` allocates their room, and docs/adr/0007 says why it is slots.
+files, `space` allocates their room, and docs/adr/0013 says why it is slots.
 """
 
 import errno

@@ -7,7 +7,7 @@ returns.py   how likely a segment is to be used again at which age, learnt while
 queues.py    the choice: which segment loses its last chunk
 policy.py    the three put together, as an `EvictionPolicy`
 
-docs/eviction.md has a picture; docs/adr/0008-the-prefix-policy.md has hit ratios and what this policy cannot do.
+docs/eviction.md has a picture; docs/adr/0014-eviction.md has hit ratios and what this policy cannot do.
 """
 
 from kv_tiers.eviction.prefix.policy import PrefixPolicy
