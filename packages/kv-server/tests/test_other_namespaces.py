@@ -28,8 +28,7 @@ lease = cache.begin_store(key_chain(4, branch="writer"), "w")
 assert len(lease.keys) == 4
 child = os.fork() if sys.argv[2] == "fork" else 0
 if child:
-    print("copying", flush=True)
-    os._exit(0)
+    os._exit(0)  # without a word: what two processes say may be mixed up
 print("copying", os.getpid(), flush=True)
 cache._link.connection._socket.shutdown(socket.SHUT_RDWR)
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -74,7 +73,7 @@ def test_who_is_stopped_in_mid_copy_overwrites_nothing(server: Path, how: str) -
     """For longer than a lease, when another client asks for all the room there is. With `fork` a child goes on
     copying whose parent has ended."""
     with contextlib.closing(join_at(server)) as other, writer(server, how) as process:
-        pid = next(int(words[1]) for _ in range(2) if len(words := line(process.stdout).split()) > 1)
+        pid = int(line(process.stdout).split()[1])
         stopped = Path(f"/proc/{pid}/stat")
         until(lambda: stopped.read_text().rpartition(")")[2].split()[0] == "T")
         assert {session.pid for session in report_of(server).sessions} == {0}
