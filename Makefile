@@ -11,8 +11,8 @@ SGLANG := .venvs/sglang/bin
 STANDINS := $(if $(shell command -v nvidia-smi),,PYTHONPATH=tests/engine_sglang/standins)
 ENGINE ?= vllm
 DEMO_ENGINES = $(if $(filter both,$(ENGINE)),vllm sglang,$(ENGINE))
-SGLANG_DEMO = $(STANDINS) $(SGLANG)/python -m kv_sglang.demo
-DEMO_PYTHON = $(if $(filter sglang,$(ENGINE)),$(SGLANG_DEMO),$(VLLM)/python -m kv_vllm.demo)
+SGLANG_DEMO = $(STANDINS) $(SGLANG)/python demo/on_sglang.py
+DEMO_PYTHON = $(if $(filter sglang,$(ENGINE)),$(SGLANG_DEMO),$(VLLM)/python demo/on_vllm.py)
 # What a model of this size answers rightly, and ends.
 ABOUT = --document docs/tenants.md --question "In one sentence, what is a tenant?" --question "In which field does a request on vLLM carry its salt?"
 ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python

@@ -68,7 +68,7 @@ WAYS = ["alone", "ours", "ours, two servers", "nixl"]
 
 def write_model(directory: Path) -> str:
     """A Llama that takes long enough to compute, with a tokenizer, without which vLLM's server does not start."""
-    from kv_cuda.tiny import TinyLlama
+    from kv_testing.tiny import TinyLlama
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

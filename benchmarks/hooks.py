@@ -19,7 +19,7 @@ import tempfile
 import time
 from typing import Any
 
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from oracle import Oracle
 from vllm.v1.outputs import KVConnectorOutput
 

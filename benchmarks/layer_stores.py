@@ -29,7 +29,7 @@ from typing import Any
 from _child import progress
 from _report import Row, parser, report
 from kv_connect.engine import engines
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from slow_device import SlowDevice, slow_device
 
 FACTORS = (0.1, 0.5, 1.0)

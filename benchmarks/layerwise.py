@@ -32,7 +32,7 @@ from contextlib import contextmanager
 
 from _child import progress
 from _report import Row, parser, report
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from slow_device import SlowDevice, slow_device
 
 FACTORS = (0.1, 0.5, 1.0, 2.0)

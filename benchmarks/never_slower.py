@@ -195,8 +195,8 @@ def main() -> int:
         help="threads that each engine computes with (default: the cores of this process)",
     )
     chosen = asked.parse_args()
-    from kv_cuda.tiny import TinyLlama
     from kv_testing.throttled import offer
+    from kv_testing.tiny import TinyLlama
 
     shape = TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536)
     chunk_tokens = BLOCK_TOKENS if chosen.engine == "vllm" else PAGE_TOKENS

@@ -30,7 +30,7 @@ os.environ |= _engines.ENVIRON | {"VLLM_LOGGING_LEVEL": "ERROR"}
 from _report import Row, parser, report
 from kv_core.format import ChunkFormat
 from kv_cuda import bind
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from kv_testing.vllm_witness import Errors, Witness
 
 PROMPTS = 16

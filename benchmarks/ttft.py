@@ -157,7 +157,7 @@ def main() -> int:
         help="threads that each engine computes with (default: the cores of this process)",
     )
     chosen = made.parse_args()
-    from kv_cuda.tiny import TinyLlama
+    from kv_testing.tiny import TinyLlama
 
     rows = []
     with tempfile.TemporaryDirectory(prefix="kv-ttft-") as home:

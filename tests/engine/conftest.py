@@ -35,7 +35,7 @@ def _digests_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama with grouped-query attention and weights that make attention matter."""
-    from kv_cuda.tiny import TinyLlama
+    from kv_testing.tiny import TinyLlama
 
     directory: Path = tmp_path_factory.mktemp("tiny-llama")
     return str(TinyLlama().write(directory))
@@ -44,8 +44,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def spelling_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same with a tokenizer, whose token 17 is the word w17: for what of vLLM does not start without one."""
-    from kv_cuda.tiny import TinyLlama
     from kv_testing.spelling import with_words
+    from kv_testing.tiny import TinyLlama
 
     return with_words(TinyLlama().write(tmp_path_factory.mktemp("spelling-llama")))
 

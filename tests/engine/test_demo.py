@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ import pytest
 @pytest.mark.slow
 def test_the_demo_finds_the_prefix_in_every_phase() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    command = [sys.executable, "-m", "kv_vllm.demo", "--json"]
+    command = [sys.executable, str(Path(__file__).parents[2] / "demo" / "on_vllm.py"), "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=500, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from engines import NEW_TOKENS, SHARED, Answer, Engine, started
 from kv_core.clock import HandClock
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from kv_testing.wait import until
 from oracle import Oracle
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, SHARED, WARM_HITS, Answer, Engine, started
 from kv_connect.engine import engines
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 
 CACHE: dict[str, Any] = {"host": {"capacity_bytes": "256MiB"}}
 

@@ -74,7 +74,7 @@ def test_two_engines_on_one_server(
     tiny_llama: str, reference: list[Answer], server: ServerProcess, tmp_path: Path
 ) -> None:
     """At the same time, in two processes; a third with another model finds nothing."""
-    from kv_cuda.tiny import TinyLlama
+    from kv_testing.tiny import TinyLlama
 
     with started(tiny_llama, cache=joined(server)) as one:
         assert one.ask_in_turn(PROMPTS) == reference

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines import PROMPTS, WARM_HITS, Engine, started
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from safetensors.torch import load_file, save_file
 
 _CONFIGURATION = """

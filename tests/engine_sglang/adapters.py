@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from safetensors.torch import save_file
 
 

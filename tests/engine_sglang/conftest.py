@@ -33,7 +33,7 @@ def _digests_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama with grouped-query attention and weights that make attention matter."""
-    from kv_cuda.tiny import TinyLlama
+    from kv_testing.tiny import TinyLlama
 
     directory: Path = tmp_path_factory.mktemp("tiny-llama")
     return str(TinyLlama().write(directory))

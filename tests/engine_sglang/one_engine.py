@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, corrupt
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 
 
 class OneEngine:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer, Engine, started
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 
 NORM = "model.layers.1.input_layernorm.weight"
 

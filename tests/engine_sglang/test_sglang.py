@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from adapters import write_adapter
 from engines import COLD_HITS, PAGE, PROMPTS, WARM_HITS, Answer, Engine, corrupt, started
-from kv_cuda.tiny import TinyLlama
 from kv_server.process import launch
+from kv_testing.tiny import TinyLlama
 from kv_tiers import HostPool
 from one_engine import OneEngine
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from safetensors.torch import load_file, save_file
 
 _LAYER: Final = "model.layers.0."

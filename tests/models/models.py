@@ -165,7 +165,7 @@ def _deepseek_v2(directory: Path) -> Path:
 
 
 def _llama(directory: Path) -> Path:
-    from kv_cuda.tiny import TinyLlama
+    from kv_testing.tiny import TinyLlama
 
     return TinyLlama().write(directory)
 

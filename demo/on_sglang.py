@@ -1,12 +1,12 @@
-"""`python -m kv_sglang.demo`: the demo on real SGLang, whose own caches are emptied before each request."""
+"""The demo on real SGLang, whose own caches are emptied before each request."""
 
 import time
 from pathlib import Path
 from typing import Any
 
-from kv_connect.demo import Answer, Ask, Demo, Wanted, run
-
 from kv_sglang.cli import engine_arguments
+
+from demo import Answer, Ask, Demo, Wanted, run
 
 _PAGE_TOKENS = 64
 _REST_S = 30.0
@@ -64,7 +64,7 @@ def start(wanted: Wanted) -> Ask:
 
 
 def write_tiny(directory: Path) -> Path:
-    from kv_cuda.tiny import TinyLlama
+    from kv_testing.tiny import TinyLlama
 
     return TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536).write(directory)
 
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     environ = {} if torch.cuda.is_available() else {"SGLANG_USE_CPU_ENGINE": "1"}
-    return run(Demo("kv_sglang.demo", "SGLang", environ, start, write_tiny), arguments)
+    return run(Demo(Path(__file__), "SGLang", environ, start, write_tiny), arguments)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""`python -m kv_vllm.demo`: the demo on real vLLM with its own prefix cache off. Needs no GPU."""
+"""The demo on real vLLM with its own prefix cache off. Needs no GPU."""
 
 import itertools
 import os
 import time
 from pathlib import Path
 
-from kv_connect.demo import Answer, Ask, Demo, Wanted, run
+from demo import Answer, Ask, Demo, Wanted, run
 
 
 def start(wanted: Wanted) -> Ask:
@@ -53,7 +53,7 @@ def start(wanted: Wanted) -> Ask:
 
 
 def write_tiny(directory: Path) -> Path:
-    from kv_cuda.tiny import TinyLlama
+    from kv_testing.tiny import TinyLlama
 
     return TinyLlama(hidden=512, layers=8, head_dim=64, intermediate=1536).write(directory)
 
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in one process, where they share the cache
     }
-    return run(Demo("kv_vllm.demo", "vLLM", environ, start, write_tiny), arguments)
+    return run(Demo(Path(__file__), "vLLM", environ, start, write_tiny), arguments)
 
 
 if __name__ == "__main__":

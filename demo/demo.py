@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kv_core.terminal import say
-from kv_tiers.interpreter import environment, module_command
+from kv_tiers.interpreter import environment
 from kv_tiers.pool.host_pool import HostPool, pool_path
-
-from kv_connect.demo_table import Row, table
+from table import Row, table
 
 SHARED_TOKENS = 512
 PROMPT_TOKENS = (700, 620)
@@ -82,14 +81,14 @@ class Wanted:
 class Demo:
     """An engine's part of the demo.
 
-    program: the module that runs this again, in a process of its own.
+    program: the script that runs this again, in a process of its own.
     engine: its name.
     environ: environment variables that that process needs.
     start: starts the engine.
     write_tiny: writes a tiny model to a directory.
     """
 
-    program: str
+    program: Path
     engine: str
     environ: Mapping[str, str]
     start: Callable[[Wanted], Ask]
@@ -99,7 +98,7 @@ class Demo:
 def run(demo: Demo, arguments: list[str] | None = None) -> int:
     """The command line of an engine's demo; its exit status."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {demo.program}",
+        prog=f"python demo/{demo.program.name}",
         description=f"Watch real {demo.engine} skip the prefill of a prefix that another request computed.",
     )
     parser.add_argument(
@@ -138,7 +137,7 @@ def _show(demo: Demo, args: argparse.Namespace, scratch: Path) -> int:
     cache = {"host": {"capacity_bytes": _CAPACITY, "name": pool}, "tiers": [disk], "cold": {"wait_s": 20.0}}
     if shutil.disk_usage(pool_path(pool).parent.parent).free < 2 * _CAPACITY:
         del cache["host"]["name"]  # type: ignore[attr-defined]  # a small shared memory: all is found on disk
-    command, other_command = module_command(demo.program), ["env", *shlex.split(args.then)] if args.then else []
+    command, other_command = [sys.executable, str(demo.program)], ["env", *shlex.split(args.then)] if args.then else []
     if other_command:
         cache["chunk_tokens"] = CHUNK_TOKENS_OF_BOTH  # type: ignore[assignment]
     engines = [
@@ -181,7 +180,7 @@ class _Engine:
         environ = {key: value for key, value in environment().items() if key != "PYTHONDONTWRITEBYTECODE"}
         start = time.monotonic()
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)  # noqa: S603
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
             while True:
                 try:
                     process.wait(timeout=1)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from kv_connect import demo
-from kv_connect.demo_table import Row, table
+from table import Row, table
+
+import demo
 
 QUESTIONS = ("What is it?", "Why?")
 
@@ -51,7 +52,7 @@ def test_prompts_of_numbers_share_their_beginning_alone() -> None:
 
 
 def test_a_document_goes_with_two_questions(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = demo.Demo("kv.demo", "an engine", {}, start=None, write_tiny=None)  # type: ignore[arg-type]
+    wanted = demo.Demo(Path("kv.py"), "an engine", {}, start=None, write_tiny=None)  # type: ignore[arg-type]
     with pytest.raises(SystemExit):
         demo.run(wanted, ["--document", "README.md", "--question", "one?"])
     assert "two questions" in capsys.readouterr().err
@@ -59,7 +60,7 @@ def test_a_document_goes_with_two_questions(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_document_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """And not by the last lines of a process that read it after its imports."""
-    wanted = demo.Demo("kv.demo", "an engine", {}, start=None, write_tiny=None)  # type: ignore[arg-type]
+    wanted = demo.Demo(Path("kv.py"), "an engine", {}, start=None, write_tiny=None)  # type: ignore[arg-type]
     for path in (tmp_path / "none.md", tmp_path):
         with pytest.raises(SystemExit) as stop:
             demo.run(wanted, ["--model", "m", "--document", str(path), "--question", "one?", "--question", "two?"])
