@@ -1,1 +1,1 @@
-"""The built-in codecs, each found by its entry point."""
+"""Codecs: chunks made smaller on their way to a tier, exactly or with a measured loss."""

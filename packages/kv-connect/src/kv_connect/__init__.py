@@ -1,1 +1,1 @@
-"""Attaching a cache to an engine, for every engine's package: settings, where the cache runs, the model's identity."""
+"""Connects a cache to an engine without importing one."""

@@ -1,4 +1,6 @@
-"""Keys that name attention state, and plans that move it. Pure decisions: no I/O, no threads, no clock.
+"""Names attention state: tokens become keys, keys become plans.
+
+Pure decisions: no I/O, no threads, no clock.
 
     LOAD   tokens ─▶ keys ─▶ lookup plan ─▶ lease ─▶ transfer plan ─▶ bytes in the engine's blocks
            └─────── kv_core ───────────┘  kv_tiers   └────── kv_cuda ──────┘

@@ -1,4 +1,4 @@
-"""Copies between an engine's paged KV tensors and host memory, from a plan.
+"""Copies chunks between host memory and the blocks of an engine, as a plan says.
 
 `PagedLayout` describes the engine's side as named axes and strides, `kv_core.format.ChunkFormat` ours.
 """

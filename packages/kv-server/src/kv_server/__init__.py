@@ -1,4 +1,7 @@
-"""The same cache in a separate process: the server, and the client that engines use. No storage logic is here."""
+"""The same cache in a process of its own, shared by the engines of a host.
+
+No storage logic is here.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""KV-cache tiering for SGLang. Importing this does not import SGLang; that happens when SGLang loads the backend."""
+"""Translates SGLang's interfaces into calls of the cache.
+
+Importing this does not import SGLang; that happens when SGLang loads the backend.
+"""
 
 from typing import Final
 

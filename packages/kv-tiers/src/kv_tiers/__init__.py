@@ -1,4 +1,7 @@
-"""Stores KV chunks: a host pool, its index, leases and eviction. It decides nothing and copies nothing."""
+"""The complete cache of one process: a pool of host memory above its lower tiers.
+
+It computes no keys and copies nothing to a device.
+"""
 
 from typing import TYPE_CHECKING
 

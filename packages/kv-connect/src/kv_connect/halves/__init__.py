@@ -1,1 +1,1 @@
-"""The engine-neutral scheduler half and worker half of a connector: what to look up, load and store."""
+"""The two halves of a connector: the scheduler half decides, the worker half copies."""

@@ -1,1 +1,1 @@
-"""The command line. Only this part of the package may do I/O."""
+"""The `kv` command, the only part of this package that may do I/O."""

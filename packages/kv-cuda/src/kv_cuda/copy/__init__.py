@@ -1,1 +1,1 @@
-"""Copiers: chunks between host memory and the blocks of an engine."""
+"""Copiers: the same plan on a CPU, by a kernel, or by the driver."""

@@ -1,1 +1,1 @@
-"""A directory of what every server holds: a stream of changes in Valkey, and a mirror in each server's memory."""
+"""A directory of what all hosts hold: changes stream through Valkey into a mirror in each server's memory."""

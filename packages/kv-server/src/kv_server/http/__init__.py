@@ -1,4 +1,4 @@
-"""The server over HTTP: a status page, metrics, and operations for operators.
+"""The server over HTTP, for operators: a status page, metrics, an API.
 
 It runs on its own thread inside `kv-server`, with its own event loop, so that nothing here delays the serving thread.
 What only the serving thread may touch is submitted to it between two requests (`relay`); what takes long is a job on

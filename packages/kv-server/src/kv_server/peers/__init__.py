@@ -1,0 +1,1 @@
+"""Peers: servers of several hosts that read each other's chunks."""

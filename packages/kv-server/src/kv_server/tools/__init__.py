@@ -1,0 +1,1 @@
+"""Commands that start, watch or question a server."""

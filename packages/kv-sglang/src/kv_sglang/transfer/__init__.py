@@ -1,2 +1,4 @@
-"""SGLang's disaggregated prefill (`--disaggregation-mode`) with a hand-over that is a hit in our cache
-(`--disaggregation-transfer-backend kv`)."""
+"""SGLang's own disaggregated prefill, with a hand-over that is a hit in our cache.
+
+It serves `--disaggregation-mode` with `--disaggregation-transfer-backend kv`.
+"""

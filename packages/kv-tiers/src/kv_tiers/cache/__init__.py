@@ -1,1 +1,1 @@
-"""The cache of one process: leases, promotion from the lower tiers and writes to them."""
+"""The cache's verbs, on one lock: lookup, load, store, promotion, spilling."""

@@ -1,1 +1,1 @@
-"""Events of a cache, and the bus that delivers them to subscribers."""
+"""Events: what a cache did, published on a bounded bus."""

@@ -1,1 +1,1 @@
-"""The index of a pool: which chunk is in which slot, and the states of a chunk."""
+"""The index of a pool: which chunk is in which slot, in which state."""

@@ -1,1 +1,1 @@
-"""Lanes: the queue in front of each tier, its threads, batching, and the health of the tier."""
+"""Lanes: the bounded queue in front of each tier, with its threads, its checks, the tier's health."""

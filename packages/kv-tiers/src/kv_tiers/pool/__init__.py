@@ -1,1 +1,1 @@
-"""Host memory for chunks: pools, the directory of a named pool, and the machine's limits."""
+"""Host memory for chunks, in equal slots that processes can share or inherit."""

@@ -1,1 +1,1 @@
-"""Contracts of policies, tiers and codecs, as test classes to inherit."""
+"""Contracts of policies, tiers, codecs, as test classes to inherit."""

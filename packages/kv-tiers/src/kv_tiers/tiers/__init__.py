@@ -1,1 +1,1 @@
-"""The built-in tiers, one file each."""
+"""The built-in tiers: disk, memory, Redis, S3, Mooncake, a shared file system."""

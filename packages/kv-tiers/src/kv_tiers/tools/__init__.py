@@ -1,1 +1,1 @@
-"""Commands of `kv` and `kv-server`."""
+"""This package's commands: `kv sim`, its part of `kv doctor`."""

@@ -1,1 +1,1 @@
-"""Device operations: one Triton kernel, and the driver's batched copies."""
+"""Operations on the device: the kernel, the driver's batched copies, the checksum."""
