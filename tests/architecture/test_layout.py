@@ -1,0 +1,52 @@
+"""docs/layout.md is what its script writes: every folder with its sentence, and the files that a chunk passes."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "layout_page.py"
+
+
+@pytest.fixture(scope="module")
+def layout() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("layout_page", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    ran = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_every_package_is_on_it(layout: ModuleType) -> None:
+    assert {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")} == set(layout.FROM_BELOW)
+
+
+def test_a_page_that_says_something_else_is_found(layout: ModuleType) -> None:
+    table = layout.table_of_folders()
+    assert layout.differences(table, table) == []
+    (core,) = [line for line in table.splitlines() if "| `kv_core` |" in line]
+    assert layout.differences(table, table.replace(core + "\n", ""))  # a new folder
+    assert layout.differences(table.replace("tokens become keys", "tokens become plans"), table)
+    count = core.split(" | ")[1]
+    grown = table.replace(core, core.replace(count, f"{2 * int(count.replace(',', '')):,}"))
+    (said,) = layout.differences(grown, table)
+    assert said.startswith("kv_core: ")
+
+
+def test_a_few_lines_more_are_no_reason_to_write_it_again(layout: ModuleType) -> None:
+    table = layout.table_of_folders()
+    (core,) = [line for line in table.splitlines() if "| `kv_core` |" in line]
+    count = core.split(" | ")[1]
+    assert (
+        layout.differences(table.replace(core, core.replace(count, f"{int(count.replace(',', '')) + 20:,}")), table)
+        == []
+    )
