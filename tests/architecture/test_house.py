@@ -26,7 +26,7 @@ MOST_FILES_OF_AN_OPTION = 4
 
 DEFINED_TWICE = words(
     """
-    Aborted Address Answer Change Changes Clear Connection Damaged Directory Drain End EngineMeasured Event Fate
+    Aborted Address Change Changes Clear Connection Damaged Directory Drain End EngineMeasured Event Fate
     Finding Held Hello Holds Job Jobs Kernels LayerwiseCopier Load Measured Names Outgoing Peer Pool Prompt Read
     Ready Refused Renew Room Source Stored Stores Taken Wait Weights Welcome Write _Batch _Chunk _CopyPipeline
     _Load _Offer _Part _Waiting
@@ -35,7 +35,7 @@ DEFINED_TWICE = words(
 ONE_IMPORTER_AND_NO_CLASS = words(
     """
     kv_connect.chunk_size kv_cuda.copy.nvtx kv_cuda.cut kv_server.check kv_server.explain kv_server.http.app
-    kv_server.http.metrics kv_server.http.openapi kv_server.tools.top_view kv_sglang.calibrated kv_sglang.cli
+    kv_server.http.metrics kv_server.http.openapi kv_server.interpreter kv_server.tools.top_view kv_sglang.calibrated
     kv_sglang.transfer.refused kv_tiers.registry kv_tiers.tiers.files_below kv_tiers.tiers.spread
     kv_tiers.tools.sim_plot kv_tiers.watch.subscribers kv_vllm.bind kv_vllm.calibrated kv_vllm.heads
     kv_vllm.layouts kv_vllm.plugin kv_vllm.translate

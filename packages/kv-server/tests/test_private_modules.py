@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from kv_core.errors import ConfigError
 from kv_server import launch
+from kv_server.interpreter import environment, module_command
 from kv_testing.cache_servers import join_at, settings_for
-from kv_tiers.interpreter import environment, module_command
 
 OTHERS = ["kv_core", "kv_tiers", "xxhash", "msgspec", "numpy", "yaml", "zstandard", "sitecustomize", "usercustomize"]
 # Somebody else's file: it leaves a mark beside itself, and does what a module of its name would not.
@@ -107,4 +107,4 @@ def test_no_command_of_ours_starts_python_with_the_current_directory() -> None:
     assert packages.name == "packages"
     starts = [file for file in packages.glob("*/src/**/*.py") if "sys.executable" in file.read_text()]
     assert [file.name for file in starts] == ["interpreter.py"]
-    assert os.fspath(starts[0]).endswith("kv_tiers/interpreter.py")
+    assert os.fspath(starts[0]).endswith("kv_server/interpreter.py")

@@ -19,9 +19,9 @@ from typing import Final
 import msgspec
 from kv_core.errors import ConfigError
 from kv_tiers.config import ColdConfig
-from kv_tiers.interpreter import environment, module_command
 
 from kv_server.address import remove_stale
+from kv_server.interpreter import environment, module_command
 
 READY_S: Final = 30.0
 """How long a server may take to become ready. It takes less than a second."""
