@@ -14,6 +14,7 @@ class Row:
     """`value` against `limit`, a physical or reference figure of the same run; `ratio` is judged against `target`.
 
     Ratios of durations are value / limit and must be ≤ target; ratios of rates must be ≥ target: `at_most` says which.
+    Without a target a row only informs.
     """
 
     name: str
@@ -21,11 +22,14 @@ class Row:
     unit: str
     limit: float
     ratio: float
-    target: float
+    target: float | None
     at_most: bool
 
     @property
-    def passed(self) -> bool:
+    def passed(self) -> bool | None:
+        """None: there is no target."""
+        if self.target is None:
+            return None
         return self.ratio <= self.target if self.at_most else self.ratio >= self.target
 
 
@@ -72,10 +76,9 @@ def report(rows: list[Row], as_json: bool) -> int:
         print(f"{'':{width}}  {'value':>10} {'unit':<6} {'limit':>10}  {'ratio':>6}  target")
         for row in rows:
             sign = "≤" if row.at_most else "≥"
-            verdict = "pass" if row.passed else "MISS"
+            judged = "none" if row.target is None else f"{sign} {row.target:g} {'pass' if row.passed else 'MISS'}"
             print(
-                f"{row.name:{width}}  {row.value:>10.4g} {row.unit:<6} {row.limit:>10.4g}  {row.ratio:>6.2f}  "
-                f"{sign} {row.target:g} {verdict}"
+                f"{row.name:{width}}  {row.value:>10.4g} {row.unit:<6} {row.limit:>10.4g}  {row.ratio:>6.2f}  {judged}"
             )
     sys.stdout.flush()
-    return 0 if all(row.passed for row in rows) else 1
+    return 1 if any(row.passed is False for row in rows) else 0

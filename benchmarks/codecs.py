@@ -78,11 +78,11 @@ def rows_of(codec: Codec, dtype: str, chunk: bytes, kernels: str = "", *, judged
     if isinstance(codec, DecodesPrefixes):
         quarter = out[: len(chunk) // APPROXIMATE_SHARE]
         speed = len(chunk) / median_s(lambda: codec.decode_prefix(quarter, back)) / 1e9
-        first_parts = [Row(f"{named}: decode the first part", speed, "GB/s", limit, speed / limit, 0, at_most=False)]
+        first_parts = [Row(f"{named}: decode the first part", speed, "GB/s", limit, speed / limit, None, at_most=False)]
     return [
-        Row(f"{named}: times smaller", ratio, "x", 1, ratio, LEAST_RATIO[dtype] if judged else 0, at_most=False),
-        Row(f"{named}: encode", encode, "GB/s", limit, encode / limit, 0, at_most=False),
-        Row(f"{named}: decode", decode, "GB/s", limit, decode / limit, 0, at_most=False),
+        Row(f"{named}: times smaller", ratio, "x", 1, ratio, LEAST_RATIO[dtype] if judged else None, at_most=False),
+        Row(f"{named}: encode", encode, "GB/s", limit, encode / limit, None, at_most=False),
+        Row(f"{named}: decode", decode, "GB/s", limit, decode / limit, None, at_most=False),
         *first_parts,
         *(
             Row(f"{named}: {what} against the target", speed, "GB/s", least, speed / least, 1, at_most=False)
@@ -109,7 +109,7 @@ def int8_rows(chunk: bytes) -> list[Row]:
             ("decode", lambda codes=codes: codes.decode(out, back, 0, tokens)),
         ):
             speed = exact.nbytes / median_s(work) / 1e9
-            target = 1 if may_compile else 0
+            target = 1 if may_compile else None
             label = f"int8, bfloat16, {name}: {what}"
             rows.append(Row(label, speed, "GB/s", LEAST_INT8_GBS, speed / LEAST_INT8_GBS, target, at_most=False))
     return rows
@@ -142,7 +142,9 @@ def kvtc_rows(chunk: bytes, step: float, kernels: Kernels) -> list[Row]:
     ):
         speed = len(chunk) / median_s(work) / 1e9
         label = f"kvtc, bfloat16, step {step:g}, {kernels.name}: {what} against the target"
-        rows.append(Row(label, speed, "GB/s", least, speed / least, int(kernels.name == "compiled"), at_most=False))
+        rows.append(
+            Row(label, speed, "GB/s", least, speed / least, 1 if kernels.name == "compiled" else None, at_most=False)
+        )
     return rows
 
 

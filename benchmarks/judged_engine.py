@@ -190,10 +190,12 @@ def rows_of(model: str, most: int, tokens: int) -> list[Row]:
     for dtype in exact:
         del by_engine[f"exact {dtype}"]
         kl = by_engine.pop(f"computed {dtype}")
-        rows.append(Row(f"computed instead of loaded, {dtype}: KL", kl, "nats", 0, 0, 0, at_most=False))
+        rows.append(Row(f"computed instead of loaded, {dtype}: KL", kl, "nats", 0, 0, None, at_most=False))
     for name, kl in by_engine.items():
         rows.append(
-            Row(f"{name}: KL, against the judge's", kl, "nats", by_judge[name], kl / by_judge[name], 0, at_most=False)
+            Row(
+                f"{name}: KL, against the judge's", kl, "nats", by_judge[name], kl / by_judge[name], None, at_most=False
+            )
         )
     same = sorted(by_engine, key=by_engine.__getitem__) == sorted(by_judge, key=by_judge.__getitem__)
     rows.append(Row("the judge's order of formats", float(same), "", 1, float(same), 1, at_most=False))

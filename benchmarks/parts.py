@@ -209,7 +209,7 @@ def real_rows(directory: Path, policy: str) -> list[Row]:
             simulated = simulate(trace, slots * 17, UNITS[way]).saved
             gain = outcome.saved / found["drop_chunks"].saved
             label = f"agents {share:.0%}, {slots} slots of a real disk tier, {policy}, {way}: KL {outcome.kl:.5f}"
-            rows.append(Row(label, outcome.saved, "", simulated, gain, 0, at_most=False))
+            rows.append(Row(label, outcome.saved, "", simulated, gain, None, at_most=False))
     return rows
 
 
@@ -244,7 +244,7 @@ def main() -> int:
                 lines[way.name].append((capacity, outcome.saved))
                 gain = outcome.saved / best.saved if best.saved else 1.0
                 label = f"{name} {share:.0%}, {way.name}: KL {outcome.kl:.5f}"
-                rows.append(Row(label, outcome.saved, "", limit, gain, 0, at_most=False))
+                rows.append(Row(label, outcome.saved, "", limit, gain, None, at_most=False))
         pictures[name] = (trace.chunks_unique, lines)
     if options.plot:
         sim_plot.draw(options.plot, pictures, "prefill seconds saved, of all")

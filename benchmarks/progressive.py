@@ -180,7 +180,9 @@ def rows_of(link: str, took: dict[str, float]) -> list[Row]:
     for which, value in took.items():
         judged = which.endswith("auto") and "computing" in took
         made.append(
-            Row(f"{link}: {which}", value, "s", better, value / better, NEVER_SLOWER if judged else 0, at_most=judged)
+            Row(
+                f"{link}: {which}", value, "s", better, value / better, NEVER_SLOWER if judged else None, at_most=judged
+            )
         )
     for which, least in (("exact", LEAST_EXACT), ("approximate", LEAST_APPROXIMATE), ("kvtc", 0)):
         if which not in took:

@@ -55,7 +55,7 @@ def _rows(model: str, dtype: str) -> Iterator[Row]:
     exact_format, _, as_exact = seen["canonical"]
     for kind, (described, errors, same) in seen.items():
         name = f"{kind}, {dtype}"
-        yield Row(f"{name}: answers", same, f"of {PROMPTS}", as_exact, same / as_exact, 0, at_most=False)
+        yield Row(f"{name}: answers", same, f"of {PROMPTS}", as_exact, same / as_exact, None, at_most=False)
         if kind == "canonical":
             continue
         kib, exact_kib = described.nbytes / 1024, exact_format.nbytes / 1024
