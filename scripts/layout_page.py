@@ -15,7 +15,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layout.md"
-FROM_BELOW = ("kv-core", "kv-tiers", "kv-cuda", "kv-codecs", "kv-server", "kv-connect", "kv-vllm", "kv-sglang")
+FROM_BELOW = (
+    "kv-core",
+    "kv-tiers",
+    "kv-observe",
+    "kv-cuda",
+    "kv-codecs",
+    "kv-server",
+    "kv-connect",
+    "kv-vllm",
+    "kv-sglang",
+)
 MAY_DIFFER = 0.25
 """By how much a number of lines on the page may be wrong, so that not every change of code changes the page."""
 

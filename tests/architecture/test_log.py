@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 UNLIMITED = {
     "kv_core/log.py",  # makes them
-    "kv_tiers/watch/log.py",  # limits its lines itself, by tier and cache
+    "kv_observe/log.py",  # limits its lines itself, by tier and cache
     "kv_vllm/log.py",  # gives loggers their handlers and says nothing
 }
 

@@ -17,7 +17,9 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-SIBLINGS = {f"kv-{name}" for name in ("core", "tiers", "codecs", "server", "connect", "cuda", "vllm", "sglang")}
+SIBLINGS = {
+    f"kv-{name}" for name in ("core", "tiers", "observe", "codecs", "server", "connect", "cuda", "vllm", "sglang")
+}
 
 
 def described(package: Path) -> dict[str, object]:
@@ -31,7 +33,7 @@ def requirements(package: Path) -> list[Requirement]:
     return [Requirement(text) for text in listed]
 
 
-def test_the_eight_packages_are_there_with_the_same_skin() -> None:
+def test_the_packages_are_there_with_the_same_skin() -> None:
     assert {package.name for package in PACKAGES} == SIBLINGS
     for package in PACKAGES:
         module = package / "src" / package.name.replace("-", "_")

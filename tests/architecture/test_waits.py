@@ -5,7 +5,11 @@ import ast
 from pathlib import Path
 
 PACKAGES = Path(__file__).parents[2] / "packages"
-TESTS = [path for name in ("tiers", "server", "connect") for path in (PACKAGES / f"kv-{name}" / "tests").rglob("*.py")]
+TESTS = [
+    path
+    for name in ("tiers", "observe", "server", "connect")
+    for path in (PACKAGES / f"kv-{name}" / "tests").rglob("*.py")
+]
 BOUNDED_AT_THEIR_END = {
     ("test_redis_troubles.py", "self.listener.accept"),  # the listener is shut down by `close`
     ("test_objects.py", "listener.accept"),  # has a timeout of its own

@@ -15,6 +15,7 @@ from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
+from kv_observe.explain import Explanation
 from kv_server import RemoteCache, ServerConfig, wire
 from kv_server import caches as caches_module
 from kv_server import explain as explain_module
@@ -34,7 +35,6 @@ from kv_testing.wait import joined, until
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig, PeersConfig
 from kv_tiers.events.bus import EventBus
-from kv_tiers.watch.explain import Explanation
 
 
 def test_another_user_is_refused(served: ThreadedServer) -> None:

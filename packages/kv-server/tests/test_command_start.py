@@ -58,7 +58,7 @@ def interrupted(command: str, moment: str, *arguments: str) -> "subprocess.Compl
         ("kv", "kv_core.tools.cli", ["keys", "-"]),
         ("kv", "argparse", ["keys", "-"]),
         ("kv", "xxhash", ["keys", "-"]),
-        ("kv", "kv_tiers.tools.sim_cli", ["sim", "--help"]),
+        ("kv", "kv_observe.sim_cli", ["sim", "--help"]),
         ("kv", "msgspec", ["top", "--once"]),
         ("kv", "kv_server.config", ["top", "--once"]),
         ("kv-server", "kv_server.cli", SERVER),

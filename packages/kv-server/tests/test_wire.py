@@ -14,10 +14,10 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
 from kv_core.testing import chunk_keys, key_chain
+from kv_observe.chunk_state import ChunkState, GroupState
 from kv_server import wire
 from kv_server.drain.state import DrainState
 from kv_server.report import CacheReport, PeersServed, Registration, Report, TenantReport, TierReport
-from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))

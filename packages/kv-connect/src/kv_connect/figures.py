@@ -1,7 +1,7 @@
 """An engine's own metrics of the cache: one set of names for all engines.
 
 An engine's package makes a metric of each name that it can count, `ENGINE:kv_tiers_NAME`, with the engine's labels.
-They cover that engine alone, wherever its cache is; `kv_tiers.watch.metrics` covers a cache, whichever engines use it.
+They cover that engine alone, wherever its cache is; `kv_observe.metrics` covers a cache, whichever engines use it.
 """
 
 from collections.abc import Mapping

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from kv_core.errors import ConfigError, TierDown
 from kv_core.log import limited_logger
+from kv_observe.build import build_bus
 from kv_server import wire
 from kv_server.address import PRIVATE_PREFIX
 from kv_server.config import default_socket
@@ -32,7 +33,6 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.settings import Settings
 from kv_tiers.tenants import read_tenants
-from kv_tiers.watch.build import build_bus
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

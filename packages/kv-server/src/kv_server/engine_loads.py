@@ -15,8 +15,8 @@ from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_core.keys import NO_TENANT, ChunkKey, keys_in
 from kv_core.lookup import Ended, LookupPlan
+from kv_observe.explain import explain, weigh
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.watch.explain import explain, weigh
 
 from kv_server.caches import Format
 

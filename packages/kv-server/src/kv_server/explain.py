@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from kv_core.keys import ChunkKey
+from kv_observe.explain import explain
+from kv_observe.history import History, KnownKeySpace, Memory
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.threads import start_thread
-from kv_tiers.watch.explain import explain
-from kv_tiers.watch.history import History, KnownKeySpace, Memory
 
 from kv_server import wire
 from kv_server.caches import Format

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError, MisuseError
+from kv_observe.build import build_bus
 from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort
-from kv_tiers.watch.build import build_bus
 
 from kv_server import facts, wire
 from kv_server.accepting import Acceptor

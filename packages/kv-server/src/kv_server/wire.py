@@ -17,9 +17,9 @@ from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
 from kv_core.service import CacheCounts
+from kv_observe.chunk_state import ChunkState, GroupState
 from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
-from kv_tiers.watch.chunk_state import ChunkState, GroupState
 
 from kv_server.directory.state import DirectoryState
 from kv_server.report import Registration, Report

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_observe.sim import TierPlan, simulate
+from kv_observe.trace_file import Trace, read_trace
 from kv_tiers import EvictionPolicy, HostConfig, LruPolicy, plugins
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.eviction import POLICY_NAMES, make_policy
@@ -22,8 +24,6 @@ from kv_tiers.eviction.prefix.returns import Returns, Trait
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.policy_contract import PolicyContract
-from kv_tiers.tools.sim import TierPlan, simulate
-from kv_tiers.watch.trace_file import Trace, read_trace
 
 TRACES = Path(__file__).parents[4] / "benchmarks/traces/mooncake"
 

@@ -1,7 +1,7 @@
 """`GET /metrics`, for Prometheus."""
 
+from kv_observe.metrics import Metrics
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.watch.metrics import Metrics
 from starlette.responses import Response
 
 from kv_server.http.operation import Operation

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kv_core.errors import MisuseError
+from kv_observe.metrics import Labels, Table, counter, gauge, tabulated
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.watch.metrics import Labels, Table, counter, gauge, tabulated
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kv_server.directory.state import DirectoryState

@@ -75,8 +75,8 @@ def _print_and_check(args: argparse.Namespace) -> None:
             say(f"{entry.path:{width}}  {value:<12}  {entry.origin}")
     settings.scheme()
     # Too much to import for every command's --help.
+    from kv_observe.build import check_observe
     from kv_tiers.build import check_settings
-    from kv_tiers.watch.build import check_observe
 
     from kv_server.check import check_server
 

@@ -24,9 +24,9 @@ from kv_core.tools.cli import (
     prompt_space,
     prompt_tokens,
 )
+from kv_observe.chunk_state import ChunkState
+from kv_observe.explain import is_held
 from kv_tiers.index.life import BEING_WRITTEN
-from kv_tiers.watch.chunk_state import ChunkState
-from kv_tiers.watch.explain import is_held
 
 from kv_server import wire
 from kv_server.connection import ask_server

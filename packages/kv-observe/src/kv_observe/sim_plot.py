@@ -21,7 +21,7 @@ def check(path: str) -> None:
     if Path(path).suffix not in _KINDS:
         raise InputError(f"--plot {path}: end the name in one of {', '.join(_KINDS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs the package matplotlib: pip install 'kv-tiers[plot]'")
+        raise InputError("--plot needs the package matplotlib: pip install 'kv-observe[plot]'")
 
 
 def draw(path: str, traces: Mapping[str, tuple[int, Lines]], what: str = "hit ratio by tokens") -> None:

@@ -17,7 +17,6 @@ from typing import Final, TypeVar
 
 from kv_core.errors import ConfigError
 from kv_core.service import Holder
-
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import (
     Aborted,
@@ -42,7 +41,7 @@ try:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
     from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 except ImportError:
-    raise ConfigError("spans need the OpenTelemetry SDK: pip install 'kv-tiers[otel]'") from None
+    raise ConfigError("spans need the OpenTelemetry SDK: pip install 'kv-observe[otel]'") from None
 
 MAX_OPEN: Final = 4096
 """Limit of open spans. Beyond it the oldest is ended."""

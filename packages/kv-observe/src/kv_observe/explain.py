@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from kv_core.cost import Choice, Costs, choose
 from kv_core.coverage import ALL, ChunkShape
 from kv_core.keys import ChunkKey
-
 from kv_tiers.cache.hits import last_boundary
 from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.index.life import BEING_WRITTEN
-from kv_tiers.watch.chunk_state import ChunkState, GroupState
-from kv_tiers.watch.history import Fate, Memory
+
+from kv_observe.chunk_state import ChunkState, GroupState
+from kv_observe.history import Fate, Memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from kv_core.cost import Costs, Measured
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_observe import metrics as metrics_module
+from kv_observe.metrics import BUCKETS_S, Metrics
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for
 from kv_testing.tower import Tower
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus
-from kv_tiers.watch import metrics as metrics_module
-from kv_tiers.watch.metrics import BUCKETS_S, Metrics
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -256,8 +256,8 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
         "import sys; sys.modules['prometheus_client'] = None\n"
         "import kv_tiers, kv_server.cli\n"
         "from kv_core.errors import ConfigError\n"
-        "try:\n    import kv_tiers.watch.metrics\n"
+        "try:\n    import kv_observe.metrics\n"
         "except ConfigError as error:\n    print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert "pip install 'kv-tiers[metrics]'" in said.stdout
+    assert "pip install 'kv-observe[metrics]'" in said.stdout

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kv_core.errors import ConfigError
-
 from kv_tiers.events.bus import EventBus, Subscriber
 from kv_tiers.plugins import load_plugin
 

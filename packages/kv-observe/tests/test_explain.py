@@ -16,6 +16,9 @@ from kv_core.cost import Costs
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.testing import key_chain
+from kv_observe.chunk_state import ChunkState, GroupState
+from kv_observe.explain import Explanation, explain
+from kv_observe.history import MAX_KNOWN_KEY_SPACES, Fate, History, Memory
 from kv_server import RemoteCache, launch, wire
 from kv_server.connection import ask_server
 from kv_server.explain import explain_prompt
@@ -28,9 +31,6 @@ from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.watch.chunk_state import ChunkState, GroupState
-from kv_tiers.watch.explain import Explanation, explain
-from kv_tiers.watch.history import MAX_KNOWN_KEY_SPACES, Fate, History, Memory
 
 CHUNK_TOKENS = 4
 

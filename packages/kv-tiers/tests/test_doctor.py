@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from kv_core.tools.doctor import DoctorOptions
-from kv_tiers.tools import doctor
+from kv_tiers import doctor
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kv_core.log import RateLimit, on_one_line
-
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import Damaged, LeaseExpired, StoreBegun, TierHealth
 

@@ -11,6 +11,9 @@ from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_observe import spans
+from kv_observe.build import build_bus
+from kv_observe.spans import Spans
 from kv_testing.otlp import otlp_collector
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
@@ -18,9 +21,6 @@ from kv_tiers import HostPool, LocalCache, LruPolicy
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus
-from kv_tiers.watch import spans
-from kv_tiers.watch.build import build_bus
-from kv_tiers.watch.spans import Spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -166,7 +166,7 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
         "from kv_core.errors import ConfigError\n"
-        "from kv_tiers.watch.build import build_bus\n"
+        "from kv_observe.build import build_bus\n"
         "from kv_tiers.config import ObserveConfig\n"
         "build_bus(ObserveConfig())[0].close()\n"
         "try:\n    build_bus(ObserveConfig(otel=True))\n"
@@ -176,4 +176,4 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment, timeout=120
     )
-    assert "pip install 'kv-tiers[otel]'" in said.stdout
+    assert "pip install 'kv-observe[otel]'" in said.stdout

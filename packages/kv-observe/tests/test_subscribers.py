@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
+from kv_observe.build import build_bus
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers import plugins
 from kv_tiers.build import build_local_cache
@@ -15,7 +16,6 @@ from kv_tiers.config import HostConfig
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import Committed
 from kv_tiers.settings import load
-from kv_tiers.watch.build import build_bus
 
 HEARD: list[tuple[str, Occurred]] = []
 CLOSED: list[str] = []

@@ -28,11 +28,11 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.service import Holder
-
 from kv_tiers.events.bus import EventBus, Occurred, Source, Subscriber
 from kv_tiers.events.events import HolderEnded, LookedUp
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.watch.trace_file import TRACE_VERSION
+
+from kv_observe.trace_file import TRACE_VERSION
 
 _log = limited_logger(__name__)
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from kv_core.clock import HandClock
 from kv_core.testing import key_chain
+from kv_observe.history import History
+from kv_observe.log import LogLines, log_json, log_text
 from kv_testing.tower import Tower
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus
-from kv_tiers.watch.history import History
-from kv_tiers.watch.log import LogLines, log_json, log_text
 
 
 class Lines:
@@ -114,7 +114,7 @@ def test_a_damaged_chunk_and_a_tier_that_is_down_are_one_line_each(
 
 
 def test_text_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "kv_tiers.watch.log"):
+    with caplog.at_level(logging.WARNING, "kv_observe.log"):
         log_text(logging.WARNING, "100% of it", {})
         log_text(logging.WARNING, "tier peers is down: a peer says\nwhat it likes", {})
     assert caplog.messages == ["100% of it", "tier peers is down: a peer says\\nwhat it likes"]

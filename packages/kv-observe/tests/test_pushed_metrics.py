@@ -10,6 +10,8 @@ import pytest
 from kv_core.errors import ConfigError
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_observe.build import build_bus
+from kv_observe.metrics import Metrics
 from kv_server.config import read_config
 from kv_server.server import CacheServer
 from kv_testing.otlp import otlp_collector
@@ -18,8 +20,6 @@ from kv_testing.wait import until
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig, ObserveConfig
-from kv_tiers.watch.build import build_bus
-from kv_tiers.watch.metrics import Metrics
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus, Subscriber
-from kv_tiers.watch.history import History
-from kv_tiers.watch.log import LogLines, log_json, log_text
-from kv_tiers.watch.recorder import Recorder, check_record
-from kv_tiers.watch.subscribers import find_subscriber, make_subscriber
+
+from kv_observe.history import History
+from kv_observe.log import LogLines, log_json, log_text
+from kv_observe.recorder import Recorder, check_record
+from kv_observe.subscribers import find_subscriber, make_subscriber
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -35,10 +36,10 @@ def build_bus(
     if config.record:
         subscribers.append(Recorder(bus, config.record, config.record_bytes))
     if config.otel:
-        from kv_tiers.watch.spans import make_spans
+        from kv_observe.spans import make_spans
 
         subscribers.append(make_spans(bus))
-        from kv_tiers.watch.pushed_metrics import make_pushed_metrics
+        from kv_observe.pushed_metrics import make_pushed_metrics
 
         make_pushed_metrics(bus, caches, others)  # which subscribe themselves
     history = History(config.history_keys, bus.now_s()) if config.history_keys else None
@@ -60,11 +61,11 @@ def check_observe(config: ObserveConfig) -> None:
     if config.record:
         check_record(config.record, config.record_bytes)
     if config.otel:
-        from kv_tiers.watch.spans import span_exporters
+        from kv_observe.spans import span_exporters
 
         for span_exporter in span_exporters():
             span_exporter.shutdown()
-        from kv_tiers.watch.pushed_metrics import export_interval_s, metric_exporter
+        from kv_observe.pushed_metrics import export_interval_s, metric_exporter
 
         export_interval_s()
         if (exporter := metric_exporter()) is not None:

@@ -18,7 +18,6 @@ from typing import Final, TypeVar
 
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.service import CacheCounts
-
 from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
@@ -47,7 +46,7 @@ try:
         Metric,
     )
 except ImportError:
-    raise ConfigError("metrics need the package prometheus-client: pip install 'kv-tiers[metrics]'") from None
+    raise ConfigError("metrics need the package prometheus-client: pip install 'kv-observe[metrics]'") from None
 
 BUCKETS_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,

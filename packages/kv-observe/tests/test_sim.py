@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError, InputError
 from kv_core.keys import ChunkKey
 from kv_core.tools.cli import main
+from kv_observe import sim_plot
+from kv_observe.sim import TierPlan, optimum, simulate
+from kv_observe.trace_file import read_trace
 from kv_tiers.eviction import POLICY_NAMES
-from kv_tiers.tools import sim_plot
-from kv_tiers.tools.sim import TierPlan, optimum, simulate
-from kv_tiers.watch.trace_file import read_trace
 
 SMALL = "a b c\nd e\na b x\nd e f\na b c\n"
 """Under LRU with 5 chunks: miss 3, miss 2, hit a b, (c leaves for x), hit d e, (x leaves for f), hit a b: 6 of 14."""
@@ -296,14 +296,14 @@ def test_a_plot_is_drawn(small: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_without_its_library_a_plot_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim_plot.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'kv-tiers\[plot\]'"):
+    with pytest.raises(InputError, match=r"pip install 'kv-observe\[plot\]'"):
         sim_plot.check("hits.svg")
 
 
 def test_long_runs_say_how_far_they_are(
     small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kv_tiers.tools.sim_cli._PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr("kv_observe.sim_cli._PROGRESS_EVERY_S", 0.0)
     path = written(tmp_path / "long", "a b\n" * 256)
     assert main(["sim", path, "--capacity", "2"]) == 0
     captured = capsys.readouterr()

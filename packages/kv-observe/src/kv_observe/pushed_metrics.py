@@ -1,4 +1,4 @@
-"""Pushes the metrics of `kv_tiers.watch.metrics` by OTLP, for deployments with a collector instead of scraping.
+"""Pushes the metrics of `kv_observe.metrics` by OTLP, for deployments with a collector instead of scraping.
 
 The standard OTEL_… environment variables configure the destination, the interval (OTEL_METRIC_EXPORT_INTERVAL, in
 milliseconds) and whether anything is sent (OTEL_METRICS_EXPORTER). Names are as in a scrape except for the `_total` of
@@ -17,13 +17,13 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from prometheus_client.metrics_core import Metric as Family
-
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.threads import must_start
-from kv_tiers.watch.metrics import Metrics
-from kv_tiers.watch.spans import exporter_of, resource
+from prometheus_client.metrics_core import Metric as Family
+
+from kv_observe.metrics import Metrics
+from kv_observe.spans import exporter_of, resource
 
 try:
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -43,7 +43,7 @@ try:
     )
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 except ImportError:
-    raise ConfigError("metrics by OTLP need the OpenTelemetry SDK: pip install 'kv-tiers[otel]'") from None
+    raise ConfigError("metrics by OTLP need the OpenTelemetry SDK: pip install 'kv-observe[otel]'") from None
 
 _log = limited_logger(__name__)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from kv_core.keys import ChunkKey, by_chain
-
 from kv_tiers.cache.host import TIER
 from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import Aborted, Committed, Damaged, Evicted, Forgotten, Promoted, Spilled, StoreBegun

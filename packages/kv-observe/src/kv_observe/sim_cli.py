@@ -11,11 +11,11 @@ from typing import Any
 
 from kv_core.errors import InputError
 from kv_core.terminal import say
-
 from kv_tiers.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.pool.machine import spelled
-from kv_tiers.tools.sim import WARM_UP, Served, TierCounts, TierPlan, optimum, simulate
-from kv_tiers.watch.trace_file import Trace, read_trace
+
+from kv_observe.sim import WARM_UP, Served, TierCounts, TierPlan, optimum, simulate
+from kv_observe.trace_file import Trace, read_trace
 
 _ABOUT = """\
 Replay a trace of requests over a simulated cache: which part of the prompts would have come from it, how
@@ -117,7 +117,7 @@ def register(commands: Any) -> None:
 
 def _sim(args: argparse.Namespace) -> int:
     if args.plot is not None:
-        from kv_tiers.tools import sim_plot  # before the work, which would be in vain without its library
+        from kv_observe import sim_plot  # before the work, which would be in vain without its library
 
         sim_plot.check(args.plot)
     if args.chunk_tokens is not None and not 1 <= args.chunk_tokens <= _MAX_CHUNK_TOKENS:

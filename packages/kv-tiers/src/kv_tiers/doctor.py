@@ -14,9 +14,6 @@ from kv_tiers.tiers.disk_directory import try_place
 _EXTRAS = {
     "s3": "obstore",
     "mooncake": "mooncake-transfer-engine-non-cuda",
-    "metrics": "prometheus-client",
-    "otel": "opentelemetry-sdk",
-    "plot": "matplotlib",
 }
 """By extra of kv-tiers, the optional package that it installs."""
 

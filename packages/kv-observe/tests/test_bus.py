@@ -16,6 +16,7 @@ from kv_core.cost import Costs, Measured
 from kv_core.keys import tenant_tag
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain, keys_of
+from kv_observe.metrics import Metrics
 from kv_server import RemoteCache, ServerConfig
 from kv_server.caches import cache_name
 from kv_server.directory.state import DirectoryState
@@ -32,7 +33,6 @@ from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.lanes.lane import Health
-from kv_tiers.watch.metrics import Metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 Told = TypeVar("Told")
@@ -458,7 +458,7 @@ def test_a_server_has_one_bus_and_names_each_formats_cache_on_it() -> None:
 
 # What the page says.
 
-PAGE = (Path(__file__).parents[4] / "docs" / "observability.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
 
 
 def test_the_page_lists_every_event_and_no_other() -> None:

@@ -23,7 +23,7 @@ from kv_testing.wait import until
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-PAGE = Path(__file__).parents[4] / "docs" / "grafana.json"
+PAGE = Path(__file__).parents[3] / "docs" / "grafana.json"
 DASHBOARD: dict[str, Any] = json.loads(PAGE.read_text())
 TARGETS = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 EXPRESSIONS = [target["expr"] for target in TARGETS]

@@ -1,1 +1,0 @@
-"""This package's commands: `kv sim`, its part of `kv doctor`."""
