@@ -21,8 +21,8 @@ from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers.redis import RedisTier
+from kv_tiers.tiers.redis_connection import Connection
 from kv_tiers.tiers.redis_servers import RedisConfig
-from kv_tiers.tiers.resp import Connection
 
 from benchmarks._report import Row, paired_medians_s
 

@@ -15,6 +15,7 @@ BOUNDED_AT_THEIR_END = {
     ("test_objects.py", "listener.accept"),  # has a timeout of its own
     ("test_lost_servers.py", "upgraded.accept"),
     ("test_fuzzed.py", "listener.accept"),
+    ("test_directory_tables.py", "listener.accept"),
 }
 CACHES = ("served", "here", "there", "quiet", "Served()")
 """Whose `join` is a client's, not a thread's."""

@@ -12,6 +12,7 @@ from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.tiers.disk_directory import try_place
 
 _EXTRAS = {
+    "redis": "redis",
     "s3": "obstore",
     "mooncake": "mooncake-transfer-engine-non-cuda",
 }

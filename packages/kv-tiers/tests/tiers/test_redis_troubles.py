@@ -15,9 +15,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import kv_tiers.tiers
 import pytest
 import redis
-import redis.crc
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
@@ -34,7 +34,7 @@ from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
 from kv_tiers.tier import Read, RemovalRefusedError, TierContext
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
-from kv_tiers.tiers.redis_servers import RedisConfig, key_slot
+from kv_tiers.tiers.redis_servers import RedisConfig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,14 +62,26 @@ class Liar:
             with client, contextlib.suppress(OSError):
                 client.settimeout(2)
                 client.recv(1 << 16)
-                client.sendall(self.answer)
+                self.say(client)
                 while client.recv(1 << 16):
                     pass
+
+    def say(self, client: socket.socket) -> None:
+        client.sendall(self.answer)
 
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
         joined(self.thread)
+
+
+class Dribbler(Liar):
+    """One that says it byte by byte."""
+
+    def say(self, client: socket.socket) -> None:
+        for byte in self.answer:
+            client.sendall(bytes([byte]))
+            time.sleep(0.1)  # the client's time-out, which this is to outlast in pieces, is of the real clock
 
 
 class TestTroubles:
@@ -217,6 +229,67 @@ class TestTroubles:
         assert time.monotonic() - start < 1.2
         proxy.spoil = lambda data: data
         assert tier.holds(keys) == [True]
+
+    @pytest.mark.parametrize("protocol", [2, 3])
+    def test_a_login_that_dribbles_in_is_as_late_as_none(self, protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """redis-py's own time-out begins anew with every byte."""
+        monkeypatch.setenv("KV_TEST_PASSWORD", "s3cret")
+        dribbler = Dribbler(b"+" + b"O" * 100)
+        self.closing.append(dribbler)
+        url = f"redis://127.0.0.1:{dribbler.port}?protocol={protocol}"
+        tier = self.tier(url, password_env="KV_TEST_PASSWORD")
+        start = time.monotonic()
+        with pytest.raises(TierDown, match="Timeout"):
+            tier.probe()
+        assert time.monotonic() - start < 1.2
+
+    def test_a_value_that_nobody_takes_is_as_late_as_no_answer(self) -> None:
+        """The server answers what comes before, then reads nothing more: sending must end as well."""
+        proxy = self.behind(running("valkey"))
+        self.bench.context = TierContext(64 << 20, 64 << 20, "troubles")
+        tier = make_redis_tier({"url": f"redis://127.0.0.1:{proxy.port}", "timeout_s": 0.5}, self.bench.context)
+        self.closing.append(tier)
+        (write,) = self.bench.writes(key_chain(1))
+        proxy.spoil = lambda data: proxy.stall() or data  # type: ignore[func-returns-value]
+        start = time.monotonic()
+        with pytest.raises(TierDown, match="in time"):
+            tier.store([write])
+        assert time.monotonic() - start < 2.4
+        proxy.flow()
+
+    @pytest.mark.parametrize("answer", [b"+PONG\r\n", b"%1\r\n+proto\r\n:2\r\n", b":1\r\n", b"*0\r\n", b"_\r\n"])
+    def test_an_answer_to_hello_that_is_none_is_a_server_that_is_down(self, answer: bytes) -> None:
+        liar = Liar(answer)
+        self.closing.append(liar)
+        tier = self.tier(f"redis://127.0.0.1:{liar.port}?protocol=3")
+        for _ in range(2):  # the connection is not taken for one that has logged in
+            with pytest.raises(TierDown, match=r"login|RESP"):
+                tier.probe()
+
+    def test_a_password_may_be_of_any_bytes(self, tmp_path: Path) -> None:
+        server = running("bytes", VALKEY)
+        server.ask("ACL", "SETUSER", "bytes", "reset", "on", b">\xff\xfe", "+@all", "~*")
+        (tmp_path / "password").write_bytes(b"\xff\xfe\n")
+        (tmp_path / "password").chmod(0o600)
+        for protocol in (2, 3):
+            url = f"redis://127.0.0.1:{server.port}?protocol={protocol}"
+            self.tier(url, username="bytes", password_file=str(tmp_path / "password")).probe()
+
+    def test_connections_beyond_those_to_keep_are_closed_after_their_use(self) -> None:
+        server = running("valkey")
+        tier = self.tier(f"redis://127.0.0.1:{server.port}", connections=2, timeout_s=30)
+        meeting, keys = threading.Barrier(5), key_chain(1)
+        tier.probe()
+        (pool,) = tier._servers._pools.values()
+        threads = [threading.Thread(target=lambda: pool.talk(lambda _: meeting.wait(30))) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            joined(thread)
+        assert len(pool._available_connections) == 2 and all(one._sock for one in pool._available_connections)
+        before = [connection._sock for connection in pool._available_connections]
+        assert tier.holds(keys) == [False]
+        assert {connection._sock for connection in pool._available_connections} == set(before)
 
     def direct_and_spoilt(self, prefix: str) -> tuple[RedisTier, RedisTier, Proxy]:
         """Two tiers over one server's chunks: one that nothing disturbs, with time for a busy machine, and one behind
@@ -462,7 +535,7 @@ class TestTroubles:
         tier = self.tier(f"redis://127.0.0.1:{proxy.port}", piece_bytes=1 << 20)
         keys = key_chain(2)
         answers = [b"-ERR max request size exceeded\r\n"]
-        proxy.spoil = lambda data: answers.pop() if data == b"+OK\r\n" and answers else data
+        proxy.spoil = lambda data: data.replace(b"+OK\r\n", answers.pop(), 1) if b"+OK" in data and answers else data
         first, second = tier.store(self.bench.writes(keys))
         assert isinstance(first, Unstorable) and "max request size exceeded" in first.reason
         assert second == Stored() and tier.holds(keys) == [False, True]
@@ -626,15 +699,16 @@ class TestTroubles:
             master = [b"127.0.0.1", b"%d" % liar.port]
             monkeypatch.setattr(tier._servers, "_ask", lambda *_, master=master, **__: master)
             tier.probe()
-        assert [address.port for address in tier._servers._idle] == [liar.port]
+        assert [address.port for address in tier._servers._pools] == [liar.port]
 
     def test_an_idle_connection_is_not_forgotten_on_its_way(self) -> None:
         liar = Liar(b"+PONG\r\n")
         self.closing.append(liar)
         tier = self.tier(f"redis://127.0.0.1:{liar.port}")
         tier.probe()
-        ((connection,),) = tier._servers._idle.values()
-        sock = connection._socket._sock
+        (pool,) = tier._servers._pools.values()
+        (connection,) = pool._available_connections
+        sock = connection._sock._sock
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 120
 
@@ -656,6 +730,10 @@ class TestTroubles:
         ({"url": "rediss://me:secret?1@h:6379/0"}, "password_file"),
         ({"url": "unix://me:secret@/s"}, "password_file"),
         ({"url": "redis://h/x"}, "database"),
+        ({"url": "redis://h?db=1"}, "a database is written after a /"),
+        ({"url": "redis://h?protocol=4"}, "protocol=3"),
+        ({"url": "redis://h/1#secret"}, "protocol=3"),
+        ({"url": "unix:///s?db=1&password=secret1"}, "db=number"),
         ({"url": "redis://h:99999"}, "port|Port"),
         ({"url": "redis://"}, "no host"),
         ({"url": "redis://a,b"}, "several hosts"),
@@ -681,15 +759,22 @@ def test_options_that_cannot_be_honoured_say_what_to_write(options: dict[str, ob
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [b"a", b"kv:1:{abc}:2", b"{}abc", b"{a}{b}", b"a{b", b"a}{b}", b"{{a}}", b""])
-def test_slots_are_those_of_redis(name: bytes) -> None:
-    assert key_slot(name) == redis.crc.key_slot(name)
-
-
 def test_both_names_make_the_same_tier() -> None:
     assert tier_factory("redis") is tier_factory("valkey") is make_redis_tier
     with pytest.raises(ConfigError, match="did you mean 'redis'"):
         tier_factory("reddis")
+
+
+@pytest.mark.parametrize("options", [{"url": "redis://h"}, {"url": "redis://h", "mode": "cluster"}])
+def test_without_redis_py_the_error_says_what_to_install(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    for name in [name for name in sys.modules if name.startswith("redis.") or name.endswith(".redis_connection")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(kv_tiers.tiers, "redis_connection", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'kv-tiers\[redis\]'"):
+        tier_factory("valkey")(options, TierContext(4096, 4096, "options"))
 
 
 def test_no_client_library_is_imported_before_its_tier_is_made() -> None:

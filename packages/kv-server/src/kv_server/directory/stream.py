@@ -11,14 +11,20 @@ Any client may have left anything there. What is no entry is skipped, however la
 reported, with what to do about it.
 """
 
+from __future__ import annotations
+
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kv_core.errors import TierDown
 from kv_core.log import limited_logger
 from kv_tiers.tiers.redis_servers import RedisAccess, Servers
-from kv_tiers.tiers.resp import Connection, ErrorReply, OversizedReplyError, Reply, command
+from kv_tiers.tiers.resp import ErrorReply, OversizedReplyError, Reply, command
+
+if TYPE_CHECKING:  # redis-py is imported when a directory is made
+    from kv_tiers.tiers.redis_connection import Connection
 
 from kv_server.directory.entries import MAX_ENTRY_BYTES
 
@@ -28,7 +34,9 @@ AT_ONCE: Final = 256
 """Entries in one answer."""
 KEPT: Final = 1 << 14
 """Entries that the stream retains, more or less."""
-_MAX_ANSWER_BYTES: Final = AT_ONCE * (MAX_ENTRY_BYTES + 256)
+_AROUND_BYTES: Final = 64 << 10
+"""In an answer, besides entries and their positions, and beyond it."""
+_POSITION: Final = re.compile(rb"\r\n([0-9]+-[0-9]+)\r\n")
 _FIELD: Final = b"e"
 _MAX_ID: Final = (1 << 64) - 1
 
@@ -63,7 +71,7 @@ class Stream:
         """Write these; returns why they were refused, else "". After a refusal or an exception some may have been
         written."""
         words = (b"XADD", self._name, b"MAXLEN", b"~", b"%d" % KEPT, b"*", _FIELD)
-        answers, _ = self._talk([command(*words, entry) for entry in entries], 1 << 10)
+        answers = self._talk([command(*words, entry) for entry in entries], _AROUND_BYTES)
         refusals = [answer for answer in answers if isinstance(answer, ErrorReply)]
         return self._explained(refusals[0]) if refusals else ""
 
@@ -72,14 +80,19 @@ class Stream:
         # Until the answer is here as a whole. If it has something too large, or takes too long, the server should not
         # put hundreds of entries into the next one.
         at_once, self._at_once = self._at_once, 1
-        words = (b"XREAD", b"COUNT", b"%d" % at_once, b"STREAMS", self._name, b"%d-%d" % after)
-        answer, is_cut = self._ask(*words)
-        match answer:
-            case None if not is_cut:
+        try:
+            words = (b"XREAD", b"COUNT", b"%d" % at_once, b"STREAMS", self._name, b"%d-%d" % after)
+            answer = self._ask(*words, entries=at_once)
+        except TierDown as error:
+            if not isinstance(error.__cause__, OversizedReplyError):
+                raise
+            return self._skipped(error.__cause__.received, after) if at_once == 1 else Entries([], after, is_all=False)
+        match list(answer.items()) if isinstance(answer, dict) else answer:  # RESP3's or RESP2's
+            case None:
                 self._at_once = AT_ONCE
                 return Entries([], after, is_all=True)
             case [[bytes(), list(found)]] if len(found) <= at_once:
-                found = [entry for entry in found if entry != []]  # cut before its position
+                pass
             case _:
                 raise self._unexpected(answer)
         written, upto = [], after
@@ -90,19 +103,25 @@ class Stream:
                 written += [] if value is None else [value]
         if upto == after:
             raise TierDown(f"the directory answers again with entries up to {after[0]}-{after[1]}")
-        if is_cut:
-            _log.warning(
-                "%s has something too large for an entry of a directory at %d-%d, which is skipped",
-                self._name.decode(),
-                *upto,
-            )
-        else:
-            self._at_once = min(AT_ONCE, 2 * at_once)
-        return Entries(written, upto, is_all=len(found) < at_once and not is_cut)
+        self._at_once = min(AT_ONCE, 2 * at_once)
+        return Entries(written, upto, is_all=len(found) < at_once)
+
+    def _skipped(self, received: bytes, after: Position) -> Entries:
+        """Where to continue after an entry that is too large. received: the beginning of the answer."""
+        found = _POSITION.search(received)
+        position, _ = self._entry([found[1]] if found is not None else [])
+        if position <= after:
+            raise TierDown(f"the directory answers again with an entry at {after[0]}-{after[1]}")
+        _log.warning(
+            "%s has something too large for an entry of a directory at %d-%d, which is skipped",
+            self._name.decode(),
+            *position,
+        )
+        return Entries([], position, is_all=False)
 
     def last(self) -> Position:
         """The position of the last entry; `BEGINNING` if there is none."""
-        answer, _ = self._ask(b"XREVRANGE", self._name, b"+", b"-", b"COUNT", b"1")
+        answer = self._ask(b"XREVRANGE", self._name, b"+", b"-", b"COUNT", b"1")
         match answer:
             case []:
                 return BEGINNING
@@ -117,38 +136,22 @@ class Stream:
     def close(self) -> None:
         self._servers.close()
 
-    def _ask(self, *words: bytes) -> tuple[Reply, bool]:
-        """The answer, and whether it is only what came before something too large."""
-        (answer,), is_cut = self._talk([command(*words)], _MAX_ANSWER_BYTES)
+    def _ask(self, *words: bytes, entries: int = 1) -> Reply:
+        (answer,) = self._talk([command(*words)], _AROUND_BYTES + entries * (MAX_ENTRY_BYTES + 256))
         if isinstance(answer, ErrorReply):
             raise TierDown(f"the directory: {self._explained(answer)}")
-        return answer, is_cut
+        return answer
 
-    def _talk(self, commands: Sequence[bytes], max_bytes: int) -> tuple[list[Reply], bool]:
-        """The answers, and whether the last one is cut, after which there are no others."""
-        cut: list[Reply] = []
-
+    def _talk(self, commands: Sequence[bytes], max_bytes: int) -> list[Reply]:
         def work(connection: Connection) -> list[Reply]:
             connection.send(commands)
-            answers: list[Reply] = []
-            for _ in commands:
-                try:
-                    answers.append(connection.read_reply(max_bytes, max_size=MAX_ENTRY_BYTES))
-                except OversizedReplyError as error:
-                    cut[:] = [*answers, error.received]
-                    raise  # the connection has the rest of the answer
-            return answers
+            return [connection.read_reply(max_bytes) for _ in commands]
 
         address = self._servers.addresses_of([self._name])[0] if self._is_cluster else self._servers.masters()[0]
-        try:
-            answers = self._servers.talk(address, work)
-        except TierDown:
-            if not cut:
-                raise
-            return cut, True
+        answers = self._servers.talk(address, work)
         if any(isinstance(answer, ErrorReply) and answer.code in ("MOVED", "ASK", "READONLY") for answer in answers):
             self._servers.forget()
-        return answers, False
+        return answers
 
     def _explained(self, refusal: ErrorReply) -> str:
         is_unusable = refusal.code == "WRONGTYPE" or "last possible ID" in refusal.text

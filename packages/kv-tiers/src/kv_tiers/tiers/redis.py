@@ -25,12 +25,14 @@ A user needs GET, GETRANGE, STRLEN (GETEX and EXPIRE to refresh times), SET, EXI
 SET and UNLINK the tier reads what others store.
 """
 
+from __future__ import annotations
+
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from kv_core.clock import Clock
 from kv_core.errors import InputError, TierDown
@@ -44,9 +46,12 @@ from kv_tiers.pool.machine import spelled
 from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write, why_full
 from kv_tiers.tiers.factories import factory_of
 from kv_tiers.tiers.redis_servers import Address, ConnectionLostError, RedisConfig, Servers
-from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, TooLarge, command, set_command
+from kv_tiers.tiers.resp import ErrorReply, ProtocolError, TooLarge, command, set_command
 from kv_tiers.tiers.timed_socket import Buffer
 from kv_tiers.tiers.together import run_all
+
+if TYPE_CHECKING:  # redis-py is imported when a tier is made
+    from kv_tiers.tiers.redis_connection import Connection
 
 _COMMANDS_AT_ONCE: Final = 1000
 """Small commands per round trip."""
@@ -58,10 +63,6 @@ socket 16 MiB made Valkey 9.1 ten times slower in some runs, and faster in none.
 _LOOKS: Final = 8
 """Requests to a server when the names of a few values are wanted. Each request scans a thousand of the server's
 values."""
-
-_LONE_TRIES: Final = 2
-"""How often a chunk is stored by itself before it is taken for the reason that the connection is lost: the server may
-just have been restarted."""
 
 _TOO_LARGE_REST_S: Final = 60.0
 """How long values as large as one that the server did not take are not sent: each costs a connection, and the server's
@@ -80,7 +81,7 @@ _log = limited_logger(__name__)
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-Work = Callable[[Connection, Sequence[Item], bool], list[T | ErrorReply]]
+Work: TypeAlias = "Callable[[Connection, Sequence[Item], bool], list[T | ErrorReply]]"
 """A conversation with one server about those of a call's chunks that it stores. The flag: the server is about to take
 them over, and wants ASKING before every command."""
 
@@ -291,13 +292,12 @@ class RedisTier:
         Raises:
             TierDown: the server does not answer either without it.
         """
-        for _ in range(_LONE_TRIES):
-            try:
-                outcomes: list[StoreOutcome] = self._spread([write.key], [write], self._store)
-            except ConnectionLostError as error:
-                why = str(error)
-            else:
-                return outcomes[0]
+        try:  # on two connections, so it is not the server's restart that lost them
+            outcomes: list[StoreOutcome] = self._spread([write.key], [write], self._store)
+        except ConnectionLostError as error:
+            why = str(error)
+        else:
+            return outcomes[0]
         self._spread([write.key], [write.key], self._are_whole)
         self._too_large = self._largest_value(write), self._clock.now_s() + _TOO_LARGE_REST_S
         return Unstorable(f"{why}, though it answers otherwise ({self._size_and_remedy(write)})")
@@ -359,7 +359,7 @@ class RedisTier:
 
     def _fetch(
         self, connection: Connection, reads: Sequence[Read], asking: bool
-    ) -> "list[LoadOutcome | _Incomplete | ErrorReply]":
+    ) -> list[LoadOutcome | _Incomplete | ErrorReply]:
         commands = [get for read in reads for get in self._get_commands(read)]
         sent = arriving = 0
         outcomes: list[LoadOutcome | _Incomplete | ErrorReply] = []
@@ -406,8 +406,8 @@ class RedisTier:
         return [part] if piece else [memoryview(read.header), part, memoryview(bytearray(self._max_pieces - 1))]
 
     def _outcome(
-        self, read: Read, answers: "Sequence[int | TooLarge | ErrorReply | None]"
-    ) -> "LoadOutcome | _Incomplete | ErrorReply":
+        self, read: Read, answers: Sequence[int | TooLarge | ErrorReply | None]
+    ) -> LoadOutcome | _Incomplete | ErrorReply:
         for answer in answers:
             if isinstance(answer, ErrorReply):
                 return Damaged("the name holds a value of another type") if answer.code == "WRONGTYPE" else answer

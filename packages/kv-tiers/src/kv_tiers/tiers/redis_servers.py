@@ -1,22 +1,21 @@
-"""The servers of a Redis or Valkey tier, and the connections to them: which server has which values, and login.
+"""The servers of a Redis or Valkey tier: the settings, and which server has which values.
 
-A server's answers are not trusted: each is read with a time-out and a size limit. Addresses are resolved when they are
-needed, so that a tier can be created while its servers are down.
+Connections are redis-py's (`redis_connection`). Which server has what is ours, because redis-py's clients for clusters
+and sentinels send commands one by one over connections of their own, cannot be given a class of connection, need the
+right to COMMAND, and take what a server says of its slots as it is: a false range costs any amount of memory.
+
+Addresses are resolved when they are needed, so that a tier can be created while its servers are down.
 """
 
-import binascii
 import os
 import re
-import socket
 import ssl
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
@@ -25,8 +24,11 @@ from kv_core.log import on_one_line
 from kv_tiers.config import Timeout
 from kv_tiers.pool.private_files import read_secret, without_newline
 from kv_tiers.tier import RemovalRefusedError
-from kv_tiers.tiers.resp import Connection, ErrorReply, ProtocolError, Reply, command
+from kv_tiers.tiers.resp import ErrorReply, Reply
 from kv_tiers.tiers.tls_files import TlsFiles, load_certificate
+
+if TYPE_CHECKING:  # redis-py is imported when a tier is made
+    from kv_tiers.tiers.redis_connection import Connection, Pool
 
 T = TypeVar("T")
 
@@ -36,11 +38,8 @@ _SCHEMES: Final = {
     "unix": "unix",
 }
 _SLOTS: Final = 16384
-_MAX_ANSWER_BYTES: Final = 16 << 20
+_MAX_ANSWER_BYTES: Final = 2 << 20
 """For the answer to a large query: all slots of a cluster, or a thousand names with what a server adds to them."""
-_KEEPALIVE_S: Final = 60
-"""How often an idle connection is shown to be alive. Load balancers and firewalls forget one that is idle for some
-minutes, and tell neither side: the next request then waits for its time-out. The system's own interval is two hours."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_PORT: Final = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 
@@ -50,7 +49,8 @@ class RedisAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     url: str
     """redis://host:port/database, rediss:// for TLS, unix:///path?db=number; valkey:// and valkeys:// mean the same.
-    Several hosts, separated by commas, for a cluster or its sentinels. Must not contain a user or password."""
+    Several hosts, separated by commas, for a cluster or its sentinels. ?protocol=3 for RESP3; every server speaks 2.
+    Must not contain a user or password."""
     mode: Literal["single", "cluster", "sentinel"] = "single"
     sentinel_master: str = ""
     """The master's name at the sentinels."""
@@ -120,15 +120,16 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """The parsed `RedisAccess.url`. kind: tcp, tls or unix."""
+    """The parsed `RedisAccess.url`. kind: tcp, tls or unix. protocol: the version of RESP."""
 
     kind: str
     addresses: tuple[Address, ...]
     database: int
+    protocol: int
 
 
 class ConnectionLostError(TierDown):
-    """A server closed a connection on which it had answered the login, or on which something was being sent."""
+    """A server closed a connection that it had accepted."""
 
 
 class Servers:
@@ -139,6 +140,14 @@ class Servers:
         Raises:
             ConfigError: the settings contradict each other, or cannot be used on this machine.
         """
+        try:
+            from redis.crc import key_slot
+
+            from kv_tiers.tiers import redis_connection
+        except ImportError as error:
+            raise ConfigError(
+                f"{where}: Redis and Valkey need the package redis ({error}); pip install 'kv-tiers[redis]'"
+            ) from error
         self._config = config
         self._url = read_url(config, where)
         self._tls = _tls_files(config, where) if self._url.kind == "tls" else None
@@ -147,8 +156,12 @@ class Servers:
         if config.password_env and not self._password():
             what = "is empty" if config.password_env in os.environ else "does not exist"
             raise ConfigError(f"{where}: password_env: the environment variable {config.password_env} {what}")
+        self._slot_of = key_slot
+        self._make_pool = redis_connection.Pool
+        has_password = config.password_file or config.password_env
+        self._credentials = redis_connection.Credentials(self._read_credentials) if has_password else None
         self._lock = threading.Lock()
-        self._idle: dict[Address, list[Connection]] = defaultdict(list)
+        self._pools: dict[Address, Pool] = {}
         self._closed = False
         # Under a separate lock, because finding the servers waits for them.
         self._finding = threading.Lock()
@@ -164,7 +177,7 @@ class Servers:
         _, slots = self._find_servers()
         addresses = []
         for name in names:
-            slot = key_slot(name)
+            slot = self._slot_of(name)
             address = slots[slot]
             if address is None:
                 raise TierDown(f"no server of the cluster serves slot {slot}")
@@ -185,29 +198,15 @@ class Servers:
         with self._finding:
             self._masters = []
         if self._config.mode == "single":  # its one address may belong to another server by now
-            self._drop(self._url.addresses[0])
+            self._pool(self._url.addresses[0]).disconnect(inuse_connections=False)
 
-    def talk(self, address: Address, work: Callable[[Connection], T]) -> T:
-        """The result of a conversation with this server. `work` is restarted on a new connection if an idle one turns
-        out to be dead: the server may have been restarted meanwhile.
-
-        Raises:
-            TierDown: it cannot be reached, is too slow, or does not speak the protocol; `ConnectionLostError` if it
-                closed a new connection.
-        """
-        with self._lock:
-            idle = self._idle[address].pop() if self._idle[address] else None
-        if idle is not None:
-            try:
-                return self._talk(address, idle, work)
-            except (TimeoutError, ProtocolError) as error:
-                raise self._down(address, error) from error
-            except OSError:
-                self._drop(address)
+    def talk(self, address: Address, work: "Callable[[Connection], T]") -> T:
+        """The result of a conversation with this server (`Pool.talk`). Raises `TierDown`."""
         try:
-            return self._talk(address, self._connect(address), work)
-        except (OSError, ProtocolError) as error:
-            raise self._down(address, error) from error
+            return self._pool(address).talk(work)
+        except TierDown:
+            self.forget()
+            raise
 
     def find(
         self, address: Address, pattern: bytes, on_names: Callable[[list[bytes]], object], *, looks: int | None = None
@@ -222,13 +221,7 @@ class Servers:
         """
         cursor, requests_sent = b"0", 0
         while requests_sent != looks and not self._closed:  # a server may claim forever that there is more
-            question = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
-
-            def ask(connection: Connection, question: bytes = question) -> Reply:
-                connection.send([question])
-                return connection.read_reply(_MAX_ANSWER_BYTES)
-
-            match self.talk(address, ask):
+            match self._ask(address, b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000"):
                 case [bytes(cursor), list(answer)] if cursor.isdigit() and len(cursor) <= 20:
                     names = [name for name in answer if isinstance(name, bytes)]
                 case ErrorReply(code="NOPERM") as refusal:
@@ -244,93 +237,41 @@ class Servers:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            idle = [connection for connections in self._idle.values() for connection in connections]
-            self._idle.clear()
-        for connection in idle:
-            connection.close()
+            for pool in self._pools.values():
+                pool.keep = 0
+                pool.disconnect(inuse_connections=False)
 
-    def _talk(self, address: Address, connection: Connection, work: Callable[[Connection], T]) -> T:
-        try:
-            result = work(connection)
-        except BaseException:
-            connection.close()
-            raise
+    def _pool(self, address: Address) -> "Pool":
         with self._lock:
-            room = len(self._idle[address]) < self._config.connections
-            keep = room and connection.settled and not self._closed
-            if keep:
-                self._idle[address].append(connection)
-        if not keep:
-            connection.close()
-        return result
+            if address not in self._pools:
+                # Sentinels have neither users nor databases.
+                is_sentinel = self._config.mode == "sentinel" and address in self._url.addresses
+                self._pools[address] = self._make_pool(
+                    address.host,
+                    address.port,
+                    keep=0 if self._closed else self._config.connections,
+                    timeout_s=self._config.timeout_s,
+                    tls=self._tls,
+                    socket_connect_timeout=self._config.connect_timeout_s,
+                    db=0 if is_sentinel else self._url.database,
+                    protocol=self._url.protocol,
+                    credential_provider=None if is_sentinel else self._credentials,
+                    encoding_errors="surrogateescape",
+                )
+            return self._pools[address]
 
-    def _drop(self, address: Address) -> None:
-        with self._lock:
-            idle = self._idle.pop(address, [])
-        for connection in idle:
-            connection.close()
-
-    def _down(self, address: Address, error: Exception) -> TierDown:
-        self._drop(address)
-        self.forget()
-        is_lost = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
-        kind = ConnectionLostError if is_lost else TierDown
-        return kind(f"{address}: {str(error) or type(error).__name__}")
-
-    def _connect(self, address: Address, *, log_in: bool = True) -> Connection:
-        limit_s = self._config.connect_timeout_s
-        if address.port:
-            try:
-                sock = socket.create_connection((address.host, address.port), limit_s)
-            except ValueError as error:  # also UnicodeError: a server's answer may name what is no host's name
-                raise OSError(f"{address.host!r} is no name of a host: {error}") from error
-        else:
-            sock = socket.socket(socket.AF_UNIX)
-        try:
-            if address.port:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-            else:
-                sock.settimeout(limit_s)
-                sock.connect(address.host)
-            if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_hostname=address.host)
-            connection = Connection(sock, self._config.timeout_s)
-            if log_in:
-                self._log_in(address, connection)
-        except BaseException:
-            sock.close()
-            raise
-        return connection
-
-    def _log_in(self, address: Address, connection: Connection) -> None:
+    def _read_credentials(self) -> tuple[str] | tuple[str, str]:
         password = self._password()
-        words = [b"AUTH"] + [word.encode() for word in (self._config.username, password) if word]
-        if len(words) > 1:
-            connection.send([command(*words)])
-            refusal = connection.read_ok()
-            if refusal is not None:
-                reason = refusal.text.partition(", with args")[0]  # a server without AUTH repeats what was sent
-                why = refusal.code if password in reason else reason
-                raise TierDown(f"{address} does not allow us to log in: {why}")
-        if self._url.database:
-            connection.send([command(b"SELECT", b"%d" % self._url.database)])
-            refusal = connection.read_ok()
-            if refusal is not None:
-                raise TierDown(f"{address} has no database {self._url.database} for us: {refusal.text}")
+        return (self._config.username, password) if self._config.username else (password,)
 
     def _password(self) -> str:
         if self._config.password_env:
             return without_newline(os.environ.get(self._config.password_env, ""))
-        if self._config.password_file:
-            try:
-                secret = read_secret(Path(self._config.password_file), "password_file")
-            except ConfigError as error:  # the file was changed since the start
-                raise TierDown(str(error)) from None
-            return without_newline(secret.decode("utf-8", "surrogateescape"))
-        return ""
+        try:
+            secret = read_secret(Path(self._config.password_file), "password_file")
+        except ConfigError as error:  # the file was changed since the start
+            raise TierDown(str(error)) from None
+        return without_newline(secret.decode("utf-8", "surrogateescape"))
 
     def _find_servers(self) -> tuple[list[Address], list[Address | None]]:
         """All masters, and in a cluster the master of each slot."""
@@ -343,9 +284,9 @@ class Servers:
                 else:
                     self._masters = [self._url.addresses[0]]
                 with self._lock:
-                    stale = self._idle.keys() - set(self._masters)
-                for address in stale:  # after a failover; nothing else would close their connections
-                    self._drop(address)
+                    # After a failover; nothing else would close them.
+                    for address in self._pools.keys() - {*self._masters, *self._url.addresses}:
+                        self._pools.pop(address).disconnect(inuse_connections=False)
             return self._masters, self._slots
 
     def _cluster_slots(self) -> tuple[list[Address], list[Address | None]]:
@@ -368,9 +309,7 @@ class Servers:
         reasons = []
         for sentinel in self._url.addresses:
             try:
-                # Sentinels have neither users nor databases.
-                answer = self._ask(sentinel, b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", master.encode(), log_in=False)
-                match answer:
+                match self._ask(sentinel, b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", master.encode()):
                     case [bytes(host), bytes(port)] if port.isdigit() and len(port) <= 5 and int(port) < 1 << 16:
                         return Address(host.decode("utf-8", "replace"), int(port))
                     case None:
@@ -381,22 +320,9 @@ class Servers:
                 reasons.append(str(error))
         raise TierDown("; ".join(reasons))
 
-    def _ask(self, address: Address, *words: bytes, log_in: bool = True) -> Reply:
-        """The answer, over a connection of its own, because this is called while the servers are being found."""
-        try:
-            with closing(self._connect(address, log_in=log_in)) as connection:
-                connection.send([command(*words)])
-                return connection.read_reply(_MAX_ANSWER_BYTES)
-        except (OSError, ProtocolError) as error:
-            raise TierDown(f"{address}: {str(error) or type(error).__name__}") from error
-
-
-def key_slot(name: bytes) -> int:
-    """The cluster slot of a value with this name. If there is anything between its first braces, only that counts."""
-    start = name.find(b"{")
-    end = name.find(b"}", start + 1)
-    hashed = name[start + 1 : end] if 0 <= start < end - 1 else name
-    return binascii.crc_hqx(hashed, 0) % _SLOTS
+    def _ask(self, address: Address, *words: bytes) -> Reply:
+        """The answer. Forgets nothing, because this is called while the servers are being found. Raises `TierDown`."""
+        return self._pool(address).talk(lambda connection: connection.ask(*words, max_bytes=_MAX_ANSWER_BYTES))
 
 
 def _slots_in(answer: Reply, node: Address) -> list[Address | None]:
@@ -439,13 +365,18 @@ def read_url(config: RedisAccess, where: str) -> Url:
         raise ConfigError(
             f"{where}: url: {parts.scheme}:// is not one of {', '.join(f'{name}://' for name in _SCHEMES)}"
         )
-    number = parts.query.removeprefix("db=") if kind == "unix" else parts.path.removeprefix("/")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    number = query.pop("db", "") if kind == "unix" else parts.path.removeprefix("/")
+    protocol = query.pop("protocol", "2")
+    if query or parts.fragment or protocol not in ("2", "3"):  # not repeated: it may be a password
+        may_be = "db=number and protocol=3" if kind == "unix" else "protocol=3; a database is written after a /"
+        raise ConfigError(f"{where}: url: after the ? there may only be {may_be}")
     if number and not (number.isascii() and number.isdigit()):
         raise ConfigError(f"{where}: url names the database {number!r}; write a number")
     if kind == "unix":
         if config.mode != "single" or not parts.path:
             raise ConfigError(f'{where}: a unix:// url names one socket\'s path and goes with mode = "single"')
-        return Url(kind, (Address(unquote(parts.path), 0),), int(number or 0))
+        return Url(kind, (Address(unquote(parts.path), 0),), int(number or 0), int(protocol))
     addresses = []
     for text in parts.netloc.split(","):
         host_url = urlsplit(f"//{text}")
@@ -460,7 +391,7 @@ def read_url(config: RedisAccess, where: str) -> Url:
         raise ConfigError(f'{where}: url names several hosts; that needs mode = "cluster" or "sentinel"')
     if config.mode == "cluster" and int(number or 0):
         raise ConfigError(f"{where}: url: a cluster has database 0 only")
-    return Url(kind, tuple(addresses), int(number or 0))
+    return Url(kind, tuple(addresses), int(number or 0), int(protocol))
 
 
 def _tls_files(config: RedisAccess, where: str) -> TlsFiles:
