@@ -54,7 +54,7 @@ MANY_ATTRIBUTES = words(
     EngineCosts Estimator EventBus ExtentIndex HostPool HostTier Jobs KVLinker KVTiersConnector Lane Link
     LocalCache Metrics Mirror MooncakeTier NodesCache PageStore Peer PeerHosts PeerServer PeersTier
     PinnedMapping PopulatedPages Promotions RedisTier Refinements RemoteCache Residency Returns SchedulerHalf
-    Segment Session SharedFsTier Source Stores WorkerHalf _CopyPipeline _DrainJob _Ring
+    Segment Servers Session SharedFsTier Source Stores WorkerHalf _CopyPipeline _DrainJob _Ring
     """
 )
 FILES_OF_AN_OPTION = {"costs": 23, "hold_s": 14, "lasting": 12, "wait_for_promotion": 11}

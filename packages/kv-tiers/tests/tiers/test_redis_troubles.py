@@ -349,8 +349,10 @@ class TestTroubles:
             return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
 
         proxy.spoil_questions = flip
-        caught = 0
-        for _ in range(40):
+        caught, rounds = 0, 0
+        while caught <= 5:  # how often depends on how the kernel cuts what is sent
+            rounds += 1
+            assert rounds < 1000
             direct.discard([key])
             with contextlib.suppress(TierDown):
                 tier.store([write])
@@ -361,7 +363,6 @@ class TestTroubles:
                     is not None
                 )
                 caught += 1
-        assert caught > 5
 
     @pytest.mark.parametrize(
         "answer",

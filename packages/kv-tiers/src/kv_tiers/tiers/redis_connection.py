@@ -77,7 +77,7 @@ class _Socket(TimedSocket):
         self._sock.shutdown(how)
 
 
-class _RefusedError(ResponseError):
+class _AnsweredError(ResponseError):
     def __init__(self, text: str) -> None:
         text = "".join(char if char.isascii() and char.isprintable() else "?" for char in text[:200])
         super().__init__(text)
@@ -86,14 +86,14 @@ class _RefusedError(ResponseError):
 
 class _Resp2Parser(_RESP2Parser):
     @classmethod
-    def parse_error(cls, response: str) -> _RefusedError:
-        return _RefusedError(response)
+    def parse_error(cls, response: str) -> _AnsweredError:
+        return _AnsweredError(response)
 
 
 class _Resp3Parser(_RESP3Parser):
     @classmethod
-    def parse_error(cls, response: str) -> _RefusedError:
-        return _RefusedError(response)
+    def parse_error(cls, response: str) -> _AnsweredError:
+        return _AnsweredError(response)
 
 
 class Connection(AbstractConnection):
@@ -128,7 +128,7 @@ class Connection(AbstractConnection):
         except BaseException as error:
             # redis-py does so after its own errors only, and would take the connection for one that has logged in.
             self.disconnect()  # type: ignore[no-untyped-call]
-            if isinstance(error, _RefusedError):
+            if isinstance(error, _AnsweredError):
                 name = on_one_line(self._host_error())  # type: ignore[no-untyped-call]
                 raise TierDown(f"{name} does not allow us to log in: {self._reason(error.reply)}") from None
             if isinstance(error, UnicodeError):  # a server's answer may name what is no host's name
@@ -164,7 +164,7 @@ class Connection(AbstractConnection):
         except _NO_REPLY as error:
             raise ProtocolError(f"an unexpected reply: {str(error)[:100]}") from error
         parts = reply if isinstance(reply, list) else [reply]
-        replies: list[Reply] = [part.reply if isinstance(part, _RefusedError) else part for part in parts]
+        replies: list[Reply] = [part.reply if isinstance(part, _AnsweredError) else part for part in parts]
         return replies if isinstance(reply, list) else replies[0]
 
     def read_ok(self) -> ErrorReply | None:
@@ -303,7 +303,7 @@ def _without_notifications() -> dict[str, Any]:
 def _refusal(line: bytes) -> ErrorReply:
     if line[:1] != b"-":
         raise ProtocolError(f"an unexpected reply: {line[:40]!r}")
-    return _RefusedError(line[1:].decode("ascii", "replace")).reply
+    return _AnsweredError(line[1:].decode("ascii", "replace")).reply
 
 
 def _number(line: bytes) -> int:
