@@ -8,7 +8,9 @@ log, and one that is forked never loads it again, so the connector joins it too.
 import logging
 from typing import Final
 
-_OUR_LOGGERS: Final = ("kv_core", "kv_cuda", "kv_tiers", "kv_vllm")
+_OUR_LOGGERS: Final = tuple(
+    f"kv_{name}" for name in ("core", "tiers", "observe", "codecs", "server", "connect", "cuda", "vllm")
+)
 
 
 def join_vllm_log() -> None:
