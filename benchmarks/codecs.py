@@ -21,13 +21,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from kv_codecs.floats import FloatsCodec
-from kv_codecs.kernels import Kernels, kernels_here
+from kv_codecs.kernels import Kernels
 from kv_codecs.kvtc import KvtcCodec
 from kv_codecs.learning import Learning
 from kv_codecs.progressive import ProgressiveCodec
 from kv_codecs.zstd import make_zstd_codec
 from kv_core.format import ChunkFormat
 from kv_cuda.quantise.codes import Codes
+from kv_testing.numpy_kernels import kernels_here
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, DecodesPrefixes
 from kv_tiers.tier import ANY_CHUNKS
 

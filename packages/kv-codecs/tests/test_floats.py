@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_codecs.floats import FloatsCodec, make_floats_codec
-from kv_codecs.kernels import kernels_here
-from kv_codecs.numpy_kernels import NumpyKernels
 from kv_core.errors import ConfigError
+from kv_testing.numpy_kernels import NumpyKernels, kernels_here
 from kv_tiers.codec import Codec, CodecError
 from kv_tiers.testing.codec_contract import CodecContract
 from kv_tiers.tier import ANY_CHUNKS

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from kv_codecs.compiled_kernels import SOURCES, CompiledKernels
 from kv_codecs.floats import FloatsCodec
-from kv_codecs.numpy_kernels import NumpyKernels
 from kv_codecs.progressive import ProgressiveCodec
 from kv_testing.codec_fuzz import misfits, outcomes
 from kv_testing.emulated import EmulatedLibrary, needs_emulator
 from kv_testing.kvtc_fuzz import kvtc_misfits, kvtc_outcomes
+from kv_testing.numpy_kernels import NumpyKernels
 
 HERE = Path(__file__).parent
 RECORDED = sorted((HERE / "recorded").glob("*.bfloat16"))

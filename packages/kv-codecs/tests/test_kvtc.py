@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from kv_codecs.calibrated import calibration_of, fingerprint_of
 from kv_codecs.calibration import Calibration, read_calibration
 from kv_codecs.channel_order import ChannelOrder
-from kv_codecs.kernels import best_kernels
+from kv_codecs.kernels import compiled_kernels
 from kv_codecs.kvtc import HEAD_BYTES, KvtcCodec, make_kvtc_codec
 from kv_codecs.learning import SINKS, Learning
-from kv_codecs.numpy_kernels import NumpyKernels
 from kv_codecs.rotation import turn, turn_back, turns
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
@@ -37,6 +36,7 @@ from kv_testing.drawn_kv import (
     frequencies,
     position_in,
 )
+from kv_testing.numpy_kernels import NumpyKernels
 from kv_tiers.approximate import uses_calibration
 from kv_tiers.chunk_header import HEADER_BYTES, format_id
 from kv_tiers.codec import Codec, CodecError, EncodesFirst
@@ -454,7 +454,7 @@ def test_keys_of_another_order_come_back_where_they_were(rotated: int, neighbour
         planes = drawn(first)
         chunk = np.stack([one[part] for part in range(2) for one in planes]).astype("<f4").tobytes()
         payloads = set()
-        for kernels in (NumpyKernels(), best_kernels()):
+        for kernels in (NumpyKernels(), compiled_kernels("kvtc")):
             codec = KvtcCodec(read, kernels)
             out, back = bytearray(len(chunk)), bytearray(len(chunk))
             size = codec.encode(memoryview(chunk), memoryview(out))

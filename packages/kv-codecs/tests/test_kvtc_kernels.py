@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_codecs.calibration import MATRIX_BITS, Shape, read_calibration
 from kv_codecs.compiled_kernels import CompiledKernels, installed_kernels
-from kv_codecs.kernels import kernels_here
 from kv_codecs.kvtc import KvtcCodec
-from kv_codecs.numpy_kernels import NumpyKernels
-from kv_codecs.numpy_rows import decode_rows
 from kv_codecs.rotation import Turner, turns
 from kv_codecs.row_codes import (
     CODES,
@@ -29,6 +26,8 @@ from kv_codecs.row_codes import (
 from kv_codecs.transform import FINEST, LARGEST, TILE, transform_of
 from kv_core.errors import MisuseError
 from kv_testing.kvtc_fuzz import drawn_calibration, kvtc_misfits, kvtc_outcomes
+from kv_testing.numpy_kernels import NumpyKernels, kernels_here
+from kv_testing.numpy_rows import decode_rows
 from kv_tiers.codec import CodecError
 
 NUMPY = NumpyKernels()

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_codecs.byte_coder import ByteCoder
-from kv_codecs.kernels import kernels_here
-from kv_codecs.numpy_kernels import NumpyKernels
 from kv_codecs.progressive import HEAD_BYTES, PARTS, ProgressiveCodec, make_progressive_codec
 from kv_core.errors import ConfigError
 from kv_testing.codec_fuzz import SPECIAL, drawn_words, parts_of, sealed_again
+from kv_testing.numpy_kernels import NumpyKernels, kernels_here
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
 from kv_tiers.testing.codec_contract import CodecContract
 from kv_tiers.tier import ANY_CHUNKS

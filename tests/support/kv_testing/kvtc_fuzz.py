@@ -15,14 +15,14 @@ from kv_codecs.calibration import Calibration, Shape
 from kv_codecs.compiled_kernels import CompiledKernels
 from kv_codecs.kernels import Kernels
 from kv_codecs.kvtc import HEAD_BYTES, KvtcCodec
-from kv_codecs.numpy_rows import decode_rows, unit_numbers
-from kv_codecs.row_codes import MOST_LOW_BITS, SYMBOLS, row_codes
+from kv_codecs.row_codes import MOST_LOW_BITS, SYMBOLS, row_codes, unit_numbers
 from kv_codecs.transform import TILE, transform_of
 from kv_core.errors import MisuseError
 from kv_tiers.codec import CodecError
 from numpy.typing import NDArray
 
 from kv_testing.codec_fuzz import SPECIAL, spoilt
+from kv_testing.numpy_rows import decode_rows
 
 _SHAPES = ((1, 1, 2), (2, 3, 4), (1, 2, 10), (2, 1, 32), (1, 3, 64), (1, 1, 256), (1, 2, 192), (1, 1, 320), (1, 4, 64))
 """Layers, heads and their size: blocks of 2 to 256 channels, not all of them of whole heads."""

@@ -20,8 +20,7 @@ from kv_tiers.codec import CodecError
 from numpy.typing import NDArray
 
 from kv_codecs.kernels import TOO_FEW, Bytes, Cut, Known, Rows, Used, Words, check_exponents
-from kv_codecs.numpy_rows import DAMAGED, unit_numbers
-from kv_codecs.row_codes import RowCodes
+from kv_codecs.row_codes import DAMAGED, RowCodes, unit_numbers
 from kv_codecs.transform import TILE, Transform
 
 _log = limited_logger(__name__)
@@ -176,5 +175,5 @@ def installed_kernels() -> CompiledKernels | None:
     try:
         return CompiledKernels(LIBRARY)
     except (OSError, MisuseError) as error:
-        _log.warning("the codecs use numpy, which is slower: %s", error)
+        _log.warning("there are no compiled kernels: %s", error)
         return None

@@ -19,7 +19,7 @@ from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
 
 from kv_codecs.byte_coder import FRAME_SYMBOLS, ByteCoder, NoOptions
-from kv_codecs.kernels import BFLOAT16, FLOAT16, FLOAT32, Kernels, best_kernels
+from kv_codecs.kernels import BFLOAT16, FLOAT16, FLOAT32, FloatKernels, float_kernels
 
 _HEAD: Final = struct.Struct("<B3x")
 _FRAME_BYTES: Final = struct.Struct("<I")
@@ -49,10 +49,10 @@ class FloatsCodec:
     name = "floats"
     is_lossless = True
 
-    def __init__(self, kernels: Kernels | None = None) -> None:
+    def __init__(self, kernels: FloatKernels | None = None) -> None:
         """kernels: None for the fastest available; all produce the same bytes. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
-        self.kernels = kernels or best_kernels()
+        self.kernels = kernels or float_kernels()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         kind = self._likeliest(chunk)

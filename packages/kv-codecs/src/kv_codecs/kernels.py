@@ -1,12 +1,13 @@
-"""The inner loops of the codecs `floats`, `progressive` and `kvtc`, and the choice of their implementation.
+"""The inner loops of the codecs `floats`, `progressive` and `kvtc`, which are in C (`compiled_kernels`).
 
-There are two implementations that produce the same bytes: numpy, which is always available, and C (`compiled_kernels`),
-which is many times as fast and available if this package was built with a compiler. docs/adr/0016 says why.
+Their definition in numpy, with the same bytes, is the tests'; only that of `floats`, which is fast enough, serves where
+nothing was compiled. docs/adr/0016 says why.
 """
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
+from kv_core.errors import ConfigError
 from kv_tiers.codec import CodecError
 from numpy.typing import NDArray
 
@@ -110,10 +111,8 @@ class Used(NamedTuple):
     packed: int
 
 
-class Kernels(Protocol):
-    """Safe to call from several threads at once. All arrays are contiguous, of one axis, and of sizes that fit each
-    other: anything else is a bug of the caller, and an error. n: how many numbers there are, at most
-    `SECTION_NUMBERS`."""
+class FloatKernels(Protocol):
+    """What the codec `floats` needs. Like `Kernels`."""
 
     name: str
     """`numpy` or `compiled`."""
@@ -127,6 +126,15 @@ class Kernels(Protocol):
 
     def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
         """The reverse of `split`."""
+
+    def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
+        """How often each of the 256 symbols occurs."""
+
+
+class Kernels(FloatKernels, Protocol):
+    """Safe to call from several threads at once. All arrays are contiguous, of one axis, and of sizes that fit each
+    other: anything else is a bug of the caller, and an error. n: how many numbers there are, at most
+    `SECTION_NUMBERS`."""
 
     def cut(self, words: Words, offset: int, into: Cut) -> tuple[int, int, int]:
         """Cut numbers at a step. Returns how many have long codes, how many are `ESCAPED`, and how many are
@@ -154,9 +162,6 @@ class Kernels(Protocol):
     def select(self, words: Words, marks: Bytes, mark: int, count: int) -> Words:
         """The words whose mark is this one. count: how many there are."""
 
-    def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
-        """How often each of the 256 symbols occurs."""
-
     def project(self, transform: "Transform", words: Words, turns: NDArray[np.float32], rows: Rows, exact: int) -> bool:
         """Turn keys back, subtract means and divide into components' steps, as specified in docs/formats/kvtc.md.
         Returns whether all numbers are close enough to their means.
@@ -182,14 +187,25 @@ class Kernels(Protocol):
         """
 
 
-def kernels_here() -> list[Kernels]:
-    """All kernels that this machine has, the fastest first."""
+def compiled_kernels(codec: str) -> Kernels:
+    """The kernels that were built with this package.
+
+    Raises:
+        ConfigError: there are none for this machine.
+    """
     from kv_codecs.compiled_kernels import installed_kernels
-    from kv_codecs.numpy_kernels import NumpyKernels
 
-    compiled = installed_kernels()
-    return [*([] if compiled is None else [compiled]), NumpyKernels()]
+    if (compiled := installed_kernels()) is None:
+        raise ConfigError(
+            f"codec {codec} needs kernels in C, and none were compiled for this machine: install a C compiler and then "
+            "kv-codecs again, or use codec floats or zstd"
+        )
+    return compiled
 
 
-def best_kernels() -> Kernels:
-    return kernels_here()[0]
+def float_kernels() -> FloatKernels:
+    """The fastest ones for codec `floats`."""
+    from kv_codecs.compiled_kernels import installed_kernels
+    from kv_codecs.floats_numpy import NumpyFloats
+
+    return installed_kernels() or NumpyFloats()

@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 
 from kv_codecs.calibration import ID_BYTES, ITEMSIZES, PARTS, Calibration, read_calibration
 from kv_codecs.division import Division, division_in
-from kv_codecs.kernels import Kernels, Rows, Words, best_kernels
+from kv_codecs.kernels import Kernels, Rows, Words, compiled_kernels
 from kv_codecs.learning import SINKS
-from kv_codecs.numpy_transform import wide
 from kv_codecs.rotation import Numbers, Turner, turns
 from kv_codecs.row_codes import row_codes
-from kv_codecs.transform import TILE, transform_of
+from kv_codecs.transform import TILE, transform_of, wide
 
 VERSION: Final = 3
 _HEAD: Final = struct.Struct(f"<BBxxIQ{ID_BYTES}s")
@@ -109,9 +108,13 @@ class KvtcCodec:
     is_lossless = False
 
     def __init__(self, calibration: Calibration, kernels: Kernels | None = None) -> None:
-        """kernels: None for the fastest available; all produce the same bytes."""
+        """kernels: None for those that were compiled.
+
+        Raises:
+            ConfigError: none were.
+        """
         self.calibration = calibration
-        self.kernels = kernels or best_kernels()
+        self.kernels = kernels or compiled_kernels(self.name)
         self._shape = calibration.shape
         self._transform = transform_of(calibration)
         self._codes = row_codes()

@@ -39,7 +39,7 @@ from kv_codecs.kernels import (
     Kernels,
     Known,
     Words,
-    best_kernels,
+    compiled_kernels,
     packed_room,
 )
 
@@ -80,9 +80,9 @@ class ProgressiveCodec:
     is_lossless = True
 
     def __init__(self, kernels: Kernels | None = None) -> None:
-        """kernels: None for the fastest available; all produce the same bytes. Raises `ConfigError`."""
+        """kernels: None for those that were compiled. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
-        self.kernels = kernels or best_kernels()
+        self.kernels = kernels or compiled_kernels(self.name)
         self._local = threading.local()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:

@@ -18,6 +18,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+DAMAGED: Final = "its numbers are damaged"
+LANES: Final = 64
+"""Lanes that decode a vector of numbers side by side."""
+ROW_LANES: Final = 16
+"""Of these the lanes of one row: a vector has four rows' numbers of so many tokens."""
+UNIT_TOKENS: Final = 256
 SYMBOLS: Final = 32
 ESCAPED: Final = SYMBOLS - 1
 """The symbol of a number that is stored as it is."""
@@ -135,3 +141,8 @@ def _mean_distance(scale: int) -> int:
         total += _ONE - _ONE * _ONE // (_ONE + power)
         power = power * half // _ONE * half // _ONE
     return 2 * total * MEAN_UNIT // _ONE
+
+
+def unit_numbers(tokens: int) -> int:
+    """How many numbers share a code, to whole vectors of this many tokens."""
+    return max(1, UNIT_TOKENS // tokens) * LANES * -(-tokens // ROW_LANES)

@@ -1,7 +1,7 @@
 """What the kernels of the codec `kvtc` need from a calibration, as arrays."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,3 +78,10 @@ def transform_of(calibration: Calibration) -> Transform:
         calibration.backward.astype(np.int16),
         np.ascontiguousarray(padded.reshape(shape.blocks, channels, fours, 4).transpose(0, 2, 1, 3)),
     )
+
+
+def wide(stored: NDArray[Any], dtype: str) -> Numbers:
+    """The numbers of these words."""
+    if dtype == "bfloat16":
+        return (stored.astype("<u4") << 16).view(np.float32)
+    return stored.view("<f2" if dtype == "float16" else "<f4").astype(np.float32)

@@ -1,4 +1,4 @@
-"""The kernels in numpy: their definition, and the implementation if nothing was compiled.
+"""The kernels of the codecs in numpy: the definition of what C computes, to which tests compare it.
 
 They use only integers and exact conversions, so the bytes are the same on every processor.
 """
@@ -6,17 +6,12 @@ They use only integers and exact conversions, so the bytes are the same on every
 from typing import Final
 
 import numpy as np
-from kv_core.errors import MisuseError
-from kv_tiers.codec import CodecError
-from numpy.typing import NDArray
-
+from kv_codecs.compiled_kernels import CompiledKernels, installed_kernels
+from kv_codecs.floats_numpy import NumpyFloats, pieces_of
 from kv_codecs.kernels import (
     ALL_MISSING,
-    BFLOAT16,
     ESCAPED,
     ESCAPED_CODE,
-    FLOAT16,
-    FLOAT32,
     LEAST_EXPONENT,
     LONG_CODE,
     MOST_EXPONENT,
@@ -30,33 +25,23 @@ from kv_codecs.kernels import (
     Words,
     check_exponents,
 )
-from kv_codecs.numpy_rows import decode_rows, encode_rows
-from kv_codecs.numpy_transform import project, project_back
 from kv_codecs.rotation import Numbers
 from kv_codecs.row_codes import RowCodes
 from kv_codecs.transform import Transform
+from kv_core.errors import MisuseError
+from kv_tiers.codec import CodecError
+from numpy.typing import NDArray
 
-_CACHED: Final = 1 << 15
-"""How many numbers are processed at a time, so that numpy's passes over them stay in the processor's cache."""
+from kv_testing.numpy_rows import decode_rows, encode_rows
+from kv_testing.numpy_transform import project, project_back
+
 _RUN: Final = 8
 """Numbers whose missing bits, 56 at most, are moved together in 64."""
 _ONE: Final = np.uint64(1)
 
 
-class NumpyKernels:
+class NumpyKernels(NumpyFloats):
     """`Kernels` in numpy."""
-
-    name = "numpy"
-
-    def split(self, kind: int, words: Words, coded: Bytes, rest: Bytes) -> None:
-        planes = _planes(kind, rest, words.size)
-        for piece in _pieces(words.size):
-            _SPLITS[kind](words[piece], coded[piece], [plane[piece] for plane in planes])
-
-    def join(self, kind: int, coded: Bytes, rest: Bytes, words: Words) -> None:
-        planes = _planes(kind, rest, words.size)
-        for piece in _pieces(words.size):
-            _JOINS[kind](coded[piece], [plane[piece] for plane in planes], words[piece])
 
     def cut(self, words: Words, offset: int, into: Cut) -> tuple[int, int, int]:
         exponents, signs, codes, long_codes, nibbles, missing = into
@@ -65,7 +50,7 @@ class NumpyKernels:
         sums = number_exponents.sum(1, dtype=np.uint32) + np.uint32(offset)
         exponents[...] = np.clip(sums // SCALED_NUMBERS, LEAST_EXPONENT, MOST_EXPONENT)
         wide_codes, wide_nibbles = np.empty(words.size, np.uint8), np.empty(words.size, np.uint8)
-        for piece in _pieces(words.size):
+        for piece in pieces_of(words.size):
             steps = exponents[piece.start // SCALED_NUMBERS : piece.stop // SCALED_NUMBERS]
             _cut(words[piece], steps, wide_codes[piece], wide_nibbles[piece], missing[piece])
         signs[...] = np.packbits(words >> 15, bitorder="little")
@@ -93,7 +78,7 @@ class NumpyKernels:
             if parts > 1:
                 wide_nibbles = _halves_apart(nibbles[start // 2 : end // 2])
             missing = np.empty(section.size, np.uint8)
-            for piece in _pieces(section.size):
+            for piece in pieces_of(section.size):
                 steps = exponents[(start + piece.start) // SCALED_NUMBERS : (start + piece.stop) // SCALED_NUMBERS]
                 of_piece = (wide_codes[piece], wide_nibbles[piece], steps, section[piece], missing[piece])
                 _restore(*of_piece, to_middle=parts == 2)
@@ -129,10 +114,6 @@ class NumpyKernels:
             raise MisuseError(f"{selected.size} words of mark {mark} instead of {count}")
         return selected
 
-    def histogram(self, symbols: Bytes) -> NDArray[np.int64]:
-        counts: NDArray[np.int64] = np.bincount(symbols, minlength=256)
-        return counts
-
     project = staticmethod(project)
     encode_rows = staticmethod(encode_rows)
 
@@ -144,15 +125,10 @@ class NumpyKernels:
         project_back(transform, rows, turns, words)
 
 
-def _pieces(numbers: int) -> list[slice]:
-    return [slice(first, min(first + _CACHED, numbers)) for first in range(0, numbers, _CACHED)]
-
-
-def _planes(kind: int, rest: Bytes, numbers: int) -> list[Words]:
-    """Views of the planes that are stored unchanged."""
-    if kind in (BFLOAT16, FLOAT16):
-        return [rest]
-    return [rest[: 2 * numbers].view("<u2"), rest[2 * numbers :]]
+def kernels_here() -> list["CompiledKernels | NumpyKernels"]:
+    """All implementations on this machine, the compiled one first."""
+    compiled = installed_kernels()
+    return [*([] if compiled is None else [compiled]), NumpyKernels()]
 
 
 def _check(words: Words, exponents: Bytes, signs: Bytes, *halves: Bytes) -> None:
@@ -203,58 +179,6 @@ def _unpack(packed: Bytes, missing: Bytes, words: Words) -> int:
         runs >>= bits[:, index]
     np.bitwise_or(words, low.reshape(-1).astype("<u2"), out=words)
     return sizes
-
-
-def _split_bfloat16(words: Words, coded: Bytes, rest: list[Words]) -> None:
-    wide = np.right_shift(words, 7)
-    coded[...] = wide
-    np.bitwise_and(wide, 0x100, out=wide)
-    np.right_shift(wide, 1, out=wide)
-    np.bitwise_or(wide, np.bitwise_and(words, 0x7F), out=wide)
-    rest[0][...] = wide
-
-
-def _join_bfloat16(coded: Bytes, rest: list[Words], words: Words) -> None:
-    signed = words.view(np.int16)
-    signed[...] = rest[0].view(np.int8)  # widened with its sign, which is the number's
-    np.bitwise_and(signed, np.int16(-0x7F81), out=signed)
-    exponents = coded.astype(np.int16)
-    np.left_shift(exponents, 7, out=exponents)
-    np.bitwise_or(signed, exponents, out=signed)
-
-
-def _split_float16(words: Words, coded: Bytes, rest: list[Words]) -> None:
-    coded[...] = np.right_shift(words, 8)
-    rest[0][...] = words.view(np.uint8)[::2]
-
-
-def _join_float16(coded: Bytes, rest: list[Words], words: Words) -> None:
-    words[...] = coded
-    np.left_shift(words, 8, out=words)
-    np.bitwise_or(words, rest[0], out=words)
-
-
-def _split_float32(words: Words, coded: Bytes, rest: list[Words]) -> None:
-    turned = np.bitwise_or(np.left_shift(words, 1), np.right_shift(words, 31))
-    halves = turned.view(np.uint16)
-    rest[0][...] = halves[::2]
-    rest[1][...] = halves[1::2]  # its low byte
-    coded[...] = np.right_shift(halves[1::2], 8)
-
-
-def _join_float32(coded: Bytes, rest: list[Words], words: Words) -> None:
-    words[...] = coded
-    np.left_shift(words, 8, out=words)
-    np.bitwise_or(words, rest[1], out=words)
-    np.left_shift(words, 16, out=words)
-    np.bitwise_or(words, rest[0], out=words)
-    low = np.left_shift(words, 31)
-    np.right_shift(words, 1, out=words)
-    np.bitwise_or(words, low, out=words)
-
-
-_SPLITS: Final = {BFLOAT16: _split_bfloat16, FLOAT16: _split_float16, FLOAT32: _split_float32}
-_JOINS: Final = {BFLOAT16: _join_bfloat16, FLOAT16: _join_float16, FLOAT32: _join_float32}
 
 
 def _cut(words: Words, exponents: Bytes, codes: Bytes, nibbles: Bytes, missing: Bytes) -> None:

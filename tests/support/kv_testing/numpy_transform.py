@@ -8,12 +8,11 @@ implementations, and on every processor.
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
-
 from kv_codecs.calibration import MATRIX_BITS
 from kv_codecs.kernels import Rows, Words
 from kv_codecs.rotation import Numbers, turn, turn_back
-from kv_codecs.transform import COARSEST, FINEST, LARGEST, LARGEST_STEPS, TILE, Transform
+from kv_codecs.transform import COARSEST, FINEST, LARGEST, LARGEST_STEPS, TILE, Transform, wide
+from numpy.typing import NDArray
 
 _LARGEST_FLOAT16: Final = 65504.0
 
@@ -58,13 +57,6 @@ def project_back(transform: Transform, rows: Rows, turns: Numbers, words: Words)
         if plane < shape.layers:
             numbers = turn(numbers, *_tables(turns, shape.tables[plane], len(stored)))
         _narrow(numbers, stored, shape.dtype)
-
-
-def wide(stored: NDArray[Any], dtype: str) -> Numbers:
-    """The numbers of these words."""
-    if dtype == "bfloat16":
-        return (stored.astype("<u4") << 16).view(np.float32)
-    return stored.view("<f2" if dtype == "float16" else "<f4").astype(np.float32)
 
 
 def _narrow(numbers: Numbers, stored: NDArray[Any], dtype: str) -> None:

@@ -1,5 +1,4 @@
-"""Converts rows of whole numbers to codes of asymmetric numeral systems and back, in numpy: does what `rows.c` does, if
-nothing was compiled.
+"""Converts rows of whole numbers to codes of asymmetric numeral systems and back, in numpy: does what `rows.c` does.
 
 docs/formats/kvtc.md specifies the bytes.
 """
@@ -9,31 +8,31 @@ from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
+from kv_codecs.kernels import Bytes, Rows
+from kv_codecs.row_codes import (
+    DAMAGED,
+    ESCAPED,
+    LANES,
+    MEAN_UNIT,
+    ROW_LANES,
+    UNIT_TOKENS,
+    ZERO_SYMBOL,
+    RowCodes,
+)
 from kv_tiers.codec import CodecError
 from numpy.typing import NDArray
 
-from kv_codecs.kernels import Bytes, Rows
-from kv_codecs.row_codes import ESCAPED, MEAN_UNIT, ZERO_SYMBOL, RowCodes
-
-DAMAGED: Final = "its numbers are damaged"
-_SETS, _LANES = 4, 64
-"""Sets of lanes that take turns, and lanes of a set, which decode a vector of numbers side by side."""
-_TOGETHER: Final = 4
-"""Rows that are coded together; of each, a vector has the numbers of 16 tokens."""
-_ROW_LANES: Final = _LANES // _TOGETHER
-_UNIT_TOKENS: Final = 256
+_SETS: Final = 4
+"""Sets of lanes that take turns."""
+_TOGETHER: Final = LANES // ROW_LANES
+"""Rows that are coded together."""
 _ALL_ZERO: Final = 255
 _LEAST: Final = 256
 """The least state of a lane, and its last one."""
-_LOW_BYTES: Final = _LANES // 8
+_LOW_BYTES: Final = LANES // 8
 """Of one bit of each lane."""
-_ORDER: Final = np.concatenate((np.arange(0, _LANES, 2), np.arange(1, _LANES, 2)))
+_ORDER: Final = np.concatenate((np.arange(0, LANES, 2), np.arange(1, LANES, 2)))
 """The order in which the lanes of a set read a byte of the stream each."""
-
-
-def unit_numbers(tokens: int) -> int:
-    """How many numbers share a code, to whole vectors of this many tokens."""
-    return max(1, _UNIT_TOKENS // tokens) * _LANES * -(-tokens // _ROW_LANES)
 
 
 def encode_rows(rows: Rows, channels: int, codes: RowCodes, out: Bytes) -> int | None:
@@ -74,7 +73,7 @@ def decode_rows(payload: Bytes, channels: int, codes: RowCodes, rows: Rows) -> N
         CodecError: these are not the bytes of this many rows.
     """
     layout = _Layout(rows.shape[0], rows.shape[1], channels)
-    stream_at = layout.units + 2 * _SETS * _LANES
+    stream_at = layout.units + 2 * _SETS * LANES
     if payload.size < stream_at:
         raise CodecError(DAMAGED)
     unit_codes, states, stream = np.split(payload, (layout.units, stream_at))
@@ -111,11 +110,11 @@ class _Layout:
     @property
     def of_fours(self) -> int:
         """Vectors of four rows."""
-        return -(-self.tokens // _ROW_LANES)
+        return -(-self.tokens // ROW_LANES)
 
     @property
     def unit_fours(self) -> int:
-        return max(1, _UNIT_TOKENS // self.tokens)
+        return max(1, UNIT_TOKENS // self.tokens)
 
     @property
     def units(self) -> int:
@@ -128,15 +127,15 @@ class _Layout:
 
     def vectors(self, rows: NDArray[Any]) -> NDArray[np.int32]:
         """[vectors, lanes]: four rows' numbers of a token side by side."""
-        shape = (self.blocks, _TOGETHER * self.fours, _ROW_LANES * self.of_fours)
+        shape = (self.blocks, _TOGETHER * self.fours, ROW_LANES * self.of_fours)
         padded = np.zeros(shape, np.int32)
         padded[:, : self.channels, : self.tokens] = rows.reshape(self.blocks, self.channels, self.tokens)
-        apart = padded.reshape(-1, _TOGETHER, self.of_fours, _ROW_LANES)
-        return apart.transpose(0, 2, 3, 1).reshape(-1, _LANES)
+        apart = padded.reshape(-1, _TOGETHER, self.of_fours, ROW_LANES)
+        return apart.transpose(0, 2, 3, 1).reshape(-1, LANES)
 
     def fill(self, vectors: NDArray[np.int32], rows: Rows) -> None:
         """The reverse of `vectors`."""
-        together = vectors.reshape(-1, self.of_fours, _ROW_LANES, _TOGETHER).transpose(0, 3, 1, 2)
+        together = vectors.reshape(-1, self.of_fours, ROW_LANES, _TOGETHER).transpose(0, 3, 1, 2)
         padded = together.reshape(self.blocks, _TOGETHER * self.fours, -1)
         rows.reshape(self.blocks, self.channels, self.tokens)[:] = padded[:, : self.channels, : self.tokens]
 
@@ -174,7 +173,7 @@ def _put_low_bits(stream: Bytes, starts: NDArray[np.int64], low_bits: Bytes, num
 
 
 def _low_bits_at(stream: Bytes, starts: NDArray[np.int64], low_bits: Bytes) -> NDArray[np.int32]:
-    numbers = np.zeros((low_bits.size, _LANES), np.int32)
+    numbers = np.zeros((low_bits.size, LANES), np.int32)
     for bit in range(int(low_bits.max(initial=0))):
         has = np.flatnonzero(low_bits > bit)
         packed = stream[(starts[has] + _LOW_BYTES * bit)[:, None] + np.arange(_LOW_BYTES)]
@@ -184,9 +183,9 @@ def _low_bits_at(stream: Bytes, starts: NDArray[np.int64], low_bits: Bytes) -> N
 
 def _turns(values: NDArray[Any]) -> NDArray[Any]:
     """[turns, sets, lanes in the order in which they read]: a vector for each set, and none for the last ones."""
-    padded = np.zeros((-len(values) % _SETS + len(values), _LANES), values.dtype)
+    padded = np.zeros((-len(values) % _SETS + len(values), LANES), values.dtype)
     padded[: len(values)] = values[:, _ORDER]
-    return padded.reshape(-1, _SETS, _LANES)
+    return padded.reshape(-1, _SETS, LANES)
 
 
 def _encoded(
@@ -198,7 +197,7 @@ def _encoded(
     shares = _turns(codes.shares[vector_codes[:, None], symbols].astype(np.int32))
     starts = _turns(codes.starts[vector_codes[:, None], symbols].astype(np.int32))
     has_number = _turns(active)
-    states = np.full((_SETS, _LANES), _LEAST, np.int32)
+    states = np.full((_SETS, LANES), _LEAST, np.int32)
     written, written_bytes = np.zeros(has_number.shape, np.bool_), np.zeros(has_number.shape, np.uint8)
     for turn in reversed(range(len(has_number))):
         has = has_number[turn]
@@ -210,7 +209,7 @@ def _encoded(
         states = np.where(has, (whole << 8) + rest + starts[turn], states)
     count = len(symbols)
     first = states.astype("<u2").reshape(-1).view(np.uint8)
-    return first, written.reshape(-1, _LANES)[:count], written_bytes.reshape(-1, _LANES)[:count]
+    return first, written.reshape(-1, LANES)[:count], written_bytes.reshape(-1, LANES)[:count]
 
 
 def _decoded(
@@ -221,7 +220,7 @@ def _decoded(
     coded: the states that lanes begin with, and the stream. low_bits: of each vector.
     """
     (first, stream), at = coded, 0
-    states = first.view("<u2").astype(np.int32).reshape(_SETS, _LANES)
+    states = first.view("<u2").astype(np.int32).reshape(_SETS, LANES)
     has_number = _turns(active)
     its_codes = _turns(np.broadcast_to(vector_codes[:, None], active.shape).astype(np.intp))
     low_sizes = np.zeros((len(has_number), _SETS), np.int64)
@@ -246,6 +245,6 @@ def _decoded(
         states[reads] = states[reads] << 8 | stream[places]
     if at != stream.size or (states != _LEAST).any():
         raise CodecError(DAMAGED)
-    count, back = len(active), np.empty((len(symbols) * _SETS, _LANES), np.uint8)
-    back[:, _ORDER] = symbols.reshape(-1, _LANES)
+    count, back = len(active), np.empty((len(symbols) * _SETS, LANES), np.uint8)
+    back[:, _ORDER] = symbols.reshape(-1, LANES)
     return back[:count], starts.reshape(-1)[:count], escapes_at.reshape(-1)[:count]
