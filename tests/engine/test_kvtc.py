@@ -256,7 +256,7 @@ def test_a_trained_model_answers_nearly_the_same_from_a_sixth_of_the_bytes(
         tokenizer = engine.llm.get_tokenizer()
         prompts = [
             [*tokenizer.encode((ROOT / document).read_text(encoding="utf-8"))[:1040], *tokenizer.encode(question)]
-            for document in ("README.md", "ARCHITECTURE.md")
+            for document in ("README.md", "docs/observability.md")
             for question in ("\n\nIn short, this document", "\n\nThe most important term is")
         ]
         engine.ask_in_turn(prompts, 1)

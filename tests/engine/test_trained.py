@@ -14,7 +14,7 @@ from kv_connect.engine import engines
 
 ROOT = Path(__file__).parents[2]
 MADE = ROOT / ".venvs" / "trained" / "models"
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "docs/settings.md")
+DOCUMENTS = ("docs/observability.md", "docs/contracts/vllm.md", "docs/settings.md")
 QUESTIONS = ("What is a chunk?", "How many tokens has a chunk by default?", "What happens after a failure?")
 TOKENS = 2100
 NEW_TOKENS = 16
