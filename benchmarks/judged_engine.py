@@ -157,7 +157,8 @@ def rows_of(model: str, most: int, tokens: int) -> list[Row]:
     from kv_codecs.judge.roundtrip import FirstParts, RoundTrip, Trip
     from kv_testing.throttled import offer
 
-    text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/settings.md", "docs/observability.md"))
+    pages = (ROOT / "docs" / "settings.md", ROOT / "docs" / "observability.md")
+    text = "\n\n".join(page.read_text(encoding="utf-8") for page in pages)
     other_text = (ROOT / "docs" / "contracts" / "vllm.md").read_text(encoding="utf-8")
     # The judge stores all of a context but its last token.
     windows = Windows(CONTEXT_TOKENS + 1, tokens, greedy_tokens=1, most=most)

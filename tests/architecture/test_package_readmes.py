@@ -1,0 +1,35 @@
+"""What each package's README shows in Python runs as it stands, in a process of its own."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+READMES = sorted(ROOT.glob("packages/*/README.md"))
+ENGINES = ("vllm", "sglang")
+
+
+def shown(readme: Path) -> str:
+    """The README's Python, one block after the other."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_the_readmes_python_runs(readme: Path, tmp_path: Path) -> None:
+    code = shown(readme)
+    assert code, f"{readme} has no example in Python"
+    for engine in ENGINES:
+        if re.search(rf"^(?:import|from) {engine}\b", code, re.MULTILINE) and find_spec(engine) is None:
+            pytest.skip(f"{engine} is not installed here")
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_every_package_has_one() -> None:
+    assert len(READMES) == len(list(ROOT.glob("packages/*/pyproject.toml")))
