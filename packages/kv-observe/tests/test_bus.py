@@ -501,8 +501,17 @@ def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> 
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"cache", "le"}
         exposed[name] = (family.type, labels)
-    rows = re.findall(r"^\| `(kv_[a-z_]+)` \| ([a-z]+) \|([a-z, ]*)\|", PAGE, re.MULTILINE)
-    listed = {name: (kind, set(filter(None, labels.replace(" ", "").split(",")))) for name, kind, labels in rows}
+    rows = re.findall(r"^\| `(kv_[a-z_]+)` \|([a-z, ]*)\|", PAGE, re.MULTILINE)
+    (said,) = re.findall(r"are counters, (.*?) histograms, all others gauges", PAGE)
+    kinds = dict.fromkeys(re.findall(r"`(kv_\w+)`", said), "histogram")
+    listed = {
+        name: (
+            "counter" if name.endswith("_total") else kinds.get(name, "gauge"),
+            set(filter(None, labels.replace(" ", "").split(","))),
+        )
+        for name, labels in rows
+    }
+    assert len(rows) == len(listed)
     assert listed == exposed
     tower.close()
     bus.close()
