@@ -16,7 +16,7 @@ SOURCE = "\n".join(path.read_text() for path in sorted(ROOT.glob("packages/*/src
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_word_is_defined_where_the_glossary_says(row: list[str]) -> None:
-    word, meaning, in_code, _ = row
+    word, meaning, in_code = row
     names = re.findall(r"`(\w+)`", in_code)
     assert word and meaning and names
     for name in names:
