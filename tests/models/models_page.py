@@ -2,18 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
+USUAL_DTYPE: Final = "float32"
+AS_IT_SHOULD_BE: Final = "equal"
+"""In one word: the tokens are equal in every phase, and differ in the control for each group or cache."""
+CONTROL: Final = "differs for each"
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
 @dataclass(frozen=True)
 class Table:
-    """One engine's. It lies between two marks that say its `name`."""
+    """One engine's. It lies between two marks that say its `name`.
+
+    columns: what stands in a cell of its own.
+    phases: what is one cell together, the last of them the control.
+    """
 
     name: str
     columns: tuple[str, ...]
+    phases: tuple[str, ...]
 
     @property
     def begin(self) -> str:
@@ -25,12 +35,14 @@ class Table:
 
     @property
     def head(self) -> str:
-        names = ("model", "dtype", *self.columns)
+        names = ("model", *self.columns, "tokens")
         return f"| {' | '.join(names)} |\n" + "|---" * len(names) + "|\n"
 
 
-VLLM: Final = Table("rows", ("groups", "chunk", "cold", "warm", "disk", "restart", "half forgotten", "control"))
-SGLANG: Final = Table("SGLang's rows", ("pools", "page", "cold", "warm", "at once", "restart", "calls fail", "control"))
+VLLM: Final = Table("rows", ("groups", "chunk"), ("cold", "warm", "disk", "restart", "half forgotten", "control"))
+SGLANG: Final = Table(
+    "SGLang's rows", ("pools", "page"), ("cold", "warm", "at once", "restart", "calls fail", "control")
+)
 
 
 @dataclass(frozen=True)
@@ -46,23 +58,33 @@ class Row:
     shown: Mapping[str, str] = field(default_factory=dict)
 
     def to_text(self, table: Table = VLLM) -> str:
-        for why in ("cannot", "left alone"):
+        name = self.name if self.dtype == USUAL_DTYPE else f"{self.name}, {self.dtype}"
+        for why, said in _NOT_RUN.items():
             if why in self.shown:
-                said = "not run here" if why == "cannot" else "left alone"
-                return (
-                    f"| {self.name} | {self.dtype} | {said}: {self.shown[why]} |"
-                    + " |" * (len(table.columns) - 1)
-                    + "\n"
-                )
-        return f"| {self.name} | {self.dtype} | " + " | ".join(self.shown[column] for column in table.columns) + " |\n"
+                return f"| {name} | {said}: {self.shown[why]} |" + " |" * len(table.columns) + "\n"
+        found = {phase: self.shown[phase] for phase in table.phases}
+        usual = dict.fromkeys(table.phases, AS_IT_SHOULD_BE) | {table.phases[-1]: CONTROL}
+        tokens = AS_IT_SHOULD_BE if found == usual else "; ".join(f"{phase}: {is_so}" for phase, is_so in found.items())
+        return "| " + " | ".join([name, *(self.shown[column] for column in table.columns), tokens]) + " |\n"
 
     @classmethod
     def from_text(cls, line: str, table: Table = VLLM) -> "Row":
-        name, dtype, *cells = [cell.strip() for cell in line.strip().strip("|").split(" |")]
-        for why, said in (("cannot", "not run here"), ("left alone", "left alone")):
+        named, *cells = [cell.strip() for cell in line.strip().strip("|").split(" |")]
+        name, _, dtype = named.partition(", ")
+        dtype = dtype or USUAL_DTYPE
+        for why, said in _NOT_RUN.items():
             if cells[0].startswith(f"{said}: "):
                 return cls(name, dtype, {why: cells[0].removeprefix(f"{said}: ")})
-        return cls(name, dtype, dict(zip(table.columns, cells, strict=True)))
+        shown = dict(zip(table.columns, islice(cells, len(table.columns)), strict=True))
+        tokens = cells[len(table.columns)]
+        if tokens == AS_IT_SHOULD_BE:
+            phases = dict.fromkeys(table.phases, AS_IT_SHOULD_BE) | {table.phases[-1]: CONTROL}
+        else:
+            phases = dict(said.split(": ", 1) for said in tokens.split("; "))
+        return cls(name, dtype, {**shown, **phases})
+
+
+_NOT_RUN: Final = {"cannot": "not run here", "left alone": "left alone"}
 
 
 def read_rows(table: Table = VLLM) -> dict[str, Row]:
