@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/layout.md: the table of folders, and the files that a chunk passes.
+"""Writes the generated parts of docs/layout.md: the list of folders, and the files that a chunk passes.
 
     python scripts/layout_page.py [--write]
 
@@ -64,9 +64,8 @@ def name_of(folder: Path) -> str:
     return folder.as_posix().rpartition("/src/")[2]
 
 
-def table_of_folders() -> str:
-    rows = [f"| `{name_of(folder)}` | {lines_of(folder):,} | {sentence_of(folder)} |" for folder in folders()]
-    return "\n".join(["| folder | lines | what it is |", "|---|---|---|", *rows]) + "\n"
+def list_of_folders() -> str:
+    return "".join(f"- `{name_of(folder)}` ({lines_of(folder):,}): {sentence_of(folder)}\n" for folder in folders())
 
 
 def folder_of(file: str) -> str:
@@ -91,7 +90,7 @@ def between(text: str, name: str) -> str:
 
 def written(text: str) -> str:
     """The page's text with its generated parts as they should be."""
-    for name, made in (("folders", table_of_folders()), ("passed", files_passed())):
+    for name, made in (("folders", list_of_folders()), ("passed", files_passed())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)
         text = before + begin + made + end + rest.partition(end)[2]
@@ -102,7 +101,7 @@ def differences(page: str, made: str) -> list[str]:
     """Lines of the pages that differ by more than numbers of lines may."""
 
     def parted(text: str) -> tuple[list[str], list[int]]:
-        number = re.compile(r"(?<=` \| )([\d,]+)(?= \|)")
+        number = re.compile(r"(?<=` \()[\d,]+(?=\): )")
         counts = [int(found.replace(",", "")) for found in number.findall(text)]
         return number.sub("…", text).splitlines(), counts
 
@@ -111,7 +110,7 @@ def differences(page: str, made: str) -> list[str]:
     if not found and said != is_so:
         found = ["the order of lines"]
     if len(said_lines) == len(lines):
-        names = [line.split("`")[1] for line in is_so if line.endswith(" |") and "`" in line]
+        names = [line.split("`")[1] for line in is_so if line.startswith("- `")]
         for name, old, new in zip(names, said_lines, lines, strict=True):
             if abs(old - new) > max(50, MAY_DIFFER * new):
                 found.append(f"{name}: {old:,} lines on the page, {new:,} in the folder")

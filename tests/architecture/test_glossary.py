@@ -6,16 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs/glossary.md").read_text().splitlines()
-    if line.startswith("| ") and not line.startswith("| word ")
-]
+ROWS = re.findall(r"^- \*\*(.+?)\*\*: (.+)\. (`.+`)$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
 SOURCE = "\n".join(path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py")))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_word_is_defined_where_the_glossary_says(row: list[str]) -> None:
+def test_a_word_is_defined_where_the_glossary_says(row: tuple[str, str, str]) -> None:
     word, meaning, in_code = row
     names = re.findall(r"`(\w+)`", in_code)
     assert word and meaning and names

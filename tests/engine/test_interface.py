@@ -48,7 +48,7 @@ def described(member: Any) -> str:
 
 def test_the_table_of_hooks_is_vllms_and_says_which_are_ours() -> None:
     page = (Path(__file__).parents[2] / "docs" / "contracts" / "vllm.md").read_text()
-    rows = re.findall(r"^\| `(\w+)(\([^)]*\))`(?: \(from (\S+)\))? \| (used|left) \|", page, re.MULTILINE)
+    rows = re.findall(r"^- `(\w+)(\([^)]*\))`(?: \(from (\S+)\))? (used|left): ", page, re.MULTILINE)
     here = Version(version)
     said = [(name, parameters, how) for name, parameters, since, how in rows if here >= Version(since or "0")]
     hooks = {

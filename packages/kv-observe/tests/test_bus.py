@@ -462,7 +462,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
 
 
 def test_the_page_lists_every_event_and_no_other() -> None:
-    listed = re.findall(r"^\| `([A-Z][A-Za-z]+)` \|", PAGE, re.MULTILINE)
+    listed = re.findall(r"^- `([A-Z][A-Za-z]+)`: ", PAGE, re.MULTILINE)
     assert listed == [kind.__name__ for kind in get_args(events.Event)]
 
 
@@ -501,7 +501,7 @@ def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> 
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"cache", "le"}
         exposed[name] = (family.type, labels)
-    rows = re.findall(r"^\| `(kv_[a-z_]+)` \|([a-z, ]*)\|", PAGE, re.MULTILINE)
+    rows = re.findall(r"^- `(kv_[a-z_]+)`(?: \{([a-z, ]+)\})?(?:: |$)", PAGE, re.MULTILINE)
     (said,) = re.findall(r"are counters, (.*?) histograms, all others gauges", PAGE)
     kinds = dict.fromkeys(re.findall(r"`(kv_\w+)`", said), "histogram")
     listed = {

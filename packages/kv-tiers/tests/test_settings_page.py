@@ -21,7 +21,7 @@ from kv_tiers.tiers.redis import RedisConfig
 from kv_tiers.tiers.shared_fs import SharedFsConfig
 
 PAGE = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
-ROW = re.compile(r"^\| ((?:`[\w.]+`(?:, )?)+) \| [^|]+ \| (?:`([^|]*)`|required) \|$", re.MULTILINE)
+ROW = re.compile(r"^- ((?:`[\w.]+`(?:, )?)+) \((?:`([^`]*)`|required)\): .+$", re.MULTILINE)
 REQUIRED: dict[str, object] = {
     "directory": "/d",
     "capacity_bytes": 1 << 30,
