@@ -1,7 +1,7 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-packages test-engine test-next test-sglang test-slow test-engines test-long test-deep test-gpu test-trained lint bench bench-engine bench-gpu bench-ttft bench-hooks bench-hook-times bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
-  wheels format clean
+  wheels pages format clean
 unexport PYTHONDONTWRITEBYTECODE
 
 WORKSPACE := .venv/bin
@@ -156,6 +156,11 @@ bench-peer: ## side by side with LMCache, which is installed into an environment
 wheels: ## of all packages, into dist, with links to where they are published (URL=https://…)
 	@scripts/setup.sh workspace
 	$(WORKSPACE)/python scripts/wheels.py --url "$(URL)"
+
+pages: ## write the parts of the documents that are made from the code and from benchmarks/results
+	@scripts/setup.sh workspace
+	$(WORKSPACE)/python scripts/layout_page.py --write
+	$(WORKSPACE)/python scripts/performance_tables.py --write
 
 format: ## let ruff put the formatting right
 	@scripts/setup.sh workspace

@@ -38,7 +38,7 @@ LAYERS, TOKENS, CHANNELS = 16, 256, 512
 """Of one part: an 8 MiB chunk of bfloat16."""
 LEAST_RATIO = {"bfloat16": 1.4, "float16": 1.1, "float32": 1.15}
 LEAST_ENCODE_GBS, LEAST_DECODE_GBS = 0.8, 2.0
-"""Of bfloat16; README says what is reached."""
+"""Of bfloat16; docs/performance.md says what is reached."""
 LEAST_INT8_GBS = 5.0
 HEADS, HEAD_DIM = 4, 128
 
