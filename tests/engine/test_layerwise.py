@@ -16,6 +16,7 @@ from kv_core.testing import key_chain
 from kv_cuda import CpuCopier
 from kv_server.process import ServerProcess, launch
 from kv_server.remote_cache import RemoteCache
+from kv_testing.cache_servers import lose
 from kv_testing.connect import QueuedCopier, QueuedCopy
 from kv_testing.wait import until
 from kv_tiers.settings import load
@@ -409,10 +410,7 @@ def test_a_server_that_has_lost_its_client_leaves_the_bytes_where_they_are(
         oracle.submit("a", [*SHARED[:330], 9], 3)
 
         def lost_and_replaced() -> None:
-            assert cache._link.connection is not None
-            cache._link.connection.close()
-            cache._link.lose("for the test")
-            cache._link.back_off(1000)
+            lose(cache)
             until(lambda: other.counts().read_leases == (1 if lasts else 0))
             greedy = other.begin_store(key_chain(slots), "greedy")
             assert (len(greedy.keys) == slots) is not lasts

@@ -20,6 +20,7 @@ from kv_core.testing import key_chain
 from kv_cuda import CpuCopier
 from kv_server.process import ServerProcess, launch
 from kv_server.remote_cache import RemoteCache
+from kv_testing.cache_servers import lose
 from kv_testing.connect import QueuedCopier, QueuedCopy
 from kv_testing.wait import until
 from oracle_of_ranks import OracleOfRanks
@@ -237,10 +238,7 @@ def test_a_server_that_has_lost_the_scheduler_leaves_the_bytes_where_they_are(
         oracle.submit("a", PROMPT, 3)
 
         def lost_and_replaced() -> None:
-            assert cache._link.connection is not None
-            cache._link.connection.close()
-            cache._link.lose("for the test")
-            cache._link.back_off(1000)
+            lose(cache)
             until(lambda: other.counts().read_leases == (1 if lasts else 0))
             greedy = other.begin_store(key_chain(slots), "greedy")
             for extent in greedy.extents:

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engines import Answer
+    from nursery import Nursery
 
 STANDINS = Path(__file__).parent / "standins"
 if importlib.util.find_spec("sglang") is None:
@@ -37,6 +40,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     directory: Path = tmp_path_factory.mktemp("tiny-llama")
     return str(TinyLlama().write(directory))
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Nursery]":
+    """They start without the half minute of importing SGLang."""
+    from nursery import nursery
+
+    with nursery(tmp_path_factory.mktemp("engines")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

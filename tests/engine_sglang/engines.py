@@ -13,6 +13,7 @@ from kv_sglang.cli import engine_arguments
 from kv_testing.wait import until
 from kv_tiers.pool.directory import nbytes_for
 from kv_tiers.pool.host_pool import pool_path
+from PIL import Image
 
 PAGE = 16
 NEW_TOKENS = 8
@@ -63,13 +64,24 @@ class Engine:
 
         custom_params: of the requests. arguments: more of them for `sglang.Engine.generate`.
         """
+        return self._ask(custom_params, input_ids=[list(prompt) for prompt in prompts], **arguments)
+
+    def ask_about(self, questions: Sequence[dict[str, Any]]) -> list[Answer]:
+        """One after the other, the engine's own two caches emptied in between: `prompt`, a text in which
+        `image`, a picture drawn from this number, has its place; and more for `sglang.Engine.generate`."""
+        answers, hits = [], []
+        for question in questions:
+            self.flush()
+            pixels = np.random.default_rng(question["image"]).integers(0, 255, (112, 112, 3), dtype=np.uint8)
+            more = {name: [given] for name, given in question.items() if name not in ("image", "prompt")}
+            answers += self._ask(None, prompt=[question["prompt"]], image_data=[Image.fromarray(pixels)], **more)
+            hits += self.hits
+        self.hits = hits
+        return answers
+
+    def _ask(self, custom_params: dict[str, Any] | None, **arguments: Any) -> list[Answer]:
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "custom_params": custom_params}
-        outputs = self.inner.generate(
-            input_ids=[list(prompt) for prompt in prompts],
-            sampling_params=sampling,
-            return_logprob=True,
-            **arguments,
-        )
+        outputs = self.inner.generate(sampling_params=sampling, return_logprob=True, **arguments)
         details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
         self.hits = [detail.get(self._ours, 0) for detail in details]
         return [

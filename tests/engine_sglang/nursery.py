@@ -19,7 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from engines import Answer
 
 _READY: Final = "READY"
 
@@ -43,6 +46,15 @@ class Ran:
         found = re.search(r"^[\w.]+(Error|Exception)\b.*", self.log, re.MULTILINE)
         return found[0] if found else "it ended without a word"
 
+    def answered(self, step: int) -> "list[Answer]":
+        from engines import Answer
+
+        return [Answer(tuple(each["tokens"]), tuple(each["logprobs"])) for each in self.answers[step]]
+
+    def hits(self, step: int) -> list[int]:
+        """How many tokens of each prompt came from our storage."""
+        return [each["hits"] for each in self.answers[step]]
+
 
 class Nursery:
     """Runs one engine after the other."""
@@ -59,15 +71,19 @@ class Nursery:
         *,
         cache: dict[str, Any] | None = None,
         within_s: float = 240,
+        faults: Mapping[str, Sequence[Any]] | None = None,
         **arguments: Any,
     ) -> Ran:
         """steps: `{"ask": prompts}`, one after the other with the engine's own caches emptied in between;
-        `{"ask_at_once": prompts}`; `{"scale": [host pool, factor]}`, as `engines.corrupt`.
+        `{"ask_about": questions}`, likewise of `Engine.ask_about`; `{"ask_at_once": prompts}`; `{"detach": None}`;
+        `{"scale": [host pool, factor]}`, as `engines.corrupt`.
+        faults: functions of `faults` that are called before the engine starts, by name, and what they are given.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._runs += 1
         log, out = self._directory / f"{self._runs}.log", self._directory / f"{self._runs}.json"
         asked = {"model": model, "steps": steps, "cache": cache, "arguments": arguments, "within_s": within_s}
+        asked["faults"] = faults or {}
         print(json.dumps(asked | {"log": str(log), "out": str(out)}), file=self._process.stdin, flush=True)
         status = self._process.stdout.readline().strip()
         assert status, "the process that engines are forked from has ended"
@@ -137,16 +153,23 @@ def _child(asked: dict[str, Any]) -> None:
 
 
 def _run(asked: dict[str, Any]) -> None:
+    import faults
     from engines import corrupt, started
 
+    for name, given in asked["faults"].items():
+        getattr(faults, name)(*given)  # the engine's processes are forked from this one
     with started(asked["model"], cache=asked["cache"], **asked["arguments"]) as engine, open(asked["out"], "w") as out:
         for step in asked["steps"]:
             ((what, given),) = step.items()
             answers = []
             if what == "scale":
                 corrupt(*given)
+            elif what == "detach":
+                engine.flush()
+                engine.detach()
             else:
-                answers = engine.ask_in_turn(given) if what == "ask" else engine.ask(given)
+                ask = {"ask": engine.ask_in_turn, "ask_about": engine.ask_about, "ask_at_once": engine.ask}[what]
+                answers = ask(given)
             done = [
                 {"tokens": answer.tokens, "logprobs": answer.logprobs, "hits": hits}
                 for answer, hits in zip(answers, engine.hits, strict=False)

@@ -8,17 +8,16 @@ with SGLang's own words.
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Answer
 from kv_tiers import HostPool
 from models import BY_NAME
 from models_page import SGLANG, Row, read_rows, write_row
-from nursery import Nursery, Ran, nursery
+from nursery import Nursery, Ran
 from safetensors.torch import load_file, save_file
 from transformers import WhisperFeatureExtractor
 
@@ -147,12 +146,6 @@ class Prompts:
         return self.boundaries + [(len(TOKENS) - 1) // self.page * self.page] * len(self.boundaries)
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with nursery(tmp_path_factory.mktemp("engines")) as made:
-        yield made
-
-
 def written(name: str, directory: Path) -> str:
     BY_NAME[name].write(directory)
     path = directory / "config.json"
@@ -163,14 +156,6 @@ def written(name: str, directory: Path) -> str:
         made = {key: weight * scaled.get(key, 1.0) for key, weight in weights.items()}
         save_file(made, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
-
-
-def answers(ran: Ran, step: int) -> list[Answer]:
-    return [Answer(tuple(each["tokens"]), tuple(each["logprobs"])) for each in ran.answers[step]]
-
-
-def hits(ran: Ran, step: int) -> list[int]:
-    return [each["hits"] for each in ran.answers[step]]
 
 
 @pytest.mark.long
@@ -201,20 +186,20 @@ def test_a_model_that_is_cached(name: str, engines: Nursery, tmp_path: Path) -> 
         assert not ran.failed, f"{ran.error}: {ran.log[-4000:]}"
         return ran
 
-    expected = answers(run(ask, cached=False), 0)
+    expected = run(ask, cached=False).answered(0)
     changes = [({"scale": [each, 0.5]}, control, {"scale": [each, 2.0]}) for each in pools]
     first = run(ask, ask, {"ask_at_once": prompts.all}, *(step for change in changes for step in change))
-    assert hits(first, 0) == prompts.cold_hits
-    assert hits(first, 1) == prompts.warm_hits
+    assert first.hits(0) == prompts.cold_hits
+    assert first.hits(1) == prompts.warm_hits
     second = run(ask)
-    assert hits(second, 0) == prompts.warm_hits
+    assert second.hits(0) == prompts.warm_hits
     # A call is of 128 pages at most, so there are more of them where pages are small.
     rate = "0.3" if row.page > 1 else "0.05"
     failing = run(control, SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE=rate)
-    assert 0 < sum(hits(failing, 0)) < sum(prompts.warm_hits[: len(prompts.boundaries)])
+    assert 0 < sum(failing.hits(0)) < sum(prompts.warm_hits[: len(prompts.boundaries)])
     for number, each in enumerate(pools):
-        changed, step = answers(first, 4 + 3 * number), 4 + 3 * number
-        found = [at for at, tokens in enumerate(hits(first, step)) if tokens]
+        changed, step = first.answered(4 + 3 * number), 4 + 3 * number
+        found = [at for at, tokens in enumerate(first.hits(step)) if tokens]
         assert len(found) >= len(prompts.just_behind) - 1
         assert not [at for at in found if changed[at] == expected[at]], f"{each} is halved, and answers are as before"
     (kept,) = set(re.findall(r"kv-sglang keeps pages of \d+ tokens? \((.*)\)", first.log))
@@ -227,7 +212,7 @@ def test_a_model_that_is_cached(name: str, engines: Nursery, tmp_path: Path) -> 
         ("restart", second, 0),
         ("calls fail", failing, 0),
     ):
-        same = sum(answer == right for answer, right in zip(answers(ran, step), expected, strict=False))
+        same = sum(answer == right for answer, right in zip(ran.answered(step), expected, strict=False))
         asked = len(ran.answers[step])
         shown[way] = "equal" if same == asked else f"{same} of {asked} equal"
     _hold(Row(name, "float32", shown))

@@ -54,11 +54,18 @@ def peers_at(*addresses: str, **options: object) -> list[dict[str, object]]:
 
 
 def serve(
-    ending: ExitStack, home: Path, port: int, *others: int, slots: int = 32, disk: bool = False, **options: object
+    ending: ExitStack,
+    home: Path,
+    port: int,
+    *others: int,
+    slots: int = 32,
+    disk: bool = False,
+    disk_chunks: int = 200,
+    **options: object,
 ) -> ServerProcess:
     """A server in its own process, whose peers are at these ports."""
     home.mkdir(mode=0o700, exist_ok=True)
-    config = settings_for(home, slots, disk=disk)
+    config = settings_for(home, slots, disk=disk, disk_chunks=disk_chunks)
     tiers = [*config.get("tiers", ()), *peers_at(*(f"127.0.0.1:{other}" for other in others))]  # type: ignore[misc]
     settings = {**config, "tiers": tiers, "peers": {"listen": f"127.0.0.1:{port}", **options}}
     server = launch(settings, socket=home / "s")
@@ -214,6 +221,44 @@ def test_the_most_recent_are_moved_where_a_peer_has_room_for_a_part_or_bytes_are
     ask_server(one / "s", wire.Drain(False, 1.0, None), timeout_s=10.0)
     (cache,) = report_of(two / "s").caches
     assert cache.counts.chunks_evicted == 8  # the two prompts of its own that were used least recently
+
+
+def test_a_peer_with_a_disk_takes_more_than_half_of_its_pool(ending: ExitStack, tmp_path: Path) -> None:
+    """Through half of its pool onto its disk. What it uses itself stays in the pool."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    leaving = serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0], slots=8, disk=True)
+    other = join_server(two)
+    ending.callback(other.close)
+    own = key_chain(4, branch="own")
+    store(other, own)
+    filled(ending, one, PROMPTS)
+    assert drained(one) == DrainState("drained", chunks=24, moved=24, moved_bytes=24 * CHUNK_BYTES)
+    assert other.lookup(own, "asker").chunks == 4, "without a promotion"
+    other.end("asker")
+    leaving.stop()
+    until(lambda: on_disk(two) == 28)
+    for keys in PROMPTS:
+        assert held(other, keys) == 4 and read(other, keys)
+
+
+def test_a_peer_whose_disk_is_full_takes_half_of_its_pool(ending: ExitStack, tmp_path: Path) -> None:
+    """Else what is on the disk would have to leave it. Its own chunk that is only there is still found."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    ports = free_port(), free_port()
+    serve(ending, one, ports[0], ports[1])
+    serve(ending, two, ports[1], ports[0], slots=8, disk=True, disk_chunks=16)
+    other = join_server(two)
+    ending.callback(other.close)
+    own = [key_chain(4, branch=f"own {number}") for number in range(5)]
+    for number, keys in enumerate(own, 1):
+        store(other, keys)
+        until(partial(lambda chunks: on_disk(two) == chunks, min(16, 4 * number)))
+    filled(ending, one, PROMPTS)
+    state = drained(one)
+    assert state.moved == 4 and state.refused == 20 and "no more room" in state.why
+    assert held(other, own[-1]) == held(other, own[-2]) == 4
 
 
 def test_what_only_its_disk_has_is_moved_after_the_pool(ending: ExitStack, tmp_path: Path) -> None:

@@ -9,14 +9,16 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from kv_core.errors import TierDown
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, ServerConfig, ServerProcess, launch, wire
 from kv_server import connections as connections_module
 from kv_server import orphans as orphans_module
 from kv_server.server import CacheServer
-from kv_testing.cache_servers import join_at, report_of
+from kv_testing.cache_servers import join_at, lose, report_of
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import line, until
 from kv_tiers.config import HostConfig
@@ -100,21 +102,23 @@ def test_what_a_call_reserved_whose_answer_was_lost_is_given_back(
 ) -> None:
     """That call had reconnected, and no other one follows."""
     writer, other = join_at(server.socket), join_at(server.socket)
-    cut(writer)
-    writer.counts()  # it notices
-    reconnected, catch_up = threading.Event(), writer._link._on_reconnected
+    lose(writer)
+    asked, catch_up = threading.Event(), writer._link._on_reconnected
+
+    def receive(timeout_s: float) -> NoReturn:
+        asked.set()
+        raise TierDown("the answer is lost")
 
     def hear_nothing_more() -> None:
         catch_up()
-        assert writer._link.connection is not None
-        writer._link.connection._socket.shutdown(socket.SHUT_RD)
-        reconnected.set()
+        monkeypatch.setattr(writer._link.connection, "receive", receive)
 
     monkeypatch.setattr(writer._link, "_on_reconnected", hear_nothing_more)
+    writer._link.back_off(0)
 
     def is_lost() -> bool:
         assert not writer.begin_store(key_chain(4), "w").keys
-        return reconnected.is_set()
+        return asked.is_set()
 
     until(is_lost)
     monkeypatch.undo()
@@ -140,16 +144,16 @@ def test_what_it_still_writes_stays_its_own(server: ServerProcess) -> None:
 def test_one_that_is_closed_without_its_connection_gives_everything_back(server: ServerProcess) -> None:
     writer, other = join_at(server.socket), join_at(server.socket)
     assert writer.begin_store(key_chain(SLOTS), "w").keys
-    cut(writer)
+    lose(writer)
     until(lambda: report_of(server.socket).orphans == 1)
-    writer.counts()  # it notices
+    writer._link.back_off(0)
     writer.close()
     until(lambda: other.counts().slots_used == 0)
     other.close()
 
 
 def test_another_server_is_not_met_behind_the_engines_back(tmp_path: Path) -> None:
-    """Its pool is exchanged for the old one's only in a call, when nobody copies."""
+    """It is registered with, but its pool is exchanged for the old one's only in a call, when nobody copies."""
     home = Path(tempfile.mkdtemp(dir=tmp_path)) / "s"
     settings = {"host": {"capacity_bytes": SLOTS * slot_bytes_for(CHUNK_BYTES)}}
     first = launch(settings, socket=home / "kv.sock")
@@ -160,12 +164,11 @@ def test_another_server_is_not_met_behind_the_engines_back(tmp_path: Path) -> No
     first.stop()
     cache.commit(lease)  # it notices
     second = launch(settings, socket=home / "kv.sock")
-    returning = cache._returning
-    assert returning is not None
-    returning.join(30)
-    assert not returning.is_alive() and not pools
-    until(lambda: cache.begin_store(key_chain(2), "w").keys)
-    assert len(pools) == 1
+    until(lambda: report_of(second.socket).sessions, 30)
+    until(lambda: cache._link.is_registered)
+    assert not pools and cache.generation == 0
+    assert cache.begin_store(key_chain(2), "w").keys
+    assert len(pools) == cache.generation == 1
     cache.close()
     second.stop()
 
@@ -266,8 +269,9 @@ def test_one_that_may_be_writing_still_is_named_in_the_log(
 ) -> None:
     writer = RemoteCache(within.socket_path, group_bytes=(CHUNK_BYTES,), fingerprint="f")
     assert len(writer.begin_store(key_chain(3), "w").keys) == 3
-    cut(writer)  # and it makes no call that would tell it so
+    lose(writer)
     until(lambda: "copying 3 chunks, and has not reconnected" in caplog.text, 30)
     assert f"process {os.getpid()} " in caplog.text
     assert len(within.submit(within.report).result(10).sessions) == 0
+    writer._link.back_off(0)
     writer.close()

@@ -34,8 +34,10 @@ from kv_server.mapped import MappedPool
 from kv_testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,
+    die,
     fill,
     held,
+    lose,
     raw_session,
     read,
     register,
@@ -122,15 +124,15 @@ def test_a_client_that_may_open_no_more_descriptors_finds_nothing_until_it_may(
     """An exception would end up in the engine's hook, which turns the cache off for good."""
     cache, keys = served.join(), key_chain(2)
     store(cache, keys)
-    assert cache._link.connection is not None
-    cache._link.connection.close()
 
     def none_left(*_: object) -> NoReturn:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
         patch.setattr(connection_module, "socket", SimpleNamespace(**{**vars(socket), "socket": none_left}))
-        for _ in range(2):  # the first finds the connection lost, the second would connect
+        with cache._lock:
+            cache._link.lose("for the test")
+        for _ in range(2):
             assert cache.lookup(keys, "r").ended is Ended.REFUSED
         assert not cache.begin_store(key_chain(1, branch="new"), "w").keys
     until(lambda: cache.lookup(keys, "r").ended is Ended.ALL_HELD)
@@ -142,14 +144,14 @@ def test_who_lost_only_the_connection_may_still_be_writing(served: ThreadedServe
     writer, other = served.join(), served.join()
     keys = key_chain(5)
     kept, lost = writer.begin_store(keys[:3], "w"), writer.begin_store(keys, "x")
-    assert writer._link.connection is not None
-    writer._link.connection.close()  # as after a time-out
+    lose(writer)
     until(lambda: served.report().orphans == 1)
     assert other.counts().write_leases == 2
     greedy = other.begin_store(key_chain(8, branch="greedy"), "g")
     assert len(greedy.keys) == 3
     assert set(greedy.extents).isdisjoint(kept.extents + lost.extents)
     fill(writer, kept)
+    writer._link.back_off(0)
     until(lambda: writer.lookup([], "r").ended is Ended.ALL_HELD)
     assert writer.generation == 0
     assert served.report().orphans == 0
@@ -174,8 +176,7 @@ def test_what_is_read_for_good_stays_in_place_without_a_connection(served: Threa
     timed = reader.load(keys, "t")
     assert isinstance(lease, ReadLease) and isinstance(timed, ReadLease)
     before = [bytes(reader.pool.view[extent.offset :][: extent.nbytes]) for extent in lease.extents]
-    assert reader._link.connection is not None
-    reader._link.connection.close()
+    lose(reader)
     until(lambda: served.report().orphans == 1)
     served.clock.advance(10_000)
     other.forget(keys[2:])
@@ -184,14 +185,12 @@ def test_what_is_read_for_good_stays_in_place_without_a_connection(served: Threa
     fill(other, greedy)
     assert [bytes(reader.pool.view[extent.offset :][: extent.nbytes]) for extent in lease.extents] == before
     if returns:
+        reader._link.back_off(0)
         until(lambda: reader.lookup([], "r").ended is Ended.ALL_HELD)
         assert served.report().orphans == 0 and other.counts().read_leases == 1
         assert not reader.release(timed)
         assert not reader.release(lease)  # one of its chunks was forgotten, as the reader may know
     else:
-        with reader._lock:
-            reader._link.lose("for the test")
-            reader._link.back_off(1000)
         assert not reader.release(lease)
         reader._link.back_off(0)
         until(lambda: reader.lookup([], "r").ended is Ended.ALL_HELD)
@@ -375,8 +374,7 @@ def test_what_is_held_is_what_living_clients_hold(deeds: list[tuple[int, str, st
                     writes[who] = [writer for writer in writes[who] if writer != holder]
                 case "die" | "leave":
                     if deed == "die":
-                        assert cache._link.connection is not None
-                        cache._link.connection.close()
+                        die(cache)
                     else:
                         cache.close()
                     reads[who], loads[who], writes[who] = set(), [], []

@@ -1,6 +1,7 @@
 """Servers that go, hang or come back: a miss, and nothing else."""
 
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -8,10 +9,12 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.lookup import Ended
 from kv_core.service import LoadFailed, ReadLease
@@ -19,6 +22,7 @@ from kv_core.testing import key_chain, keys_of
 from kv_server import launch, wire
 from kv_server import remote_cache as client_module
 from kv_server.mapped import MappedPool
+from kv_server.returning import Returning
 from kv_testing.cache_servers import (
     ThreadedServer,
     fill,
@@ -133,6 +137,95 @@ def test_killed_under_load_and_back_with_what_the_disk_has(home: Path) -> None:
     counts = keeper.counts()
     assert counts.read_leases == counts.write_leases == 0
     keeper.close()
+    server.stop()
+
+
+def test_an_idle_client_is_with_the_next_server_and_its_next_lookup_finds_what_the_disk_has(home: Path) -> None:
+    """Nobody calls it while the server is killed and another one started: not the call that would find out."""
+    server = start_server(home, disk=True)
+    pools: list[MappedPool] = []
+    cache = join_server(home, engine="idle", on_new_pool=pools.append)
+    store(cache, key_chain(4))
+    until(lambda: report_of(home / "s").caches[0].tiers[0].chunks == 4)
+    for generation in (1, 2):  # the second one is killed, too, before anything was asked of it
+        kill_server(server)
+        server = start_server(home, disk=True)
+        until(lambda: [session.engine for session in report_of(home / "s").sessions] == ["idle"], 60)
+        until(lambda: cache._link.is_registered, 60)
+        assert not pools and cache.generation == 0, generation
+    plan = cache.lookup(key_chain(4), "r", wait_for_promotion=True)
+    assert plan.ended is Ended.PENDING, "the first lookup is answered by the server"
+    assert pools == [cache.pool]
+    assert held(cache, key_chain(4)) == 4 and read(cache, key_chain(4))
+    cache.close()
+    server.stop()
+
+
+def test_a_client_that_nobody_closes_leaves_nothing_behind(served: ThreadedServer) -> None:
+    """Neither a session at the server nor a thread, though that waits for the end of the connection."""
+    cache = served.join()
+    returning = cache._returning
+    assert returning.is_alive() and len(served.report().sessions) == 1
+    del cache
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # Python's, of the socket that nobody closed
+        gc.collect()
+    until(lambda: not served.report().sessions)
+    joined(returning)
+
+
+def test_a_server_that_stays_away_is_tried_ever_less_often() -> None:
+    """Without a pause in between it would keep a processor busy. While there is a server, nothing is tried."""
+    near, far = socket.socketpair()
+    looks: list[float] = []
+    waits: list[float] = []
+
+    class Stopped(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waits.append(timeout)
+            return self.is_set()
+
+    class Owner:
+        def look(self) -> socket.socket | None:
+            looks.append(len(waits))
+            if len(looks) == 6:
+                return near.dup()
+            if len(looks) == 9:
+                returning.stop()
+            return None
+
+    owner = Owner()
+    returning = Returning(owner.look)
+    returning._stopped = Stopped()
+    returning.start()
+    until(lambda: len(looks) == 6)
+    assert waits == [0.2, 0.4, 0.8, 1.6, 2.0]
+    assert returning.is_alive() and len(looks) == 6
+    far.close()
+    joined(returning)
+    assert waits == [0.2, 0.4, 0.8, 1.6, 2.0, 0.2, 0.4, 0.8] and looks[6:] == [5, 6, 7]
+    near.close()
+
+
+def test_a_server_that_stays_away_is_connected_to_no_more_often_than_calls_do(home: Path) -> None:
+    """By the client's own clock: looks in between try nothing."""
+    server = start_server(home)
+    clock = HandClock()
+    cache = join_server(home, clock=clock)
+    kill_server(server)
+    until(lambda: not cache._link.is_registered)
+    until(lambda: cache._link._retry_s > clock.now_s())  # one attempt has failed
+    retry_s = cache._link._retry_s
+    for _ in range(10):
+        assert cache._look() is None
+    assert cache._link._retry_s == retry_s
+    server = start_server(home)
+    assert cache._look() is None
+    clock.advance(2.0)
+    until(lambda: cache._link.is_registered, 60)
+    assert cache.lookup([], "r").ended is Ended.ALL_HELD
+    cache.close()
     server.stop()
 
 

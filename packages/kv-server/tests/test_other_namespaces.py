@@ -18,10 +18,10 @@ UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 
 # Reserves room, loses its connection and is stopped in the middle of its copy; goes on with it once it is continued.
 WRITER = """
-import os, signal, socket, sys
+import os, signal, sys
 from pathlib import Path
 from kv_core.testing import key_chain
-from kv_testing.cache_servers import join_at
+from kv_testing.cache_servers import die, join_at
 
 cache = join_at(Path(sys.argv[1]))
 lease = cache.begin_store(key_chain(4, branch="writer"), "w")
@@ -30,7 +30,7 @@ child = os.fork() if sys.argv[2] == "fork" else 0
 if child:
     os._exit(0)  # without a word: what two processes say may be mixed up
 print("copying", os.getpid(), flush=True)
-cache._link.connection._socket.shutdown(socket.SHUT_RDWR)
+die(cache)
 os.kill(os.getpid(), signal.SIGSTOP)
 for extent in lease.extents:
     cache.pool.view[extent.offset : extent.offset + extent.nbytes] = b"w" * extent.nbytes

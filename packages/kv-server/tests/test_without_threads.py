@@ -24,7 +24,16 @@ from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import Follow, Followed, Given, Held, PeerStream, Request, Taken, unpack_keys
 from kv_server.server import CacheServer
-from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at
+from kv_testing.cache_servers import (
+    SLOT_BYTES,
+    ThreadedServer,
+    join_at,
+    join_server,
+    kill_server,
+    lose,
+    report_of,
+    start_server,
+)
 from kv_testing.peers import PATIENT, FakePeer
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.threads import threads_left
@@ -106,6 +115,25 @@ def test_a_client_whose_server_is_gone_finds_nothing_and_raises_nothing(served: 
             cache.commit(lease)
 
 
+def test_a_client_that_could_start_no_thread_reconnects_by_its_calls_and_has_one_later(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server(home)
+    with threads_left():
+        cache = join_server(home)
+    assert "only the engine's calls will reconnect" in caplog.text
+    assert not cache._returning.is_alive()
+    kill_server(server)
+    server = start_server(home)
+    until(lambda: cache.lookup([], "r").ended is Ended.ALL_HELD)
+    assert cache._returning.is_alive()
+    kill_server(server)
+    server = start_server(home)
+    until(lambda: report_of(home / "s").sessions, 60)
+    cache.close()
+    server.stop()
+
+
 def test_a_client_is_told_that_the_server_has_no_threads_and_is_served_once_it_has(ending: ExitStack) -> None:
     """A server's thread opens a cache: without it there is none, nor without the threads of the cache's tier."""
     served = ThreadedServer(tiers=[{"type": "dram", "capacity_bytes": SLOT_BYTES}])
@@ -134,6 +162,7 @@ def test_a_client_finds_nothing_at_a_new_server_until_that_has_threads(
 
     end, clock = serve(), HandClock()
     with closing(join_at(home / "s", clock=clock)) as cache:
+        lose(cache)  # it must not meet the successor while that has threads
         end()
         serve()
 
@@ -143,6 +172,7 @@ def test_a_client_finds_nothing_at_a_new_server_until_that_has_threads(
             return "still cannot be used" in caplog.text
 
         with threads_left():
+            cache._link.back_off(0)
             until(is_refused)
         assert "in this server no more threads" in caplog.text
 

@@ -57,7 +57,9 @@ class ThreadedServer:
         self.home.cleanup()
 
 
-def settings_for(home: Path, slots: int = 8, *, disk: bool = False, write: str = "through") -> dict[str, object]:
+def settings_for(
+    home: Path, slots: int = 8, *, disk: bool = False, disk_chunks: int = 200, write: str = "through"
+) -> dict[str, object]:
     """Settings of a server with this many slots, and with a disk tier in `home` if wanted."""
     config: dict[str, object] = {"host": {"capacity_bytes": slots * SLOT_BYTES}}
     if disk:
@@ -65,7 +67,7 @@ def settings_for(home: Path, slots: int = 8, *, disk: bool = False, write: str =
         tier = {
             "type": "disk",
             "directory": str(home / "disk"),
-            "capacity_bytes": bytes_for(context, 200),
+            "capacity_bytes": bytes_for(context, disk_chunks),
             "write": write,
         }
         config["tiers"] = [tier]
@@ -92,6 +94,20 @@ def join_at(path: Path, fingerprint: str = "f", **options: object) -> RemoteCach
 def kill_server(server: ServerProcess) -> None:
     os.kill(server.pid, signal.SIGKILL)
     server.stop()
+
+
+def lose(cache: RemoteCache) -> None:
+    """Its connection is lost, as after a time-out, and it does not connect again before `cache._link.back_off(0)`."""
+    with cache._lock:
+        cache._link.lose("for the test")
+        cache._link.back_off(1000)
+
+
+def die(cache: RemoteCache) -> None:
+    """As if its process were killed. It must not be called any more."""
+    cache._returning.stop()
+    with cache._lock:
+        cache._link.close()
 
 
 def report_of(path: Path) -> Report:

@@ -5,9 +5,11 @@ A connection that has failed in any way is not used again: a late answer would b
 """
 
 import os
+import select
 import socket
 import struct
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final, TypeVar
@@ -122,8 +124,22 @@ class Connection:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
+    def watch(self) -> socket.socket:
+        """A second descriptor of this connection, for `wait_for_end`. The caller closes it.
+
+        Raises:
+            OSError: this process may open no more descriptors.
+        """
+        return self._socket.dup()
+
+    def has_ended(self) -> bool:
+        """Whether the server has closed the connection. Sends nothing and does not wait."""
+        return wait_for_end(self._socket, timeout_s=0)
+
     def close(self) -> None:
         self.drop_descriptors()
+        with suppress(OSError):  # it may never have been connected
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends `wait_for_end`, whose descriptor keeps it open
         self._socket.close()
 
     def _read(self) -> bytes:
@@ -132,6 +148,13 @@ class Connection:
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
         return data
+
+
+def wait_for_end(connection: socket.socket, *, timeout_s: float | None = None) -> bool:
+    """Wait until this connection is closed by either side; None: however long. Costs nothing while it is in use."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 class Opening:

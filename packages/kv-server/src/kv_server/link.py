@@ -1,11 +1,12 @@
 """A client's link to a server that may come and go: uses it while it is there, and never waits for one that is not.
 
-A request that is not answered in time closes the connection. Later requests try to reconnect, at once at first and then
+A request that is not answered in time closes the connection. Later calls try to reconnect, at once at first and then
 ever less often, and never wait longer than connecting to a local socket takes; the greeting is read by later calls,
-once it has arrived.
+once it has arrived. Those calls are requests, and those of a thread that has nothing to request (`returning`).
 """
 
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
@@ -65,6 +66,7 @@ class Link:
         self._why_refused = ""
         """Why the server there could not be used at the last attempt: it has another version, for example."""
         self._opening: Opening | None = None
+        self._answer: wire.Pool | None = None  # of the server that was not connected to yet (`may_connect`)
         self._opened_s = self._retry_s = 0.0
         self._back_off_s = FIRST_BACK_OFF_S
 
@@ -95,7 +97,8 @@ class Link:
     def is_up(self, *, may_connect: Callable[[wire.Pool], bool] | None = None) -> bool:
         """Whether the server can be queried. If it was away, this tries to reconnect.
 
-        may_connect: whether the server that gave this answer may be connected to now; None: any may.
+        may_connect: whether the server that gave this answer may be connected to now; None: any may. One that may not
+            stays registered with, so that a later call connects to it at once.
         """
         if self.connection is not None:
             return True
@@ -106,15 +109,16 @@ class Link:
                     return False
                 self._opening = Opening(self._path, 0, self._on_connect())
                 self._opened_s = now_s
-            answer = self._opening.finish(0)
-            if answer is None:
-                if now_s - self._opened_s > self._timeout_s:
-                    raise TierDown("it accepts connections but does not answer")
+            if self._answer is None:
+                answer = self._opening.finish(0)
+                if answer is None:
+                    if now_s - self._opened_s > self._timeout_s:
+                        raise TierDown("it accepts connections but does not answer")
+                    return False
+                self._answer = answer
+            if may_connect is not None and not may_connect(self._answer):
                 return False
-            if may_connect is not None and not may_connect(answer):
-                self._give_up_opening()
-                return False
-            self._connected(self._opening, answer)
+            self._connected(self._opening, self._answer)
         except (TierDown, ConfigError) as why:
             self.nobody_listens = isinstance(why, NobodyListens)
             is_news = not self.nobody_listens and str(why) != self._why_refused
@@ -128,6 +132,31 @@ class Link:
         _log.warning("the cache server at %s is back", self._path)
         self._on_reconnected()
         return self.connection is not None
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether there is a server that the next call can query, connected to already or not."""
+        return self.connection is not None or self._answer is not None
+
+    def watch(self) -> socket.socket | None:
+        """A descriptor of the connection to that server, for `wait_for_end`; None: there is no such server, or no
+        descriptor for it. The caller closes it."""
+        connection = self._opening.connection if self._opening is not None else self.connection
+        try:
+            return connection.watch() if connection is not None and self.is_registered else None
+        except OSError:
+            return None
+
+    def notice_end(self) -> None:
+        """Give up the connection if the server has closed it, which otherwise the next request finds out."""
+        if self.connection is not None and self.connection.has_ended():
+            try:
+                answer = self.connection.receive(0)  # the reason may be there
+                self.lose(answer.text if isinstance(answer, wire.Failed) else "it has closed the connection")
+            except TierDown as why:
+                self.lose(str(why))
+        elif self._opening is not None and self._answer is not None and self._opening.connection.has_ended():
+            self._give_up_opening()
 
     def ask(self, request: wire.Request, answer: type[A]) -> A | None:
         """The answer; None: the server is away.
@@ -186,11 +215,11 @@ class Link:
         self._on_connected(opening, answer)
         opening.connection.drop_descriptors()
         opening.connection.timeout_s = self._timeout_s
-        self.connection, self._opening = opening.connection, None
+        self.connection, self._opening, self._answer = opening.connection, None, None
         self._back_off_s = FIRST_BACK_OFF_S
         self._why_refused = ""
 
     def _give_up_opening(self) -> None:
         if self._opening is not None:
             self._opening.connection.close()
-            self._opening = None
+            self._opening = self._answer = None

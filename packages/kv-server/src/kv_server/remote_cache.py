@@ -3,14 +3,16 @@
 It fails only into a miss. While the server is away (dead, hung, restarting), lookups find nothing, stores get no room
 and operations in progress have failed; nothing raises and nothing waits. A call that is not answered in time closes the
 connection. Later calls try to reconnect, at once at first and then ever less often, and never wait longer than
-connecting to a local socket takes.
+connecting to a local socket takes. So does a thread (`returning`), which notices that the server has ended though the
+engine makes no call.
 
 A reconnect finds one of two things. The same server still has this client's lasting leases (those to write, and
 lasting ones to read), because it cannot know whether a copy is in progress: these continue, and all other leases are
 void. A new server has a new pool: leases of the old pool are void before the first new one is granted, and the old
 mapping stays until its last user is done, so that a copy in progress does no harm. A new server is accepted only when
-no lasting read is open, since such a copy cannot be withdrawn. Keys that were forgotten meanwhile are sent to the
-server before the first lookup.
+no lasting read is open, since such a copy cannot be withdrawn, and only by a call of the engine's: the thread registers
+with it and leaves the exchange of the pools to the next call, which need not wait for anything then. Keys that were
+forgotten meanwhile are sent to the server before the first lookup.
 """
 
 import hashlib
@@ -32,12 +34,13 @@ from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease,
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.changes import Change, Changes
 from kv_tiers.messages import MAX_NAME
+from kv_tiers.threads import start_thread
 
 from kv_server import wire
 from kv_server.connection import Opening
 from kv_server.link import Link
 from kv_server.mapped import MappedPool
-from kv_server.returning import Returning
+from kv_server.returning import Returning, Watched
 
 _log = limited_logger(__name__)
 
@@ -46,6 +49,7 @@ MAX_REPLAY: Final = 1024
 messages of a reconnect must fit into a socket's buffer before its reader takes them."""
 _GENERATION: Final = 1 << 40
 _LOOK_S: Final = 0.005
+_END_S: Final = 1.0
 _NOTHING: Final = CacheCounts(*(0,) * len(CacheCounts.__dataclass_fields__))
 
 A = TypeVar("A", bound=wire.Answer)
@@ -111,7 +115,6 @@ class RemoteCache:
         """The same server's, whatever the engine's own settings say."""
         self._closed = False
         self._must_return = False  # what was leased on this connection, or before it, may outlive it
-        self._returning: Returning | None = None
         self.generation = -1
         self.pool: MappedPool
         self._link = Link(
@@ -124,6 +127,7 @@ class RemoteCache:
             on_disconnected=self._disconnected,
         )
         self._link.open(connect_timeout_s)
+        self._start_returning()
 
     def lookup(
         self,
@@ -304,14 +308,16 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return
-            if self._returning is not None:
-                self._returning.stop()
+            if self._must_return:
                 self._reconnect_to_leases(time.monotonic() + self._timeout_s)
             if self._link.connection is not None:
                 self._ask(wire.Unregister(), wire.Done)
             self._closed = True
+            self._returning.stop()
             self._link.close()
             self.pool.close()
+        if self._returning.is_alive():
+            self._returning.join(_END_S)
 
     @property
     def socket(self) -> Path:
@@ -335,37 +341,38 @@ class RemoteCache:
 
     def _disconnected(self) -> None:
         """The connection is lost."""
-        if self._must_return and not self._closed and (self._returning is None or not self._returning.is_alive()):
-            try:
-                self._returning = Returning(self._try_to_return)
-            except RuntimeError as error:  # the system has no more threads for us
-                _log.warning("only the engine's next call reconnects to the cache server: %s", error)
+        if not self._returning.is_alive():  # it could not be started before
+            self._start_returning()
 
-    def _try_to_return(self) -> bool:
-        """Runs on its own thread. True: there is no need to try again."""
+    def _start_returning(self) -> None:
+        self._returning = Returning(self._look)
+        if why := start_thread(self._returning):
+            _log.warning("only the engine's calls will reconnect to a cache server that was away: %s", why)
+
+    def _look(self) -> Watched | None:
+        """Runs on the thread of `Returning`."""
         with self._lock:
-            return self._closed or self._reconnect_to_leases()
+            if self._closed:
+                return None
+            self._link.notice_end()
+            self._link.is_up(may_connect=self._is_the_same)
+            return self._link.watch()
 
-    def _reconnect_to_leases(self, until_s: float = 0.0) -> bool:
-        """Reconnect to the server that may still have lasting leases of ours. A new server is not accepted here, as its
-        pool would replace the old one while the engine copies. True: reconnected, or the old server is gone.
+    def _is_the_same(self, answer: wire.Pool) -> bool:
+        """Whether the server that answers is the one whose pool we have. Another one's pool would replace it while the
+        engine copies."""
+        return answer.name == self.pool.name
+
+    def _reconnect_to_leases(self, until_s: float) -> None:
+        """Reconnect to the server that may still have lasting leases of ours, if it is there.
 
         until_s: try until then, by the monotonic clock.
         """
-        is_another = False
-
-        def is_the_same(answer: wire.Pool) -> bool:
-            nonlocal is_another
-            is_another = answer.name != self.pool.name
-            return not is_another
-
-        while not self._link.is_up(may_connect=is_the_same):
-            if is_another or self._link.nobody_listens:
-                return True
-            if time.monotonic() >= until_s:
-                return False
+        while not self._link.is_up(may_connect=self._is_the_same):
+            is_gone = self._link.nobody_listens or self._link.is_registered  # with another one
+            if is_gone or time.monotonic() >= until_s:
+                return
             time.sleep(_LOOK_S)
-        return True
 
     def _register(self) -> wire.Register:
         engine, shards, facts = self._about

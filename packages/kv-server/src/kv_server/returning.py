@@ -1,46 +1,64 @@
-"""Reconnects a client that lost its connection during a store, so that its slots do not stay reserved while it lives.
+"""Watches a client's connection, and reconnects it when it is lost, whether or not its engine makes any call.
 
-The server cannot know whether a client that lost its connection is in the middle of a copy, so it keeps those slots
-reserved until the client reports which leases it still has. An engine that is idle for an hour makes no call that would
-report them. This class does, on a thread that exists only while a connection with open stores is lost.
+An engine that is idle for an hour makes no call that would find out. Two things must not wait for one: a server cannot
+know whether a client that lost its connection is in the middle of a copy, so it keeps the slots of its open stores
+reserved until the client reports which leases it still has; and the first request after a restart of the server should
+find what its tiers have. While there is a connection, this waits for its end; without one, it tries at growing
+intervals.
 """
 
+import socket
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from kv_core.log import limited_logger
+
+from kv_server.connection import wait_for_end
 
 _log = limited_logger(__name__)
 
 _FIRST_S: Final = 0.2
 _MAX_S: Final = 2.0
 
+Watched = socket.socket
+
 
 class Returning(threading.Thread):
-    """Tries until an attempt reports that no more are needed, its owner is gone, or `stop` is called."""
+    """Goes on until `stop` is called or its owner is gone."""
 
-    def __init__(self, attempt: Callable[[], bool]) -> None:
-        """attempt: a bound method, whose object is not kept alive here. It returns True if no more attempts are
-        needed."""
+    def __init__(self, look: Callable[[], Watched | None]) -> None:
+        """look: a bound method, whose object is not kept alive here. It notices that the connection has ended, tries to
+        reconnect, and returns a descriptor of the connection, which is closed here; None: there is none."""
         super().__init__(name="kv-return", daemon=True)
-        self._attempt = weakref.WeakMethod(attempt)
+        self._look = weakref.WeakMethod(look, lambda _: self.stop())
         self._stopped = threading.Event()
-        self.start()
+        self._watched: Watched | None = None
 
     def stop(self) -> None:
+        """End soon. If the owner is gone, what is watched is the last descriptor of its connection, which ends too."""
         self._stopped.set()
+        if (watched := self._watched) is not None:
+            with suppress(OSError):  # closed meanwhile
+                watched.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
         wait_s = _FIRST_S
-        while not self._stopped.wait(wait_s):
-            attempt = self._attempt()
+        while not self._stopped.is_set():
+            look = self._look()
             try:
-                if attempt is None or attempt():
-                    return
+                self._watched = None if look is None else look()
             except Exception:  # noqa: BLE001  # whatever it is, the engine's own calls reconnect too
                 _log.exception("reconnecting to the cache server hit a bug")
                 return
-            del attempt
-            wait_s = min(2 * wait_s, _MAX_S)
+            del look
+            if self._watched is None:
+                self._stopped.wait(wait_s)
+                wait_s = min(2 * wait_s, _MAX_S)
+                continue
+            with self._watched as watched:
+                wait_for_end(watched)
+                self._watched = None
+            wait_s = _FIRST_S

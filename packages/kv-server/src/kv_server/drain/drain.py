@@ -365,7 +365,7 @@ class _DrainJob:
             if is_coming
             else "it is busy"
             if answer.room
-            else "it has no more room: what it takes from others fills half of its pool at most, whatever its disk has"
+            else "it has no more room: what it takes fills half of its pool, and free space of its tiers above peers"
             if taker.name in self._had_room
             else "it has no room, leaves as well, or no engine has registered this format with it"
         )

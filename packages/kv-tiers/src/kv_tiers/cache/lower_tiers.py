@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kv_core.clock import Clock
 from kv_core.cost import Costs
@@ -26,6 +26,9 @@ from kv_tiers.tier import ReadOnly, SupportsFileExtents, TierUsage
 _log = limited_logger(__name__)
 
 Capability = TypeVar("Capability")
+_FULL_FROM: Final = 0.75
+"""How much of a tier's capacity is used when it evicts at the latest: it keeps room for what comes next, and records of
+chunks that are smaller than a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class LowerTiers:
         """
         self._host = host
         self._lanes = [lane for lane, _ in lanes]
+        self._modes = [mode for _, mode in lanes]
         self._wait_s = config.wait_s
         self._clock = clock
         self._boot: BootMeasurement | None = None
@@ -132,6 +136,17 @@ class LowerTiers:
         for lane in self.local_lanes():
             held = [is_held or lane_holds for is_held, lane_holds in zip(held, lane.holds(keys), strict=True)]
         return held
+
+    def free_chunks(self, *, above: int) -> int:
+        """How many more chunks fit into the tiers on this host above this one, where they get each chunk as it enters
+        the pool, until they begin to be full. Takes no lock."""
+        free, local = 0, self.local_lanes()
+        for lane, mode in zip(self._lanes[:above], self._modes, strict=False):
+            if mode == "through" and lane in local and lane.health()[0].serves:
+                usage = lane.usage()
+                free_bytes = int(_FULL_FROM * (usage.capacity_bytes or 0)) - (usage.used_bytes or 0)
+                free += max(0, 0 if usage.full else free_bytes) // self._host.pool.slot_bytes
+        return free
 
     def remote_tiers_skipped(self) -> list[str]:
         """The tiers that `holding` skips."""
