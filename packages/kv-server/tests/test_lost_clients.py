@@ -61,12 +61,6 @@ def server() -> Iterator[ServerProcess]:
     made.stop()
 
 
-def cut(cache: RemoteCache) -> None:
-    """Its connection breaks, and it has not noticed."""
-    assert cache._link.connection is not None
-    cache._link.connection._socket.shutdown(socket.SHUT_RDWR)
-
-
 @contextlib.contextmanager
 def lost_process(path: Path, does_map: str) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
@@ -89,8 +83,10 @@ def test_a_client_that_has_nothing_more_to_do_gives_back_what_it_was_writing(ser
     writer, other = join_at(server.socket), join_at(server.socket)
     lease = writer.begin_store(key_chain(SLOTS), "w")
     assert len(lease.keys) == SLOTS
-    cut(writer)
+    lose(writer)
     writer.commit(lease)
+    with writer._lock:
+        writer._link.back_off(0)
     until(lambda: other.counts().slots_used == 0)
     assert len(other.begin_store(key_chain(SLOTS, branch="x"), "w").keys) == SLOTS
     for cache in (writer, other):
@@ -131,8 +127,10 @@ def test_what_a_call_reserved_whose_answer_was_lost_is_given_back(
 def test_what_it_still_writes_stays_its_own(server: ServerProcess) -> None:
     writer, other = join_at(server.socket), join_at(server.socket)
     given_up, writing = writer.begin_store(key_chain(3), "x"), writer.begin_store(key_chain(2, branch="y"), "y")
-    cut(writer)
+    lose(writer)
     assert not writer.release(given_up)
+    with writer._lock:
+        writer._link.back_off(0)
     until(lambda: other.counts().slots_used == 2)
     assert writer.generation == 0
     writer.commit(writing)
