@@ -233,11 +233,8 @@ def test_a_pidfd_is_enough_where_mappings_are_not_known(
 def test_what_was_given_up_while_away_is_given_back_at_the_return(served: ThreadedServer) -> None:
     writer, other = served.join(), served.join()
     leases = [writer.begin_store(key_chain(2, branch=str(number)), f"w{number}") for number in range(4)]
-    assert writer._link.connection is not None
-    writer._link.connection.close()
+    lose(writer)
     until(lambda: served.report().orphans == 1)
-    writer._link.lose("for the test")
-    writer._link.back_off(1000)
     writer.commit(leases[0])
     assert not writer.release(leases[1])
     writer.end("w2")
