@@ -10,6 +10,7 @@ from engines import SHARED, started
 from kv_connect.engine import engines
 from kv_server.process import launch
 from kv_server.remote_cache import RemoteCache
+from kv_testing.cache_servers import lose
 from kv_testing.connect import QueuedCopy
 from kv_testing.wait import until
 from server_apart import server_apart
@@ -43,7 +44,7 @@ def test_an_engine_that_the_server_has_lost_overwrites_nobody(
         assert len(device.queue.pending) == 2
         inner = next(each for each in engines().values() if each.worker is not None)
         assert isinstance(inner.cache, RemoteCache)
-        inner.cache._link.connection._socket.shutdown(2)
+        lose(inner.cache)
         lost_at = time.monotonic()
         until(lambda: time.monotonic() > lost_at + 2.0)  # leases are over
         two.ask_in_turn(OTHERS)
