@@ -121,13 +121,13 @@ def test_killed_under_load_and_back_with_what_the_disk_has(home: Path) -> None:
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
-    until(lambda: hits[0] > 50 or bool(failures))
+    until(lambda: hits[0] > 50 or bool(failures), 60)
     kill_server(server)
     phase = 1
     until(lambda: keeper.lookup(stems[0], "k").ended is Ended.REFUSED)
     server = start_server(home, slots=16, disk=True)
     phase = 2
-    until(lambda: hits[2] > 50 or bool(failures))
+    until(lambda: hits[2] > 50 or bool(failures), 60)
     phase = 3
     for thread in threads:
         joined(thread)
