@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engines import COLD_HITS, PROMPTS, WARM_HITS, Answer
-from kv_cuda.tiny import TinyLlama
+from kv_testing.tiny import TinyLlama
 from nursery import Nursery, Ran
 
 ASKED, COLD, WARM = PROMPTS[:3], COLD_HITS[:3], WARM_HITS[:3]
