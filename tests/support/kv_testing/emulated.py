@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kv_core.c_library import MISFIT
 from kv_core.errors import MisuseError
 from numpy.typing import NDArray
 
@@ -19,7 +20,6 @@ COMPILER = shutil.which("aarch64-linux-gnu-gcc")
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 DRIVER = Path(__file__).with_name("emulated_driver.c")
 REQUEST = struct.Struct("<16sqQ")
-MISFIT = -1
 needs_emulator = pytest.mark.skipif(
     not (COMPILER and EMULATOR), reason="no cross compiler or no emulator: scripts/setup.sh arm64 installs them"
 )

@@ -1,6 +1,6 @@
 /* Calls the kernels for another process, which emulates this one's processor: requests come in on standard input, answers
  * go out on standard output. emulated.py has the other side. KV_COPIES: the library is kv-cuda's, else it is kv-codecs'. */
-#include "kernels.h"
+#include "c_library.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,9 +1,6 @@
 """The kernels in C, from a library that this package's build compiles if there is a compiler.
 
 The sources are the C files in this folder.
-
-They are called through ctypes, which releases the interpreter's lock during a call. Every array is passed with its
-size, and the C functions compare all sizes before they touch anything.
 """
 
 import ctypes
@@ -14,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
+from kv_core.c_library import CLibrary
 from kv_core.errors import MisuseError
 from kv_core.log import limited_logger
 from kv_tiers.codec import CodecError
@@ -30,9 +28,8 @@ SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
 _VERSION: Final = 11
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
-MISFIT: Final = -1
-"""`KV_MISFIT` in the sources, and so on."""
 _DAMAGED, _FULL = -2, -3
+"""`KV_DAMAGED` and `KV_FULL` in the sources."""
 _addressof = ctypes.addressof
 _at: Final[Callable[[Any], ctypes.Array[ctypes.c_char]]] = (ctypes.c_char * 0).from_buffer
 _ARGUMENTS: Final = {
@@ -50,30 +47,15 @@ _ARGUMENTS: Final = {
 """How many numbers each function takes, and how many arrays behind them."""
 
 
-class CompiledKernels:
+class CompiledKernels(CLibrary):
     """`Kernels` in C."""
 
     name = "compiled"
     _local = threading.local()
 
     def __init__(self, library: Path) -> None:
-        """
-        Raises:
-            OSError: the library cannot be loaded: it does not exist, or is for another processor.
-            MisuseError: the library was compiled from another version of the source.
-        """
-        loaded = ctypes.CDLL(str(library))
-        loaded.kv_version.restype = loaded.kv_source.restype = ctypes.c_int64
-        if loaded.kv_version() != _VERSION:
-            raise MisuseError(f"{library} was compiled from another version of its source: install kv-codecs again")
-        self.source_checksum: int = loaded.kv_source()
-        """zlib.crc32 of the sources that the library was compiled from; 0: not known."""
-        self._functions: dict[str, Any] = {}
-        for name, (numbers, arrays) in _ARGUMENTS.items():
-            function = getattr(loaded, f"kv_{name}")
-            function.argtypes = [ctypes.c_int64] * numbers + [ctypes.c_void_p, ctypes.c_size_t] * arrays
-            function.restype = ctypes.c_int64
-            self._functions[name] = function
+        """Raises `OSError` and `MisuseError`, as `CLibrary`."""
+        super().__init__(str(library), _VERSION, _ARGUMENTS)
 
     def split(self, kind: int, words: Words, coded: Bytes, rest: Bytes) -> None:
         self.call("split", kind, words, coded, rest)
@@ -161,10 +143,7 @@ class CompiledKernels:
                 flat.append(argument)
             else:
                 flat += argument
-        result: int = self._functions[name](*flat)
-        if result == MISFIT:
-            raise MisuseError(f"kernel {name}: arrays whose sizes do not match")
-        return result
+        return self.invoke(name, flat)
 
 
 @cache

@@ -2,47 +2,17 @@
 #ifndef KV_KERNELS_H
 #define KV_KERNELS_H
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "for little-endian machines; on others the codecs use numpy"
-#endif
+#include "c_library.h"
 
 #define KV_VERSION 11 /* of these functions' arguments: compiled_kernels.py asks for its own */
-#define KV_MISFIT (-1) /* sizes do not fit each other */
 #define KV_DAMAGED (-2) /* a payload that cannot be */
 #define KV_FULL (-3)    /* there is more than fits */
 
-#ifndef KV_SOURCE /* a checksum of this file, by which tests find a library that was compiled from another */
-#define KV_SOURCE 0
-#endif
-
-#define EXPORT __attribute__((visibility("default")))
-/* Several versions, of which one is chosen when the library is loaded. Sanitizers start too late for that choice. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
-    !defined(KV_ONE_VERSION)
-#define VERSIONS __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define VERSIONS
-#endif
 /* Whether this processor has a part of AVX-512; a test compiles as if none had. */
 #ifdef KV_NO_AVX512
 #define HAS_AVX512(part) 0
 #else
 #define HAS_AVX512(part) __builtin_cpu_supports("avx512" part)
 #endif
-#define INLINE static inline __attribute__((always_inline)) /* so that each version has its own */
-
-/* A mask of the first bits, or of all 64. */
-INLINE uint64_t first_of(size_t count) { return count < 64 ? ((uint64_t)1 << count) - 1 : UINT64_MAX; }
-
-typedef uint8_t u8;
-typedef uint16_t u16 __attribute__((aligned(1), may_alias)); /* at any address, of any buffer */
-typedef uint32_t u32 __attribute__((aligned(1), may_alias));
-typedef float f32 __attribute__((aligned(1), may_alias));
-typedef int8_t i8;
-typedef int16_t i16 __attribute__((aligned(1), may_alias));
 
 #endif

@@ -1,15 +1,14 @@
 """Functions in C for copies and formats on a CPU, from a library that this package's build compiles if it can.
 
-Without it torch does the work, with the same bytes. The functions are called through ctypes, which releases the
-interpreter's lock during a call; their rules are in `csrc/library.c`.
+Without it torch does the work, with the same bytes. The rules of its functions are in `csrc/library.c`.
 """
 
-import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+from kv_core.c_library import CLibrary
 from kv_core.errors import MisuseError
 from kv_core.log import limited_logger
 from numpy.typing import NDArray
@@ -21,8 +20,6 @@ SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
 _VERSION: Final = 1
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
-MISFIT: Final = -1
-"""`KV_MISFIT` in the sources."""
 _ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4)}
 """How many numbers each function takes, and how many arrays behind them."""
 
@@ -30,27 +27,12 @@ Place = tuple[int, int]
 """The address and size in bytes of an array that is passed often. The caller keeps its memory alive."""
 
 
-class Kernels:
+class Kernels(CLibrary):
     """The functions of one library, by name."""
 
     def __init__(self, library: Path) -> None:
-        """
-        Raises:
-            OSError: the library cannot be loaded: it does not exist, or is for another processor.
-            MisuseError: the library was compiled from another version of the source.
-        """
-        loaded = ctypes.CDLL(str(library))
-        loaded.kv_version.restype = loaded.kv_source.restype = ctypes.c_int64
-        if loaded.kv_version() != _VERSION:
-            raise MisuseError(f"{library} was compiled from another version of its source: install kv-cuda again")
-        self.source_checksum: int = loaded.kv_source()
-        """zlib.crc32 of the sources that the library was compiled from; 0: not known."""
-        self._functions: dict[str, Any] = {}
-        for name, (numbers, arrays) in _ARGUMENTS.items():
-            function = getattr(loaded, f"kv_{name}")
-            function.argtypes = [ctypes.c_int64] * numbers + [ctypes.c_void_p, ctypes.c_size_t] * arrays
-            function.restype = ctypes.c_int64
-            self._functions[name] = function
+        """Raises `OSError` and `MisuseError`, as `CLibrary`."""
+        super().__init__(str(library), _VERSION, _ARGUMENTS)
 
     def call(self, name: str, /, *arguments: int | NDArray[np.generic] | Place) -> int:
         """Call a function by its name in the source, without `kv_`; returns its result.
@@ -66,10 +48,7 @@ class Kernels:
                 flat.append(argument)
             else:
                 flat += place_of(argument) if isinstance(argument, np.ndarray) else argument
-        result: int = self._functions[name](*flat)
-        if result == MISFIT:
-            raise MisuseError(f"kernel {name}: arrays whose sizes do not match")
-        return result
+        return self.invoke(name, flat)
 
 
 def place_of(array: NDArray[np.generic]) -> Place:

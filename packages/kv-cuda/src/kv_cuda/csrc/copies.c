@@ -7,7 +7,7 @@
  * Copies to the engine that are larger than the caches write around them: an ordinary store first reads the line that it
  * overwrites. Chunks are gathered from places too far apart to gain by it.
  */
-#include "kernels.h"
+#include "c_library.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>

@@ -2,7 +2,7 @@
  * file defines the computation, this one only makes it faster, and a test compares the bytes of both
  * (docs/formats/quantised.md). The rules of library.c for buffers apply here.
  */
-#include "kernels.h"
+#include "c_library.h"
 
 enum { LEAST_OF_CHANNEL = -40, MOST_OF_CHANNEL = 120 };
 enum { LARGEST_MAGNITUDE = 0x7dfe }; /* of a bfloat16: 127 times the largest scale, 2^118 */

@@ -1,16 +1,15 @@
-/* What the sources of this library share. */
-#ifndef KV_KERNELS_H
-#define KV_KERNELS_H
+/* What our libraries in C share; kv_core/c_library.py loads them. The packages with one have a link to this file. */
+#ifndef KV_C_LIBRARY_H
+#define KV_C_LIBRARY_H
 
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "for little-endian machines; on others torch does the work"
+#error "for little-endian machines"
 #endif
 
-#define KV_VERSION 1 /* of these functions' arguments: kernels.py asks for its own */
 #define KV_MISFIT (-1) /* sizes do not fit each other */
 
 #ifndef KV_SOURCE /* a checksum of this file, by which tests find a library that was compiled from another */

@@ -1,0 +1,1 @@
+../../../../kv-codecs/src/kv_codecs/c_library.h
