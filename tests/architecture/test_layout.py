@@ -1,8 +1,8 @@
 """docs/layout.md is what its script writes: every folder with its sentence, and the files that a chunk passes."""
 
-import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,12 +13,8 @@ SCRIPT = ROOT / "scripts" / "layout_page.py"
 
 
 @pytest.fixture(scope="module")
-def layout() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("layout_page", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def layout(script: Callable[[Path], ModuleType]) -> ModuleType:
+    return script(SCRIPT)
 
 
 def test_the_page_is_what_the_code_says() -> None:

@@ -1,8 +1,8 @@
 """The tables of measured figures are what the raw files say."""
 
-import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,12 +13,8 @@ SCRIPT = ROOT / "scripts" / "performance_tables.py"
 
 
 @pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("performance_tables", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tables(script: Callable[[Path], ModuleType]) -> ModuleType:
+    return script(SCRIPT)
 
 
 def test_the_pages_are_what_the_files_say() -> None:
