@@ -63,7 +63,11 @@ class Pair:
 
     def _start(self, mode: str, port: int, *more: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, "--port", str(port)]
-        of_a_dead_one = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2", "KV_SERVER_SOCKET": str(self.socket)}
+        of_a_dead_one = {
+            "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+            "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "5",  # a busy machine may miss some
+            "KV_SERVER_SOCKET": str(self.socket),
+        }
         of_ranks = ON_A_CORE_EACH if self.ranks > 1 else {}
         return subprocess.Popen(
             [*command, f"--disaggregation-mode={mode}", *FLAGS, f"--tp-size={self.ranks}", *more],
@@ -92,6 +96,7 @@ class Pair:
             _, decoded = both.map(post, (self.prefill_port, self.decode_port))
         assert decoded is not None
         if decoded.status_code != 200:
+            print(decoded.text)  # shown if the test fails
             return int(decoded.status_code)
         answer: dict[str, Any] = decoded.json()
         logprobs = tuple(entry[0] for entry in answer["meta_info"]["output_token_logprobs"])

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kv_sglang.linker.lanes import Loads
 from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
+from kv_sglang.transfer import exchange as exchange_module
 from kv_sglang.transfer.exchange import Exchange
 from kv_testing.wait import until
 
@@ -114,6 +116,7 @@ def exchange_of(engine: Engine, *, wait_s: float) -> Exchange:
 
 def test_a_hand_over_that_loses_the_server_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that another thread stores these pages."""
+    monkeypatch.setattr(exchange_module, "_AWAY_S", 0.0)
     cache, exchange = engine.store.cache, exchange_of(engine, wait_s=0.0)
     commit = cache.commit
 
@@ -140,8 +143,20 @@ def test_pages_of_a_hand_over_in_the_middle_of_it_are_stored_at_the_new_server(
     exchange.close()
 
 
-def test_a_hand_over_that_finds_no_server_says_so(engine: Engine) -> None:
+def test_a_hand_over_waits_longer_for_a_server_that_is_away_than_for_room(engine: Engine) -> None:
+    """SGLang aborts a request whose pages do not arrive, and a server that is restarted is back in a second or two."""
+    exchange, named = exchange_of(engine, wait_s=0.0), Names(tuple(NAMES), 0)
+    engine.server.stop()
+    with ThreadPoolExecutor(1) as pool:
+        stored = pool.submit(exchange.put, named, 0, [0, PAGE], lambda: True)
+        engine.restart_server()
+        assert stored.result() == ""
+    exchange.close()
+
+
+def test_a_hand_over_that_finds_no_server_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that its pages are missing there."""
+    monkeypatch.setattr(exchange_module, "_AWAY_S", 0.0)
     exchange, named = exchange_of(engine, wait_s=0.0), Names(tuple(NAMES), 0)
     assert exchange.put(named, 0, [0, PAGE], lambda: True) == ""
     engine.server.stop()

@@ -24,6 +24,9 @@ from kv_sglang.pages import PageStore, PoolBinding, lies_in
 
 _FIRST_WAIT_S: Final = 0.001
 _LONGEST_WAIT_S: Final = 0.05
+_AWAY_S: Final = 5.0
+"""How long to wait for a server that is away. It may be restarted, or get no processor for a second or two, and SGLang
+aborts the request when this is over."""
 _NUMBERS: Final = itertools.count()
 _AWAY: Final = "the cache server is away"
 
@@ -62,7 +65,7 @@ class Exchange:
         if in_doubt or not keys or self._in_doubt():
             return "the weights have changed, and the engine's caches were not emptied since"
         tail = keys[-1] if names.tail_tokens and last == len(names.hashes) else None
-        wait: _Waiting | None = None
+        away, full = _Waiting(max(_AWAY_S, self._wait_s)), _Waiting(self._wait_s)
         while is_wanted():
             refused = self._put(before, dict(zip(keys, slots, strict=True)), tail, names.tail_tokens, is_wanted)
             # Pages that another thread is storing are found once it has committed them.
@@ -72,12 +75,9 @@ class Exchange:
                 return ""
             if not is_wanted():
                 break
-            # Not earlier: our own copies take time, too, and a lost answer of the server may have taken all of it.
-            wait = wait or _Waiting(self._wait_s)
-            if not wait.again():
-                if plan.ended is Ended.REFUSED:
-                    return refused or _AWAY
-                return refused or "another thread has not finished storing them"
+            is_away = plan.ended is Ended.REFUSED
+            if not (away if is_away else full).again():
+                return refused or (_AWAY if is_away else "another thread has not finished storing them")
         return "the request has ended"
 
     def get(
@@ -99,21 +99,21 @@ class Exchange:
         if not keys:
             return "the weights of the engine are not known"
         cache, pending = self._store.cache, _Waiting(max(self._hold_s, self._wait_s))
-        missing: _Waiting | None = None
+        away, missing = _Waiting(max(_AWAY_S, self._wait_s)), _Waiting(self._wait_s)
         try:
             while is_wanted():
                 plan = cache.lookup(keys, self._name, wait_for_promotion=True)
                 if plan.chunks == len(keys) and (lease := self._store.lease(keys, self._name)) is not None:
                     return self._get(lease, slots, is_wanted, lock, dict(zip(keys, plan.tiers, strict=True)))
                 if plan.ended is Ended.PENDING:
-                    waiting, missing = pending, None
+                    waiting, missing = pending, _Waiting(self._wait_s)
                 else:
-                    waiting = missing = missing or _Waiting(self._wait_s)
+                    waiting = away if plan.ended is Ended.REFUSED else missing
                 if not waiting.again():
-                    if plan.ended is Ended.REFUSED:
+                    if waiting is away:
                         return _AWAY
                     return f"page {first + plan.chunks} of the prompt is not in the cache"
-                if missing is not None:
+                if waiting is not pending:
                     # Only a new lookup asks the slower tiers again: the page may be there by now, or the cache have
                     # stopped waiting for one that is still on its way.
                     cache.end(self._name)
@@ -192,14 +192,17 @@ class Exchange:
 
 
 class _Waiting:
-    """Growing pauses until the time is over."""
+    """Growing pauses until the time is over, which begins with the first."""
 
     def __init__(self, most_s: float) -> None:
-        self._until = time.monotonic() + most_s
+        self._most_s = most_s
+        self._until: float | None = None
         self._next_s = _FIRST_WAIT_S
 
     def again(self) -> bool:
         """Pause; False at once if the time is over."""
+        if self._until is None:
+            self._until = time.monotonic() + self._most_s
         left = self._until - time.monotonic()
         if left <= 0:
             return False
