@@ -25,6 +25,7 @@ FROM_BELOW = (
     "kv-connect",
     "kv-vllm",
     "kv-sglang",
+    "kv-blend",
 )
 MAY_DIFFER = 0.25
 """By how much a number of lines on the page may be wrong, so that not every change of code changes the page."""

@@ -38,7 +38,7 @@ ONE_IMPORTER_AND_NO_CLASS = words(
     kv_server.http.metrics kv_server.http.openapi kv_server.interpreter kv_server.tools.top_view kv_sglang.calibrated
     kv_sglang.transfer.refused kv_tiers.registry kv_tiers.tiers.files_below kv_tiers.tiers.spread
     kv_observe.sim_plot kv_observe.subscribers kv_vllm.bind kv_vllm.calibrated kv_vllm.heads
-    kv_vllm.layouts kv_vllm.plugin kv_vllm.translate
+    kv_vllm.plugin kv_vllm.translate
     """
 )
 MANY_METHODS = words(
@@ -57,7 +57,7 @@ MANY_ATTRIBUTES = words(
     Segment Servers Session SharedFsTier Source Stores WorkerHalf _CopyPipeline _DrainJob _Ring
     """
 )
-FILES_OF_AN_OPTION = {"costs": 23, "hold_s": 14, "lasting": 12, "wait_for_promotion": 11}
+FILES_OF_AN_OPTION = {"costs": 23, "hold_s": 14, "lasting": 13, "wait_for_promotion": 12}
 """How many name each. The options `shape` and `tiers` have names that mean other things, too, and are not counted."""
 COMMON_WORDS = {"shape", "tiers"}
 

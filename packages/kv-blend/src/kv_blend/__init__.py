@@ -1,0 +1,5 @@
+"""Blending: documents' KV reused wherever they stand, for requests that ask for it."""
+
+from kv_blend.plan import BlendPlan, request_fields
+
+__all__ = ["BlendPlan", "request_fields"]

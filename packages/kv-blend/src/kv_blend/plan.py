@@ -1,0 +1,134 @@
+"""Blend plans: which parts of a prompt are segments whose KV is reused wherever they stand, and how much of it is
+computed again.
+
+A plan travels in two fields of a request: the plan itself in `kv_transfer_params`, and a digest of it in the request's
+`cache_salt`. The salt keeps everything that is computed with reused segments apart from exact requests in the engine's
+own prefix cache, so a plan without its salt is refused.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from kv_core.errors import InputError
+
+KEY: Final = "kv_blend"
+"""The plan's key in `kv_transfer_params`."""
+DEFAULT_SHARE: Final = 0.15
+_MARK: Final = "/kv-blend/"
+_VERSION: Final = 1
+_MAX_SEGMENTS: Final = 4096
+
+Position = Annotated[int, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the caller asks for.
+
+    segments: token ranges of the prompt, [first, end), in ascending order and without overlaps. Everything between them
+        and behind them is computed for this request.
+    share: how much of each segment is computed again in its new context; 0: nothing, 1: everything.
+    select: which tokens those are: the segment's `first` ones (EPIC, arXiv 2410.15332), or those whose keys in an early
+        layer deviate most from the reused ones (CacheBlend, arXiv 2405.16444).
+    behind: what a segment's reused KV was computed behind: nothing (`alone`), or the tokens before the first segment
+        (`prefix`), such as a system prompt.
+    """
+
+    segments: tuple[tuple[Position, Position], ...]
+    share: Share = DEFAULT_SHARE
+    select: Literal["first", "deviation"] = "deviation"
+    behind: Literal["alone", "prefix"] = "prefix"
+
+    def check(self, tokens: int) -> None:
+        """
+        Raises:
+            InputError: the segments are not ascending ranges of a prompt with this many tokens.
+        """
+        if not 0 < len(self.segments) <= _MAX_SEGMENTS:
+            raise InputError(f"{KEY} has {len(self.segments)} segments; it needs 1 to {_MAX_SEGMENTS}")
+        previous_end = 0
+        for number, (first, end) in enumerate(self.segments):
+            if first >= end:
+                raise InputError(f"{KEY}: segment {number} is [{first}, {end}), which has no tokens")
+            if first < previous_end:
+                raise InputError(
+                    f"{KEY}: segment {number} begins at token {first}, before segment {number - 1} ends at "
+                    f"{previous_end}: give them in the prompt's order, without overlaps"
+                )
+            previous_end = end
+        if previous_end >= tokens:
+            raise InputError(
+                f"{KEY}: the last segment ends at token {previous_end} of {tokens}; at least one token, such as the "
+                "question, must follow it"
+            )
+
+    @property
+    def end(self) -> int:
+        """Where the last segment ends."""
+        return self.segments[-1][1]
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens at the prompt's start every segment's KV was computed behind."""
+        return self.segments[0][0] if self.behind == "prefix" else 0
+
+    def recomputed(self, tokens: int) -> int:
+        """How many tokens of a segment of this length are computed again."""
+        return math.ceil(self.share * tokens)
+
+
+def read_plan(params: object, salt: str | None, tokens: int) -> tuple[BlendPlan, str] | None:
+    """The plan in a request's `kv_transfer_params`, and its tenant's salt. None: the request has no plan.
+
+    Raises:
+        InputError: the plan is invalid, or the request's salt is not the plan's.
+    """
+    if not isinstance(params, Mapping) or KEY not in params:
+        return None
+    try:
+        plan = msgspec.convert(params[KEY], BlendPlan)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{KEY}: {error}") from None
+    plan.check(tokens)
+    tenant, mark, digest = (salt or "").rpartition(_MARK)
+    if not mark or digest != _digest(plan):
+        raise InputError(
+            f"{KEY}: the request's cache_salt is not this plan's, so its KV could be found by exact requests: take "
+            "both from kv_blend.request_fields"
+        )
+    return plan, tenant
+
+
+def request_fields(
+    segments: Sequence[tuple[int, int]], *, tokens: int, tenant: str = "", **options: Any
+) -> dict[str, Any]:
+    """The fields that a request needs besides its prompt: `cache_salt` and `kv_transfer_params`.
+
+    segments, options: as in `BlendPlan`. tokens: length of the prompt. tenant: the salt that an exact request of this
+    tenant has; segments are shared within it only.
+
+    Raises:
+        InputError: the plan is invalid.
+    """
+    try:
+        plan = msgspec.convert({"segments": segments, **options}, BlendPlan)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{KEY}: {error}") from None
+    plan.check(tokens)
+    return {
+        "cache_salt": f"{tenant}{_MARK}{_digest(plan)}",
+        "kv_transfer_params": {KEY: msgspec.to_builtins(plan)},
+    }
+
+
+def segment_salt(tenant: str) -> str:
+    """The salt with which the keys of a tenant's segments begin. No exact request has it, unless it asks for it; and
+    then it finds what it would compute, because a segment is stored as it is behind its context."""
+    return f"{tenant}{_MARK}segments"
+
+
+def _digest(plan: BlendPlan) -> str:
+    return hashlib.sha256(msgspec.json.encode([_VERSION, plan])).hexdigest()[:32]

@@ -1,0 +1,68 @@
+"""Which tokens of a blended prompt the engine computes: all outside its segments, and some in them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kv_blend.plan import BlendPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Of one request.
+
+    reused: the segments whose KV is in place, [first, end) each, in order.
+    computed: this many tokens at the prompt's start are in the engine's blocks already.
+    """
+
+    plan: BlendPlan
+    reused: tuple[tuple[int, int], ...]
+    computed: int = 0
+
+    def first(self) -> list[int]:
+        """The first tokens of each segment, as many as its share."""
+        return [token for first, end in self.reused for token in range(first, first + self._count(first, end))]
+
+    def deviating(self, deviation: torch.Tensor) -> list[int]:
+        """The tokens of each segment that deviate most, as many as its share. deviation: of every token up to the last
+        segment's end."""
+        chosen: list[int] = []
+        for first, end in self.reused:
+            if count := self._count(first, end):
+                chosen += (torch.topk(deviation[first:end], count).indices + first).sort().values.tolist()
+        return chosen
+
+    def batches(self, selected: Iterable[int], most_tokens: int, most_runs: int) -> Iterator[list[tuple[int, int]]]:
+        """What is computed when these tokens of segments are: runs [first, end), in order, in batches of at most so
+        many tokens and runs. A longer run becomes several."""
+        batch: list[tuple[int, int]] = []
+        room = most_tokens
+        for first, end in self._runs(selected):
+            begin = first
+            while begin < end:
+                if not room or len(batch) == most_runs:
+                    yield batch
+                    batch, room = [], most_tokens
+                stop = min(end, begin + room)
+                batch.append((begin, stop))
+                room -= stop - begin
+                begin = stop
+        if batch:
+            yield batch
+
+    def _count(self, first: int, end: int) -> int:
+        return self.plan.recomputed(end - first)
+
+    def _runs(self, selected: Iterable[int]) -> Iterator[tuple[int, int]]:
+        is_reused = bytearray(self.plan.end)
+        for first, end in self.reused:
+            is_reused[first:end] = b"\1" * (end - first)
+        for token in selected:
+            is_reused[token] = 0
+        first = self.computed
+        while (first := is_reused.find(0, first)) >= 0:
+            end = is_reused.find(1, first)
+            end = self.plan.end if end < 0 else end
+            yield first, end
+            first = end

@@ -1,0 +1,1 @@
+"""Blending on vLLM."""

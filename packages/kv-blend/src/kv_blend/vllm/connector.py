@@ -1,0 +1,195 @@
+"""`KVBlendConnector`: what `KVTiersConnector` does for exact requests, and blending for those that ask for it.
+
+An exact request passes through unchanged. One with a plan is invisible to the exact half, so that nothing of it is
+stored or looked up under an exact key.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from kv_connect.guard import always, guarded
+from kv_connect.halves.inputs import RequestTokens
+from kv_connect.identity.adapters import Unsure
+from kv_cuda.canary import LayerGroup
+from kv_vllm.connector import KVTiersConnector
+from kv_vllm.layouts import read_groups
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+
+from kv_blend.vllm.forward import watch_runner
+from kv_blend.vllm.job import BlendMetadata
+from kv_blend.vllm.scheduler import BlendScheduler
+from kv_blend.vllm.worker import BlendWorker, Limits
+
+
+def why_not_blended(vllm_config: Any, engine: Any) -> str:
+    """Why this engine's requests cannot be blended; empty if they can."""
+    parallel, model, facts = vllm_config.parallel_config, vllm_config.model_config, engine.facts
+    if facts is None:
+        return engine.off or "the cache is off"
+    reasons = {
+        "it runs on several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+        "it guesses tokens (speculative decoding)": vllm_config.speculative_config is not None,
+        "it serves LoRA adapters": vllm_config.lora_config is not None,
+        "its model has latent attention (MLA)": model.use_mla,
+        "its model's positions have several dimensions (M-RoPE)": model.uses_mrope,
+        "not all layers of its model attend to the whole prefix": [str(group.coverage) for group in facts.groups]
+        != ["all"],
+        f"its chunks have the format {', '.join(facts.formats)}, not canonical": set(facts.formats) != {"canonical"},
+    }
+    return "; ".join(f"this engine does not blend: {reason}" for reason, holds in reasons.items() if holds)
+
+
+class KVBlendConnector(KVTiersConnector):
+    """One object in the scheduler, one in the worker."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._blend: BlendScheduler | None = None
+        self._blend_worker: BlendWorker | None = None
+        self._blend_lost: set[str] = set()  # requests that wait for a worker that cannot blend
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.WORKER:
+            watch_runner()
+            return
+        self._why_not = why_not_blended(vllm_config, self._engine)
+        half, cache, read = self._scheduler, self._engine.cache, self._read
+        if half is not None and cache is not None:
+            most = vllm_config.scheduler_config.max_num_batched_tokens
+            self._blend = BlendScheduler(cache, half.shape, name=self._engine.id, max_tokens=most)
+
+        def read_exact(request: Any) -> RequestTokens | Unsure | None:
+            return None if self._is_blended(request) else read(request)
+
+        self._read = read_exact
+
+    # Worker half.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._register_blend(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        if not isinstance(connector_metadata, BlendMetadata):
+            super().bind_connector_metadata(connector_metadata)
+            return
+        super().bind_connector_metadata(connector_metadata.exact)
+        self._begin_blend(connector_metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        exact = super().get_transfer_results(finished_req_ids)
+        finished, failed = self._advance_blend()
+        if not finished and not failed:
+            return exact
+        return KVConnectorTransferResults(
+            finished_sending=exact.finished_sending,
+            finished_recving=(exact.finished_recving or set()) | finished | failed,
+            failed_recving=(exact.failed_recving or set()) | failed,
+        )
+
+    # Scheduler half.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._is_blended(request):
+            return self._match_blend(request, num_computed_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._blend is not None and self._is_blended(request):
+            if num_external_tokens:
+                self._blend.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+            return
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        exact = super().build_connector_meta(scheduler_output)
+        if self._blend is None or not self._blend.is_loading:
+            return exact
+        space = None if self._scheduler is None else self._scheduler.space
+        return BlendMetadata(exact, self._blend.take_steps(), b"" if space is None else space.fingerprint)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        failed = connector_output.failed_recving or set()
+        super().update_connector_output(connector_output)
+        self._end_blend(connector_output.finished_recving or (), failed)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._with_report(request, super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._with_report(request, super().request_finished_all_groups(request, block_ids))
+
+    def shutdown(self) -> None:
+        if self._blend_worker is not None:
+            self._blend_worker.give_up()
+        super().shutdown()
+
+    # The bodies of the hooks.
+
+    @guarded(always(None))
+    def _register_blend(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config = self._vllm_config
+        if self._worker is None or why_not_blended(config, self._engine):
+            return
+        groups = read_groups(config, self._kv_cache_config, kv_caches)
+        assert isinstance(groups, list)  # they were bound
+        (group,) = groups
+        assert isinstance(group, LayerGroup)
+        names = {id(tensor): name for name, tensor in kv_caches.items()}
+        layers = config.compilation_config.static_forward_context
+        scheduler = config.scheduler_config
+        self._blend_worker = BlendWorker(
+            self._engine,
+            group,
+            {name: layers[name] for name in (names[id(tensor)] for tensor in group.tensors)},
+            Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, config.model_config.max_model_len),
+        )
+
+    @guarded(always(None), even_off=True)
+    def _begin_blend(self, sent: BlendMetadata) -> None:
+        if self._blend_worker is None:
+            self._blend_lost |= {step.request_id for step in sent.steps}
+        else:
+            self._blend_worker.add(sent.steps, sent.space_id)
+
+    @guarded(always((set(), set())), even_off=True)
+    def _advance_blend(self) -> tuple[set[str], set[str]]:
+        lost, self._blend_lost = self._blend_lost, set()
+        worker = self._blend_worker
+        if worker is None:
+            return set(), lost
+        if self.off:
+            return set(), lost | worker.give_up()
+        finished, failed = worker.advance()
+        return finished, failed | lost
+
+    @guarded(always(False))
+    def _is_blended(self, request: Any) -> bool:
+        if self._blend is None or self._scheduler is None:
+            return False
+        if not self._blend.knows(request.request_id):
+            self._follow_weights()
+        return self._blend.read(request, self._scheduler.space, self._why_not)
+
+    @guarded(always((0, False)))
+    def _match_blend(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        assert self._blend is not None
+        matched = self._blend.match(request.request_id, computed)
+        return matched, bool(matched)
+
+    @guarded(always(None), even_off=True)
+    def _end_blend(self, finished: Iterable[str], failed: set[str]) -> None:
+        if self._blend is not None:
+            for request_id in finished:
+                self._blend.ended(request_id, failed=request_id in failed)
+
+    @guarded(lambda self, _request, answer: answer, even_off=True)
+    def _with_report(self, request: Any, answer: tuple[bool, Any]) -> tuple[bool, dict[str, Any] | None]:
+        report = None if self._blend is None else self._blend.finished(request.request_id)
+        waits, params = answer
+        return (waits, (params or {}) | report) if report else answer

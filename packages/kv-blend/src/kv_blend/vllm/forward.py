@@ -1,0 +1,163 @@
+"""Forward passes of a worker's own model over parts of a request, outside the engine's steps.
+
+Each part is a batch entry: its tokens are computed behind what the block table before them holds. In each layer the
+engine writes the keys and values of all entries before it attends, so that an entry sees those before it. Model,
+attention backend and metadata are the engine's own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+_runners: list[Any] = []
+
+
+def watch_runner() -> None:
+    """Remember the model runner of this process when vLLM gives it its KV cache, which is before it serves. Idempotent.
+
+    vLLM passes a connector the cache's tensors, but not the model that fills them.
+    """
+    initialize = GPUModelRunner.initialize_kv_cache
+    if getattr(initialize, "is_watched", False):
+        return
+
+    def watched(self: Any, *arguments: Any, **named: Any) -> Any:
+        _runners[:] = [self]
+        return initialize(self, *arguments, **named)
+
+    watched.is_watched = True  # type: ignore[attr-defined]
+    GPUModelRunner.initialize_kv_cache = watched
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEntry:
+    """Consecutive tokens of a sequence.
+
+    blocks: the sequence's block table.
+    row: how many tokens of the sequence are before them.
+    position: of the first one, for the model's positional embedding: equal to `row`, except where a layer's rotation is
+        measured.
+    """
+
+    blocks: Sequence[int]
+    tokens: Sequence[int]
+    row: int
+    position: int
+
+    @property
+    def end(self) -> int:
+        return self.row + len(self.tokens)
+
+
+class EngineForward:
+    """Of this process's model runner, whose model has one group of layers with full attention."""
+
+    def __init__(self, block_tokens: int) -> None:
+        """
+        Raises:
+            LookupError: vLLM has no model runner of the known kind in this process.
+        """
+        if not _runners:
+            raise LookupError("vLLM's model runner is of an unknown kind, so its model cannot be reached")
+        (self._runner,) = _runners
+        self._block_tokens = block_tokens
+        self._device = self._runner.device
+
+    @property
+    def model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._runner.get_model()
+        return model
+
+    def slots(self, blocks: Sequence[int], first: int, end: int) -> torch.Tensor:
+        """Where the engine has these tokens of a sequence: int64, on the device."""
+        rows = torch.arange(first, end)
+        table = torch.tensor(blocks)
+        slots = table[rows // self._block_tokens] * self._block_tokens + rows % self._block_tokens
+        return slots.to(self._device)
+
+    @torch.inference_mode()
+    def compute(self, entries: Sequence[BatchEntry]) -> None:
+        """Compute the entries' keys and values into the engine's blocks."""
+        lengths = [len(entry.tokens) for entry in entries]
+        tokens = torch.tensor([token for entry in entries for token in entry.tokens], dtype=torch.int32)
+        positions = [
+            torch.arange(entry.position, entry.position + length)
+            for entry, length in zip(entries, lengths, strict=True)
+        ]
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        ends = torch.tensor([entry.end for entry in entries], dtype=torch.int32)
+        table = torch.zeros(len(entries), max(len(entry.blocks) for entry in entries), dtype=torch.int32)
+        for number, entry in enumerate(entries):
+            table[number, : len(entry.blocks)] = torch.tensor(entry.blocks, dtype=torch.int32)
+        slots = torch.cat([self.slots(entry.blocks, entry.row, entry.end) for entry in entries])
+        device = self._device
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=ends.to(device),
+            seq_lens_cpu_upper_bound=ends,
+            num_reqs=len(entries),
+            num_actual_tokens=len(tokens),
+            max_query_len=max(lengths),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=table.to(device),
+            slot_mapping=slots,
+            causal=True,
+            is_prefilling=torch.ones(len(entries), dtype=torch.bool),
+            positions=torch.cat(positions).to(device),
+        )
+        metadata: dict[str, Any] = {}
+        for group in (group for groups in self._runner.attn_groups for group in groups):
+            built = group.build_metadata(copy(common), 0)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+        # Compiled, the model would not call the hooks by which `KeysOf` listens, and would be compiled for new shapes.
+        with set_forward_context(
+            metadata,
+            self._runner.vllm_config,
+            num_tokens=len(tokens),
+            slot_mapping=dict.fromkeys(metadata, slots),
+            skip_compiled=True,
+        ):
+            self.model(
+                input_ids=tokens.to(device),
+                positions=common.positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+
+
+class _EnoughError(Exception):
+    """What was wanted has been computed."""
+
+
+@contextmanager
+def keys_of(layers: Mapping[str, torch.nn.Module], *, last: str = "") -> Iterator[dict[str, torch.Tensor]]:
+    """The keys, as rotated, that these attention layers are given while the body computes: [tokens, heads × head_dim].
+
+    last: end the forward pass once this layer has its keys; empty: compute all.
+    """
+    found: dict[str, torch.Tensor] = {}
+
+    def listen(name: str) -> Callable[..., None]:
+        def hear(_layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+            found[name] = arguments[1]
+            if name == last:
+                raise _EnoughError
+
+        return hear
+
+    hooks = [layer.register_forward_pre_hook(listen(name)) for name, layer in layers.items()]
+    try:
+        yield found
+    except _EnoughError:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()

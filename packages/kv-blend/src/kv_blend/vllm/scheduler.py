@@ -1,0 +1,185 @@
+"""The scheduler half of blending: finds a request's segments, and offers everything up to the last one's end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kv_core.errors import InputError
+from kv_core.keys import NO_TENANT, ChunkKey, KeySpace, keys_in, tenant_tag
+from kv_core.log import limited_logger
+from kv_core.lookup import Ended
+from kv_core.sequence import KeySequence
+from kv_core.service import CacheService
+from kv_core.shape import ConnectShape
+
+from kv_blend.plan import KEY, BlendPlan, read_plan, segment_salt
+from kv_blend.vllm.job import BlendStep, SegmentStep
+
+_log = limited_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """first, end: its tokens. digests, keys: of the chunks that have its KV. is_held: None until that is known."""
+
+    first: int
+    end: int
+    digests: tuple[bytes, ...]
+    keys: list[ChunkKey]
+    is_held: bool | None = None
+
+
+@dataclass(slots=True)
+class _Blended:
+    """A request with a plan.
+
+    report: what becomes of its tokens, for its answer.
+    """
+
+    plan: BlendPlan
+    tokens: Sequence[int]
+    tenant: bytes
+    space_id: bytes
+    segments: list[_Segment] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class BlendScheduler:
+    """Used on vLLM's scheduler thread only."""
+
+    def __init__(self, cache: CacheService, shape: ConnectShape, *, name: str, max_tokens: int) -> None:
+        """name: distinguishes this engine's holders. max_tokens: the most that the model computes at once."""
+        self._cache = cache
+        self._shape = shape
+        self._name = name
+        self._max_tokens = max_tokens
+        self._requests: dict[str, _Blended | None] = {}  # None: without a plan, or with one that is refused
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._steps: list[BlendStep] = []
+        self._loading: set[str] = set()
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def read(self, request: Any, space: KeySpace | None, why_not: str) -> bool:
+        """Whether this request is blended. why_not: why none can be; empty if they can."""
+        request_id = request.request_id
+        if request_id not in self._requests:
+            try:
+                self._requests[request_id] = self._read(request, space, why_not)
+            except InputError as error:
+                _log.warning("request %s is computed as if it had no plan: %s", request_id, error)
+                self._reports[request_id] = {"refused": str(error)}
+                self._requests[request_id] = None
+        return self._requests[request_id] is not None
+
+    def match(self, request_id: str, computed: int) -> int | None:
+        """How many tokens beyond `computed` the workers will provide. None: slower tiers are still being asked."""
+        blended = self._requests[request_id]
+        assert blended is not None
+        offered = blended.plan.end - computed
+        if offered <= 0:
+            return 0
+        for number, segment in enumerate(blended.segments):
+            if segment.end <= computed or segment.is_held:
+                continue
+            holder = self._holder(request_id, number)
+            plan = self._cache.lookup(segment.keys, holder, shape=self._shape.chunk, wait_for_promotion=True)
+            if plan.ended is Ended.PENDING:
+                return None
+            segment.is_held = plan.chunks == len(segment.digests)
+        return offered
+
+    def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
+        """The engine has allocated blocks for the offered tokens."""
+        blended = self._requests[request_id]
+        assert blended is not None
+        computed = blended.plan.end - external_tokens
+        segments = [segment for segment in blended.segments if segment.end > computed]
+        steps = [SegmentStep(each.first, each.end, each.digests, bool(each.is_held)) for each in segments]
+        self._loading.add(request_id)
+        self._steps.append(
+            BlendStep(
+                request_id,
+                blended.plan,
+                blended.tokens,
+                tuple(blocks),
+                computed,
+                tuple(steps),
+                blended.space_id,
+                blended.tenant,
+            )
+        )
+        inside = [each.end - max(each.first, computed) for each in segments]
+        held = sum(tokens for tokens, each in zip(inside, segments, strict=True) if each.is_held)
+        again = sum(blended.plan.recomputed(each.end - each.first) for each in segments)
+        blended.report = {"segment_tokens": sum(inside), "held_tokens": held, "recomputed_tokens": again}
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the workers have requests that they have not reported yet."""
+        return bool(self._loading)
+
+    def take_steps(self) -> tuple[BlendStep, ...]:
+        """What the workers are to do in this step."""
+        steps, self._steps = tuple(self._steps), []
+        return steps
+
+    def ended(self, request_id: str, *, failed: bool) -> None:
+        """The workers have filled the request's blocks, or could not: then the engine computes all of it."""
+        self._loading.discard(request_id)
+        blended = self._requests.get(request_id)
+        if blended is None:
+            return
+        self._release(request_id, blended)
+        if failed:
+            blended.report = {"refused": "its segments could not be loaded; it was computed whole"}
+            self._reports[request_id] = blended.report
+            self._requests[request_id] = None
+
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """Forget the request. Returns the report for its answer; None: it had no plan."""
+        blended = self._requests.pop(request_id, None)
+        refused = self._reports.pop(request_id, None)
+        if blended is not None:
+            self._release(request_id, blended)
+        report = refused if blended is None else blended.report
+        return None if report is None else {KEY: report}
+
+    def _read(self, request: Any, space: KeySpace | None, why_not: str) -> _Blended | None:
+        read = read_plan(request.kv_transfer_params, request.cache_salt, request.num_prompt_tokens)
+        if read is None:
+            return None
+        plan, tenant = read
+        if why_not:
+            raise InputError(f"{KEY}: {why_not}")
+        if space is None:
+            raise InputError(f"{KEY}: the weights of the engine are not known yet")
+        if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
+            raise InputError(f"{KEY}: adapters, media and prompt embeddings cannot be blended")
+        tokens = list(request.all_token_ids[: plan.end])
+        if (longest := max(end - first for first, end in plan.segments) + plan.context_tokens) > self._max_tokens:
+            raise InputError(
+                f"{KEY}: a segment is {longest} tokens long with its context, and the engine computes at most "
+                f"{self._max_tokens} at once (max_num_batched_tokens): divide it"
+            )
+        tag = tenant_tag(tenant) if tenant else NO_TENANT
+        blended = _Blended(plan, tokens, tag, space.fingerprint)
+        context, scheme = plan.context_tokens, self._shape.scheme
+        for first, end in plan.segments:
+            sequence = KeySequence(scheme, root=scheme.root(salt=segment_salt(tenant)))
+            sequence.append([*tokens[:context], *tokens[first:end]])
+            tail = sequence.tail_digest()
+            digests = [*sequence.digests, *([] if tail is None else [tail])][context // scheme.chunk_tokens :]
+            keys = keys_in(space.fingerprint, digests, shards=range(self._shape.shards), tenant=tag)
+            blended.segments.append(_Segment(first, end, tuple(digests), keys))
+        return blended
+
+    def _holder(self, request_id: str, number: int) -> str:
+        return f"{self._name}/blend/{number}/{request_id}"
+
+    def _release(self, request_id: str, blended: _Blended) -> None:
+        for number, segment in enumerate(blended.segments):
+            if segment.is_held is not None:
+                self._cache.end(self._holder(request_id, number))
+                segment.is_held = None

@@ -1,0 +1,43 @@
+"""What is computed of a blended prompt."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_blend.plan import BlendPlan
+from kv_blend.selection import Selection
+
+PLAN = BlendPlan(segments=((3, 13), (15, 19)), share=0.2)
+ALL = 1000
+
+
+def test_the_share_is_of_each_segment_and_rounded_up() -> None:
+    selection = Selection(PLAN, PLAN.segments)
+    assert selection.first() == [3, 4, 15]
+    deviation = torch.zeros(19)
+    deviation[[0, 5, 14, 18]] = torch.tensor([9.0, 1.0, 9.0, 1.0])
+    deviation[12] = 2.0
+    assert selection.deviating(deviation) == [5, 12, 18]
+
+
+def test_what_lies_between_and_what_is_selected_is_computed() -> None:
+    selection = Selection(PLAN, PLAN.segments)
+    assert list(selection.batches([3, 4, 15], ALL, ALL)) == [[(0, 5), (13, 16)]]
+    assert list(Selection(PLAN, PLAN.segments, 2).batches([], ALL, ALL)) == [[(2, 3), (13, 15)]]
+    assert list(Selection(PLAN, PLAN.segments[1:], 13).batches([], ALL, ALL)) == [[(13, 15)]]
+    assert list(Selection(PLAN, ()).batches([], ALL, ALL)) == [[(0, 19)]]
+    assert list(Selection(PLAN, ((0, 19),)).batches([], ALL, ALL)) == []
+
+
+@given(
+    flags=st.lists(st.booleans(), min_size=1, max_size=60),
+    most_tokens=st.integers(1, 20),
+    most_runs=st.integers(1, 4),
+)
+def test_batches_hold_every_token_once_in_order(flags: list[bool], most_tokens: int, most_runs: int) -> None:
+    selected = [token for token, flag in enumerate(flags) if flag]
+    whole = ((0, len(flags)),)
+    batches = list(Selection(BlendPlan(segments=whole), whole).batches(selected, most_tokens, most_runs))
+    assert [token for batch in batches for first, end in batch for token in range(first, end)] == selected
+    for batch in batches:
+        assert len(batch) <= most_runs
+        assert 0 < sum(end - first for first, end in batch) <= most_tokens

@@ -1,0 +1,187 @@
+"""Blending on real vLLM: documents in any order, and never under an exact name.
+
+A tiny model with random weights shows every wrong bit, so what is approximate differs. What is exact must be equal: a
+prompt of which everything is computed again, a segment that stands where it was computed, and every request that did
+not ask for blending.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import kv_blend.vllm.scheduler
+import pytest
+from blending import CACHE, FIRST, SECOND, Blending, Prompt, exact_answers, forget_own_blocks, interleave
+from engines import Answer, empty_the_pool, started
+from kv_blend import BlendPlan, request_fields
+from kv_blend.plan import KEY
+from kv_connect.engine import engines
+from kv_testing.tiny import TinyLlama
+from kv_testing.wait import until
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(TinyLlama().write(tmp_path_factory.mktemp("blend") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def exact(model: str) -> dict[Prompt, Answer]:
+    return exact_answers(model)
+
+
+@pytest.fixture(scope="module")
+def only_engine(model: str, exact: dict[Prompt, Answer]) -> Iterator[Blending]:
+    del exact  # asked for first: a process has one engine at a time
+    with started(model, cache=CACHE, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
+        yield Blending(inner.llm)
+
+
+@pytest.fixture
+def engine(only_engine: Blending) -> Iterator[Blending]:
+    """It holds nothing."""
+    empty_the_pool()
+    forget_own_blocks(only_engine)
+    yield only_engine
+    only_engine.assert_at_rest()
+
+
+def halve_the_pool() -> None:
+    """Halve every number in the pool: what wrong bytes would do."""
+    import torch
+
+    (inner,) = engines().values()
+    assert inner.cache is not None
+    torch.frombuffer(inner.cache.pool.view, dtype=torch.float32).mul_(0.5)
+
+
+def test_documents_are_reused_in_any_order(engine: Blending, exact: dict[Prompt, Answer]) -> None:
+    engine.blend([FIRST])
+    assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 0, "recomputed_tokens": 177}]
+    answers = engine.blend([SECOND, Prompt((3, 2, 1))])
+    assert [report["held_tokens"] for report in engine.reports] == [1171, 871]
+    assert engine.hits == [SECOND.segments[-1][1], Prompt((3, 2, 1)).segments[-1][1]]
+    # A model whose answers a wrong bit changes answers differently where segments are reused without their context.
+    assert answers[0] != exact[SECOND]
+    forget_own_blocks(engine)
+    assert engine.blend([SECOND, Prompt((3, 2, 1))]) == answers
+    assert engine.blend([SECOND]) == answers[:1]  # from vLLM's own blocks, under the plan's salt
+
+
+@pytest.mark.parametrize("select", ["first", "deviation"])
+def test_a_prompt_of_which_everything_is_computed_again_is_exact(
+    select: str, engine: Blending, exact: dict[Prompt, Answer]
+) -> None:
+    for order in (FIRST, SECOND, Prompt((1, 0))):
+        for behind in ("prefix", "alone"):
+            assert engine.blend([order], share=1.0, select=select, behind=behind) == [exact[order]]
+
+
+def test_a_segment_that_stands_where_it_was_computed_is_exact(engine: Blending, exact: dict[Prompt, Answer]) -> None:
+    alone = [Prompt((at,)) for at in range(4)]
+    expected = [exact[prompt] for prompt in alone]
+    assert engine.blend(alone, share=0.0) == expected
+    forget_own_blocks(engine)
+    engine.blend([SECOND], share=0.0)  # elsewhere the same bytes are moved, from the original each time
+    assert engine.blend(alone, share=0.0) == expected
+    assert [report["held_tokens"] for report in engine.reports] == [300, 410, 128, 333]
+    # The control: what is read is what the pool has.
+    forget_own_blocks(engine)
+    halve_the_pool()
+    assert all(got != right for got, right in zip(engine.blend(alone, share=0.0), expected, strict=True))
+
+
+def test_tenants_share_no_segments(engine: Blending) -> None:
+    engine.blend([FIRST], tenant="one")
+    engine.blend([SECOND], tenant="two")
+    assert engine.reports[0]["held_tokens"] == 0
+    engine.blend([SECOND], tenant="one")
+    assert engine.reports[0]["held_tokens"] == 1171
+
+
+def test_exact_requests_never_see_approximate_kv(engine: Blending, exact: dict[Prompt, Answer]) -> None:
+    wrong, asked = interleave(engine, exact, 15, seed=1)
+    assert wrong == 0
+    assert asked > 20
+
+
+def test_the_control_with_one_name_for_both(
+    engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a plan needed no salt of its own, exact requests would be wrong."""
+
+    def without_salt(params: Any, _salt: str | None, tokens: int) -> tuple[BlendPlan, str] | None:
+        del tokens
+        return (BlendPlan(**params[KEY]), "") if params and KEY in params else None
+
+    monkeypatch.setattr(kv_blend.vllm.scheduler, "read_plan", without_salt)
+    plan = {"segments": SECOND.segments, "share": 0.0}
+    engine.blend([SECOND], fields={"cache_salt": "", "kv_transfer_params": {KEY: plan}})
+    assert engine.reports[0]["segment_tokens"] == 1171
+    assert engine.ask([SECOND.tokens]) != [exact[SECOND]]
+    forget_own_blocks(engine)
+
+
+def test_a_plan_without_its_salt_is_refused_and_its_request_exact(
+    engine: Blending, exact: dict[Prompt, Answer]
+) -> None:
+    fields = request_fields(SECOND.segments, tokens=len(SECOND.tokens))
+    for salt in ("", "other"):
+        assert engine.blend([SECOND], fields=fields | {"cache_salt": salt}) == [exact[SECOND]]
+        assert "cache_salt is not this plan's" in engine.reports[0]["refused"]
+    broken = {"kv_transfer_params": {KEY: {"segments": [[9, 4]]}}, "cache_salt": "x"}
+    assert engine.blend([SECOND], fields=broken) == [exact[SECOND]]
+    assert "segment 0 is [9, 4), which has no tokens" in engine.reports[0]["refused"]
+
+
+@pytest.mark.parametrize("step", ["_prepare", "_compute_alone", "_store", "_place", "_deviate"])
+def test_a_failure_at_any_step_costs_only_the_reuse(
+    step: str, engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_blend.vllm.worker import BlendWorker
+
+    def fails(*_arguments: Any, **_named: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(BlendWorker, step, fails)
+    assert engine.blend([FIRST, SECOND]) == [exact[FIRST], exact[SECOND]]
+    assert all("computed whole" in report["refused"] for report in engine.reports)
+    monkeypatch.undo()
+    forget_own_blocks(engine)
+    engine.blend([FIRST])
+    assert engine.reports[0]["segment_tokens"] == 1171
+
+
+def test_chunks_forgotten_while_they_are_read_make_the_request_exact(
+    engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_blend.vllm.worker import BlendWorker
+
+    engine.blend([FIRST])
+    place = BlendWorker._place
+
+    def forgotten(self: BlendWorker, *arguments: Any) -> Any:
+        moved = place(self, *arguments)
+        assert self._engine.cache is not None
+        self._engine.cache.clear()
+        return moved
+
+    monkeypatch.setattr(BlendWorker, "_place", forgotten)
+    assert engine.blend([SECOND]) == [exact[SECOND]]
+
+
+def test_a_request_that_is_aborted_in_the_middle_of_its_plan_leaks_nothing(engine: Blending) -> None:
+    from vllm import SamplingParams, TokensPrompt
+
+    fields = request_fields(FIRST.segments, tokens=len(FIRST.tokens))
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": fields["kv_transfer_params"]})
+    prompt = TokensPrompt(prompt_token_ids=FIRST.tokens, cache_salt=fields["cache_salt"])
+    core = engine.llm.llm_engine
+    for steps in range(6):
+        core.add_request(f"r{steps}", prompt, sampling)
+        for _ in range(steps):
+            core.step()
+        core.abort_request([f"r{steps}"])
+        until(lambda: (core.step(), not core.has_unfinished_requests())[1])
+        forget_own_blocks(engine)
+    engine.blend([SECOND])
+    assert engine.reports[0]["held_tokens"] == 1171

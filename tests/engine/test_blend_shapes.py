@@ -1,0 +1,89 @@
+"""Blending on engines of other shapes: small pools, small steps, a disk, restarts, processes of their own."""
+
+from pathlib import Path
+
+import pytest
+from blending import CACHE, FIRST, SECOND, Blending, Prompt, exact_answers, interleave
+from engines import Answer, started
+from kv_blend import request_fields
+from kv_testing.tiny import TinyLlama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(TinyLlama().write(tmp_path_factory.mktemp("blend") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def exact(model: str) -> dict[Prompt, Answer]:
+    return exact_answers(model)
+
+
+@pytest.mark.parametrize(
+    ("lives", "rounds"),
+    [pytest.param(2, 15, marks=pytest.mark.slow), pytest.param(5, 100, marks=[pytest.mark.long, pytest.mark.slow])],
+)
+@pytest.mark.timeout(1800)
+def test_exact_requests_never_see_approximate_kv_through_tiers_and_restarts(
+    model: str, exact: dict[Prompt, Answer], tmp_path: Path, lives: int, rounds: int
+) -> None:
+    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "1GiB"}
+    cache = {"host": {"capacity_bytes": "4MiB"}, "tiers": [tier], "cold": {"wait_s": 5.0}}
+    asked = 0
+    for life in range(lives):
+        with started(model, cache=cache, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
+            engine = Blending(inner.llm)
+            wrong, some = interleave(engine, exact, rounds, seed=life)
+            assert wrong == 0
+            asked += some
+            engine.assert_at_rest()
+    assert asked >= lives * rounds
+
+
+def test_segments_for_which_the_pool_has_no_room_are_computed_in_their_places(
+    model: str, exact: dict[Prompt, Answer]
+) -> None:
+    """Then nothing of them is approximate."""
+    small = {"host": {"capacity_bytes": "1MiB"}}  # two of the seven chunks that the documents need
+    with started(model, cache=small, connector="KVBlendConnector") as inner:
+        engine = Blending(inner.llm)
+        assert engine.blend([Prompt((3, 2, 1))], share=0.0) != [exact[Prompt((3, 2, 1))]]  # some are reused
+        assert engine.blend([SECOND], share=1.0) == [exact[SECOND]]
+        engine.assert_at_rest()
+
+
+def test_a_long_plan_takes_several_steps_and_others_go_on(model: str, exact: dict[Prompt, Answer]) -> None:
+    """No step waits for more than one forward pass of `max_num_batched_tokens`."""
+    arguments = {"max_num_batched_tokens": 512, "enable_prefix_caching": True}
+    with started(model, cache=CACHE, connector="KVBlendConnector", **arguments) as inner:
+        engine = Blending(inner.llm)
+        assert engine.blend([FIRST, SECOND], share=1.0) == [exact[FIRST], exact[SECOND]]
+        assert engine.blend([Prompt((0,))], share=0.0) == [exact[Prompt((0,))]]
+        long = request_fields([(40, 600)], tokens=1000)
+        engine.blend([FIRST], fields=long)
+        assert "a segment is 600 tokens long with its context" in engine.reports[0]["refused"]
+        engine.assert_at_rest()
+
+
+@pytest.mark.slow
+def test_scheduler_and_worker_in_a_process_of_their_own(model: str, exact: dict[Prompt, Answer]) -> None:
+    with started(
+        model, cache=CACHE, connector="KVBlendConnector", own_process=True, enable_prefix_caching=True
+    ) as inner:
+        engine = Blending(inner.llm)
+        assert engine.blend([FIRST, SECOND], share=1.0) == [exact[FIRST], exact[SECOND]]
+        assert engine.blend([Prompt((2,))], share=0.0) == [exact[Prompt((2,))]]
+        engine.blend([SECOND])
+        assert engine.reports[0]["held_tokens"] == 1171
+        assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+
+
+def test_an_engine_that_cannot_blend_says_why_and_is_exact(model: str, exact: dict[Prompt, Answer]) -> None:
+    cache = CACHE | {"format": "blocks"}
+    with started(model, cache=cache, connector="KVBlendConnector") as inner:
+        engine = Blending(inner.llm)
+        assert engine.blend([SECOND]) == [exact[SECOND]]
+        assert engine.reports == [
+            {"refused": "kv_blend: this engine does not blend: its chunks have the format blocks, not canonical"}
+        ]
+        engine.assert_at_rest()
