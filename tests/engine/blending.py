@@ -52,8 +52,16 @@ class Blending(Engine):
         self.blend([Prompt((2,))], tenant="before the test")
         return "weights" not in self.reports[0].get("refused", "")
 
-    def blend(self, prompts: Sequence[Prompt], *, fields: dict[str, Any] | None = None, **plan: Any) -> list[Answer]:
-        """Ask for all of these at once. fields: the request's own, instead of those that the plan makes."""
+    def blend(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        fields: dict[str, Any] | None = None,
+        sampling: dict[str, Any] | None = None,
+        **plan: Any,
+    ) -> list[Answer]:
+        """Ask for all of these at once. fields: the request's own, instead of those that the plan makes. sampling:
+        parameters besides."""
         from vllm import SamplingParams, TokensPrompt
 
         given = [fields or request_fields(each.segments, tokens=len(each.tokens), **plan) for each in prompts]
@@ -71,6 +79,7 @@ class Blending(Engine):
                     detokenize=False,
                     ignore_eos=True,
                     extra_args={"kv_transfer_params": its["kv_transfer_params"]},
+                    **(sampling or {}),
                 )
                 for its in given
             ],

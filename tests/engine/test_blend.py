@@ -121,6 +121,11 @@ def test_the_control_with_one_name_for_both(
     forget_own_blocks(engine)
 
 
+def test_a_request_that_needs_every_token_computed_is_refused(engine: Blending, exact: dict[Prompt, Answer]) -> None:
+    assert engine.blend([SECOND], sampling={"prompt_logprobs": 1}) == [exact[SECOND]]
+    assert "a request with log-probabilities of its prompt cannot be blended" in engine.reports[0]["refused"]
+
+
 def test_a_plan_without_its_salt_is_refused_and_its_request_exact(
     engine: Blending, exact: dict[Prompt, Answer]
 ) -> None:

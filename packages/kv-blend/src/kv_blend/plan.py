@@ -19,7 +19,8 @@ KEY: Final = "kv_blend"
 DEFAULT_SHARE: Final = 0.15
 _MARK: Final = "/kv-blend/"
 _VERSION: Final = 1
-_MAX_SEGMENTS: Final = 4096
+_MAX_SEGMENTS: Final = 256
+"""Each is a lookup on the engine's scheduler thread."""
 
 Position = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

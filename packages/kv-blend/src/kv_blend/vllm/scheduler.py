@@ -34,6 +34,7 @@ class _Blended:
     """A request with a plan.
 
     report: what becomes of its tokens, for its answer.
+    has_failed: the workers could not fill its blocks: it is computed whole.
     """
 
     plan: BlendPlan
@@ -41,6 +42,7 @@ class _Blended:
     tenant: bytes
     space_id: bytes
     segments: list[_Segment] = field(default_factory=list)
+    has_failed: bool = False
     report: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,7 +80,7 @@ class BlendScheduler:
         blended = self._requests[request_id]
         assert blended is not None
         offered = blended.plan.end - computed
-        if offered <= 0:
+        if offered <= 0 or blended.has_failed:
             return 0
         for number, segment in enumerate(blended.segments):
             if segment.end <= computed or segment.is_held:
@@ -134,8 +136,7 @@ class BlendScheduler:
         self._release(request_id, blended)
         if failed:
             blended.report = {"refused": "its segments could not be loaded; it was computed whole"}
-            self._reports[request_id] = blended.report
-            self._requests[request_id] = None
+            blended.has_failed = True  # it stays invisible to the exact half, as blocks before these may be blended
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request. Returns the report for its answer; None: it had no plan."""
@@ -155,8 +156,16 @@ class BlendScheduler:
             raise InputError(f"{KEY}: {why_not}")
         if space is None:
             raise InputError(f"{KEY}: the weights of the engine are not known yet")
-        if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
-            raise InputError(f"{KEY}: adapters, media and prompt embeddings cannot be blended")
+        reasons = {
+            "an adapter": request.lora_request is not None,
+            "media": bool(request.mm_features),
+            "prompt embeddings": request.prompt_embeds is not None,
+            "a streaming session": request.resumable,
+            "pooling": request.pooling_params is not None,
+            "log-probabilities of its prompt": request.skip_reading_prefix_cache,
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise InputError(f"{KEY}: a request with {', '.join(found)} cannot be blended")
         tokens = list(request.all_token_ids[: plan.end])
         if (longest := max(end - first for first, end in plan.segments) + plan.context_tokens) > self._max_tokens:
             raise InputError(
