@@ -28,10 +28,15 @@ SOURCES := $(patsubst %,packages/kv-%/src,core tiers observe codecs server conne
 help: ## print this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | column -t -s '|'
 
-demo: ## a trained model answers about a document, across requests and processes (ENGINE=sglang or both; MODEL=tiny or a name)
+demo: ## a trained model answers about a document, across requests and processes (ENGINE=sglang or both; MODEL=tiny or a name); BLEND=1: about six in two orders
+ifdef BLEND
+	@scripts/setup.sh vllm
+	@model="$(or $(MODEL),$$(scripts/setup.sh smollm2 | tail -n 1))" && $(VLLM)/python demo/blend.py --model "$$model"
+else
 	@for engine in $(DEMO_ENGINES); do scripts/setup.sh $$engine || exit; done
 	@model="$(or $(MODEL),$$(scripts/setup.sh smollm2))" || model=tiny; \
 	env $(DEMO_PYTHON) --model "$$model" $(if $(MODEL),,--dtype float32) $(ABOUT) $(if $(filter both,$(ENGINE)),--then "$(SGLANG_DEMO)")
+endif
 
 test: lint test-packages test-engine test-sglang ## everything but `test-slow`: some 12 minutes on two cores
 

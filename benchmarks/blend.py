@@ -196,7 +196,8 @@ def main() -> int:
     arguments.add_argument("--model", required=True, help="a trained model's directory")
     arguments.add_argument("--sets", type=int, default=25, help="sets of four documents, each with four questions")
     chosen = arguments.parse_args()
-    os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | quiet)
     asked = Asked(chosen.model)
     rows = times(asked)
     for way, found in quality(asked, chosen.sets).items():
