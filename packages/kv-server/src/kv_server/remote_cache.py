@@ -21,16 +21,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, Unpack
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs, Measured
+from kv_core.cost import Measured
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
+from kv_core.service import (
+    CacheCounts,
+    Holder,
+    LeaseId,
+    LoadFailed,
+    LookupOptions,
+    ReadLease,
+    StoreOptions,
+    WriteLease,
+)
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.changes import Change, Changes
 from kv_tiers.messages import MAX_NAME
@@ -135,9 +144,7 @@ class RemoteCache:
         holder: Holder,
         *,
         shape: ChunkShape = PLAIN,
-        wait_for_promotion: bool = False,
-        costs: Costs | None = None,
-        tiers: Sequence[str] | None = None,
+        **options: Unpack[LookupOptions],
     ) -> LookupPlan:
         keys_per_chunk = shape.keys_per_chunk
         if len(keys) % keys_per_chunk:
@@ -158,9 +165,7 @@ class RemoteCache:
             shape.chunk_tokens,
             tuple(map(str, shape.groups)),
             shape.shards,
-            wait_for_promotion,
-            costs,
-            None if tiers is None else tuple(tiers),
+            options,
         )
         with self._lock:
             plan = self._ask(request, wire.Planned)
@@ -194,11 +199,8 @@ class RemoteCache:
             self.pool.will_read(leased.slots)
             return ReadLease(lease, wanted, self.pool.extents(wanted, leased.slots))
 
-    def begin_store(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
-    ) -> WriteLease:
-        allowed = None if tiers is None else tuple(tiers)
-        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), _name_of(holder), hold_s, allowed)
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, **options: Unpack[StoreOptions]) -> WriteLease:
+        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), _name_of(holder), options)
         with self._lock:
             leased = self._ask(request, wire.WriteLeased, lasts=True)
             if leased is None or not leased.lease:

@@ -85,9 +85,7 @@ class NodeAgent:
             question.prompt.keys(len(shape.groups), self._shards),
             holder,
             shape=ChunkShape(shape.chunk_tokens, shape.chunk.groups, len(self._shards)),
-            wait_for_promotion=question.waits,
-            costs=question.costs,
-            tiers=question.tiers,
+            **question.options,
         )
         if plan.ended is Ended.PENDING:
             self._pending[holder] = question

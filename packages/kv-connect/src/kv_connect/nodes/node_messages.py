@@ -7,10 +7,9 @@ no credentials, arrive in order, and come from this engine's processes only.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_core.cost import Costs
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.lookup import LookupPlan
-from kv_core.service import Holder
+from kv_core.service import Holder, LookupOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +45,14 @@ class Question:
 
     number: the answer has the same.
     nodes: those that must answer.
-    waits, costs, tiers: as for `CacheService.lookup`.
+    options: of `CacheService.lookup`.
     """
 
     number: int
     nodes: tuple[int, ...]
     holder: Holder
     prompt: Prompt
-    waits: bool
-    costs: Costs | None
-    tiers: tuple[str, ...] | None
+    options: LookupOptions
 
 
 @dataclass(frozen=True, slots=True)
