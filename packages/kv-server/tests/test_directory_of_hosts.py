@@ -140,7 +140,7 @@ def test_chunks_on_a_disk_are_listed_as_well(ending: ExitStack, valkey: AskedSer
     tier = reader(ending, valkey.url)
     for number, keys in enumerate(prompts):
         store(cache, keys)
-        until(lambda stored=4 * (number + 1): report_of(server.path).caches[0].tiers[0].chunks == stored)  # type: ignore[misc]
+        until(lambda stored=4 * (number + 1): report_of(server.path).caches[0].tiers[0].usage.chunks == stored)  # type: ignore[misc]
     until(lambda: all(finds(tier, keys) for keys in prompts))
     cache.close()
     server.close()
@@ -567,7 +567,7 @@ def hosts_each_other(ending: ExitStack, url: str) -> tuple[RemoteCache, Callable
     tier = reader(ending, url, **BRIEF)
 
     def states() -> list[DirectoryState]:
-        reported = [report_of(server.path).caches[0].tiers[0].directory for server in (one, two)]
+        reported = [report_of(server.path).caches[0].directories["peers"] for server in (one, two)]
         return [*(state for state in reported if state is not None), state_of(tier)]
 
     until(lambda: [state.names for state in states()] == [2, 2, 4])
@@ -697,12 +697,12 @@ def test_the_state_of_the_directory_is_shown_to_operators(ending: ExitStack, val
     store(first, keys)
 
     def known() -> DirectoryState:
-        state = report_of(served.path).caches[0].tiers[0].directory
+        state = report_of(served.path).caches[0].directories["peers"]
         assert state is not None
         return state
 
     until(lambda: known().names == 6 and known().exact == 1)
-    assert report_of(served.path).caches[0].tiers[0].chunks == 6
+    assert report_of(served.path).caches[0].tiers[0].usage.chunks == 6
     assert 'kv_directory_chunks{cache="' in (text := served.get("/metrics").text) and "kv_directory_up{" in text
     assert "1 other hosts, 1 of them known exactly, with 6 chunks" in known().spelled()
     digests = b"".join(key.digest for key in keys)

@@ -94,12 +94,12 @@ def drained(home: Path, **options: object) -> DrainState:
 
 
 def in_pool(home: Path) -> int:
-    return sum(cache.chunks for cache in report_of(home / "s").caches)
+    return sum(cache.held.chunks for cache in report_of(home / "s").caches)
 
 
 def on_disk(home: Path) -> int | None:
     (cache,) = report_of(home / "s").caches
-    return next(tier.chunks for tier in cache.tiers if tier.name == "disk")
+    return next(tier.usage.chunks for tier in cache.tiers if tier.name == "disk")
 
 
 def spoil(directory: Path, key: ChunkKey) -> None:

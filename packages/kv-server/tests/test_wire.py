@@ -17,7 +17,13 @@ from kv_core.testing import chunk_keys, key_chain
 from kv_observe.chunk_state import ChunkState, GroupState
 from kv_server import wire
 from kv_server.drain.state import DrainState
-from kv_server.report import CacheReport, PeersServed, Registration, Report, TenantReport, TierReport
+from kv_server.report import CacheReport, PeersServed, Registration, Report, TenantReport
+from kv_tiers.cache.host import Held
+from kv_tiers.cache.lower_tiers import TierState
+from kv_tiers.cache.spill import SpillCounts
+from kv_tiers.lanes.counts import LaneCounts
+from kv_tiers.lanes.health import Health
+from kv_tiers.tier import TierUsage
 
 COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))
@@ -69,7 +75,9 @@ REPORT = Report(
             "pool",
             1,
             COUNTS,
-            [TierReport("disk", "UP", "", None, 1, 2, 3, 4)],
+            Held(1, 4096, (1, 0)),
+            [TierState("disk", Health.UP, "", TierUsage(None, 1, 2), LaneCounts(loaded=3), SpillCounts(4), (0.1, 0.2))],
+            {},
             [TenantReport("a", "00" * 7, 1, 4096, None)],
             1,
             drain=DrainState("stopped", "the time is up", 9, 1, 2, 8192, 3, 0, 3),

@@ -60,7 +60,7 @@ def test_what_is_cleared_below_the_pool_is_counted_too(tmp_path: Path) -> None:
     made = Served(tiers=({"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"},))
     cache = made.join("one")
     store(cache, 4)
-    until(lambda: [tier["chunks"] for tier in made.get("/status").json()["caches"][0]["tiers"]] == [4])
+    until(lambda: [tier["usage"]["chunks"] for tier in made.get("/status").json()["caches"][0]["tiers"]] == [4])
     answer = made.post("/clear", {"everything": True}).json()
     assert answer == {"caches": 1, "chunks": 4, "below": {"disk": 4}}
     cache.close()

@@ -8,6 +8,13 @@ from kv_tiers.lanes.health import Health, HealthTracker
 
 FACTS = list(itertools.product([False, True], repeat=4))
 STUCK_S = 10.0
+WHY = {
+    Health.UP: "",
+    Health.FULL: "no room",
+    Health.DOWN: "it broke",
+    Health.STUCK: "a call to it has not returned",
+    Health.CLOSED: "it is closed",
+}
 
 
 def expected(closed: bool, down: bool, stuck: bool, full: bool) -> Health:
@@ -36,8 +43,7 @@ def test_of_all_that_is_true_the_first_counts(closed: bool, down: bool, stuck: b
     health = made.now(running)
     assert health is expected(closed, down, stuck, full)
     assert health.serves == (health in (Health.UP, Health.FULL))
-    why = {Health.DOWN: "it broke", Health.FULL: "no room"}.get(health, health.value)
-    assert made.why(health) == why
+    assert made.why(health) == WHY[health]
     assert made.may_probe() is down
     made.is_probing = True
     assert not made.may_probe()

@@ -58,7 +58,8 @@ class CacheTotals:
     bytes_loaded: int = 0
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Held:
     """The chunks that lookups can find.
 
     chunks: each counted once, however many of its groups and shards are held: the count of the group that has most.
