@@ -34,8 +34,8 @@ DEFINED_TWICE = words(
 )
 ONE_IMPORTER_AND_NO_CLASS = words(
     """
-    kv_connect.chunk_size kv_cuda.copy.nvtx kv_cuda.cut kv_server.check kv_server.explain kv_server.http.app
-    kv_server.http.metrics kv_server.http.openapi kv_server.interpreter kv_sglang.calibrated
+    kv_connect.chunk_size kv_cuda.copy.nvtx kv_cuda.cut kv_server.explain kv_server.http.app
+    kv_server.http.openapi kv_sglang.calibrated
     kv_sglang.transfer.refused kv_tiers.registry kv_tiers.tiers.files_below kv_tiers.tiers.spread
     kv_observe.sim_plot kv_observe.subscribers kv_vllm.bind kv_vllm.calibrated kv_vllm.heads
     kv_vllm.layouts kv_vllm.plugin kv_vllm.translate
