@@ -26,9 +26,8 @@ MOST_FILES_OF_AN_OPTION = 4
 
 DEFINED_TWICE = words(
     """
-    Aborted Address Change Changes Clear Connection Damaged Directory Drain End EngineMeasured Event Fate
-    Finding Held Hello Holds Job Jobs Kernels LayerwiseCopier Load Measured Names Outgoing Peer Pool Prompt Read
-    Ready Refused Renew Room Source Stored Stores Taken Wait Weights Welcome Write _Batch _Chunk _CopyPipeline
+    Aborted Address Changes Clear Connection Damaged Directory Event Finding Kernels LayerwiseCopier Load
+    Measured Outgoing Peer Pool Read Ready Room Stored Stores Wait Weights Write _Batch _Chunk _CopyPipeline
     _Load _Offer _Part _Waiting
     """
 )

@@ -90,7 +90,7 @@ def test_what_is_no_duration_is_no_cost_and_no_measurement(served: ThreadedServe
     for request in (
         wire.Lookup(keys, "h", 1, ("all",), 1, {"costs": Costs(0, (seconds, 0.0), (0.0, 0.0))}),
         wire.Lookup(keys, "h", 1, ("all",), 1, {"costs": Costs(0, (0.1, 0.0), (0.0, seconds))}),
-        wire.EngineMeasured([Measured("load", 1.0, seconds)]),
+        wire.MeasuredSamples([Measured("load", 1.0, seconds)]),
     ):
         with served.raw(wire.Hello("t"), register(), request) as connection:
             connection.shutdown(socket.SHUT_WR)

@@ -47,7 +47,7 @@ REQUESTS: list[wire.Request] = [
         1,
         {"wait_for_promotion": True, "costs": Costs(512, (1e-4, 1e-9), (0.002, 1e-6), stores=False)},
     ),
-    wire.EngineMeasured([Measured("load", 0.5, 0.25)]),
+    wire.MeasuredSamples([Measured("load", 0.5, 0.25)]),
     wire.Renew("holder"),
     wire.Load(KEYS, "holder", True),
     wire.BeginStore(KEYS, "holder", {}),
@@ -96,7 +96,7 @@ ANSWERS: list[wire.Answer] = [
     wire.ReadLeased(2, [3, 4], wire.Keys(), ""),
     wire.WriteLeased(3, [0, 2], [5, 6], "no room"),
     wire.Counted(COUNTS),
-    wire.Changed(9, True, [wire.Change(True, KEYS), wire.Change(False, wire.Keys())]),
+    wire.Changed(9, True, [wire.KeyChange(True, KEYS), wire.KeyChange(False, wire.Keys())]),
     wire.Registrations(REPORT.sessions),
     wire.Stated(REPORT),
     wire.Explanations(

@@ -272,7 +272,7 @@ class RemoteCache:
         """Like `allocated`."""
         with self._lock:
             if self._is_watched and not self._closed:
-                self._link.tell(wire.EngineMeasured(list(samples[: wire.MAX_ALLOCATED])))
+                self._link.tell(wire.MeasuredSamples(list(samples[: wire.MAX_ALLOCATED])))
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         """No round trip: it is not answered."""

@@ -137,7 +137,7 @@ class Session:
             case wire.Allocated(blocks):
                 self.cache.allocated({self._prefix + holder: count for holder, count in blocks.items()})
                 return None
-            case wire.EngineMeasured(samples):
+            case wire.MeasuredSamples(samples):
                 _check_seconds([seconds for one in samples for seconds in (one.estimated_s, one.took_s)])
                 self.cache.measured(samples)
                 return None
@@ -168,7 +168,7 @@ class Session:
     def _changes_since(self, upto: int) -> wire.Changed:
         since = self.cache.changes_since(upto)
         changes = [
-            wire.Change(change.entered, wire.pack_keys(alike))
+            wire.KeyChange(change.entered, wire.pack_keys(alike))
             for change in since.changes
             for alike in (_by_length(change.keys) or [[]])
         ]

@@ -18,7 +18,7 @@ from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
 from kv_core.service import CacheCounts, LookupOptions, StoreOptions
 from kv_observe.chunk_state import ChunkState, GroupState
-from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, pack_keys
+from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, decoded, framed, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
 
 from kv_server.directory.state import DirectoryState
@@ -210,7 +210,7 @@ class Allocated(Message, tag="allocated"):
     blocks: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
-class EngineMeasured(Message, tag="measured"):
+class MeasuredSamples(Message, tag="measured"):
     samples: Annotated[list[Measured], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
@@ -234,7 +234,7 @@ class ChangesSince(Message, tag="changes_since"):
     upto: Number
 
 
-Watched = Allocated | EngineMeasured
+Watched = Allocated | MeasuredSamples
 Stored = BeginStore | Commit | Release | Forget | Taken
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
 Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | Explain | Verb
@@ -385,7 +385,7 @@ class Explanations(Message, tag="explanations"):
     explained: list[Explained]
 
 
-class Change(Message):
+class KeyChange(Message):
     """entered: whether these keys can be found from now on, or no longer. No keys: everything has left."""
 
     entered: bool
@@ -397,7 +397,7 @@ class Changed(Message, tag="changed"):
 
     upto: int
     is_whole: bool
-    changes: list[Change]
+    changes: list[KeyChange]
 
 
 class Registrations(Message, tag="registrations"):
@@ -424,15 +424,13 @@ Answer = (
     | Explanations
 )
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
-_ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+_REQUESTS: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 
 
 def frame(message: Request | Answer) -> bytes:
     """The message as it crosses the socket."""
-    body = _ENCODER.encode(message)
-    return HEADER.pack(len(body), VERSION) + body
+    return framed(message, VERSION)
 
 
 def read_request(body: bytes) -> Request:
@@ -440,11 +438,7 @@ def read_request(body: bytes) -> Request:
     Raises:
         InputError: it is not one of the requests, within its bounds.
     """
-    try:
-        request: Request = _REQUESTS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"not a request: {error}") from None
-    return request
+    return decoded(_REQUESTS, body, "not a request")
 
 
 def read_answer(body: bytes) -> Answer:
@@ -452,11 +446,7 @@ def read_answer(body: bytes) -> Answer:
     Raises:
         InputError: it is not one of the answers.
     """
-    try:
-        answer: Answer = _ANSWERS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"not an answer: {error}") from None
-    return answer
+    return decoded(_ANSWERS, body, "not an answer")
 
 
 class Frames:

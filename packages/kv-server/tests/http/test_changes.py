@@ -14,7 +14,7 @@ from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch
 from kv_server import caches as caches_module
 from kv_server.http import jobs as jobs_module
-from kv_server.http.jobs import Jobs
+from kv_server.http.jobs import PrefixJobs
 from kv_server.http.problem import Problem
 from kv_server.http.start import open_http
 from kv_server.http.token import read_token
@@ -356,7 +356,7 @@ def test_a_prefix_is_warmed_up_from_below(tmp_path: Path) -> None:
 
 def test_so_many_jobs_at_once_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    jobs = Jobs()
+    jobs = PrefixJobs()
     running = [jobs.start("export", "x", lambda: (int(go_on.wait(10)), "")) for _ in range(jobs_module.MAX_RUNNING)]
     with pytest.raises(Problem, match="ask again"):
         jobs.start("export", "x", lambda: (0, ""))
@@ -374,7 +374,7 @@ def test_so_many_jobs_at_once_and_no_more(served: Served, monkeypatch: pytest.Mo
 
 def test_a_server_that_ends_waits_until_its_jobs_have_tidied_up() -> None:
     """Their threads would end with the process, and an export leave its unfinished file behind."""
-    go_on, jobs = threading.Event(), Jobs()
+    go_on, jobs = threading.Event(), PrefixJobs()
     job = jobs.start("export", "x", lambda: (int(go_on.wait(30)), ""))
     jobs.end(0.0)
     assert jobs.find(job.id).state == "running"

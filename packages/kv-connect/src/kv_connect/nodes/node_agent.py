@@ -11,8 +11,9 @@ from kv_core.coverage import ChunkShape
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheService, Holder
 from kv_core.shape import ConnectShape
+from kv_server.wire import Clear, End, Renew
 
-from kv_connect.nodes.node_messages import Answer, Clear, End, FromNode, Lost, Question, Renew, Taken, ToNode
+from kv_connect.nodes.node_messages import Answer, FromNode, Lost, PromptTaken, Question, ToNode
 from kv_connect.nodes.ranks import RankShare
 
 Served = tuple[CacheService, ConnectShape]
@@ -73,7 +74,7 @@ class NodeAgent:
             case End(holder):
                 self._pending.pop(holder, None)
                 cache.end(holder)
-            case Taken(prompt):
+            case PromptTaken(prompt):
                 cache.taken(prompt.keys(len(shape.groups), self._shards))
             case Clear():
                 cache.clear()

@@ -19,9 +19,10 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheService, Holder, LookupOptions
+from kv_server.wire import Clear, End, Renew
 from kv_tiers.cache.hits import interleaved
 
-from kv_connect.nodes.node_messages import Answer, Clear, End, FromNode, Lost, Prompt, Question, Renew, Taken, ToNode
+from kv_connect.nodes.node_messages import Answer, FromNode, Lost, PromptKeys, PromptTaken, Question, ToNode
 from kv_connect.nodes.ranks import RankShare
 
 _log = limited_logger(__name__)
@@ -193,7 +194,7 @@ class NodesCache:
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         self._local.taken(self._keys_here(keys))
         if keys:
-            self._to_send.append(Taken(Prompt.of(keys, self._keys_per_chunk)))
+            self._to_send.append(PromptTaken(PromptKeys.of(keys, self._keys_per_chunk)))
 
     def clear(self) -> None:
         self._local.clear()
@@ -215,7 +216,7 @@ class NodesCache:
     def _ask(self, query: _Query, args: _LookupArgs, nodes: Sequence[int], chunks: int) -> None:
         """Have these nodes look up the first `chunks` chunks."""
         self._number += 1
-        prompt = Prompt.of(args.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
+        prompt = PromptKeys.of(args.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
         self._to_send.append(Question(self._number, tuple(nodes), args.holder, prompt, args.options))
         query.open = dict.fromkeys(nodes, self._number)
         query.sent_s = self._clock.now_s()

@@ -18,10 +18,10 @@ from kv_server.http.operation import Operation, perform
 from kv_server.http.page import Page
 from kv_server.http.problem import Problem, problem_response
 from kv_server.http.relay import Relay
-from kv_server.http.tenants import Names
+from kv_server.http.tenants import TenantNames
 
 
-def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], archive_directory: str) -> ASGIApp:
+def make_app(relay: Relay, *, names: TenantNames, token: str, hosts: frozenset[str], archive_directory: str) -> ASGIApp:
     """token: empty if nothing may be changed.
     hosts: host names that requests may have; empty: any.
     names: of tenants.
