@@ -13,11 +13,12 @@ from kv_core.coverage import ChunkShape
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
-from kv_core.testing import chunk_keys, key_chain
+from kv_core.testing import key_chain
 from kv_observe.chunk_state import ChunkState, GroupState
 from kv_server import wire
 from kv_server.drain.state import DrainState
 from kv_server.report import CacheReport, PeersServed, Registration, Report, TenantReport
+from kv_testing.strategies import chunk_keys
 from kv_tiers.cache.host import Held
 from kv_tiers.cache.lower_tiers import TierState
 from kv_tiers.cache.spill import SpillCounts
