@@ -227,7 +227,7 @@ class RemoteCache:
                 )
             # Connect first, if the server is back: this lease must be reported to it as one that we still have.
             is_up = self._link.is_up()
-            if self._strike(lease.id) and is_up:
+            if self._close_lease(lease.id) and is_up:
                 self._ask(wire.Commit(lease.id % _GENERATION), wire.Done)
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
@@ -235,9 +235,9 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return False
-            is_up = self._link.is_up()  # before the lease is struck, as in `commit`
+            is_up = self._link.is_up()  # before the lease is closed, as in `commit`
             if is_write or lease.id in self._lasting:
-                is_known = lease.id in self._lasting and self._strike(lease.id)
+                is_known = lease.id in self._lasting and self._close_lease(lease.id)
             else:
                 is_known = lease.id // _GENERATION == self.generation
             if not is_known or not is_up:
@@ -258,7 +258,7 @@ class RemoteCache:
             if self._closed:
                 return
             for lease in [lease for lease, its_holder in self._lasting.items() if its_holder == holder]:
-                self._strike(lease)
+                self._close_lease(lease)
             self._ask(wire.End(_name_of(holder)), wire.Done)
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
@@ -446,7 +446,7 @@ class RemoteCache:
         """The server's number, made distinct from the same number of an earlier server."""
         return self.generation * _GENERATION + number
 
-    def _strike(self, lease: LeaseId) -> bool:
+    def _close_lease(self, lease: LeaseId) -> bool:
         """Forget an open lasting lease. True: the server knows it."""
         del self._lasting[lease]
         self._reading.discard(lease)

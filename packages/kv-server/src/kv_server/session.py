@@ -241,12 +241,12 @@ class Session:
         if lasting is None or not lasting.is_write:
             self._check_not_anothers(lease)
             raise MisuseError(f"write lease {lease} is not open in this session")
-        self._strike(lease)
+        self._close_lasting(lease)
         self.cache.commit(WriteLease(LeaseId(lease), (), (), ""))
 
     def _give_up(self, lease: int) -> bool:
-        struck = self._strike(lease)
-        return struck is not None and release(self.cache, lease, struck)
+        closed = self._close_lasting(lease)
+        return closed is not None and release(self.cache, lease, closed)
 
     def _release(self, lease: int) -> bool:
         if lease not in self._timed:
@@ -265,7 +265,7 @@ class Session:
         self.lasting[number] = lease
         self._keys_held += lease.keys
 
-    def _strike(self, number: int) -> LastingLease | None:
+    def _close_lasting(self, number: int) -> LastingLease | None:
         """None: it is not open. A lease of another session is misuse."""
         lease = self.lasting.pop(number, None)
         if lease is None:

@@ -27,16 +27,16 @@ class NodeAgent:
         self._node = share.node
         self._shards = share.shards_here
         self._served = served
-        self._heard: list[ToNode] = []
+        self._received: list[ToNode] = []
         self._pending: dict[Holder, Question] = {}  # more is being promoted from lower tiers
 
-    def hear(self, messages: Iterable[ToNode]) -> None:
+    def receive(self, messages: Iterable[ToNode]) -> None:
         """Receive the messages of a step."""
-        self._heard += messages
+        self._received += messages
 
     def take(self) -> tuple[FromNode, ...]:
         """Process the received messages, in order, and return the replies."""
-        if not (self._heard or self._pending):
+        if not (self._received or self._pending):
             return ()
         served = self._served()
         if served is None:
@@ -45,9 +45,9 @@ class NodeAgent:
         replies: list[FromNode] = []
         still_pending = list(self._pending.values())
         # A message is removed only once it has been processed: if one raises, it and those after it are refused.
-        while self._heard:
-            replies += self._follow(cache, shape, self._heard[0])
-            del self._heard[0]
+        while self._received:
+            replies += self._follow(cache, shape, self._received[0])
+            del self._received[0]
         for question in still_pending:
             if self._pending.get(question.holder) is question:
                 replies += self._ask(cache, shape, question)
@@ -55,9 +55,9 @@ class NodeAgent:
 
     def refuse_all(self) -> tuple[FromNode, ...]:
         """Answer all open questions: nothing is held here."""
-        questions = [*self._pending.values(), *(heard for heard in self._heard if isinstance(heard, Question))]
+        questions = [*self._pending.values(), *(one for one in self._received if isinstance(one, Question))]
         self._pending.clear()
-        self._heard.clear()
+        self._received.clear()
         return tuple(
             Answer(self._node, question.number, question.holder, LookupPlan(question.holder, 0, Ended.REFUSED, ()), inf)
             for question in questions

@@ -111,7 +111,7 @@ class NodesCache:
         messages, self._to_send = self._to_send, []
         return tuple(messages)
 
-    def heard(self, messages: Iterable[FromNode]) -> None:
+    def receive(self, messages: Iterable[FromNode]) -> None:
         """Receive the answers of nodes."""
         for message in messages:
             self._silent.discard(message.node)

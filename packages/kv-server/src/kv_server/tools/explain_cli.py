@@ -296,8 +296,8 @@ def _why_missing(state: ChunkState, answer: wire.Explanations) -> str:
     below = ""
     if gone := [tier for tier in state.below if tier not in remote]:
         below += f"; stored in {', '.join(gone)} since, and not there now"
-    if not_asked := [tier for tier in state.below if tier in remote]:
-        below += f"; stored in {', '.join(not_asked)} since, which was not asked: a request will ask it"
+    if not_queried := [tier for tier in state.below if tier in remote]:
+        below += f"; stored in {', '.join(not_queried)} since, which was not queried: a request will query it"
     if state.where == BEING_WRITTEN:
         return "being written just now"
     if state.diverges and not state.what:
