@@ -21,10 +21,10 @@ from kv_testing.model import ServiceMachine
 from kv_testing.service_contract import CHUNK_BYTES, GROUP_BYTES, ServiceContract
 from kv_testing.toy_engine import BLOCK, CHUNK, SPACE, shape_of
 from kv_testing.wait import until
-from kv_tiers.cache.host import Held
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import BlocksAllocated
+from kv_tiers.tier_state import Held
 
 
 class TestThroughASocket(ServiceContract):

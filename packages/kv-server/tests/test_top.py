@@ -27,11 +27,8 @@ from kv_server.tools.top import Watch, draw, plain_console
 from kv_testing.http import store
 from kv_testing.shapes import keys_for
 from kv_testing.wait import line, until
-from kv_tiers.cache.lower_tiers import TierState
-from kv_tiers.cache.spill import SpillCounts
-from kv_tiers.lanes.counts import LaneCounts
-from kv_tiers.lanes.health import Health
 from kv_tiers.tier import TierUsage
+from kv_tiers.tier_state import Health, LaneCounts, SpillCounts, TierState
 
 CHUNK_BYTES = 64 << 10
 # Ctrl-C ends it as in a terminal, also where whoever runs the tests ignores SIGINT, as nohup and jobs of scripts do.

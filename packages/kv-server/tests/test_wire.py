@@ -19,12 +19,8 @@ from kv_server import wire
 from kv_server.drain.state import DrainState
 from kv_server.report import CacheReport, PeersServed, Registration, Report, TenantReport
 from kv_testing.strategies import chunk_keys
-from kv_tiers.cache.host import Held
-from kv_tiers.cache.lower_tiers import TierState
-from kv_tiers.cache.spill import SpillCounts
-from kv_tiers.lanes.counts import LaneCounts
-from kv_tiers.lanes.health import Health
 from kv_tiers.tier import TierUsage
+from kv_tiers.tier_state import Health, Held, LaneCounts, SpillCounts, TierState
 
 COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))

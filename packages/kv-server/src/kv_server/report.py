@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kv_core.service import CacheCounts
-from kv_tiers.cache.host import Held
-from kv_tiers.cache.lower_tiers import TierState
+from kv_tiers.tier_state import Held, TierState
 
 from kv_server.directory.state import DirectoryState
 from kv_server.drain.state import DrainState

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 from kv_core.clock import HandClock
-from kv_tiers.lanes.health import Health, HealthTracker
+from kv_tiers.lanes.health import HealthTracker
+from kv_tiers.tier_state import Health
 
 FACTS = list(itertools.product([False, True], repeat=4))
 STUCK_S = 10.0

@@ -9,9 +9,8 @@ from typing import Final
 from kv_core.errors import ConfigError
 from kv_core.log import on_one_line
 from kv_tiers.cache.host import TIER
-from kv_tiers.cache.lower_tiers import TierState
-from kv_tiers.lanes.health import Health
 from kv_tiers.tier import TierUsage
+from kv_tiers.tier_state import Health, TierState
 
 from kv_server.report import CacheReport, Report
 

@@ -1,7 +1,6 @@
 """The tiers below the host tier as one unit: their lanes in order, promotion and spilling."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kv_core.clock import Clock
@@ -14,14 +13,13 @@ from kv_tiers.cache.boot import BootMeasurement
 from kv_tiers.cache.host import HostTier
 from kv_tiers.cache.promote import Promotions
 from kv_tiers.cache.refine import Refinements
-from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
+from kv_tiers.cache.spill import Spills, WriteMode
 from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
-from kv_tiers.lanes.counts import LaneCounts
-from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import ReadOnly, SupportsFileExtents, TierUsage
+from kv_tiers.tier import ReadOnly, SupportsFileExtents
+from kv_tiers.tier_state import TierState
 
 _log = limited_logger(__name__)
 
@@ -29,29 +27,6 @@ Capability = TypeVar("Capability")
 _FULL_FROM: Final = 0.75
 """How much of a tier's capacity is used when it evicts at the latest: it keeps room for what comes next, and records of
 chunks that are smaller than a slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierState:
-    """The current state of one tier.
-
-    name: as configured.
-    health, why: of its lane.
-    usage: as reported by the tier.
-    lane: the counters of its lane.
-    spill: the counters of spilling to it.
-    load_cost: seconds per load, and seconds per byte, as measured; None: not known yet.
-    refined: how often a chunk in the pool that came from it got better bytes from it.
-    """
-
-    name: str
-    health: Health
-    why: str
-    usage: TierUsage
-    lane: LaneCounts
-    spill: SpillCounts
-    load_cost: tuple[float, float] | None = None
-    refined: int = 0
 
 
 class LowerTiers:

@@ -27,29 +27,12 @@ from kv_tiers.eviction.shares import Share
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane
+from kv_tiers.tier_state import SpillCounts
 
 WriteMode = Literal["through", "back", "never"]
 
 _DRAIN_TURN_S: Final = 0.02
 """How long a drain waits for one tier before it turns to the next."""
-
-
-@dataclass(slots=True)
-class SpillCounts:
-    """Counts of spilling to one tier, in chunks. The last three only grow.
-
-    waiting: not submitted to the lane yet, at the time of the snapshot.
-    under_way: being stored now.
-    stored: stored by the tier.
-    refused: refused by the tier.
-    lost: evicted from the pool before they could be stored.
-    """
-
-    waiting: int = 0
-    under_way: int = 0
-    stored: int = 0
-    refused: int = 0
-    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

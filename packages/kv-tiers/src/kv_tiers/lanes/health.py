@@ -9,25 +9,10 @@ Nothing here locks or calls a tier: the lane does, and holds its one lock around
 
 import traceback
 from collections.abc import Collection
-from enum import Enum
 
 from kv_core.clock import Clock
 
-
-class Health(Enum):
-    """UP: it answers. FULL: it takes no more chunks, but serves those that it has. DOWN: it failed, and is probed
-    periodically. STUCK: a call to it has not returned. CLOSED: it is closed."""
-
-    UP = "UP"
-    FULL = "FULL"
-    DOWN = "DOWN"
-    STUCK = "STUCK"
-    CLOSED = "CLOSED"
-
-    @property
-    def serves(self) -> bool:
-        """Whether loads and stores are sent to the tier."""
-        return self is Health.UP or self is Health.FULL
+from kv_tiers.tier_state import Health
 
 
 class HealthTracker:

@@ -30,8 +30,7 @@ from kv_tiers.clock import MonotonicClock
 from kv_tiers.codec import PREFIX_SHARES, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
-from kv_tiers.lanes.counts import LaneCounts
-from kv_tiers.lanes.health import Health, HealthTracker, release_frames
+from kv_tiers.lanes.health import HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Probe, Rest, Store
 from kv_tiers.lanes.moving import Moving, refuse
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
@@ -40,6 +39,7 @@ from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.lanes.turns import RestTurn, RestTurns
 from kv_tiers.lanes.workers import Workers
 from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
+from kv_tiers.tier_state import Health, LaneCounts
 
 _log = limited_logger(__name__)
 
