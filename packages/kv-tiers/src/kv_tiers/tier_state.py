@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,9 @@ class Health(Enum):
     STUCK = "STUCK"
     CLOSED = "CLOSED"
 
-    @property
-    def serves(self) -> bool:
-        """Whether loads and stores are sent to the tier."""
-        return self is Health.UP or self is Health.FULL
+
+SERVING: Final = (Health.UP, Health.FULL)
+"""Loads and stores are sent to a tier with such health."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from kv_core.clock import HandClock
 from kv_tiers.lanes.health import HealthTracker
-from kv_tiers.tier_state import Health
+from kv_tiers.tier_state import SERVING, Health
 
 FACTS = list(itertools.product([False, True], repeat=4))
 STUCK_S = 10.0
@@ -43,7 +43,7 @@ def test_of_all_that_is_true_the_first_counts(closed: bool, down: bool, stuck: b
     clock.advance(STUCK_S + (0.1 if stuck else 0))
     health = made.now(running)
     assert health is expected(closed, down, stuck, full)
-    assert health.serves == (health in (Health.UP, Health.FULL))
+    assert (health in SERVING) == (health in (Health.UP, Health.FULL))
     assert made.why(health) == WHY[health]
     assert made.may_probe() is down
     made.is_probing = True

@@ -19,7 +19,7 @@ from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import ReadOnly, SupportsFileExtents
-from kv_tiers.tier_state import TierState
+from kv_tiers.tier_state import SERVING, TierState
 
 _log = limited_logger(__name__)
 
@@ -117,7 +117,7 @@ class LowerTiers:
         the pool, until they begin to be full. Takes no lock."""
         free, local = 0, self.local_lanes()
         for lane, mode in zip(self._lanes[:above], self._modes, strict=False):
-            if mode == "through" and lane in local and lane.health()[0].serves:
+            if mode == "through" and lane in local and lane.health()[0] in SERVING:
                 usage = lane.usage()
                 free_bytes = int(_FULL_FROM * (usage.capacity_bytes or 0)) - (usage.used_bytes or 0)
                 free += max(0, 0 if usage.full else free_bytes) // self._host.pool.slot_bytes
@@ -147,7 +147,7 @@ class LowerTiers:
         return {
             lane.name: lane.tier
             for lane in self._lanes
-            if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0].serves
+            if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0] in SERVING
         }
 
     def tiers_that(self, kind: type[Capability]) -> list[tuple[int, Capability]]:

@@ -27,7 +27,7 @@ from kv_tiers.eviction.shares import Share
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier_state import SpillCounts
+from kv_tiers.tier_state import SERVING, SpillCounts
 
 WriteMode = Literal["through", "back", "never"]
 
@@ -206,7 +206,7 @@ class Spills:
         """Keep slots free for new chunks: evict the coldest ones, after storing those that a lower tier lacks. A tier
         that is away is not waited for, or the chunks would be lost to the others too when their slots are needed."""
         write_back = [tier for tier in self._tiers if tier.mode == "back"]
-        tiers = [tier for tier in write_back if tier.lane.health()[0].serves] or write_back
+        tiers = [tier for tier in write_back if tier.lane.health()[0] in SERVING] or write_back
         while share.slots - share.slots_used + sum(tier.emptying[share] for tier in tiers) < self._part_of(share):
             slot = self._index.victim((), set(), share.policy)
             if slot is None:
@@ -238,7 +238,7 @@ class Spills:
                 pass
             is_submitted = not tier.share_of
         left_s = until - time.monotonic()
-        if left_s <= 0 or not tier.lane.health()[0].serves:
+        if left_s <= 0 or tier.lane.health()[0] not in SERVING:
             return True
         # Not until the lane is idle: it may hang, and the other tiers need the time as well.
         is_idle = tier.lane.drain(min(left_s, _DRAIN_TURN_S))
@@ -321,7 +321,7 @@ class Spills:
     def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
         """On the lane's thread, without the lock."""
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
-        is_down = stored < len(outcomes) and not batch.tier.lane.health()[0].serves
+        is_down = stored < len(outcomes) and batch.tier.lane.health()[0] not in SERVING
         with self._host.lock:
             self._settle(batch)
             counts = batch.tier.counts
