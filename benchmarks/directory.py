@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from kv_core.testing import key_chain
-from kv_server.directory.contents import Contents, Source
+from kv_server.directory.contents import Contents, KeySource
 from kv_server.directory.entries import VERSION, Entry, decode, encode
 from kv_server.directory.mirror import Host, Mirror
 from kv_server.directory.names import (
@@ -82,7 +82,7 @@ def repairs() -> list[Row]:
     keys = key_chain(KEYS)
     held = set(keys)
     journal = Journal()
-    contents = Contents(lambda some: [key in held for key in some], [Source(journal, lambda: keys)])
+    contents = Contents(lambda some: [key in held for key in some], [KeySource(journal, lambda: keys)])
     contents.update("127.0.0.1:1")
     mirror = new_mirror()
     mirror.take(contents.update("127.0.0.1:1"), 0.0)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kv_core.terminal import say
-from kv_server.interpreter import environment
+from kv_server.process import environment
 from kv_tiers.pool.host_pool import HostPool, pool_path
 from table import Row, table
 

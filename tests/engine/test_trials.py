@@ -30,7 +30,7 @@ def test_nothing_is_committed_before_all_loads_before_it_are_known_to_be_good(
         doubtful.discard(step)
         if fails:
             failed.add(step)
-        trials.heard(trial, {1} if fails else set())
+        trials.receive(trial, {1} if fails else set())
 
     for number, (loads, fails) in enumerate(steps):
         trial = trials.begin(has_loads=loads, has_ours=False)

@@ -162,11 +162,11 @@ def test_a_plan_with_other_extents_is_refused(extent: object) -> None:
 def test_a_load_has_ended_when_it_has_on_every_rank() -> None:
     reports = RanksReports()
     a, b = frozenset("a"), frozenset("b")
-    assert reports.heard({0: LayerwiseReport(a)}, ranks=2) == NONE_ENDED
-    assert reports.heard({0: LayerwiseReport(b)}, ranks=2) == NONE_ENDED
-    assert reports.heard({1: LayerwiseReport(b, b)}, ranks=2) == LayerwiseReport(b, b)
-    assert reports.heard({1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
-    assert reports.heard({0: LayerwiseReport(a), 1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
+    assert reports.receive({0: LayerwiseReport(a)}, ranks=2) == NONE_ENDED
+    assert reports.receive({0: LayerwiseReport(b)}, ranks=2) == NONE_ENDED
+    assert reports.receive({1: LayerwiseReport(b, b)}, ranks=2) == LayerwiseReport(b, b)
+    assert reports.receive({1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
+    assert reports.receive({0: LayerwiseReport(a), 1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
 
 
 def test_a_plan_has_all_shards_and_a_rank_takes_its_own() -> None:

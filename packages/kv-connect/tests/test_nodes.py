@@ -81,10 +81,10 @@ class World:
         messages = pickle.loads(pickle.dumps(self.nodes.take()))
         for agent in self.agents.values():
             if not loses_plan:
-                agent.hear(messages)
+                agent.receive(messages)
             said = agent.take()
             if not loses_output:
-                self.nodes.heard(pickle.loads(pickle.dumps(said)))
+                self.nodes.receive(pickle.loads(pickle.dumps(said)))
         return len(messages)
 
     def settled(self, keys: Sequence[ChunkKey], holder: str = "a", **more: Any) -> tuple[LookupPlan, int]:
@@ -268,13 +268,13 @@ def test_an_agent_that_raises_has_nothing() -> None:
     for holder in "ab":
         world.lookup(keys, holder)
     agent = world.agents[1]
-    agent.hear(world.nodes.take())
+    agent.receive(world.nodes.take())
     real = world.caches[1]
     world.caches[1] = object()  # type: ignore[call-overload]
     with pytest.raises(AttributeError):
         agent.take()
     world.caches[1] = real
-    world.nodes.heard(agent.refuse_all())
+    world.nodes.receive(agent.refuse_all())
     assert [world.lookup(keys, holder).chunks for holder in "ab"] == [0, 0]
 
 

@@ -68,13 +68,13 @@ def test_memory_is_ready_once_it_has_been_made_so() -> None:
         device, whole = Device(), len(pool.view)
         rank, scheduler = RankPools([device], for_scheduler=True), RanksReady(1)
         rank.add(pool)
-        scheduler.heard(0, rank.ready)
+        scheduler.receive(0, rank.ready)
         last = HostExtent("a", whole - CHUNK_BYTES, CHUNK_BYTES)
         assert not scheduler.have([last])
         rank.follow(scheduler.wanted("a"))
         until(lambda: rank.ready == {"a": whole})
         assert device.prepared == {"a": whole} and not scheduler.have([last])
-        scheduler.heard(0, rank.ready)
+        scheduler.receive(0, rank.ready)
         assert scheduler.have([last])
         assert not scheduler.have([HostExtent("another", 0, CHUNK_BYTES)])
         rank.close()
@@ -114,13 +114,13 @@ def test_memory_that_no_thread_can_make_ready_is_made_so_later() -> None:
 def test_all_ranks_must_have_it() -> None:
     scheduler = RanksReady(2)
     extent = HostExtent("a", 0, CHUNK_BYTES)
-    scheduler.heard(0, {"a": CHUNK_BYTES})
+    scheduler.receive(0, {"a": CHUNK_BYTES})
     assert not scheduler.have([extent])
-    scheduler.heard(1, {"a": CHUNK_BYTES - 1})
+    scheduler.receive(1, {"a": CHUNK_BYTES - 1})
     assert not scheduler.have([extent])
-    scheduler.heard(1, {"a": CHUNK_BYTES})
+    scheduler.receive(1, {"a": CHUNK_BYTES})
     assert scheduler.have([extent])
-    scheduler.heard(0, {})
+    scheduler.receive(0, {})
     assert not scheduler.have([extent])
 
 
@@ -195,7 +195,7 @@ class Promises(RuleBasedStateMachine):
             if rank._thread is not None:
                 rank._thread.join(10)
             if number in answering:
-                self.scheduler.heard(number, rank.ready)
+                self.scheduler.receive(number, rank.ready)
 
     def teardown(self) -> None:
         for rank in getattr(self, "ranks", ()):

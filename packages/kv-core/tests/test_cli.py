@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core import ChainScheme, InputError, Item, KeySequence, KeySpace, tenant_tag
-from kv_core.testing import SECRET, prompts
 from kv_core.tools import cli
 from kv_core.tools.cli import main, read_tokens
+from kv_testing.strategies import SECRET, prompts
 
 relaxed = settings(deadline=None, max_examples=80)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from kv_core import ChunkFormat, InputError
-from kv_core.testing import chunk_formats
+from kv_testing.strategies import chunk_formats
 
 relaxed = settings(deadline=None, max_examples=150)
 KV = ChunkFormat("canonical", ("k", "v"), 2, 8, 4, 16, "bfloat16", 2)

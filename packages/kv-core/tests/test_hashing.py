@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core import ChainScheme, InputError, Item, KeySequence
 from kv_core.hashing import Digest
-from kv_core.testing import SECRET, items, prompts, schemes
+from kv_testing.strategies import SECRET, items, prompts, schemes
 
 relaxed = settings(deadline=None, max_examples=150)
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core import ChainScheme, ChunkKey, InputError, KeySpace, tenant_tag
 from kv_core.keys import NO_TENANT
-from kv_core.testing import chunk_keys, digests, key_chain, key_spaces, tenants, texts
+from kv_core.testing import key_chain
+from kv_testing.strategies import chunk_keys, digests, key_spaces, tenants, texts
 
 relaxed = settings(deadline=None, max_examples=150)
 SPACE = KeySpace("org/model", "rev", "bfloat16", "f0", 4, "sha256:256", (("zone", "x"),))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core import ChainScheme, InputError, Item, KeySequence, digests_of
-from kv_core.testing import items, prompts, schemes
+from kv_testing.strategies import items, prompts, schemes
 
 relaxed = settings(deadline=None, max_examples=120)
 SCHEME = ChainScheme(chunk_tokens=4)

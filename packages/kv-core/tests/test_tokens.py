@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core import ChainScheme, InputError, KeySequence, digests_of
-from kv_core.testing import prompts
 from kv_core.tokens import MAX_TOKEN, pack_tokens
+from kv_testing.strategies import prompts
 
 relaxed = settings(deadline=None, max_examples=80)
 SCHEME = ChainScheme(chunk_tokens=4)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core import HostExtent, InputError, TransferPlan, plan_transfer
-from kv_core.testing import extents
+from kv_testing.strategies import extents
 
 relaxed = settings(deadline=None, max_examples=200)
 

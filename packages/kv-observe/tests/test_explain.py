@@ -445,7 +445,7 @@ def test_a_tier_that_was_not_asked_may_hold_it_yet() -> None:
     answer = wire.Explanations(1, 10, 1.0, True, [explained])
     text = explain_cli._why_missing(state, answer)
     assert "stored in disk since, and not there now" in text
-    assert "stored in redis since, which was not asked" in text
+    assert "stored in redis since, which was not queried" in text
 
 
 def test_where_the_prompt_parts_and_what_was_evicted_by_what(asked: Asked) -> None:

@@ -31,9 +31,9 @@ from kv_server.peers.wire import (
     Follow,
     Followed,
     Given,
-    Held,
     List,
     Listed,
+    PeerHeld,
     PeerStream,
     Request,
     Sum,
@@ -140,7 +140,7 @@ def test_chunks_on_a_disk_are_listed_as_well(ending: ExitStack, valkey: AskedSer
     tier = reader(ending, valkey.url)
     for number, keys in enumerate(prompts):
         store(cache, keys)
-        until(lambda stored=4 * (number + 1): report_of(server.path).caches[0].tiers[0].chunks == stored)  # type: ignore[misc]
+        until(lambda stored=4 * (number + 1): report_of(server.path).caches[0].tiers[0].usage.chunks == stored)  # type: ignore[misc]
     until(lambda: all(finds(tier, keys) for keys in prompts))
     cache.close()
     server.close()
@@ -395,7 +395,7 @@ LIES: dict[str, tuple[Callable[[Request], Answer], str]] = {
     "no such cache": (lambda _: Summed(b"", 0, b"", None), "dropped"),
     "another host": (lambda _: Summed(bytes(16), 0, bytes(SUMS_BYTES), None), "dropped"),
     "short sums": (lambda _: Summed(LIAR, 5, bytes(8), None), "failed"),
-    "a held": (lambda _: Held(b"", None), "failed"),
+    "a held": (lambda _: PeerHeld(b"", None), "failed"),
     "no shards answered": (lambda request: sums_or(request, Listed(LIAR, 5, 0, b"")), "failed"),
     "more shards than asked for": (lambda request: sums_or(request, Listed(LIAR, 5, SHARDS, b"")), "failed"),
     "half a name": (lambda request: sums_or(request, Listed(LIAR, 5, 1, bytes(7))), "failed"),
@@ -567,7 +567,7 @@ def hosts_each_other(ending: ExitStack, url: str) -> tuple[RemoteCache, Callable
     tier = reader(ending, url, **BRIEF)
 
     def states() -> list[DirectoryState]:
-        reported = [report_of(server.path).caches[0].tiers[0].directory for server in (one, two)]
+        reported = [report_of(server.path).caches[0].directories["peers"] for server in (one, two)]
         return [*(state for state in reported if state is not None), state_of(tier)]
 
     until(lambda: [state.names for state in states()] == [2, 2, 4])
@@ -697,12 +697,12 @@ def test_the_state_of_the_directory_is_shown_to_operators(ending: ExitStack, val
     store(first, keys)
 
     def known() -> DirectoryState:
-        state = report_of(served.path).caches[0].tiers[0].directory
+        state = report_of(served.path).caches[0].directories["peers"]
         assert state is not None
         return state
 
     until(lambda: known().names == 6 and known().exact == 1)
-    assert report_of(served.path).caches[0].tiers[0].chunks == 6
+    assert report_of(served.path).caches[0].tiers[0].usage.chunks == 6
     assert 'kv_directory_chunks{cache="' in (text := served.get("/metrics").text) and "kv_directory_up{" in text
     assert "1 other hosts, 1 of them known exactly, with 6 chunks" in known().spelled()
     digests = b"".join(key.digest for key in keys)

@@ -20,10 +20,10 @@ from kv_server.connection import ask_server
 from kv_server.drain import drain
 from kv_server.drain.drain import _DrainJob, _Offer
 from kv_server.drain.state import DrainState
-from kv_server.drain.takers import Fate, OfferAnswer
+from kv_server.drain.takers import OfferAnswer, OfferFate
 from kv_server.peers.metrics import drain_families
 from kv_server.peers.side import directories_of, peer_side
-from kv_server.peers.wire import NOT_HERE, SIZE, Fetch, Holds, Offer, Offered, PeerStream, Refused, Request
+from kv_server.peers.wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerHolds, PeerRefused, PeerStream, Request
 from kv_server.process import ServerProcess
 from kv_testing.cache_servers import (
     held,
@@ -94,12 +94,12 @@ def drained(home: Path, **options: object) -> DrainState:
 
 
 def in_pool(home: Path) -> int:
-    return sum(cache.chunks for cache in report_of(home / "s").caches)
+    return sum(cache.held.chunks for cache in report_of(home / "s").caches)
 
 
 def on_disk(home: Path) -> int | None:
     (cache,) = report_of(home / "s").caches
-    return next(tier.chunks for tier in cache.tiers if tier.name == "disk")
+    return next(tier.usage.chunks for tier in cache.tiers if tier.name == "disk")
 
 
 def spoil(directory: Path, key: ChunkKey) -> None:
@@ -498,7 +498,7 @@ def has_gone(stream: PeerStream, request: Request) -> None:
     raise ConnectionError("it closes the connection")
 
 
-def holds_nothing(request: Holds) -> bytes:
+def holds_nothing(request: PeerHolds) -> bytes:
     return bytes(len(request.keys.unpack()))
 
 
@@ -509,7 +509,7 @@ def test_a_peer_that_does_not_say_what_it_holds_ends_no_drain(
     monkeypatch.setattr(drain, "_FULL_S", 0.5)
     over = threading.Event()
 
-    def says_nothing(request: Holds) -> bytes:
+    def says_nothing(request: PeerHolds) -> bytes:
         over.wait(60)
         return holds_nothing(request)
 
@@ -650,7 +650,7 @@ def test_a_peers_text_does_not_reach_the_operators_terminal_as_it_is(
 ) -> None:
     """Anybody who is at a peer's address may send a text: a title, a cleared screen, lines that look like ours."""
     text = "\x1b]0;title\x07\x1b[2J\x9b2J\x7f\nkv: all is well"
-    graffiti = Answering(lambda sock: PeerStream(sock).send_message(Refused(text), time.monotonic() + 10))
+    graffiti = Answering(lambda sock: PeerStream(sock).send_message(PeerRefused(text), time.monotonic() + 10))
     ending.callback(graffiti.close)
     home = tmp_path / "one"
     serve(ending, home, free_port(), graffiti.port)
@@ -701,7 +701,7 @@ def test_a_peer_that_is_full_is_no_peer_that_may_lack_an_engine() -> None:
             name = "b"
 
             def offer(self, chain: Sequence[ChunkKey], first: int) -> OfferAnswer:
-                return OfferAnswer([Fate.NOT_TAKEN] * (len(chain) - first), 0)
+                return OfferAnswer([OfferFate.NOT_TAKEN] * (len(chain) - first), 0)
 
         assert not job._offer(Full(), _Offer([key], 0, {key}), is_repeated=False)
         assert says in job._failed["b"]

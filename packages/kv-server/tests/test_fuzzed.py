@@ -49,10 +49,10 @@ REQUESTS: list[wire.Request] = [
     wire.Registered("e"),
     wire.Ping(),
     wire.Status(),
-    wire.Lookup(wire.pack_keys(key_chain(2)), "h", 1, ("all",), 1, True, None, None),
+    wire.Lookup(wire.pack_keys(key_chain(2)), "h", 1, ("all",), 1, {"wait_for_promotion": True}),
     wire.Renew("h"),
     wire.Load(wire.pack_keys(key_chain(2)), "h", False),
-    wire.BeginStore(wire.pack_keys(key_chain(2)), "h", 0.0, None),
+    wire.BeginStore(wire.pack_keys(key_chain(2)), "h", {}),
     wire.Commit(1),
     wire.Release(1, True),
     wire.Forget(wire.pack_keys(key_chain(1))),
@@ -88,15 +88,31 @@ def test_what_is_no_duration_is_no_cost_and_no_measurement(served: ThreadedServe
     """An estimate with it compares with nothing: each later one, of others too, would be a bug in the server."""
     keys = wire.pack_keys(key_chain(2))
     for request in (
-        wire.Lookup(keys, "h", 1, ("all",), 1, False, Costs(0, (seconds, 0.0), (0.0, 0.0)), None),
-        wire.Lookup(keys, "h", 1, ("all",), 1, False, Costs(0, (0.1, 0.0), (0.0, seconds)), None),
-        wire.EngineMeasured([Measured("load", 1.0, seconds)]),
+        wire.Lookup(keys, "h", 1, ("all",), 1, {"costs": Costs(0, (seconds, 0.0), (0.0, 0.0))}),
+        wire.Lookup(keys, "h", 1, ("all",), 1, {"costs": Costs(0, (0.1, 0.0), (0.0, seconds))}),
+        wire.MeasuredSamples([Measured("load", 1.0, seconds)]),
     ):
         with served.raw(wire.Hello("t"), register(), request) as connection:
             connection.shutdown(socket.SHUT_WR)
             *_, answer = answers_on(connection)
             assert isinstance(answer, wire.Failed) and answer.kind == "malformed"
             assert "seconds" in answer.text
+
+
+@pytest.mark.parametrize("tiers", [["disk"] * 65, ["d" * 257]])
+def test_options_of_a_request_have_bounds(served: ThreadedServer, tiers: list[str]) -> None:
+    keys = wire.pack_keys(key_chain(2))
+    for request, text in (
+        (wire.Lookup(keys, "h", 1, ("all",), 1, {"tiers": tiers}), "at most 64 tiers"),
+        (wire.BeginStore(keys, "h", {"tiers": tiers}), "at most 64 tiers"),
+        (wire.BeginStore(keys, "h", {"hold_s": 3601.0}), "held from 0 to 3600 seconds"),
+        (wire.BeginStore(keys, "h", {"hold_s": float("nan")}), "held from 0 to 3600 seconds"),
+    ):
+        with served.raw(wire.Hello("t"), register(), request) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            *_, answer = answers_on(connection)
+            assert isinstance(answer, wire.Failed) and answer.kind == "malformed"
+            assert text in answer.text
 
 
 @settings(max_examples=400, deadline=None)

@@ -30,6 +30,7 @@ CLIENT = {
     "kv_server.returning",
     "kv_server.wire",
     "kv_tiers.threads",
+    "kv_tiers.tier_state",
     "kv_observe",
     "kv_observe.chunk_state",
 }

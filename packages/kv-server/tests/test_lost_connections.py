@@ -55,7 +55,7 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedSe
     with raw_session(served) as ask:
         keys = wire.pack_keys(key_chain(3))
         for number in range(5):
-            ask(wire.Lookup(keys, f"r{number}", 1, ("all",), 1, False, None, None))
+            ask(wire.Lookup(keys, f"r{number}", 1, ("all",), 1, {}))
         ask(wire.Load(keys, "l", False))
         ask(wire.Load(keys, "never released", False))
         assert stays.counts().read_leases == 7
@@ -317,9 +317,7 @@ def test_a_client_that_registers_anew_may_write_in_its_first_mapping(served: Thr
     assert isinstance(opening.connection.ask(wire.Unregister()), wire.Done)
     again = opening.connection.ask(register())
     assert isinstance(again, wire.Pool) and again.name == pool.name
-    assert isinstance(
-        opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(2)), "w", 0.0, None)), wire.Answer
-    )
+    assert isinstance(opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(2)), "w", {})), wire.Answer)
     opening.connection.close()
     until(lambda: served.report().orphans == 1)
     (cache,) = served.server.caches.values()
@@ -397,7 +395,7 @@ def test_a_process_that_comes_and_goes_costs_one_descriptor(served: ThreadedServ
     before = len(os.listdir("/proc/self/fd"))
     for number in range(12):
         with raw_session(served) as ask:
-            ask(wire.BeginStore(wire.pack_keys(key_chain(1, branch=str(number))), "w", 0.0, None))
+            ask(wire.BeginStore(wire.pack_keys(key_chain(1, branch=str(number))), "w", {}))
         until(lambda: len(served.report().sessions) == 1)
     assert served.report().orphans == 8  # one for each slot; who got no room leaves nothing
     # The server closes its end of what asked it a moment after that was answered.

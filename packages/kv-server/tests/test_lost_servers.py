@@ -96,7 +96,7 @@ def test_killed_under_load_and_back_with_what_the_disk_has(home: Path) -> None:
     keeper = join_server(home)
     for number, stem in enumerate(stems, 1):  # no faster than the disk takes them
         store(keeper, stem)
-        until(lambda wanted=4 * number: report_of(home / "s").caches[0].tiers[0].chunks == wanted)
+        until(lambda wanted=4 * number: report_of(home / "s").caches[0].tiers[0].usage.chunks == wanted)
     failures: list[BaseException] = []
     hits = [0, 0, 0]
     phase = 0
@@ -147,7 +147,7 @@ def test_an_idle_client_is_with_the_next_server_and_its_next_lookup_finds_what_t
     pools: list[MappedPool] = []
     cache = join_server(home, engine="idle", on_new_pool=pools.append)
     store(cache, key_chain(4))
-    until(lambda: report_of(home / "s").caches[0].tiers[0].chunks == 4)
+    until(lambda: report_of(home / "s").caches[0].tiers[0].usage.chunks == 4)
     for generation in (1, 2):  # the second one is killed, too, before anything was asked of it
         kill_server(server)
         server = start_server(home, disk=True)

@@ -34,13 +34,13 @@ from kv_server.peers.wire import (
     Challenge,
     Fetch,
     Follow,
-    Held,
-    Hello,
-    Holds,
     Offer,
+    PeerHeld,
+    PeerHello,
+    PeerHolds,
     PeerStream,
-    Taken,
-    Welcome,
+    PeerTaken,
+    PeerWelcome,
     frame,
 )
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
@@ -243,7 +243,7 @@ def test_a_hello_that_was_overheard_opens_nothing(ending: ExitStack, tmp_path: P
         stream.answer(Challenge, time.monotonic() + 10)
         stream.send(hellos, time.monotonic() + 10)
         with pytest.raises(PermissionError, match="have its token"):
-            stream.answer(Welcome, time.monotonic() + 10)
+            stream.answer(PeerWelcome, time.monotonic() + 10)
 
 
 def test_a_proof_that_is_passed_on_opens_nothing(ending: ExitStack, tmp_path: Path) -> None:
@@ -363,18 +363,18 @@ def sturdy() -> Iterator[ThreadedServer]:
 def still_serves(server: ThreadedServer) -> bool:
     with ExitStack() as stack:
         stream = connected(stack, server)
-        stream.send_message(Holds(CONTEXT.namespace, pack_keys(KEYS)), time.monotonic() + 10)
-        return stream.answer(Held, time.monotonic() + 10).held == b"\1\1\1"
+        stream.send_message(PeerHolds(CONTEXT.namespace, pack_keys(KEYS)), time.monotonic() + 10)
+        return stream.answer(PeerHeld, time.monotonic() + 10).held == b"\1\1\1"
 
 
 MESSAGES = [
-    Hello("x", bytes(16), b""),
-    Holds(CONTEXT.namespace, pack_keys(KEYS)),
+    PeerHello("x", bytes(16), b""),
+    PeerHolds(CONTEXT.namespace, pack_keys(KEYS)),
     Fetch(CONTEXT.namespace, pack_keys(KEYS)),
     Fetch("another namespace", pack_keys(KEYS)),
     Follow(CONTEXT.namespace, b"", 0, 0.01),
     Follow("another namespace", bytes(16), 7, 0.01),
-    Taken(CONTEXT.namespace, pack_keys(KEYS)),
+    PeerTaken(CONTEXT.namespace, pack_keys(KEYS)),
     Offer(CONTEXT.namespace, pack_keys(KEYS), 1),
     Offer("another namespace", pack_keys(key_chain(5, branch="offered")), 0),
 ]
@@ -422,14 +422,14 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
         HEADER.pack(10, VERSION + 1) + bytes(10),
         frame(Fetch(CONTEXT.namespace, pack_keys(key_chain(MAX_FETCHED + 1)))),
         frame(Fetch(CONTEXT.namespace, Keys(5, b"x" * 10))),
-        frame(Taken(CONTEXT.namespace, Keys(5, b"x" * 10))),
+        frame(PeerTaken(CONTEXT.namespace, Keys(5, b"x" * 10))),
         frame(Follow(CONTEXT.namespace, b"", 0, 1e9)),
         frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS))),
         frame(Offer(CONTEXT.namespace, pack_keys(KEYS), len(KEYS) + 9)),
         frame(Offer(CONTEXT.namespace, pack_keys(key_chain(MAX_OFFERED + 1)), 0)),
         frame(Offer(CONTEXT.namespace, pack_keys([*KEYS, *key_chain(2, salt="another")]), 0)),
         frame(Offer(CONTEXT.namespace, Keys(5, b"x" * 10), 0)),
-        frame(Hello("again", bytes(16), b"")),
+        frame(PeerHello("again", bytes(16), b"")),
     ],
 )
 def test_what_is_no_request_ends_the_conversation(sturdy: ThreadedServer, data: bytes) -> None:
@@ -437,7 +437,7 @@ def test_what_is_no_request_ends_the_conversation(sturdy: ThreadedServer, data: 
         stream = connected(stack, sturdy)
         stream.send([data], time.monotonic() + 10)
         with pytest.raises(ConnectionResetError):
-            stream.answer(Held, time.monotonic() + 10)
+            stream.answer(PeerHeld, time.monotonic() + 10)
     assert still_serves(sturdy)
 
 

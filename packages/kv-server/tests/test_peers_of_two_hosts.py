@@ -81,7 +81,7 @@ def test_what_is_on_one_host_is_found_on_the_other_but_while_the_line_is_cut(
 
 def disk_chunks(home: Path) -> int:
     (cache,) = report_of(home / "s").caches
-    return cache.tiers[0].chunks or 0
+    return cache.tiers[0].usage.chunks or 0
 
 
 def test_a_throttled_line_carries_what_it_can(ending: ExitStack, hosts: TwoHosts, home: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kv_core.errors import ConfigError
 from kv_server import launch
-from kv_server.interpreter import environment, module_command
+from kv_server.process import environment, module_command
 from kv_testing.cache_servers import join_at, settings_for
 
 OTHERS = ["kv_core", "kv_tiers", "xxhash", "msgspec", "numpy", "yaml", "zstandard", "sitecustomize", "usercustomize"]
@@ -106,5 +106,5 @@ def test_no_command_of_ours_starts_python_with_the_current_directory() -> None:
     packages = Path(__file__).parents[2]
     assert packages.name == "packages"
     starts = [file for file in packages.glob("*/src/**/*.py") if "sys.executable" in file.read_text()]
-    assert [file.name for file in starts] == ["interpreter.py"]
-    assert os.fspath(starts[0]).endswith("kv_server/interpreter.py")
+    assert [file.name for file in starts] == ["process.py"]
+    assert os.fspath(starts[0]).endswith("kv_server/process.py")

@@ -24,6 +24,7 @@ from kv_testing.wait import until
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import Occurred, Subscriber
 from kv_tiers.events.events import BlocksAllocated
+from kv_tiers.tier_state import Held
 
 
 class TestThroughASocket(ServiceContract):
@@ -223,10 +224,18 @@ def test_the_stores_of_all_groups_of_a_step_are_two_messages(served: ThreadedSer
     assert cache.lookup(keys, "asker", shape=shape.chunk).chunks == 2
     cache.end("asker")
     (behind,) = served.server.caches.values()
-    assert behind.admin.held() == (2, 2 * len(shape.groups) * CHUNK_BYTES, (2,) * len(shape.groups))  # a chunk once
+    assert behind.admin.held() == Held(
+        2,
+        2 * len(shape.groups) * CHUNK_BYTES,
+        (2,) * len(shape.groups),
+    )  # a chunk once
     cache.forget(keys[:1])
-    assert behind.admin.held() == (2, (2 * len(shape.groups) - 1) * CHUNK_BYTES, (1, *[2] * (len(shape.groups) - 1)))
+    assert behind.admin.held() == Held(
+        2,
+        (2 * len(shape.groups) - 1) * CHUNK_BYTES,
+        (1, *[2] * (len(shape.groups) - 1)),
+    )
     cache.clear()
-    assert behind.admin.held() == (0, 0, (0,) * len(shape.groups))
+    assert behind.admin.held() == Held(0, 0, (0,) * len(shape.groups))
     worker.close()
     cache.close()

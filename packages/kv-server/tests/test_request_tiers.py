@@ -26,7 +26,7 @@ def served(home: Path, *names: str) -> Iterator[ServerProcess]:
 
 def stored(home: Path) -> list[int]:
     (cache,) = report_of(home / "s").caches
-    return [tier.chunks or 0 for tier in cache.tiers]
+    return [tier.usage.chunks or 0 for tier in cache.tiers]
 
 
 def store(cache: RemoteCache, tiers: tuple[str, ...] | None, branch: str = "") -> None:

@@ -147,7 +147,7 @@ def has_stored_below(server: SupervisedServer) -> bool:
     answer = ask_server(server.socket, wire.Status())
     assert isinstance(answer, wire.Stated)
     (tier,) = answer.report.caches[0].tiers
-    return tier.chunks == CHUNKS and not (tier.waiting or tier.under_way)
+    return tier.usage.chunks == CHUNKS and not (tier.spill.waiting or tier.spill.under_way)
 
 
 def test_an_engine_whose_server_is_killed_stores_again_and_finds_what_the_disk_has(

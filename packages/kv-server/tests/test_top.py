@@ -22,12 +22,13 @@ from kv_core.coverage import ALL, STATE, ChunkShape
 from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, ServerProcess, launch
-from kv_server.report import CacheReport, Report, TierReport
-from kv_server.tools.top import Watch
-from kv_server.tools.top_view import draw, plain_console
+from kv_server.report import CacheReport, Report
+from kv_server.tools.top import Watch, draw, plain_console
 from kv_testing.http import store
 from kv_testing.shapes import keys_for
 from kv_testing.wait import line, until
+from kv_tiers.tier import TierUsage
+from kv_tiers.tier_state import Health, LaneCounts, SpillCounts, TierState
 
 CHUNK_BYTES = 64 << 10
 # Ctrl-C ends it as in a terminal, also where whoever runs the tests ignores SIGINT, as nohup and jobs of scripts do.
@@ -236,12 +237,14 @@ def counts(**changes: int) -> CacheCounts:
 def reported(
     at_s: float, loaded: int = 0, stored: int = 0, pid: int = 1, tier_name: str = "nvme", **changes: int
 ) -> Report:
-    tier = TierReport(tier_name, "DOWN", "on fire", None, None, None, 2, 1, loaded=loaded, stored=stored)
+    lane, spill = LaneCounts(loaded=loaded, stored=stored), SpillCounts(waiting=2, under_way=1)
+    tier = TierState(tier_name, Health.DOWN, "on fire", TierUsage(), lane, spill)
     fields = {"slots_total": 10, **changes}
     cache = msgspec.convert(
         {
             "chunk_bytes": 100, "group_bytes": [100], "fingerprint": "f", "pool": "p", "sessions": 0,
-            "counts": msgspec.to_builtins(counts(**fields)), "tiers": [msgspec.to_builtins(tier)],
+            "counts": msgspec.to_builtins(counts(**fields)), "held": {"chunks": 0, "payload_bytes": 0, "by_group": []},
+            "tiers": [msgspec.to_builtins(tier)],
             "tenants": [{"name": "acme", "tag": "01", "chunks": 2, "used_bytes": 200, "quota_bytes": 300},
                         {"name": "", "tag": "00", "chunks": 1, "used_bytes": 100, "quota_bytes": None}],
             "tenants_known": 7,
@@ -262,7 +265,7 @@ def test_flows_are_differences_by_the_servers_clock() -> None:
     host, nvme = second.tiers
     assert (host.in_bytes_s, host.out_bytes_s) == (200, 750)
     assert (nvme.in_bytes_s, nvme.out_bytes_s, nvme.waiting_chunks) == (50, 200, 3)
-    assert (host.is_up, nvme.is_up, nvme.health) == (True, False, "down: on fire")
+    assert (host.health, nvme.health, nvme.why) == (Health.UP, Health.DOWN, "on fire")
     (idle,) = watch.take(reported(13, loaded=9, stored=8, chunks_asked=30, chunks_hit=20, chunks_committed=4)).caches
     assert idle.hit_ratio is None
     assert idle.tiers[1].out_bytes_s == 0

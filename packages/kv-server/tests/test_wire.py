@@ -13,11 +13,14 @@ from kv_core.coverage import ChunkShape
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheCounts
-from kv_core.testing import chunk_keys, key_chain
+from kv_core.testing import key_chain
 from kv_observe.chunk_state import ChunkState, GroupState
 from kv_server import wire
 from kv_server.drain.state import DrainState
-from kv_server.report import CacheReport, PeersServed, Registration, Report, TenantReport, TierReport
+from kv_server.report import CacheReport, PeersServed, Registration, Report, TenantReport
+from kv_testing.strategies import chunk_keys
+from kv_tiers.tier import TierUsage
+from kv_tiers.tier_state import Health, Held, LaneCounts, SpillCounts, TierState
 
 COUNTS = CacheCounts(*range(18))
 KEYS = wire.pack_keys(key_chain(3))
@@ -31,14 +34,21 @@ REQUESTS: list[wire.Request] = [
     wire.Drain(True, 60.0, 1 << 30),
     wire.Drain(False, 60.0, None),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
-    wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, True, None, None),
-    wire.Lookup(KEYS, "holder", 16, ("all",), 1, True, None, ("disk",)),
-    wire.Lookup(KEYS, "holder", 16, ("all",), 1, True, Costs(512, (1e-4, 1e-9), (0.002, 1e-6), stores=False), None),
-    wire.EngineMeasured([Measured("load", 0.5, 0.25)]),
+    wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, {"wait_for_promotion": True}),
+    wire.Lookup(KEYS, "holder", 16, ("all",), 1, {"wait_for_promotion": True, "tiers": ["disk"]}),
+    wire.Lookup(
+        KEYS,
+        "holder",
+        16,
+        ("all",),
+        1,
+        {"wait_for_promotion": True, "costs": Costs(512, (1e-4, 1e-9), (0.002, 1e-6), stores=False)},
+    ),
+    wire.MeasuredSamples([Measured("load", 0.5, 0.25)]),
     wire.Renew("holder"),
     wire.Load(KEYS, "holder", True),
-    wire.BeginStore(KEYS, "holder", 0.0, None),
-    wire.BeginStore(KEYS, "holder", 1.5, ("host", "disk")),
+    wire.BeginStore(KEYS, "holder", {}),
+    wire.BeginStore(KEYS, "holder", {"hold_s": 1.5, "tiers": ["host", "disk"]}),
     wire.Allocated({"holder": 3}),
     wire.Commit(7),
     wire.Release(7, True),
@@ -62,7 +72,9 @@ REPORT = Report(
             "pool",
             1,
             COUNTS,
-            [TierReport("disk", "UP", "", None, 1, 2, 3, 4)],
+            Held(1, 4096, (1, 0)),
+            [TierState("disk", Health.UP, "", TierUsage(None, 1, 2), LaneCounts(loaded=3), SpillCounts(4), (0.1, 0.2))],
+            {},
             [TenantReport("a", "00" * 7, 1, 4096, None)],
             1,
             drain=DrainState("stopped", "the time is up", 9, 1, 2, 8192, 3, 0, 3),
@@ -81,7 +93,7 @@ ANSWERS: list[wire.Answer] = [
     wire.ReadLeased(2, [3, 4], wire.Keys(), ""),
     wire.WriteLeased(3, [0, 2], [5, 6], "no room"),
     wire.Counted(COUNTS),
-    wire.Changed(9, True, [wire.Change(True, KEYS), wire.Change(False, wire.Keys())]),
+    wire.Changed(9, True, [wire.KeyChange(True, KEYS), wire.KeyChange(False, wire.Keys())]),
     wire.Registrations(REPORT.sessions),
     wire.Stated(REPORT),
     wire.Explanations(
@@ -243,7 +255,7 @@ def test_a_header_is_judged_before_its_message_comes(nbytes: int, version: int) 
 
 @pytest.mark.parametrize("coverage", ["", "window", "window:0", "window:-1", "window:1e3", "ALL", "state:1", "all:1"])
 def test_a_coverage_that_there_is_not_is_refused_on_arrival(coverage: str) -> None:
-    said = wire.read_request(body_of(wire.Lookup(KEYS, "h", 16, ("all", coverage), 1, False, None, None)))
+    said = wire.read_request(body_of(wire.Lookup(KEYS, "h", 16, ("all", coverage), 1, {})))
     assert isinstance(said, wire.Lookup)
     with pytest.raises(InputError, match="there is no coverage"):
         said.shape()
@@ -252,11 +264,12 @@ def test_a_coverage_that_there_is_not_is_refused_on_arrival(coverage: str) -> No
 @pytest.mark.parametrize(
     "lookup",
     [
-        wire.Lookup(KEYS, "h", 0, ("all",), 1, False, None, None),
-        wire.Lookup(KEYS, "h", 16, (), 1, False, None, None),
-        wire.Lookup(KEYS, "h", 16, ("all",), 0, False, None, None),
-        wire.Lookup(KEYS, "h", 16, ("all",) * 1025, 1, False, None, None),
-        wire.Lookup(KEYS, "h", 16, ("window:" + "1" * 100,), 1, False, None, None),
+        wire.Lookup(KEYS, "h", 0, ("all",), 1, {}),
+        wire.Lookup(KEYS, "h", 16, (), 1, {}),
+        wire.Lookup(KEYS, "h", 16, ("all",), 0, {}),
+        wire.Lookup(KEYS, "h", 16, ("all",) * 1025, 1, {}),
+        wire.Lookup(KEYS, "h", 16, ("window:" + "1" * 100,), 1, {}),
+        wire.Lookup(KEYS, "h", 16, ("all",), 1, {"wait_for_promotion": 1}),  # type: ignore[typeddict-item]
         wire.Register("e", (), "f", 1, {}, b"", [], wire.Keys(), False),
         wire.Register("e", (4096, 0), "f", 1, {}, b"", [], wire.Keys(), False),
         wire.Register("e", (1,) * 1025, "f", 1, {}, b"", [], wire.Keys(), False),
@@ -275,7 +288,7 @@ def test_the_examples_on_the_formats_page_are_true() -> None:
     assert hello == wire.frame(wire.Hello("0.1.0"))
     said = wire.read_request(lookup[wire.HEADER.size :])
     assert isinstance(said, wire.Lookup)
-    assert (len(said.keys.unpack()), said.holder, said.wait_for_promotion) == (1, "request-1", False)
+    assert (len(said.keys.unpack()), said.holder, said.options) == (1, "request-1", {})
     assert said.shape() == ChunkShape(256)
     assert wire.frame(said) == lookup
     assert planned == wire.frame(wire.Planned(0, "ABSENT", (), 0, -1, None))

@@ -16,13 +16,13 @@ from kv_server import ServerConfig, wire
 from kv_server.caches import Caches, Format
 from kv_server.connection import ask_server
 from kv_server.drain.state import DrainState
-from kv_server.http.jobs import MAX_RUNNING, Jobs
+from kv_server.http.jobs import MAX_RUNNING, PrefixJobs
 from kv_server.http.problem import Problem
 from kv_server.peers import following as peer_following
 from kv_server.peers.hosts import PeerHosts
 from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
-from kv_server.peers.wire import Follow, Followed, Given, Held, PeerStream, Request, Taken, unpack_keys
+from kv_server.peers.wire import Follow, Followed, Given, PeerHeld, PeerStream, PeerTaken, Request, unpack_keys
 from kv_server.server import CacheServer
 from kv_testing.cache_servers import (
     SLOT_BYTES,
@@ -95,7 +95,7 @@ def test_a_format_that_is_opened_during_a_drain_is_served_though_nothing_of_it_i
 
 
 def test_jobs_that_could_not_be_started_do_not_run_for_ever() -> None:
-    jobs = Jobs()
+    jobs = PrefixJobs()
     for _ in range(MAX_RUNNING + 1):
         with threads_left(), pytest.raises(Problem) as problem:
             jobs.start("export", "name", lambda: (1, ""))
@@ -235,7 +235,7 @@ def test_peers_are_followed_and_told_what_they_need_not_hold_later(
             given = [] if request.after else [Given(pack_keys(keys), 0, 60.0)]
             stream.send_message(Followed(bytes(16), 1, given, None), until_s)
         else:
-            stream.send_message(Held(b"", None), until_s)
+            stream.send_message(PeerHeld(b"", None), until_s)
 
     fake = FakePeer(answer)
     ending.callback(fake.close)
@@ -248,5 +248,5 @@ def test_peers_are_followed_and_told_what_they_need_not_hold_later(
         tier.taken(keys[:1])
     until(lambda: handed_over == [keys])
     tier.taken(keys[1:])
-    until(lambda: len([one for one in fake.asked if isinstance(one, Taken)]) == 2)
-    assert [unpack_keys(one) for one in fake.asked if isinstance(one, Taken)] == [keys[:1], keys[1:]]
+    until(lambda: len([one for one in fake.asked if isinstance(one, PeerTaken)]) == 2)
+    assert [unpack_keys(one) for one in fake.asked if isinstance(one, PeerTaken)] == [keys[:1], keys[1:]]

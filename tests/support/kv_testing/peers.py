@@ -12,7 +12,7 @@ from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 from kv_server.directory.names import SUMS_BYTES
 from kv_server.peers import hosts as peer_hosts
-from kv_server.peers.wire import Held, Holds, Listed, PeerStream, Request, Sum, Summed, unpack_keys
+from kv_server.peers.wire import Listed, PeerHeld, PeerHolds, PeerStream, Request, Sum, Summed, unpack_keys
 from kv_server.report import PeersServed
 from kv_tiers.chunk_header import HEADER_BYTES, check, format_id
 from kv_tiers.config import PeersConfig
@@ -79,7 +79,7 @@ class FakePeer:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def hold(self, request: Holds) -> bytes:
+    def hold(self, request: PeerHolds) -> bytes:
         """What it answers: one byte per key."""
         return b"\1" * len(unpack_keys(request))
 
@@ -112,8 +112,8 @@ class FakePeer:
         while True:
             request, deadline = stream.next_request(time.monotonic() + 60, 60)
             self.asked.append(request)
-            if isinstance(request, Holds):
-                stream.send_message(Held(self.hold(request), None), deadline)
+            if isinstance(request, PeerHolds):
+                stream.send_message(PeerHeld(self.hold(request), None), deadline)
             else:
                 self._answer(stream, request)
 

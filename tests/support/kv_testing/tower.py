@@ -16,10 +16,10 @@ from kv_tiers.config import ColdConfig
 from kv_tiers.events.bus import Source
 from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.eviction.lru import LruPolicy
-from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.tier_contract import content
+from kv_tiers.tier_state import Health
 from kv_tiers.tiers.dram import DramTier
 
 from kv_testing.faults import FaultyTier

@@ -129,7 +129,7 @@ class RanksReady:
         self._by_rank: dict[int, Mapping[str, int]] = {}
         self._wanted = PoolPart("", 0)
 
-    def heard(self, rank: int, ready: Mapping[str, int]) -> None:
+    def receive(self, rank: int, ready: Mapping[str, int]) -> None:
         """Record what this rank has ready now (`RankPools.ready`)."""
         self._by_rank[rank] = ready
 

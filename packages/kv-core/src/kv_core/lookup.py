@@ -1,11 +1,9 @@
 """Lookup plans: how many leading chunks can be served, from which tier, and why the run ended."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from kv_core.cost import Choice
-from kv_core.errors import MisuseError
 
 
 class Ended(Enum):
@@ -39,26 +37,3 @@ class LookupPlan:
     prefix_chunks: int = 0
     lacking: int = -1
     choice: Choice | None = None
-
-
-def leading_run(held: Iterable[bool], keys_per_chunk: int) -> tuple[int, Ended]:
-    """Count the leading chunks of which every key is held, and say why the count stopped.
-
-    held: chunk-major, `keys_per_chunk` answers per chunk; read lazily and never past the first miss.
-
-    Raises:
-        MisuseError: the answers do not make up whole chunks.
-    """
-    if keys_per_chunk < 1:
-        raise MisuseError(f"a chunk has at least one key, not {keys_per_chunk}")
-    chunks = 0
-    held_in_chunk = 0
-    for is_held in held:
-        if not is_held:
-            return chunks, Ended.INCOMPLETE if held_in_chunk else Ended.ABSENT
-        held_in_chunk += 1
-        if held_in_chunk == keys_per_chunk:
-            chunks, held_in_chunk = chunks + 1, 0
-    if held_in_chunk:
-        raise MisuseError(f"{keys_per_chunk} keys per chunk, but only {held_in_chunk} were given for the last chunk")
-    return chunks, Ended.ALL_HELD

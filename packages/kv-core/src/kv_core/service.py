@@ -9,7 +9,7 @@ it ends.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, TypedDict, Unpack
 
 from kv_core.cost import Costs, Measured
 from kv_core.coverage import PLAIN, ChunkShape
@@ -113,6 +113,37 @@ class CacheCounts:
     bytes_loaded: int = 0
 
 
+class LookupOptions(TypedDict, total=False):
+    """Keyword arguments of a lookup. They pass through sessions and nodes as they are.
+
+    wait_for_promotion: promote what slower tiers hold. While waiting for that is worthwhile, the answer is `PENDING`,
+        with what can be promised already: ask again soon with the same keys. The cache bounds this time, from the
+        holder's first lookup to its end. False, the default: only what can be promised now, and nothing is promoted.
+    costs: the engine's. With them, only chunks that are estimated to arrive sooner than they are computed are waited
+        for, and the answer says whether loading pays. None, the default: use whatever is held.
+    tiers: the tiers that may be read for the holder, besides the pool, which everything passes through. They stay the
+        same until the holder ends. None, the default: all.
+    """
+
+    wait_for_promotion: bool
+    costs: Costs | None
+    tiers: Sequence[str] | None
+
+
+class StoreOptions(TypedDict, total=False):
+    """Keyword arguments of a store, like those of a lookup.
+
+    hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this time
+        or until they have been read once, even if the holder ends: they are for another engine. Holds are limited to
+        half of the pool; chunks beyond that may be evicted as usual.
+    tiers: the tiers that these chunks may be spilled to; None, the default: all. A chunk that is held already may now
+        be spilled to those, too: one request cannot forbid another's chunks.
+    """
+
+    hold_s: float
+    tiers: Sequence[str] | None
+
+
 class CacheService(Protocol):
     """What an engine can do with a cache. Every call returns at once."""
 
@@ -130,9 +161,7 @@ class CacheService(Protocol):
         holder: Holder,
         *,
         shape: ChunkShape = PLAIN,
-        wait_for_promotion: bool = False,
-        costs: Costs | None = None,
-        tiers: Sequence[str] | None = None,
+        **options: Unpack[LookupOptions],
     ) -> LookupPlan:
         """Find the longest hit among these chunks, lease it to `holder`, and return its length (`kv_core.coverage`).
 
@@ -141,13 +170,6 @@ class CacheService(Protocol):
 
         keys: chunk-major from the first chunk of the prompt, `shape.keys_per_chunk` for each.
         shape: which keys make up a chunk, and which of them a hit needs.
-        wait_for_promotion: promote what slower tiers hold. While waiting for that is worthwhile, the answer is
-            `PENDING`, with what can be promised already: ask again soon with the same keys. The cache bounds this time,
-            from the holder's first lookup to its end. False: only what can be promised now, and nothing is promoted.
-        costs: the engine's. With them, only chunks that are estimated to arrive sooner than they are computed are
-            waited for, and the answer says whether loading pays. None: use whatever is held.
-        tiers: the tiers that may be read for the holder, besides the pool, which everything passes through. They stay
-            the same until the holder ends. None: all.
         """
 
     def renew(self, holder: Holder) -> bool:
@@ -163,9 +185,7 @@ class CacheService(Protocol):
             copies that cannot be withdrawn afterwards. `LoadFailed` where that cannot be promised.
         """
 
-    def begin_store(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
-    ) -> WriteLease:
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, **options: Unpack[StoreOptions]) -> WriteLease:
         """Reserve room for those of `keys` that are not held, in order, until room runs out.
 
         Chunks already held are touched, and never evicted to make room for their own descendants. A write lease does
@@ -173,11 +193,6 @@ class CacheService(Protocol):
 
         keys: keys of one shard and all groups of layers: first the groups that need the whole prefix, chunk by chunk
             from the prompt's first, then what the engine has of the others, group by group.
-        hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this
-            time or until they have been read once, even if the holder ends: they are for another engine. Holds
-            are limited to half of the pool; chunks beyond that may be evicted as usual.
-        tiers: the tiers that these chunks may be spilled to; None: all. A chunk that is held already may now be
-            spilled to those, too: one request cannot forbid another's chunks.
         """
 
     def commit(self, lease: WriteLease) -> None:

@@ -21,7 +21,6 @@ from kv_core.service import CacheCounts
 from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.cache.lower_tiers import TierState
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import (
     Committed,
@@ -33,7 +32,7 @@ from kv_tiers.events.events import (
     Promoted,
     Spilled,
 )
-from kv_tiers.lanes.health import Health
+from kv_tiers.tier_state import SERVING, Health, TierState
 
 try:
     from prometheus_client import CollectorRegistry
@@ -307,7 +306,7 @@ def tabulated(prefix: str, table: Table[State], states: Sequence[tuple[Labels, S
 
 
 _TIER: Final[Table[TierState]] = {
-    "healthy": (gauge, "1 while the tier answers, else 0", lambda of: of.health.serves),
+    "healthy": (gauge, "1 while the tier answers, else 0", lambda of: of.health in SERVING),
     "full": (gauge, "1 while the tier takes no more chunks, else 0", lambda of: of.health is Health.FULL),
     "chunks": (
         gauge,

@@ -56,7 +56,7 @@ class ClientConnection:
     frames: what has arrived.
     unsent: frames, each with the descriptor that goes with it or -1.
     events: what the selector watches the socket for.
-    heard_s: when it connected, made its last whole request or was refused, by the monotonic clock.
+    last_seen_s: when it connected, made its last whole request or was refused, by the monotonic clock.
     """
 
     number: int
@@ -73,14 +73,14 @@ class ClientConnection:
     frames: wire.Frames = field(default_factory=lambda: wire.Frames(wire.MAX_REQUEST_BYTES))
     unsent: deque[tuple[bytes, int]] = field(default_factory=deque)
     events: int = 0
-    heard_s: float = 0.0
+    last_seen_s: float = 0.0
 
     @property
     def due_s(self) -> float | None:
         """When we stop waiting for it; None: it has a cache, or is waiting for an answer."""
         if self.is_ending or not self.is_greeted:
-            return self.heard_s + GREETING_S
-        return self.heard_s + UNREGISTERED_S if self.session is None and self.waiting is None else None
+            return self.last_seen_s + GREETING_S
+        return self.last_seen_s + UNREGISTERED_S if self.session is None and self.waiting is None else None
 
 
 class Connections:
@@ -154,7 +154,7 @@ class Connections:
         if client.number not in self._connections:
             return
         client.waiting = None
-        client.heard_s = time.monotonic()
+        client.last_seen_s = time.monotonic()
         self.attempt(client, act)
         if client.session is None and client.number in self._connections:
             self._unsettled[client.number] = client
@@ -188,7 +188,7 @@ class Connections:
         """Send the reason, and end the session."""
         _log.warning("session %d of process %d is ended: %s", client.number, client.pid, text)
         client.is_ending = True
-        client.heard_s = time.monotonic()
+        client.last_seen_s = time.monotonic()
         self._unsettled[client.number] = client
         self.send(client, wire.Failed(kind, text))
 
@@ -212,7 +212,7 @@ class Connections:
         pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         self._last_number += 1
         client = self._connections[self._last_number] = ClientConnection(
-            self._last_number, accepted, pid, heard_s=time.monotonic()
+            self._last_number, accepted, pid, last_seen_s=time.monotonic()
         )
         self._unsettled[client.number] = client
         if uid != os.geteuid():
@@ -273,7 +273,7 @@ class Connections:
         if body is None:
             return False
         self._answer(client, wire.read_request(body))
-        client.heard_s = time.monotonic()
+        client.last_seen_s = time.monotonic()
         if client.session is None and client.number in self._connections:
             self._unsettled[client.number] = client
         return True

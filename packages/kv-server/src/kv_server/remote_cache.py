@@ -21,16 +21,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, Unpack
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs, Measured
+from kv_core.cost import Measured
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
+from kv_core.service import (
+    CacheCounts,
+    Holder,
+    LeaseId,
+    LoadFailed,
+    LookupOptions,
+    ReadLease,
+    StoreOptions,
+    WriteLease,
+)
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.changes import Change, Changes
 from kv_tiers.messages import MAX_NAME
@@ -135,9 +144,7 @@ class RemoteCache:
         holder: Holder,
         *,
         shape: ChunkShape = PLAIN,
-        wait_for_promotion: bool = False,
-        costs: Costs | None = None,
-        tiers: Sequence[str] | None = None,
+        **options: Unpack[LookupOptions],
     ) -> LookupPlan:
         keys_per_chunk = shape.keys_per_chunk
         if len(keys) % keys_per_chunk:
@@ -158,9 +165,7 @@ class RemoteCache:
             shape.chunk_tokens,
             tuple(map(str, shape.groups)),
             shape.shards,
-            wait_for_promotion,
-            costs,
-            None if tiers is None else tuple(tiers),
+            options,
         )
         with self._lock:
             plan = self._ask(request, wire.Planned)
@@ -194,11 +199,8 @@ class RemoteCache:
             self.pool.will_read(leased.slots)
             return ReadLease(lease, wanted, self.pool.extents(wanted, leased.slots))
 
-    def begin_store(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
-    ) -> WriteLease:
-        allowed = None if tiers is None else tuple(tiers)
-        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), _name_of(holder), hold_s, allowed)
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, **options: Unpack[StoreOptions]) -> WriteLease:
+        request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), _name_of(holder), options)
         with self._lock:
             leased = self._ask(request, wire.WriteLeased, lasts=True)
             if leased is None or not leased.lease:
@@ -225,7 +227,7 @@ class RemoteCache:
                 )
             # Connect first, if the server is back: this lease must be reported to it as one that we still have.
             is_up = self._link.is_up()
-            if self._strike(lease.id) and is_up:
+            if self._close_lease(lease.id) and is_up:
                 self._ask(wire.Commit(lease.id % _GENERATION), wire.Done)
 
     def release(self, lease: ReadLease | WriteLease) -> bool:
@@ -233,9 +235,9 @@ class RemoteCache:
         with self._lock:
             if self._closed:
                 return False
-            is_up = self._link.is_up()  # before the lease is struck, as in `commit`
+            is_up = self._link.is_up()  # before the lease is closed, as in `commit`
             if is_write or lease.id in self._lasting:
-                is_known = lease.id in self._lasting and self._strike(lease.id)
+                is_known = lease.id in self._lasting and self._close_lease(lease.id)
             else:
                 is_known = lease.id // _GENERATION == self.generation
             if not is_known or not is_up:
@@ -256,7 +258,7 @@ class RemoteCache:
             if self._closed:
                 return
             for lease in [lease for lease, its_holder in self._lasting.items() if its_holder == holder]:
-                self._strike(lease)
+                self._close_lease(lease)
             self._ask(wire.End(_name_of(holder)), wire.Done)
 
     def allocated(self, blocks: Mapping[Holder, int]) -> None:
@@ -270,7 +272,7 @@ class RemoteCache:
         """Like `allocated`."""
         with self._lock:
             if self._is_watched and not self._closed:
-                self._link.tell(wire.EngineMeasured(list(samples[: wire.MAX_ALLOCATED])))
+                self._link.tell(wire.MeasuredSamples(list(samples[: wire.MAX_ALLOCATED])))
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         """No round trip: it is not answered."""
@@ -444,7 +446,7 @@ class RemoteCache:
         """The server's number, made distinct from the same number of an earlier server."""
         return self.generation * _GENERATION + number
 
-    def _strike(self, lease: LeaseId) -> bool:
+    def _close_lease(self, lease: LeaseId) -> bool:
         """Forget an open lasting lease. True: the server knows it."""
         del self._lasting[lease]
         self._reading.discard(lease)

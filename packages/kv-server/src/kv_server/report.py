@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kv_core.service import CacheCounts
+from kv_tiers.tier_state import Held, TierState
 
 from kv_server.directory.state import DirectoryState
 from kv_server.drain.state import DrainState
@@ -37,44 +38,6 @@ class Registration:
 
 
 @dataclass(frozen=True, slots=True)
-class TierReport:
-    """One lower tier. All counts but the present values only grow.
-
-    name: as configured.
-    health: the name of a `Health`.
-    why: the reason if it is not `UP`.
-    chunks, used_bytes, capacity_bytes: None if the tier does not report it. Every group and shard of a chunk is
-        counted.
-    waiting, under_way: chunks still to be stored there, and chunks being stored now.
-    loaded, stored, damaged, refused: chunks, by what became of them.
-    lost: chunks that were evicted from the pool before they could be stored here.
-    downs: how often it failed after it had served.
-    by_group: chunks of each group of layers, each once, however many of its shards are stored; empty if the tier does
-        not report that, or stores nothing.
-    cut_chunks: those of `chunks` of which only first parts are left.
-    directory: what a tier with a directory knows of other hosts.
-    """
-
-    name: str
-    health: str
-    why: str
-    chunks: int | None
-    used_bytes: int | None
-    capacity_bytes: int | None
-    waiting: int
-    under_way: int
-    loaded: int = 0
-    stored: int = 0
-    damaged: int = 0
-    refused: int = 0
-    lost: int = 0
-    downs: int = 0
-    by_group: tuple[int, ...] = ()
-    cut_chunks: int = 0
-    directory: DirectoryState | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TenantReport:
     """A tenant's use of the pool.
 
@@ -101,14 +64,12 @@ class CacheReport:
     pool: its name.
     sessions: of clients that use it now.
     counts: of the whole cache.
-    tiers: below the pool, hottest first.
+    held: what lookups can find in the pool. `counts` counts every group and shard separately, except in lookups.
+    tiers: below the pool, hottest first. Counts are since the start, as are those of `counts`.
+    directories: what tiers with a directory know of other hosts, by the tier's name.
     tenants: those with a name or a quota, and of all others the `MAX_TENANTS` with the most chunks.
     tenants_known: how many there are in all.
     handed_over: chunks that are held for another engine now (`kv_tiers.cache.holds`).
-    chunks: those that lookups can find in the pool, each once, however many groups and shards are held of it. `counts`
-        counts every group and shard separately, except in lookups.
-    payload_bytes: of all of these; slots may be larger.
-    by_group: chunks in the pool of each group of layers, each once, however many of its shards are held.
     drain: the progress if this host is to leave.
     name: as in metrics, logs and traces.
     models: the models of engines that have registered this format.
@@ -120,13 +81,12 @@ class CacheReport:
     pool: str
     sessions: int
     counts: CacheCounts
-    tiers: list[TierReport]
+    held: Held
+    tiers: list[TierState]
+    directories: dict[str, DirectoryState] = field(default_factory=dict)
     tenants: list[TenantReport] = field(default_factory=list)
     tenants_known: int = 0
     handed_over: int = 0
-    chunks: int = 0
-    payload_bytes: int = 0
-    by_group: tuple[int, ...] = ()
     drain: DrainState | None = None
     name: str = ""
     models: list[str] = field(default_factory=list)

@@ -39,7 +39,7 @@ from kv_server.explain import explain_elsewhere, explain_prompt
 from kv_server.mailbox import ServerMailbox
 from kv_server.orphans import Orphans, close_descriptor, give_up
 from kv_server.peers.side import directories_of, peer_side
-from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport, TierReport
+from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport
 from kv_server.session import Session
 
 if TYPE_CHECKING:
@@ -387,10 +387,11 @@ class CacheServer:
                 cache.pool.name,
                 used.count(cache),
                 cache.counts(),
-                _tiers(cache),
+                cache.admin.held(),
+                cache.lower.states(),
+                directories_of(cache),
                 *_tenants(cache, self.tenant_names),
                 cache.holds.chunks,
-                **cache.admin.held()._asdict(),
                 drain=peer_side(cache).drain.state(),
                 name=cache.events.name,
                 models=sorted(self._models.get((group_bytes, fingerprint), ())),
@@ -474,29 +475,3 @@ def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[Tenant
         TenantReport(names.get(use.tenant, ""), use.tenant.hex(), use.chunks, use.used_bytes, use.quota_bytes)
         for use in listed
     ], len(uses)
-
-
-def _tiers(cache: LocalCache) -> list[TierReport]:
-    directories = directories_of(cache)
-    return [
-        TierReport(
-            state.name,
-            state.health.name,
-            state.why,
-            state.usage.chunks,
-            state.usage.used_bytes,
-            state.usage.capacity_bytes,
-            state.spill.waiting,
-            state.spill.under_way,
-            loaded=state.lane.loaded,
-            stored=state.lane.stored,
-            damaged=state.lane.damaged,
-            refused=state.lane.refused,
-            lost=state.spill.lost,
-            downs=state.lane.downs,
-            by_group=state.usage.by_group,
-            cut_chunks=state.usage.cut_chunks,
-            directory=directories.get(state.name),
-        )
-        for state in cache.lower.states()
-    ]

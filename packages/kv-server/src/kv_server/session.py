@@ -24,6 +24,7 @@ from kv_core.lookup import Ended
 from kv_core.service import Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 from kv_tiers.cache.hits import needed_count
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.messages import MAX_NAME
 
 from kv_server import wire
 from kv_server.engine_loads import OnLookup
@@ -33,6 +34,9 @@ MAX_KEYS_HELD: Final = 1 << 22
 MAX_LASTING: Final = 1 << 13
 MAX_TIMED: Final = 1 << 16
 MAX_HOLDERS: Final = 1 << 16
+MAX_TIERS: Final = 64
+"""Names of tiers that a request is restricted to."""
+MAX_HOLD_S: Final = 3600
 _MAX_SECONDS: Final = 1e9
 _UNWATCHED: Final = (
     "the kernel of the server can report neither when this client's process ends nor when it lets go of the pool, so "
@@ -133,7 +137,7 @@ class Session:
             case wire.Allocated(blocks):
                 self.cache.allocated({self._prefix + holder: count for holder, count in blocks.items()})
                 return None
-            case wire.EngineMeasured(samples):
+            case wire.MeasuredSamples(samples):
                 _check_seconds([seconds for one in samples for seconds in (one.estimated_s, one.took_s)])
                 self.cache.measured(samples)
                 return None
@@ -164,33 +168,27 @@ class Session:
     def _changes_since(self, upto: int) -> wire.Changed:
         since = self.cache.changes_since(upto)
         changes = [
-            wire.Change(change.entered, wire.pack_keys(alike))
+            wire.KeyChange(change.entered, wire.pack_keys(alike))
             for change in since.changes
             for alike in (_by_length(change.keys) or [[]])
         ]
         return wire.Changed(since.upto, since.is_whole, changes)
 
     def _lookup(self, verb: wire.Lookup) -> wire.Planned:
-        keys, shape = verb.keys.unpack(), verb.shape()
-        if verb.costs is not None:
-            _check_seconds((*(verb.costs.compute or ()), *(verb.costs.load or ())))
+        keys, shape, costs = verb.keys.unpack(), verb.shape(), verb.options.get("costs")
+        if costs is not None:
+            _check_seconds((*(costs.compute or ()), *(costs.load or ())))
+        _check_tiers(verb.options.get("tiers"))
         if not self._has_room(len(keys)):
             self._forget_timed(verb.holder)
             self.cache.lookup([], self._prefix + verb.holder)  # ends its promise
             return wire.Planned(0, Ended.REFUSED.name, (), 0, -1, None)
-        plan = self.cache.lookup(
-            keys,
-            self._prefix + verb.holder,
-            shape=shape,
-            wait_for_promotion=verb.wait_for_promotion,
-            costs=verb.costs,
-            tiers=verb.tiers,
-        )
-        self._on_lookup(keys, shape, verb.costs, plan)
+        plan = self.cache.lookup(keys, self._prefix + verb.holder, shape=shape, **verb.options)
+        self._on_lookup(keys, shape, costs, plan)
         self._forget_timed(verb.holder)
         if plan.chunks:
             self._remember_timed(verb.holder, needed_count(shape, plan.chunks))
-        if plan.chunks or verb.wait_for_promotion:
+        if plan.chunks or verb.options.get("wait_for_promotion"):
             self._note_holder(verb.holder)
         return wire.Planned(plan.chunks, plan.ended.name, plan.tiers, plan.prefix_chunks, plan.lacking, plan.choice)
 
@@ -221,11 +219,14 @@ class Session:
 
     def _begin_store(self, verb: wire.BeginStore) -> wire.WriteLeased:
         keys = verb.keys.unpack()
+        _check_tiers(verb.options.get("tiers"))
+        if not 0.0 <= verb.options.get("hold_s", 0.0) <= MAX_HOLD_S:
+            raise InputError(f"chunks are held from 0 to {MAX_HOLD_S} seconds")
         if len(self.lasting) >= MAX_LASTING or not self._has_room(len(keys)):
             return wire.WriteLeased(0, [], [], "this session holds as much as a session may")
         if not self._is_watched:
             return wire.WriteLeased(0, [], [], _UNWATCHED)
-        lease = self.cache.begin_store(keys, self._lasting_holder, hold_s=verb.hold_s, tiers=verb.tiers)
+        lease = self.cache.begin_store(keys, self._lasting_holder, **verb.options)
         self._note_lasting(lease.id, LastingLease(verb.holder, len(keys), len(lease.keys), is_write=True))
         places: list[int] = []
         for key in lease.keys:  # in the order of the call
@@ -240,12 +241,12 @@ class Session:
         if lasting is None or not lasting.is_write:
             self._check_not_anothers(lease)
             raise MisuseError(f"write lease {lease} is not open in this session")
-        self._strike(lease)
+        self._close_lasting(lease)
         self.cache.commit(WriteLease(LeaseId(lease), (), (), ""))
 
     def _give_up(self, lease: int) -> bool:
-        struck = self._strike(lease)
-        return struck is not None and release(self.cache, lease, struck)
+        closed = self._close_lasting(lease)
+        return closed is not None and release(self.cache, lease, closed)
 
     def _release(self, lease: int) -> bool:
         if lease not in self._timed:
@@ -264,7 +265,7 @@ class Session:
         self.lasting[number] = lease
         self._keys_held += lease.keys
 
-    def _strike(self, number: int) -> LastingLease | None:
+    def _close_lasting(self, number: int) -> LastingLease | None:
         """None: it is not open. A lease of another session is misuse."""
         lease = self.lasting.pop(number, None)
         if lease is None:
@@ -322,6 +323,15 @@ def _check_seconds(measured: Sequence[float]) -> None:
     """
     if not all(0.0 <= seconds <= _MAX_SECONDS for seconds in measured):
         raise InputError(f"costs and measurements are from 0 to {_MAX_SECONDS:g} seconds")
+
+
+def _check_tiers(names: Sequence[str] | None) -> None:
+    """
+    Raises:
+        InputError: so many tiers, or such long names, do not exist.
+    """
+    if names is not None and (len(names) > MAX_TIERS or max(map(len, names), default=0) > MAX_NAME):
+        raise InputError(f"a request names at most {MAX_TIERS} tiers, of {MAX_NAME} characters")
 
 
 def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:

@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 import msgspec
-from kv_core.cost import Choice, Costs, Measured
+from kv_core.cost import Choice, Measured
 from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
-from kv_core.service import CacheCounts
+from kv_core.service import CacheCounts, LookupOptions, StoreOptions
 from kv_observe.chunk_state import ChunkState, GroupState
-from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, pack_keys
+from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, decoded, framed, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
 
 from kv_server.directory.state import DirectoryState
@@ -26,7 +26,7 @@ from kv_server.report import Registration, Report
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
-VERSION: Final = 10
+VERSION: Final = 11
 """Of the protocol. Both sides must speak the same; the package's version may differ."""
 
 MAX_EXPLAINED: Final = 1 << 12
@@ -36,8 +36,6 @@ MAX_EXPLAINED_KEYS: Final = 1 << 18
 """For how many groups and shards of each of them a request may ask, and for how many keys in all."""
 MAX_ALLOCATED: Final = 1 << 12
 """Requests whose blocks, or estimates whose outcomes, one message reports."""
-MAX_TIERS: Final = 64
-"""Names of tiers in one message."""
 MAX_REQUEST_BYTES: Final = MAX_KEYS * max(KEY_BYTES) + (1 << 20)
 MAX_ANSWER_BYTES: Final = MAX_REQUEST_BYTES
 
@@ -46,8 +44,6 @@ GroupBytes = Annotated[
     tuple[Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)], ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)
 ]
 """By group, the size of its chunks."""
-TierNames = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TIERS)]
-HoldSeconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
@@ -156,18 +152,14 @@ class Explain(Message, tag="explain"):
 
 
 class Lookup(Message, tag="lookup"):
-    """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text. costs: of the engine.
-    tiers: those that may be read besides the pool; None: all.
-    """
+    """chunk_tokens, coverages, shards: a `ChunkShape`, with each group's `Coverage` as text."""
 
     keys: Keys
     holder: Name
     chunk_tokens: Annotated[int, msgspec.Meta(gt=0, lt=1 << 32)]
     coverages: Annotated[tuple[CoverageText, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     shards: Annotated[int, msgspec.Meta(gt=0, le=65535)]
-    wait_for_promotion: bool
-    costs: Costs | None
-    tiers: TierNames | None
+    options: LookupOptions
 
     def shape(self) -> ChunkShape:
         """
@@ -190,12 +182,9 @@ class Load(Message, tag="load"):
 
 
 class BeginStore(Message, tag="begin_store"):
-    """hold_s: how long to hold the chunks for another engine. tiers: those that they may be spilled to; None: all."""
-
     keys: Keys
     holder: Name
-    hold_s: HoldSeconds
-    tiers: TierNames | None
+    options: StoreOptions
 
 
 class Commit(Message, tag="commit"):
@@ -221,7 +210,7 @@ class Allocated(Message, tag="allocated"):
     blocks: Annotated[dict[Name, Number], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
-class EngineMeasured(Message, tag="measured"):
+class MeasuredSamples(Message, tag="measured"):
     samples: Annotated[list[Measured], msgspec.Meta(max_length=MAX_ALLOCATED)]
 
 
@@ -245,7 +234,7 @@ class ChangesSince(Message, tag="changes_since"):
     upto: Number
 
 
-Watched = Allocated | EngineMeasured
+Watched = Allocated | MeasuredSamples
 Stored = BeginStore | Commit | Release | Forget | Taken
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
 Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | Explain | Verb
@@ -396,7 +385,7 @@ class Explanations(Message, tag="explanations"):
     explained: list[Explained]
 
 
-class Change(Message):
+class KeyChange(Message):
     """entered: whether these keys can be found from now on, or no longer. No keys: everything has left."""
 
     entered: bool
@@ -408,7 +397,7 @@ class Changed(Message, tag="changed"):
 
     upto: int
     is_whole: bool
-    changes: list[Change]
+    changes: list[KeyChange]
 
 
 class Registrations(Message, tag="registrations"):
@@ -435,15 +424,13 @@ Answer = (
     | Explanations
 )
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
-_ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
+_REQUESTS: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 
 
 def frame(message: Request | Answer) -> bytes:
     """The message as it crosses the socket."""
-    body = _ENCODER.encode(message)
-    return HEADER.pack(len(body), VERSION) + body
+    return framed(message, VERSION)
 
 
 def read_request(body: bytes) -> Request:
@@ -451,11 +438,7 @@ def read_request(body: bytes) -> Request:
     Raises:
         InputError: it is not one of the requests, within its bounds.
     """
-    try:
-        request: Request = _REQUESTS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"not a request: {error}") from None
-    return request
+    return decoded(_REQUESTS, body, "not a request")
 
 
 def read_answer(body: bytes) -> Answer:
@@ -463,11 +446,7 @@ def read_answer(body: bytes) -> Answer:
     Raises:
         InputError: it is not one of the answers.
     """
-    try:
-        answer: Answer = _ANSWERS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"not an answer: {error}") from None
-    return answer
+    return decoded(_ANSWERS, body, "not an answer")
 
 
 class Frames:

@@ -14,7 +14,7 @@ from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch
 from kv_server import caches as caches_module
 from kv_server.http import jobs as jobs_module
-from kv_server.http.jobs import Jobs
+from kv_server.http.jobs import PrefixJobs
 from kv_server.http.problem import Problem
 from kv_server.http.start import open_http
 from kv_server.http.token import read_token
@@ -60,7 +60,7 @@ def test_what_is_cleared_below_the_pool_is_counted_too(tmp_path: Path) -> None:
     made = Served(tiers=({"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"},))
     cache = made.join("one")
     store(cache, 4)
-    until(lambda: [tier["chunks"] for tier in made.get("/status").json()["caches"][0]["tiers"]] == [4])
+    until(lambda: [tier["usage"]["chunks"] for tier in made.get("/status").json()["caches"][0]["tiers"]] == [4])
     answer = made.post("/clear", {"everything": True}).json()
     assert answer == {"caches": 1, "chunks": 4, "below": {"disk": 4}}
     cache.close()
@@ -356,7 +356,7 @@ def test_a_prefix_is_warmed_up_from_below(tmp_path: Path) -> None:
 
 def test_so_many_jobs_at_once_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    jobs = Jobs()
+    jobs = PrefixJobs()
     running = [jobs.start("export", "x", lambda: (int(go_on.wait(10)), "")) for _ in range(jobs_module.MAX_RUNNING)]
     with pytest.raises(Problem, match="ask again"):
         jobs.start("export", "x", lambda: (0, ""))
@@ -374,7 +374,7 @@ def test_so_many_jobs_at_once_and_no_more(served: Served, monkeypatch: pytest.Mo
 
 def test_a_server_that_ends_waits_until_its_jobs_have_tidied_up() -> None:
     """Their threads would end with the process, and an export leave its unfinished file behind."""
-    go_on, jobs = threading.Event(), Jobs()
+    go_on, jobs = threading.Event(), PrefixJobs()
     job = jobs.start("export", "x", lambda: (int(go_on.wait(30)), ""))
     jobs.end(0.0)
     assert jobs.find(job.id).state == "running"

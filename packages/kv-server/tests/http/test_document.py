@@ -17,7 +17,7 @@ from kv_server import RemoteCache, launch
 from kv_server.http import relay
 from kv_server.http.app import make_app
 from kv_server.http.relay import Relay
-from kv_server.http.tenants import Names
+from kv_server.http.tenants import TenantNames
 from kv_testing.http import SLOT_BYTES, TOKEN, Served, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers.config import HttpConfig
@@ -40,7 +40,7 @@ def make_asgi(served: Served) -> ASGIApp:
     hosts = frozenset({"localhost", "testserver"})
     return make_app(
         Relay(served.server),
-        names=Names({tenant_tag("x"): "acme"}),
+        names=TenantNames({tenant_tag("x"): "acme"}),
         token=TOKEN,
         hosts=hosts,
         archive_directory=str(archive),

@@ -137,6 +137,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     made.close()
 
 
+def spill_counts(server: ServerProcess) -> dict[str, int]:
+    counts: dict[str, int] = httpx.get(f"{server.url}status").json()["caches"][0]["tiers"][0]["spill"]
+    return counts
+
+
 def start(tmp_path: Path, http: str = "127.0.0.1:0") -> ServerProcess:
     tiers = [{"type": "disk", "name": "nvme", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}]
     tenants = [{"name": "acme", "salt": "acme", "quota_bytes": "1MiB"}]
@@ -213,9 +218,14 @@ def test_it_shows_what_the_server_says(browser: Browser, tmp_path: Path) -> None
     assert browser.complaints == []
     for branch in ("c", "d", "e"):
         store(cache, 60, branch)
-        until(lambda: sum(httpx.get(f"{server.url}status").json()["caches"][0]["tiers"][0][of] for of in PENDING) == 0)
+        until(
+            lambda: (
+                sum(httpx.get(f"{server.url}status").json()["caches"][0]["tiers"][0]["spill"][of] for of in PENDING)
+                == 0
+            )
+        )
     until(lambda: comes_up(cache, 60, "c"))
-    until(lambda: browser.value("latest.caches[0].tiers[0].loaded") == 60)
+    until(lambda: browser.value("latest.caches[0].tiers[0].lane.loaded") == 60)
     # What came up from the disk is in the pool, and was not stored by an engine.
     assert browser.value("samples.at(-1).storedBytes") == (30 + 4 * 60) * CHUNK_BYTES
     cache.close()

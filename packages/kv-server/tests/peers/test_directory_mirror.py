@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
-from kv_server.directory.contents import Contents, Source
+from kv_server.directory.contents import Contents, KeySource
 from kv_server.directory.entries import MAX_CHANGES, Entry, decode, encode
 from kv_server.directory.mirror import MAX_BACKOFF_S, MAX_WAITING, Host, Mirror, Trust
 from kv_server.directory.names import SHARDS, names_of, pack, unpack
@@ -36,7 +36,7 @@ class HostModel:
     def restart(self) -> None:
         self.held: set[ChunkKey] = set()
         self.journal = Journal()
-        source = Source(self.journal, lambda: sorted(self.held))
+        source = KeySource(self.journal, lambda: sorted(self.held))
         # It never looks at all keys again: what the journal misses stays wrong.
         self.contents = Contents(
             lambda keys: [key in self.held for key in keys], [source], scan_s=1e9, now_s=lambda: 0.0

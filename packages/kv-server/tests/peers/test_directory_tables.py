@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
-from kv_server.directory.contents import Contents, Source
+from kv_server.directory.contents import Contents, KeySource
 from kv_server.directory.entries import MAX_CHANGES, MAX_ENTRY_BYTES, Entry, decode, encode
 from kv_server.directory.holders import NOBODY, HolderTable
 from kv_server.directory.names import Names, names_of, no_sums, pack, root_of, shards_of, toggle, unpack
@@ -104,7 +104,7 @@ class Index:
         self.now_s = 0.0
         self.contents = Contents(
             lambda keys: [key in self.held for key in keys],
-            [Source(self.journal, lambda: list(self.held))],
+            [KeySource(self.journal, lambda: list(self.held))],
             scan_s=60,
             now_s=lambda: self.now_s,
         )

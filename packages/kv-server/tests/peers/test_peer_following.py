@@ -22,10 +22,10 @@ from kv_server.peers.wire import (
     Follow,
     Followed,
     Given,
-    Held,
+    PeerHeld,
     PeerStream,
+    PeerTaken,
     Request,
-    Taken,
     unpack_keys,
 )
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at
@@ -149,9 +149,9 @@ def test_peers_that_are_slow_to_hear_what_is_not_needed_delay_no_lookup(ending: 
     over = threading.Event()
 
     def hears_late(stream: PeerStream, request: Request) -> None:
-        assert isinstance(request, Taken)
+        assert isinstance(request, PeerTaken)
         assert over.wait(60)
-        stream.send_message(Held(b"", None), time.monotonic() + 10)
+        stream.send_message(PeerHeld(b"", None), time.monotonic() + 10)
 
     peers = [FakePeer(hears_late) for _ in range(20)]
     for peer in peers:
@@ -163,7 +163,7 @@ def test_peers_that_are_slow_to_hear_what_is_not_needed_delay_no_lookup(ending: 
     ending.callback(tier.close)
     ending.callback(over.set)
     tier.taken(KEYS)
-    until(lambda: sum(any(isinstance(request, Taken) for request in peer.asked) for peer in peers) > 16)
+    until(lambda: sum(any(isinstance(request, PeerTaken) for request in peer.asked) for peer in peers) > 16)
     found: list[list[bool]] = []
     lookup = threading.Thread(target=lambda: found.append(tier.holds(KEYS)), daemon=True)
     lookup.start()

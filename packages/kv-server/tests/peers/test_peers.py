@@ -18,7 +18,7 @@ from kv_core.testing import key_chain
 from kv_server import launch
 from kv_server.peers.hosts import PeerHosts
 from kv_server.peers.tier import PeersTier, make_peers_tier
-from kv_server.peers.wire import HEADER, NOT_HERE, SIZE, VERSION, Fetch, Holds, PeerStream, Request, unpack_keys
+from kv_server.peers.wire import HEADER, NOT_HERE, SIZE, VERSION, Fetch, PeerHolds, PeerStream, Request, unpack_keys
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, join_at, kill_server, store
 from kv_testing.peers import PATIENT, FakePeer, address_of, is_whole, listening, own_nobody, reads_of, served_by
 from kv_testing.servers import Proxy
@@ -272,7 +272,7 @@ def test_what_is_discarded_while_a_peer_is_asked_is_not_found(ending: ExitStack)
     discard: list[Callable[[], None]] = []
 
     class Discarding(FakePeer):
-        def hold(self, request: Holds) -> bytes:
+        def hold(self, request: PeerHolds) -> bytes:
             for one in discard:
                 one()
             return super().hold(request)
@@ -484,7 +484,7 @@ def test_a_peer_that_lies_about_size_identity_or_presence_is_a_miss(
 
 def test_an_answer_to_another_number_of_questions_is_no_answer(ending: ExitStack) -> None:
     class Miscounting(FakePeer):
-        def hold(self, request: Holds) -> bytes:
+        def hold(self, request: PeerHolds) -> bytes:
             return super().hold(request) + b"\1"
 
     fake = Miscounting(nothing_after_all)

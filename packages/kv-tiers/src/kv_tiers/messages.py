@@ -7,7 +7,7 @@ side can tell which one the other speaks.
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from kv_core.errors import InputError, MisuseError
@@ -23,6 +23,10 @@ MAX_NAME: Final = 256
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Text = Annotated[str, msgspec.Meta(max_length=1 << 12)]
+
+
+M = TypeVar("M")
+_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -61,6 +65,24 @@ def pack_keys(keys: Sequence[ChunkKey]) -> Keys:
     if nbytes * len(keys) != len(joined) or set(map(len, keys)) != {nbytes}:
         raise MisuseError("the keys of one call have digests of one length")
     return Keys(nbytes, joined)
+
+
+def framed(message: Message, version: int) -> bytes:
+    """The message as it crosses a socket. version: of the protocol."""
+    body = _ENCODER.encode(message)
+    return HEADER.pack(len(body), version) + body
+
+
+def decoded(decoder: "msgspec.msgpack.Decoder[M]", body: bytes | bytearray, what_not: str) -> M:
+    """The message behind a header. what_not: begins the error's text.
+
+    Raises:
+        InputError: it is none of the decoder's, within its bounds.
+    """
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{what_not}: {error}") from None
 
 
 def check_header(header: bytes | bytearray | memoryview, *, version: int, max_bytes: int) -> int:

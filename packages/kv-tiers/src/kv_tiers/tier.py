@@ -36,6 +36,7 @@ from kv_core.outcome import LoadOutcome, Refused, StoreOutcome, Unstorable
 from kv_tiers.chunk_header import VERSION, decoded_bytes_in, format_id
 from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.index.journal import Journal
+from kv_tiers.tier_state import TierUsage as TierUsage  # noqa: PLC0414  # a part of the contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,28 +98,6 @@ class Read:
     @property
     def room(self) -> memoryview:
         return self.pages[: self.wanted_bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class TierUsage:
-    """Current usage. None: the medium does not report it.
-
-    chunks: number of chunks stored, every group and shard counted separately.
-    used_bytes: space that they take, as stored.
-    capacity_bytes: space that they may take.
-    full: why the medium refuses chunks (no space, read-only), as of the last store or probe; "" if it accepts them. A
-        tier that evicts to make room is not full.
-    by_group: chunks of each group of layers, each once, however many of its shards are stored; empty if the medium does
-        not report that, or stores nothing.
-    cut_chunks: those of `chunks` of which only first parts are left (`WhenFull`).
-    """
-
-    chunks: int | None = None
-    used_bytes: int | None = None
-    capacity_bytes: int | None = None
-    full: str = ""
-    by_group: tuple[int, ...] = ()
-    cut_chunks: int = 0
 
 
 def why_full(outcomes: Sequence[StoreOutcome]) -> str:

@@ -16,6 +16,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ColdConfig
 from kv_tiers.lanes.lane import Health
 from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.tier_state import SERVING
 
 KEYS = key_chain(6)
 
@@ -549,7 +550,7 @@ def test_what_cannot_be_written_back_to_one_tier_is_to_the_others(fault: Fault) 
     until(lambda: "store" in tower.tiers[0].calls)
     if fault == "hang":
         tower.clock.advance(11.0)
-    until(lambda: not tower.lanes[0].health()[0].serves)
+    until(lambda: tower.lanes[0].health()[0] not in SERVING)
     for number in range(6):
         tower.store(key_chain(1, branch=str(number)))
         until(lambda: tower.cache.counts().slots_used <= 6)  # a quarter is kept free

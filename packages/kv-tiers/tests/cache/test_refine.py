@@ -17,12 +17,12 @@ from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.index.life import Life
 from kv_tiers.lanes import moving
-from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read
+from kv_tiers.tier_state import Health
 
 
 def test_what_was_approximate_is_exact_once_the_tier_has_been_idle(small: Small) -> None:

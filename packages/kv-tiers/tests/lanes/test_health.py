@@ -4,10 +4,18 @@ import itertools
 
 import pytest
 from kv_core.clock import HandClock
-from kv_tiers.lanes.health import Health, HealthTracker
+from kv_tiers.lanes.health import HealthTracker
+from kv_tiers.tier_state import SERVING, Health
 
 FACTS = list(itertools.product([False, True], repeat=4))
 STUCK_S = 10.0
+WHY = {
+    Health.UP: "",
+    Health.FULL: "no room",
+    Health.DOWN: "it broke",
+    Health.STUCK: "a call to it has not returned",
+    Health.CLOSED: "it is closed",
+}
 
 
 def expected(closed: bool, down: bool, stuck: bool, full: bool) -> Health:
@@ -35,9 +43,8 @@ def test_of_all_that_is_true_the_first_counts(closed: bool, down: bool, stuck: b
     clock.advance(STUCK_S + (0.1 if stuck else 0))
     health = made.now(running)
     assert health is expected(closed, down, stuck, full)
-    assert health.serves == (health in (Health.UP, Health.FULL))
-    why = {Health.DOWN: "it broke", Health.FULL: "no room"}.get(health, health.value)
-    assert made.why(health) == why
+    assert (health in SERVING) == (health in (Health.UP, Health.FULL))
+    assert made.why(health) == WHY[health]
     assert made.may_probe() is down
     made.is_probing = True
     assert not made.may_probe()

@@ -27,12 +27,12 @@ from kv_testing.redis_servers import VALKEY, AskedServer, end_all, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.wait import joined, until
 from kv_tiers import chunk_header
-from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
 from kv_tiers.tier import Read, RemovalRefusedError, TierContext
+from kv_tiers.tier_state import Health
 from kv_tiers.tiers.redis import RedisTier, make_redis_tier
 from kv_tiers.tiers.redis_servers import RedisConfig
 

@@ -69,7 +69,7 @@ _SUMMARY_EVERY_S = 60.0
 _MAX_FAILURES = 32
 """Failing loads cost more than none, and a worker in another process whose cache is off cannot report it otherwise."""
 
-_MAX_UNHEARD = 1024
+_MAX_UNPROCESSED = 1024
 """Reports that are kept while something raises each time that they are handled."""
 
 
@@ -142,7 +142,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layerwise = LayerwiseRank(self._engine, is_asynchronous=vllm_config.scheduler_config.async_scheduling)
         self._layers = LayerHooks(self._engine)
         self._unplanned: set[str] = set()
-        self._unheard: deque[tuple[Acknowledged | None, set[int]]] = deque(maxlen=_MAX_UNHEARD)  # with failed blocks
+        # With failed blocks.
+        self._unprocessed: deque[tuple[Acknowledged | None, set[int]]] = deque(maxlen=_MAX_UNPROCESSED)
         self._unanswered: set[str] = set()
         self._step = _NO_PLAN
         self._caller_error: BaseException | None = None  # which the engine's caller was handling when the step began
@@ -307,7 +308,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         message, failed_blocks = connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids
-        self._unheard.append((message if isinstance(message, Acknowledged) else None, failed_blocks or set()))
+        self._unprocessed.append((message if isinstance(message, Acknowledged) else None, failed_blocks or set()))
         self._handle_reports()
         self._loads_ended(connector_output.finished_recving or (), connector_output.failed_recving or ())
 
@@ -410,14 +411,14 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         If this raises, the report is handled again with the next one, because workers send each only once.
         """
-        while self._unheard:
-            message, failed_blocks = self._unheard[0]
+        while self._unprocessed:
+            message, failed_blocks = self._unprocessed[0]
             if failed_blocks:
                 self._distrust(failed_blocks)
-            self._trials.heard(0 if message is None else message.trial, failed_blocks)
+            self._trials.receive(0 if message is None else message.trial, failed_blocks)
             if message is not None:
                 self._handle_acknowledged(message)
-            self._unheard.popleft()
+            self._unprocessed.popleft()
         worker = self._engine.worker
         is_stepped = bool(self._requests) or envs.VLLM_ENABLE_V1_MULTIPROCESSING
         if worker is not None and not is_stepped and self.has_pending_push_work():
@@ -441,8 +442,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _handle_acknowledged(self, message: Acknowledged) -> None:
         if self._held is not None:
             self._held.acknowledge(message.through)
-        self._nodes.heard(message.from_nodes)
-        report = self._promised.heard(message.layerwise)
+        self._nodes.receive_answers(message.from_nodes)
+        report = self._promised.receive(message.layerwise)
         if report.ended and not self.off:
             self._loads_ended(report.ended, report.failed)
         elif report.ended and self._scheduler is not None:
@@ -533,7 +534,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _begin_step(self, metadata: KVTiersMetadata) -> None:
         self._layerwise.begin(metadata.layerwise)
         if metadata.to_nodes is not None:
-            self._nodes.hear(metadata.to_nodes)
+            self._nodes.receive(metadata.to_nodes)
         if self.off:
             return
         if self._worker is not None:

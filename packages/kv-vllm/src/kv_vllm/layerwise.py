@@ -99,16 +99,16 @@ class LayerwisePromised(PartOf):
         self._idle_message = LayerwiseStep(pool=pool)
         return LayerwiseStep(blocks, requests, pool, is_planned=accepted.issubset(requests))
 
-    def heard(self, answers: Mapping[int, RankAnswer]) -> LayerwiseReport:
+    def receive(self, answers: Mapping[int, RankAnswer]) -> LayerwiseReport:
         """Add ranks' answers. Returns the loads that have now ended on all of them."""
         half, ready = self._engine.scheduler, self._engine.ready
         if half is not None and any(answer.report.failed for answer in answers.values()):
             half.stop_layerwise()
         if ready is not None:
             for rank, answer in answers.items():
-                ready.heard(rank, answer.ready)
+                ready.receive(rank, answer.ready)
         reports = {rank: answer.report for rank, answer in answers.items()}
-        report = self._reports.heard(reports, ranks=self._engine.share.ranks)
+        report = self._reports.receive(reports, ranks=self._engine.share.ranks)
         self._sent -= report.ended
         return report
 

@@ -13,9 +13,9 @@ from kv_cuda import PagedLayout, latent, split_parts, tiled_keys_and_values, tra
 from kv_cuda.canary import EngineUpdate, LayerGroup, Refusal
 from kv_cuda.states import StateGroup
 
+from kv_vllm.interface import vllm_version
 from kv_vllm.needs import NeededLayers, needed_layers
 from kv_vllm.states import read_states
-from kv_vllm.version import vllm_version
 
 _FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """vLLM's quantised caches with one byte per element and one scale per layer, and the dtype of the byte. Its other

@@ -38,9 +38,9 @@ class NodeMail(PartOf):
         nodes = self._engine.nodes
         return None if nodes is None else ToNodes(self._engine.terms, nodes.take())
 
-    def heard(self, messages: Iterable[FromNode]) -> None:
+    def receive_answers(self, messages: Iterable[FromNode]) -> None:
         if self._engine.nodes is not None:
-            self._engine.nodes.heard(messages)
+            self._engine.nodes.receive(messages)
 
     # In the workers.
 
@@ -51,11 +51,11 @@ class NodeMail(PartOf):
             if share.node and share.is_first_here:
                 self._agent = NodeAgent(share, self._engine.served)
 
-    def hear(self, message: ToNodes) -> None:
+    def receive(self, message: ToNodes) -> None:
         """Handle the message that came with a step's plan, before the plan is executed."""
         self._engine.agree(message.terms)
         if self._agent is not None:
-            self._agent.hear(message.messages)
+            self._agent.receive(message.messages)
 
     @guarded(lambda self: () if self._agent is None else self._agent.refuse_all())  # the cache of this node is off
     def answers(self) -> tuple[FromNode, ...]:

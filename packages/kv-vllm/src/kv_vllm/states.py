@@ -20,8 +20,8 @@ from kv_connect.halves.inputs import EngineState
 from kv_cuda.canary import Refusal
 from kv_cuda.states import StateGroup
 
+from kv_vllm.interface import vllm_version
 from kv_vllm.needs import NeededLayers
-from kv_vllm.version import vllm_version
 
 
 def read_states(

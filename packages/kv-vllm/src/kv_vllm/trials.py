@@ -44,7 +44,7 @@ class Trials:
         self.is_alone = is_alone
         self._number = 0  # of the latest step
         self._loaded = 0  # of the latest step with synchronous loads of others
-        self._heard = 0  # of the latest step on trial whose output has come
+        self._received = 0  # of the latest step on trial whose output has come
         self._open: set[int] = set()
         self._trial = 0
         self._verdicts: list[tuple[int, bool]] = []
@@ -61,7 +61,7 @@ class Trials:
         self._number += 1
         if has_loads and not (self.is_alone and has_ours):
             self._loaded = self._number
-        self._trial = self._number if self._loaded > self._heard else 0
+        self._trial = self._number if self._loaded > self._received else 0
         if self._trial:
             self._open.add(self._trial)
         return self._trial
@@ -78,9 +78,9 @@ class Trials:
         verdicts, self._verdicts = tuple(self._verdicts), []
         return verdicts
 
-    def heard(self, trial: int, failed_blocks: set[int]) -> None:
+    def receive(self, trial: int, failed_blocks: set[int]) -> None:
         """The output of a step has come. trial: its number, if it was on trial. failed_blocks: from any connector."""
-        self._heard = max(self._heard, trial)
+        self._received = max(self._received, trial)
         ended = self._open if failed_blocks else self._open & {trial}
         self._verdicts += [(number, not failed_blocks) for number in sorted(ended)]
         self._open = self._open - ended

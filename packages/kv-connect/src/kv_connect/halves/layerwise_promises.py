@@ -46,7 +46,7 @@ class RanksReports:
         self._ended: dict[str, set[int]] = {}
         self._failed: set[str] = set()
 
-    def heard(self, by_rank: Mapping[int, LayerwiseReport], *, ranks: int) -> LayerwiseReport:
+    def receive(self, by_rank: Mapping[int, LayerwiseReport], *, ranks: int) -> LayerwiseReport:
         """Add these reports. Returns the loads that have now ended on all of `ranks` ranks; failed: those that failed
         on any."""
         for rank, report in by_rank.items():

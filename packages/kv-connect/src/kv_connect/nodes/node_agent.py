@@ -11,8 +11,9 @@ from kv_core.coverage import ChunkShape
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheService, Holder
 from kv_core.shape import ConnectShape
+from kv_server.wire import Clear, End, Renew
 
-from kv_connect.nodes.node_messages import Answer, Clear, End, FromNode, Lost, Question, Renew, Taken, ToNode
+from kv_connect.nodes.node_messages import Answer, FromNode, Lost, PromptTaken, Question, ToNode
 from kv_connect.nodes.ranks import RankShare
 
 Served = tuple[CacheService, ConnectShape]
@@ -26,16 +27,16 @@ class NodeAgent:
         self._node = share.node
         self._shards = share.shards_here
         self._served = served
-        self._heard: list[ToNode] = []
+        self._received: list[ToNode] = []
         self._pending: dict[Holder, Question] = {}  # more is being promoted from lower tiers
 
-    def hear(self, messages: Iterable[ToNode]) -> None:
+    def receive(self, messages: Iterable[ToNode]) -> None:
         """Receive the messages of a step."""
-        self._heard += messages
+        self._received += messages
 
     def take(self) -> tuple[FromNode, ...]:
         """Process the received messages, in order, and return the replies."""
-        if not (self._heard or self._pending):
+        if not (self._received or self._pending):
             return ()
         served = self._served()
         if served is None:
@@ -44,9 +45,9 @@ class NodeAgent:
         replies: list[FromNode] = []
         still_pending = list(self._pending.values())
         # A message is removed only once it has been processed: if one raises, it and those after it are refused.
-        while self._heard:
-            replies += self._follow(cache, shape, self._heard[0])
-            del self._heard[0]
+        while self._received:
+            replies += self._follow(cache, shape, self._received[0])
+            del self._received[0]
         for question in still_pending:
             if self._pending.get(question.holder) is question:
                 replies += self._ask(cache, shape, question)
@@ -54,9 +55,9 @@ class NodeAgent:
 
     def refuse_all(self) -> tuple[FromNode, ...]:
         """Answer all open questions: nothing is held here."""
-        questions = [*self._pending.values(), *(heard for heard in self._heard if isinstance(heard, Question))]
+        questions = [*self._pending.values(), *(one for one in self._received if isinstance(one, Question))]
         self._pending.clear()
-        self._heard.clear()
+        self._received.clear()
         return tuple(
             Answer(self._node, question.number, question.holder, LookupPlan(question.holder, 0, Ended.REFUSED, ()), inf)
             for question in questions
@@ -73,7 +74,7 @@ class NodeAgent:
             case End(holder):
                 self._pending.pop(holder, None)
                 cache.end(holder)
-            case Taken(prompt):
+            case PromptTaken(prompt):
                 cache.taken(prompt.keys(len(shape.groups), self._shards))
             case Clear():
                 cache.clear()
@@ -85,9 +86,7 @@ class NodeAgent:
             question.prompt.keys(len(shape.groups), self._shards),
             holder,
             shape=ChunkShape(shape.chunk_tokens, shape.chunk.groups, len(self._shards)),
-            wait_for_promotion=question.waits,
-            costs=question.costs,
-            tiers=question.tiers,
+            **question.options,
         )
         if plan.ended is Ended.PENDING:
             self._pending[holder] = question

@@ -7,14 +7,14 @@ no credentials, arrive in order, and come from this engine's processes only.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_core.cost import Costs
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.lookup import LookupPlan
-from kv_core.service import Holder
+from kv_core.service import Holder, LookupOptions
+from kv_server.wire import Clear, End, Renew
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptKeys:
     """The leading chunks of a prompt, without their groups and shards.
 
     space_id, tenant: as in their keys.
@@ -27,7 +27,7 @@ class Prompt:
     digests: bytes
 
     @classmethod
-    def of(cls, keys: Sequence[ChunkKey], keys_per_chunk: int) -> "Prompt":
+    def of(cls, keys: Sequence[ChunkKey], keys_per_chunk: int) -> "PromptKeys":
         """keys: of at least one chunk, chunk-major."""
         first = keys[0]
         digests = [key.digest for key in keys[::keys_per_chunk]]
@@ -46,45 +46,24 @@ class Question:
 
     number: the answer has the same.
     nodes: those that must answer.
-    waits, costs, tiers: as for `CacheService.lookup`.
+    options: of `CacheService.lookup`.
     """
 
     number: int
     nodes: tuple[int, ...]
     holder: Holder
-    prompt: Prompt
-    waits: bool
-    costs: Costs | None
-    tiers: tuple[str, ...] | None
+    prompt: PromptKeys
+    options: LookupOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Renew:
-    """The holder still waits for blocks."""
-
-    holder: Holder
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The holder no longer needs its promise."""
-
-    holder: Holder
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
+class PromptTaken:
     """See `CacheService.taken`."""
 
-    prompt: Prompt
+    prompt: PromptKeys
 
 
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """Forget everything."""
-
-
-ToNode = Question | Renew | End | Taken | Clear
+ToNode = Question | Renew | End | PromptTaken | Clear
 
 
 @dataclass(frozen=True, slots=True)

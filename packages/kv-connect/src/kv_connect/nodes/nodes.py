@@ -11,18 +11,18 @@ are asked again about the least, until all agree; every such round ends at fewer
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Unpack
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheService, Holder
+from kv_core.service import CacheService, Holder, LookupOptions
+from kv_server.wire import Clear, End, Renew
 from kv_tiers.cache.hits import interleaved
 
-from kv_connect.nodes.node_messages import Answer, Clear, End, FromNode, Lost, Prompt, Question, Renew, Taken, ToNode
+from kv_connect.nodes.node_messages import Answer, FromNode, Lost, PromptKeys, PromptTaken, Question, ToNode
 from kv_connect.nodes.ranks import RankShare
 
 _log = limited_logger(__name__)
@@ -41,8 +41,7 @@ class _LookupArgs:
     keys: Sequence[ChunkKey]
     holder: Holder
     shape: ChunkShape
-    costs: Costs | None
-    tiers: tuple[str, ...] | None
+    options: LookupOptions
 
 
 @dataclass(slots=True)
@@ -112,7 +111,7 @@ class NodesCache:
         messages, self._to_send = self._to_send, []
         return tuple(messages)
 
-    def heard(self, messages: Iterable[FromNode]) -> None:
+    def receive(self, messages: Iterable[FromNode]) -> None:
         """Receive the answers of nodes."""
         for message in messages:
             self._silent.discard(message.node)
@@ -144,11 +143,9 @@ class NodesCache:
         holder: Holder,
         *,
         shape: ChunkShape = PLAIN,
-        wait_for_promotion: bool = False,
-        costs: Costs | None = None,
-        tiers: Sequence[str] | None = None,
+        **options: Unpack[LookupOptions],
     ) -> LookupPlan:
-        args = _LookupArgs(keys, holder, shape, costs, None if tiers is None else tuple(tiers))
+        args = _LookupArgs(keys, holder, shape, options)
         chunks = len(keys) // shape.keys_per_chunk
         lookup_id = (len(keys), keys[-1] if keys else b"")  # a digest stands for all chunks before it
         query = self._queries.get(holder)
@@ -158,7 +155,7 @@ class NodesCache:
             query = self._queries[holder] = _Query(lookup_id, now_s, now_s)
         own_plan = query.own_plan
         if own_plan is None or own_plan.ended is Ended.PENDING:
-            own_plan = query.own_plan = self._look_up_locally(args, chunks, waits=wait_for_promotion)
+            own_plan = query.own_plan = self._look_up_locally(args, chunks)
             query.prefix_chunks, query.lacking = own_plan.prefix_chunks, own_plan.lacking
         is_pending = own_plan.ended is Ended.PENDING
         if not is_pending and (not own_plan.chunks or _declines(own_plan)):
@@ -171,7 +168,7 @@ class NodesCache:
             return own_plan
         if not query.was_sent:
             wanted_chunks = chunks if is_pending else own_plan.chunks
-            self._ask(query, args, self._other_nodes, wanted_chunks, waits=wait_for_promotion)
+            self._ask(query, args, self._other_nodes, wanted_chunks)
         self._give_up_silent(query)
         if is_pending or query.open:
             return replace(own_plan, ended=Ended.PENDING)
@@ -197,7 +194,7 @@ class NodesCache:
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         self._local.taken(self._keys_here(keys))
         if keys:
-            self._to_send.append(Taken(Prompt.of(keys, self._keys_per_chunk)))
+            self._to_send.append(PromptTaken(PromptKeys.of(keys, self._keys_per_chunk)))
 
     def clear(self) -> None:
         self._local.clear()
@@ -207,22 +204,20 @@ class NodesCache:
         """The keys of this node's shards."""
         return interleaved([list(keys[column :: self._keys_per_chunk]) for column in self._columns])
 
-    def _look_up_locally(self, args: _LookupArgs, chunks: int, *, waits: bool = False) -> LookupPlan:
+    def _look_up_locally(self, args: _LookupArgs, chunks: int) -> LookupPlan:
         """Look up the first `chunks` chunks at this node's server."""
         return self._local.lookup(
             self._keys_here(args.keys[: chunks * self._keys_per_chunk]),
             args.holder,
             shape=replace(args.shape, shards=self._shards),
-            wait_for_promotion=waits,
-            costs=args.costs,
-            tiers=args.tiers,
+            **args.options,
         )
 
-    def _ask(self, query: _Query, args: _LookupArgs, nodes: Sequence[int], chunks: int, *, waits: bool = False) -> None:
+    def _ask(self, query: _Query, args: _LookupArgs, nodes: Sequence[int], chunks: int) -> None:
         """Have these nodes look up the first `chunks` chunks."""
         self._number += 1
-        prompt = Prompt.of(args.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
-        self._to_send.append(Question(self._number, tuple(nodes), args.holder, prompt, waits, args.costs, args.tiers))
+        prompt = PromptKeys.of(args.keys[: chunks * self._keys_per_chunk], self._keys_per_chunk)
+        self._to_send.append(Question(self._number, tuple(nodes), args.holder, prompt, args.options))
         query.open = dict.fromkeys(nodes, self._number)
         query.sent_s = self._clock.now_s()
 
@@ -242,6 +237,8 @@ class NodesCache:
 
     def _agree(self, query: _Query, args: _LookupArgs, own_plan: LookupPlan) -> LookupPlan:
         """The plan of all nodes, once they have answered, or `PENDING` while some are asked about a shorter hit."""
+        # What all have been found to hold is not waited for.
+        args = replace(args, options={**args.options, "wait_for_promotion": False})
         shortest = min(query.found.values(), key=lambda plan: plan.chunks)
         if shortest.chunks < own_plan.chunks:
             ended = shortest.ended

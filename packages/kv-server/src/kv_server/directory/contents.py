@@ -28,7 +28,7 @@ _MAX_DOUBTED: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KeySource:
     """An index: where it notes changes, and all of its keys."""
 
     journal: Journal
@@ -41,7 +41,7 @@ class Contents:
     def __init__(
         self,
         holds: Callable[[Sequence[ChunkKey]], list[bool]],
-        sources: Sequence[Source],
+        sources: Sequence[KeySource],
         *,
         scan_s: float = SCAN_S,
         now_s: Callable[[], float] = time.monotonic,

@@ -71,7 +71,7 @@ class Host:
     id: bytes
     address: HostPort
     number: int
-    heard_s: float
+    last_seen_s: float
     trust: Trust = Trust.DOUBTFUL
     sequence: int = 0
     covered: int = 0
@@ -195,7 +195,7 @@ class Mirror:
                 return
             if host is None and (host := self._new(entry, now_s)) is None:
                 return
-            host.heard_s = now_s
+            host.last_seen_s = now_s
             if host.trust is not Trust.REPAIRING:
                 self._apply(host, entry)
             elif len(host.waiting) < MAX_WAITING:
@@ -204,14 +204,14 @@ class Mirror:
     def expire(self, now_s: float) -> None:
         """Drop hosts whose lease has expired."""
         with self._lock:
-            for host in [host for host in self._hosts.values() if now_s - host.heard_s > self._lease_s]:
+            for host in [host for host in self._hosts.values() if now_s - host.last_seen_s > self._lease_s]:
                 self._drop(host)
 
     def resumed(self, now_s: float) -> None:
         """Restart all leases: nothing could be read for a while, so a host's silence means nothing."""
         with self._lock:
             for host in self._hosts.values():
-                host.heard_s = now_s
+                host.last_seen_s = now_s
 
     def cleared(self, now_s: float) -> None:
         """Our cache was cleared: only hosts that were cleared later are believed. All are queried for the time of their

@@ -25,7 +25,7 @@ from kv_tiers.threads import start_thread
 from kv_tiers.tier import RankedChunk, RanksChunks
 
 from kv_server.drain.state import DrainState
-from kv_server.drain.takers import Fate, Taker
+from kv_server.drain.takers import OfferFate, Taker
 from kv_server.peers.tier import PeersTier
 
 _log = limited_logger(__name__)
@@ -58,7 +58,7 @@ class _Offer:
     offered_s: float = 0.0
 
 
-class Drain:
+class CacheDrain:
     """The drain of one cache. Safe to call from any thread; the work runs on a thread of its own."""
 
     def __init__(
@@ -275,7 +275,7 @@ class _DrainJob:
     def _stays(self, taker: Taker, held: ChunkKey) -> bool:
         """Whether a host stays, which its answer to an offer of a chunk that it has shows."""
         try:
-            return taker.offer([held], 0).fates == [Fate.HERE]
+            return taker.offer([held], 0).fates == [OfferFate.HERE]
         except (OSError, InputError) as error:
             self._failed[taker.name] = str(error) or type(error).__name__
             return False
@@ -341,10 +341,10 @@ class _DrainJob:
             self._give_up(offer, taker.name)
             return False
         fates = dict(zip(offer.chain[offer.first :], answer.fates, strict=True))
-        if answer.room or Fate.COMING in answer.fates:
+        if answer.room or OfferFate.COMING in answer.fates:
             self._had_room.add(taker.name)
         now_s = time.monotonic()
-        for key in [key for key in offer.left if fates[key] is Fate.HERE]:
+        for key in [key for key in offer.left if fates[key] is OfferFate.HERE]:
             offer.left.remove(key)
             self._moved_s[taker.name] = now_s
             if not is_repeated:
@@ -356,7 +356,7 @@ class _DrainJob:
             self._settle(moved=1)
         if not offer.left:
             return False
-        is_coming = any(fates[key] is Fate.COMING for key in offer.left)
+        is_coming = any(fates[key] is OfferFate.COMING for key in offer.left)
         last_s = max(offer.offered_s, self._moved_s.get(taker.name, 0.0))
         if (is_coming or answer.room) and now_s - last_s <= _STALL_S:
             return True  # over a slow link chunks arrive one at a time

@@ -16,7 +16,7 @@ from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.eviction.shares import Share
 from kv_tiers.index.residency import Residency
 
-from kv_server.drain.takers import Fate, OfferAnswer
+from kv_server.drain.takers import OfferAnswer, OfferFate
 from kv_server.peers.tier import PeersTier
 
 _MAX_REVIEWED: Final = 256
@@ -46,7 +46,7 @@ class Offers:
         wanted = list(chain[first:])
         if not wanted or self.is_refused:
             # What is here will leave, too: of two hosts that leave at once, neither may count on the other.
-            return OfferAnswer([Fate.NOT_TAKEN] * len(wanted), 0)
+            return OfferAnswer([OfferFate.NOT_TAKEN] * len(wanted), 0)
         held_here = self._lower.held_here(wanted)
         tier = self._tier if fetches else None
         room_below = 0 if tier is None else self._lower.free_chunks(above=tier)
@@ -78,10 +78,10 @@ class Offers:
             fates = [self._fate(key, is_here, key in requested) for key, is_here in zip(wanted, held_here, strict=True)]
             return OfferAnswer(fates, room_left)
 
-    def _fate(self, key: ChunkKey, is_here: bool, is_begun: bool) -> Fate:
+    def _fate(self, key: ChunkKey, is_here: bool, is_begun: bool) -> OfferFate:
         if is_here or (self._index.find(key) is not None and not is_begun):
-            return Fate.HERE
-        return Fate.COMING if self._index.is_held(key) else Fate.NOT_TAKEN
+            return OfferFate.HERE
+        return OfferFate.COMING if self._index.is_held(key) else OfferFate.NOT_TAKEN
 
     def _room(self, share: Share, tier: int | None) -> int:
         """For how many more chunks there is room in the pool."""

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from kv_core.keys import ChunkKey
 
 
-class Fate(IntEnum):
+class OfferFate(IntEnum):
     """The present state of an offered chunk."""
 
     NOT_TAKEN = 0
@@ -20,7 +20,7 @@ class Fate(IntEnum):
 class OfferAnswer:
     """fates: of each offered chunk. room: how many more would be taken now."""
 
-    fates: list[Fate]
+    fates: list[OfferFate]
     room: int
 
 

@@ -12,16 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kv_server.http import clear, drain, metrics, openapi, prefixes, route, state, tenants
+from kv_server.http import clear, drain, openapi, prefixes, route, state, tenants
 from kv_server.http.guard import Guard
 from kv_server.http.operation import Operation, perform
 from kv_server.http.page import Page
 from kv_server.http.problem import Problem, problem_response
 from kv_server.http.relay import Relay
-from kv_server.http.tenants import Names
+from kv_server.http.tenants import TenantNames
 
 
-def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], archive_directory: str) -> ASGIApp:
+def make_app(relay: Relay, *, names: TenantNames, token: str, hosts: frozenset[str], archive_directory: str) -> ASGIApp:
     """token: empty if nothing may be changed.
     hosts: host names that requests may have; empty: any.
     names: of tenants.
@@ -29,7 +29,6 @@ def make_app(relay: Relay, *, names: Names, token: str, hosts: frozenset[str], a
     """
     operations = [
         *state.operations(relay),
-        *metrics.operations(relay),
         *clear.operations(relay, names),
         *drain.operations(relay),
         *tenants.operations(relay, names),

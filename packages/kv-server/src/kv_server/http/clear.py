@@ -12,10 +12,10 @@ from kv_server.http.operation import Operation
 from kv_server.http.problem import Problem
 from kv_server.http.relay import Relay
 from kv_server.http.selector import FormatSelector, check_opened, select_caches
-from kv_server.http.tenants import Names
+from kv_server.http.tenants import TenantNames
 
 
-class Clear(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClearRequest(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What to remove: one tenant's chunks, those of the formats that match, or, if that is said, everything.
 
     tenant: its name in the settings, or its tag.
@@ -36,8 +36,8 @@ class Cleared(msgspec.Struct, frozen=True):
     below: dict[str, int]
 
 
-def operations(relay: Relay, names: Names) -> list[Operation]:
-    async def clear(body: Clear) -> Cleared:
+def operations(relay: Relay, names: TenantNames) -> list[Operation]:
+    async def clear(body: ClearRequest) -> Cleared:
         if body.tenant is UNSET and body.matches_any and not body.everything:
             about = "this removes every chunk from the pool and from all tiers: if that is meant, send"
             raise Problem(409, f'{about} {{"everything": true}}; else name a tenant, a fingerprint or chunk_bytes')
@@ -51,7 +51,7 @@ def operations(relay: Relay, names: Names) -> list[Operation]:
         return Cleared(len(cleared), sum(chunks for chunks, _ in cleared), dict(below))
 
     about = "Forget chunks, in the pool and in all tiers: a tenant's, a format's, or everything"
-    return [Operation("POST", "/clear", about, clear, Cleared, Clear, failures=(404, 409, 503))]
+    return [Operation("POST", "/clear", about, clear, Cleared, ClearRequest, failures=(404, 409, 503))]
 
 
 def _clear(cache: LocalCache, tag: bytes | None) -> tuple[int, Counter[str]]:

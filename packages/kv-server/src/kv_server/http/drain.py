@@ -15,7 +15,7 @@ from kv_server.peers.side import peer_side
 from kv_server.server import CacheServer
 
 
-class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """timeout_s: how long it may take. max_bytes: how much may be moved, of each format; all if it is not given."""
 
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] = 60.0
@@ -29,7 +29,7 @@ class Drains(msgspec.Struct, frozen=True):
 
 
 def operations(relay: Relay) -> list[Operation]:
-    async def drain(body: Drain) -> Drains:
+    async def drain(body: DrainRequest) -> Drains:
         max_bytes = None if body.max_bytes is UNSET else body.max_bytes
 
         def begin(server: CacheServer) -> Drains:
@@ -55,7 +55,7 @@ def operations(relay: Relay) -> list[Operation]:
     about = "Store nothing new, and offer what is here to peers"
     return [
         describe("GET", "/drain", "How far the drain of this host is", state),
-        Operation("POST", "/drain", about, drain, Drains, Drain, status=202, failures=(409, 503)),
+        Operation("POST", "/drain", about, drain, Drains, DrainRequest, status=202, failures=(409, 503)),
         describe("POST", "/drain/end", "Stop offering, and store as before", end),
     ]
 

@@ -18,7 +18,7 @@ MAX_RUNNING: Final = 4
 _REMEMBERED: Final = 256
 
 
-class Job(msgspec.Struct):
+class PrefixJob(msgspec.Struct):
     """A job that is running or has ended.
 
     id: its number.
@@ -41,16 +41,16 @@ Outcome = tuple[int, str]
 """The chunks of a job, and why there are no more."""
 
 
-class Jobs:
+class PrefixJobs:
     """Safe to call from any thread. Threads that are running after `end` end with the process, wherever they are."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._jobs: OrderedDict[int, PrefixJob] = OrderedDict()
         self._threads: list[threading.Thread] = []
         self._last_id = 0
 
-    def start(self, what: Literal["warm-up", "export", "import"], name: str, work: Callable[[], Outcome]) -> Job:
+    def start(self, what: Literal["warm-up", "export", "import"], name: str, work: Callable[[], Outcome]) -> PrefixJob:
         """
         Raises:
             Problem: too many are running already, or the system has no more threads for us.
@@ -59,7 +59,7 @@ class Jobs:
             if sum(job.state == "running" for job in self._jobs.values()) >= MAX_RUNNING:
                 raise Problem(429, f"{MAX_RUNNING} jobs are running; ask again when one is done", {"retry-after": "5"})
             self._last_id += 1
-            job = self._jobs[self._last_id] = Job(self._last_id, what, name)
+            job = self._jobs[self._last_id] = PrefixJob(self._last_id, what, name)
             for id_ in list(self._jobs)[: max(0, len(self._jobs) - _REMEMBERED)]:
                 if self._jobs[id_].state != "running":
                     del self._jobs[id_]
@@ -81,7 +81,7 @@ class Jobs:
             threads = list(self._threads)
         join_all(threads, timeout_s)
 
-    def find(self, id_: int) -> Job:
+    def find(self, id_: int) -> PrefixJob:
         """
         Raises:
             Problem: there is none with this number (any more).
@@ -92,12 +92,12 @@ class Jobs:
                 raise Problem(404, f"there is no job {id_}; GET /prefixes lists those that are remembered")
             return msgspec.structs.replace(job)
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[PrefixJob]:
         """Oldest first."""
         with self._lock:
             return [msgspec.structs.replace(job) for job in self._jobs.values()]
 
-    def _run(self, job: Job, work: Callable[[], Outcome]) -> None:
+    def _run(self, job: PrefixJob, work: Callable[[], Outcome]) -> None:
         chunks, reason, failed = 0, "", True
         try:
             chunks, reason = work()

@@ -19,7 +19,7 @@ from kv_tiers.options import spelled_as
 from kv_tiers.payload_sizes import MAX_GROUPS
 from msgspec import Meta
 
-from kv_server.http.jobs import Job, Jobs, Outcome
+from kv_server.http.jobs import Outcome, PrefixJob, PrefixJobs
 from kv_server.http.operation import Operation
 from kv_server.http.problem import Problem
 from kv_server.http.relay import Relay
@@ -120,10 +120,10 @@ class Prefixes(msgspec.Struct, frozen=True):
 
     pins: list[Pin]
     files: list[str]
-    jobs: list[Job]
+    jobs: list[PrefixJob]
 
 
-def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operation]:
+def operations(relay: Relay, jobs: PrefixJobs, archive_directory: str) -> list[Operation]:
     async def prefixes() -> Prefixes:
         pins = []
         for (group_bytes, fingerprint), cache in (await relay.caches()).items():
@@ -143,35 +143,35 @@ def operations(relay: Relay, jobs: Jobs, archive_directory: str) -> list[Operati
             raise Problem(404, f"nothing is pinned as {body.name!r}; GET /prefixes lists what is")
         return Unpinned(sum(unpinned))
 
-    async def warm_up(body: WarmUp) -> Job:
+    async def warm_up(body: WarmUp) -> PrefixJob:
         _, cache = await select_cache(relay, body)
         keys, name = _keys(body.keys), _plain(body.name)
         return jobs.start("warm-up", name, partial(_warm_up, cache, keys, name, body.timeout_s, body.shape()))
 
-    async def export(body: Export) -> Job:
+    async def export(body: Export) -> PrefixJob:
         (_, fingerprint), cache = await select_cache(relay, body)
         path = _archived(archive_directory, body.file)
         exporting = partial(_export, cache, _keys(body.keys), path, fingerprint, body.shape())
         return jobs.start("export", body.file, exporting)
 
-    async def import_(body: Import) -> Job:
+    async def import_(body: Import) -> PrefixJob:
         (_, fingerprint), cache = await select_cache(relay, body)
         path = _archived(archive_directory, body.file)
         if not await relay.call(path.is_file):
             raise Problem(404, f"there is no file {body.file!r} in the archive_directory; GET /prefixes lists what is")
         return jobs.start("import", body.file, partial(_import, cache, path, fingerprint))
 
-    async def job(id: str) -> Job:  # the name in the path
+    async def job(id: str) -> PrefixJob:  # the name in the path
         if not re.fullmatch("[0-9]{1,18}", id):
             raise Problem(404, f"jobs have numbers; there is no job {id[:100]!r}")
         return jobs.find(int(id))
 
     about = "Unpin a prefix, which may then be evicted like any other"
     one = (404, 409, 503)
-    starts = partial(Operation, "POST", answer=Job, status=202, failures=(*one, 429))
+    starts = partial(Operation, "POST", answer=PrefixJob, status=202, failures=(*one, 429))
     return [
         Operation("GET", "/prefixes", "Pins, files and recent jobs", prefixes, Prefixes, failures=(503,)),
-        Operation("GET", "/prefixes/jobs/{id}", "The state of a job", job, Job, failures=(404,)),
+        Operation("GET", "/prefixes/jobs/{id}", "The state of a job", job, PrefixJob, failures=(404,)),
         Operation("POST", "/prefixes/pin", "Keep a prefix in the pool", pin, Pinned, Prefix, failures=one),
         Operation("POST", "/prefixes/unpin", about, unpin, Unpinned, Named, failures=(404, 503)),
         starts("/prefixes/warm-up", "Promote a prefix from the lower tiers, and pin it", warm_up, body=WarmUp),

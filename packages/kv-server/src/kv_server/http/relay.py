@@ -15,7 +15,7 @@ from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 
 from kv_server.caches import Format
-from kv_server.http.jobs import Jobs
+from kv_server.http.jobs import PrefixJobs
 from kv_server.http.problem import Problem
 from kv_server.report import Report
 from kv_server.server import CacheServer
@@ -41,7 +41,7 @@ class Relay:
         self.bus = server.bus
         """The bus on which the caches publish events."""
         self.network_metrics = server.network_metrics
-        self.jobs = Jobs()
+        self.jobs = PrefixJobs()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-http")
         self._report: Future[Report] | None = None
         self._asked_s = 0.0

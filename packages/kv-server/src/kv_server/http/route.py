@@ -23,7 +23,7 @@ Digest = Annotated[
 ]
 
 
-class Prompt(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RouteRequest(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """digests: of the prompt's whole chunks, from the first: the chain that begins with its salt, if it has one.
     tokens: of the whole prompt, which show whether an engine's chunks are as long; if omitted, only whole chunks are
         counted, and digests of other chunks are not noticed.
@@ -61,7 +61,7 @@ class Routes(msgspec.Struct, frozen=True):
 
 
 def operations(relay: Relay) -> list[Operation]:
-    async def route(body: Prompt) -> Routes:
+    async def route(body: RouteRequest) -> Routes:
         caches = await select_caches(relay, body)
         sessions = await relay.on_server(lambda server: server.registrations())
         connected = {one.engine for one in sessions if (one.group_bytes, one.fingerprint) in caches}
@@ -82,7 +82,7 @@ def operations(relay: Relay) -> list[Operation]:
         return Routes(estimates, others, sorted(connected - {served.engine for served in queues}))
 
     about = "The expected time to a prompt's first token, by engine"
-    return [Operation("POST", "/route", about, route, Routes, Prompt, failures=(404, 503))]
+    return [Operation("POST", "/route", about, route, Routes, RouteRequest, failures=(404, 503))]
 
 
 def _queues(loads: EngineLoads, connected: set[str]) -> dict[ServedSpace, float]:

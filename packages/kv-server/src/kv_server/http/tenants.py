@@ -47,7 +47,7 @@ class TenantState(msgspec.Struct, frozen=True):
     note: str = "a quota set here lasts until the server ends; what it starts with is in its settings (tenants)"
 
 
-class Names:
+class TenantNames:
     """The names of tenants: those in the settings, or the tags in their keys."""
 
     def __init__(self, names: Mapping[bytes, str]) -> None:
@@ -75,7 +75,7 @@ class Names:
         )
 
 
-def operations(relay: Relay, names: Names) -> list[Operation]:
+def operations(relay: Relay, names: TenantNames) -> list[Operation]:
     async def state(tag: bytes) -> TenantState:
         caches = await relay.caches()
         uses = [await relay.call(partial(_use, format_, cache, tag)) for format_, cache in caches.items()]

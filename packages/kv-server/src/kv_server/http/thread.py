@@ -21,7 +21,7 @@ from kv_server.accepting import Acceptor, listen_at
 from kv_server.http.app import make_app
 from kv_server.http.connections import HEAD_BYTES, IDLE_S, BoundedProtocol, Room, peer_of
 from kv_server.http.relay import Relay
-from kv_server.http.tenants import Names
+from kv_server.http.tenants import TenantNames
 from kv_server.http.token import read_token
 from kv_server.server import CacheServer
 
@@ -67,7 +67,7 @@ class HttpThread:
         self._server = _Server(
             self._has_started.set,
             uvicorn.Config(
-                self._make_app(self._relay, names=Names(server.tenant_names)),
+                self._make_app(self._relay, names=TenantNames(server.tenant_names)),
                 loop="asyncio",
                 http=BoundedProtocol,
                 ws="none",

@@ -20,7 +20,7 @@ from kv_core.log import limited_logger
 from kv_tiers.messages import pack_keys
 
 from kv_server.peers.hosts import Peer, PeerHosts
-from kv_server.peers.wire import MAX_ASKED, MAX_FOLLOWED_BYTES, Follow, Followed, Held, Taken
+from kv_server.peers.wire import MAX_ASKED, MAX_FOLLOWED_BYTES, Follow, Followed, PeerHeld, PeerTaken
 
 _log = limited_logger(__name__)
 
@@ -139,9 +139,9 @@ class Following:
             if keys is None:
                 return
             peers = [peer for peer in self._hosts.peers() if peer.is_up()]
-            message = Taken(self._namespace, pack_keys(keys))
+            message = PeerTaken(self._namespace, pack_keys(keys))
 
-            def send(peer: Peer, message: Taken = message) -> None:
-                peer.ask(message, Held, self._answer_s)
+            def send(peer: Peer, message: PeerTaken = message) -> None:
+                peer.ask(message, PeerHeld, self._answer_s)
 
             self._hosts.each(peers, send, in_background=True)

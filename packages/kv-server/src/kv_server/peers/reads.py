@@ -26,7 +26,7 @@ from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import Read, TracksKeys
 
-from kv_server.directory.contents import Contents, Source
+from kv_server.directory.contents import Contents, KeySource
 
 _STAGED: Final = 4
 """Chunks of lower tiers that all peers together may have in memory outside the pool."""
@@ -88,13 +88,13 @@ class PeerReads:
     def track(self) -> Contents:
         """Maintain `contents` from now on."""
         if self.contents is None:
-            sources = [Source(journal := Journal(), self._all_keys)]
+            sources = [KeySource(journal := Journal(), self._all_keys)]
             with self._host.lock:
                 self._index.journal = journal
             for lane in self._lanes:
                 if isinstance(lane.tier, TracksKeys):
                     lane.tier.track(journal := Journal())
-                    sources.append(Source(journal, lane.tier.all_keys))
+                    sources.append(KeySource(journal, lane.tier.all_keys))
             self.contents = Contents(self.holds, sources)
         return self.contents
 

@@ -28,7 +28,7 @@ from kv_tiers.tiers.tls_files import TlsFiles
 
 from kv_server.accepting import REST_S, listen_at
 from kv_server.directory.names import pack
-from kv_server.drain.takers import MAX_OFFERED, Fate, OfferAnswer
+from kv_server.drain.takers import MAX_OFFERED, OfferAnswer, OfferFate
 from kv_server.peers.reads import LOWER_S, PeerReads
 from kv_server.peers.security import check_protected, read_token, tls_files
 from kv_server.peers.side import peer_side
@@ -41,21 +41,21 @@ from kv_server.peers.wire import (
     Follow,
     Followed,
     Given,
-    Held,
-    Hello,
-    Holds,
     List,
     Listed,
     Offer,
     Offered,
+    PeerHeld,
+    PeerHello,
+    PeerHolds,
+    PeerRefused,
     PeerStream,
-    Refused,
+    PeerTaken,
     Sum,
     Summed,
     deadline_for,
     unpack_keys,
 )
-from kv_server.peers.wire import Taken as NotNeeded
 from kv_server.report import PeersServed
 
 _log = limited_logger(__name__)
@@ -192,7 +192,7 @@ class PeerServer:
             stream.admit(self._token, _GREETING_S)
         except (InputError, PermissionError) as error:
             with suppress(OSError):
-                stream.send_message(Refused(str(error)), time.monotonic() + _GREETING_S)
+                stream.send_message(PeerRefused(str(error)), time.monotonic() + _GREETING_S)
             raise
         return stream
 
@@ -200,26 +200,26 @@ class PeerServer:
         while not self._ending.is_set():
             request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
             match request:
-                case Holds():
+                case PeerHolds():
                     self._answer_holds(stream, request, deadline)
                 case Fetch():
                     self._answer_fetch(stream, request)
                 case Follow():
                     self._answer_follow(stream, request, deadline)
-                case NotNeeded():
+                case PeerTaken():
                     if (found := self._find(request.namespace)) is not None:
                         found[1].taken(unpack_keys(request))
-                    stream.send_message(Held(b"", None), deadline)
+                    stream.send_message(PeerHeld(b"", None), deadline)
                 case Offer():
                     self._answer_offer(stream, request, deadline)
                 case Sum():
                     self._answer_sum(stream, request, deadline)
                 case List():
                     self._answer_list(stream, request, deadline)
-                case Hello():
+                case PeerHello():
                     raise InputError("a peer says hello once")
 
-    def _answer_holds(self, stream: PeerStream, request: Holds, deadline: float) -> None:
+    def _answer_holds(self, stream: PeerStream, request: PeerHolds, deadline: float) -> None:
         keys = unpack_keys(request)
         found = self._find(request.namespace)
         held, cleared_s = [False] * len(keys), None
@@ -230,7 +230,7 @@ class PeerServer:
         with self._lock:
             self._counts.asked += len(keys)
             self._counts.held += sum(held)
-        stream.send_message(Held(bytes(held), cleared_s), deadline)
+        stream.send_message(PeerHeld(bytes(held), cleared_s), deadline)
 
     def _answer_fetch(self, stream: PeerStream, request: Fetch) -> None:
         keys = unpack_keys(request)
@@ -280,7 +280,7 @@ class PeerServer:
             raise InputError("an offer of several chains")
         found = self._find(request.namespace)
         if found is None:
-            answer = OfferAnswer([Fate.NOT_TAKEN] * offered, 0)
+            answer = OfferAnswer([OfferFate.NOT_TAKEN] * offered, 0)
         else:
             answer = peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
         stream.send_message(Offered(bytes(answer.fates), answer.room), deadline)

@@ -9,7 +9,7 @@ from kv_tiers.chunk_header import format_id
 from kv_tiers.host_port import HostPort
 
 from kv_server.directory.state import DirectoryState
-from kv_server.drain.drain import Drain
+from kv_server.drain.drain import CacheDrain
 from kv_server.drain.offers import Offers
 from kv_server.peers.hand_over_feed import HandOverFeed
 from kv_server.peers.reads import PeerReads
@@ -19,7 +19,7 @@ from kv_server.peers.tier import PeersTier
 class PeerSide:
     """An extension of one cache. Safe to use from any thread once the cache is made."""
 
-    drain: Drain
+    drain: CacheDrain
     """Passes this host's chunks on before it leaves."""
     offers: Offers
     """Takes what other hosts offer before they leave."""
@@ -30,7 +30,7 @@ class PeerSide:
         self._parts = parts
         self.handed_over = HandOverFeed(parts.clock)
         self.offers = Offers(parts.host, parts.index, parts.lower)
-        self.drain = Drain(parts.host, parts.index, parts.lower, on_change=self._set_leaving)
+        self.drain = CacheDrain(parts.host, parts.index, parts.lower, on_change=self._set_leaving)
 
     def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
         self.handed_over.announce(chain, first, until_s)

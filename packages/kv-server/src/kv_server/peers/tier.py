@@ -29,7 +29,7 @@ from kv_tiers.tiers.factories import factory_of
 from kv_server.directory.contents import Contents
 from kv_server.directory.directory import Directory, DirectoryConfig
 from kv_server.directory.state import DirectoryState
-from kv_server.drain.takers import Fate, OfferAnswer
+from kv_server.drain.takers import OfferAnswer, OfferFate
 from kv_server.peers.following import Following
 from kv_server.peers.hosts import Peer, PeerHosts
 from kv_server.peers.security import check_protected, is_protected, read_token, tls_files
@@ -40,10 +40,10 @@ from kv_server.peers.wire import (
     SIZE,
     Fetch,
     Followed,
-    Held,
-    Holds,
     Offer,
     Offered,
+    PeerHeld,
+    PeerHolds,
     PeerStream,
     deadline_for,
     unpack_keys,
@@ -96,7 +96,7 @@ class PeerTaker:
         if len(answer.fates) != len(chain) - first:
             raise ConnectionError(f"{len(answer.fates)} answers to an offer of {len(chain) - first} chunks")
         try:
-            return OfferAnswer([Fate(fate) for fate in answer.fates], answer.room)
+            return OfferAnswer([OfferFate(fate) for fate in answer.fates], answer.room)
         except ValueError as error:
             raise InputError(f"no answer to an offer: {error}") from None
 
@@ -341,8 +341,8 @@ class PeersTier:
 
     def _held(self, keys: Sequence[ChunkKey], stream: PeerStream, deadline: float) -> set[ChunkKey]:
         sent_s = time.monotonic()
-        stream.send_message(Holds(self._namespace, pack_keys(keys)), deadline)
-        answer = stream.answer(Held, deadline)
+        stream.send_message(PeerHolds(self._namespace, pack_keys(keys)), deadline)
+        answer = stream.answer(PeerHeld, deadline)
         if len(answer.held) != len(keys):
             raise ConnectionError(f"{len(answer.held)} answers to {len(keys)} questions")
         with self._lock:

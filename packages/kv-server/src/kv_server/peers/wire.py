@@ -4,20 +4,21 @@ hand over.
 Frames and keys are those of `kv_tiers.messages`. The listening side begins:
 
     Challenge                       a nonce
-    Hello                           another nonce, and a proof of the token, if there is one
-    Welcome                         the listening side's proof
-    Holds   ->  Held
+    PeerHello                       another nonce, and a proof of the token, if there is one
+    PeerWelcome                     the listening side's proof
+    PeerHolds   ->  PeerHeld
     Fetch   ->  for each key, in order, the size of a payload (`NOT_HERE` where the chunk is not there), the payload,
                 and the chunk's header (docs/formats/chunk.md), which comes last so that its checksum is taken of bytes
                 that are in the processor's cache, while they are sent
     Follow  ->  Followed, as soon as there is something to report
-    Taken   ->  Held, of no keys
+    PeerTaken   ->  PeerHeld, of no keys
     Offer   ->  Offered: a server about to leave lists what may be fetched from it
     Sum     ->  Summed: checksums of what is here, for the directory (`tiers.directory`)
     List    ->  Listed: names of what is here, of some shards
 
-`Refused` may come instead of `Welcome`, and ends the conversation, as everything malformed does. A peer is trusted no
-more than any medium: sizes are checked before use, and the lane that reads a chunk verifies its header and bytes.
+`PeerRefused` may come instead of `PeerWelcome`, and ends the conversation, as everything malformed does. A peer is
+trusted no more than any medium: sizes are checked before use, and the lane that reads a chunk verifies its header and
+bytes.
 """
 
 import ipaddress
@@ -36,7 +37,7 @@ import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
 from kv_core.log import on_one_line
-from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header
+from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
 from kv_tiers.tiers.timed_socket import TimedSocket
 
 from kv_server.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
@@ -46,7 +47,7 @@ from kv_server.peers.security import is_proof, prove
 VERSION: Final = 3
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
-"""Keys in one `Holds`."""
+"""Keys in one `PeerHolds`."""
 MAX_FETCHED: Final = 1 << 8
 """Keys in one `Fetch`."""
 _SLOWEST_BYTES_PER_S: Final = 1e6
@@ -88,7 +89,7 @@ class Challenge(Message, tag="challenge"):
     process: Nonce
 
 
-class Hello(Message, tag="hello"):
+class PeerHello(Message, tag="hello"):
     """package: the version, for the log."""
 
     package: Name
@@ -96,19 +97,19 @@ class Hello(Message, tag="hello"):
     proof: Proof
 
 
-class Welcome(Message, tag="welcome"):
+class PeerWelcome(Message, tag="welcome"):
     package: Name
     proof: Proof
 
 
-class Holds(Message, tag="holds"):
+class PeerHolds(Message, tag="holds"):
     """namespace: of `TierContext`. Without keys it only checks that the server answers."""
 
     namespace: Namespace
     keys: Keys
 
 
-class Held(Message, tag="held"):
+class PeerHeld(Message, tag="held"):
     """held: a byte per key, 1 if a fetch would find it.
     cleared_s: how long ago everything of this namespace was cleared there; None: never since the server started."""
 
@@ -154,7 +155,7 @@ class Given(Message):
 class Followed(Message, tag="followed"):
     """feed: empty if the server has no such cache.
     upto: where to continue.
-    cleared_s: as for `Held`.
+    cleared_s: as for `PeerHeld`.
     """
 
     feed: Feed
@@ -163,7 +164,7 @@ class Followed(Message, tag="followed"):
     cleared_s: Annotated[float, msgspec.Meta(ge=0)] | None
 
 
-class Taken(Message, tag="taken"):
+class PeerTaken(Message, tag="taken"):
     """These need no longer be held for the engine that they were handed over to."""
 
     namespace: Namespace
@@ -180,7 +181,7 @@ class Summed(Message, tag="summed"):
     """host: as in `entries.Entry`; empty: nothing of this namespace is listed in a directory.
     sequence: of the last change.
     sums: of each shard, 8 bytes.
-    cleared_s: as for `Held`.
+    cleared_s: as for `PeerHeld`.
     """
 
     host: Feed
@@ -225,31 +226,28 @@ class Offer(Message, tag="offer"):
 
 
 class Offered(Message, tag="offered"):
-    """fates: a `Fate` as a byte for each offered chunk. room: for how many more there is room."""
+    """fates: an `OfferFate` as a byte for each offered chunk. room: for how many more there is room."""
 
     fates: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFERED)]
     room: Count
 
 
-class Refused(Message, tag="refused"):
+class PeerRefused(Message, tag="refused"):
     text: Text
 
 
-Request = Hello | Holds | Fetch | Follow | Taken | Sum | List | Offer
-Answer = Challenge | Welcome | Held | Followed | Summed | Listed | Offered | Refused
+Request = PeerHello | PeerHolds | Fetch | Follow | PeerTaken | Sum | List | Offer
+Answer = Challenge | PeerWelcome | PeerHeld | Followed | Summed | Listed | Offered | PeerRefused
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 
-A = TypeVar("A", Challenge, Welcome, Held, Followed, Summed, Listed, Offered)
-M = TypeVar("M")
+A = TypeVar("A", Challenge, PeerWelcome, PeerHeld, Followed, Summed, Listed, Offered)
 
 
 def frame(message: Request | Answer) -> bytes:
     """The message as it crosses the socket."""
-    body = _ENCODER.encode(message)
-    return HEADER.pack(len(body), VERSION) + body
+    return framed(message, VERSION)
 
 
 def deadline_for(payload_bytes: int, timeout_s: float) -> float:
@@ -258,7 +256,7 @@ def deadline_for(payload_bytes: int, timeout_s: float) -> float:
     return time.monotonic() + timeout_s + payload_bytes / _SLOWEST_BYTES_PER_S
 
 
-def unpack_keys(request: Holds | Fetch | Taken | Given | Offer) -> list[ChunkKey]:
+def unpack_keys(request: PeerHolds | Fetch | PeerTaken | Given | Offer) -> list[ChunkKey]:
     """
     Raises:
         InputError: there are too many, or they are not keys of this release.
@@ -286,8 +284,8 @@ class PeerStream(TimedSocket):
         challenge = self.answer(Challenge, deadline)
         nonce = secrets.token_bytes(16)
         conversation = challenge.nonce + nonce + self._listening_address(socket.socket.getpeername)
-        self.send_message(Hello(PACKAGE, nonce, prove(token, _CONNECTING, conversation)), deadline)
-        welcome = self.answer(Welcome, deadline)
+        self.send_message(PeerHello(PACKAGE, nonce, prove(token, _CONNECTING, conversation)), deadline)
+        welcome = self.answer(PeerWelcome, deadline)
         if not is_proof(welcome.proof, token, _LISTENING, conversation):
             raise PermissionError(f"it does not have the token of token_file{_OR_ELSEWHERE}")
         return challenge.process
@@ -302,12 +300,12 @@ class PeerStream(TimedSocket):
         deadline = time.monotonic() + timeout_s
         self.send_message(Challenge(nonce, PROCESS), deadline)
         hello, _ = self.next_request(deadline, timeout_s, ends_by=deadline, max_bytes=_MAX_HELLO_BYTES)
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, PeerHello):
             raise InputError("the first message is a hello")
         conversation = nonce + hello.nonce + self._listening_address(socket.socket.getsockname)
         if not is_proof(hello.proof, token, _CONNECTING, conversation):
             raise PermissionError(f"this server is for peers that have its token{_OR_ELSEWHERE if token else ''}")
-        self.send_message(Welcome(PACKAGE, prove(token, _LISTENING, conversation)), deadline)
+        self.send_message(PeerWelcome(PACKAGE, prove(token, _LISTENING, conversation)), deadline)
 
     def send_message(self, message: Request | Answer, deadline: float) -> None:
         self.send([frame(message)], deadline)
@@ -325,7 +323,7 @@ class PeerStream(TimedSocket):
         deadline = min(time.monotonic() + timeout_s, ends_by)
         self.fill(first[received:], deadline)
         body = self._body(first, max_bytes, deadline)
-        return _decode(_REQUESTS, body), deadline
+        return decoded(_REQUESTS, body, "not a message of a peer"), deadline
 
     def send_chunk(self, payload: memoryview, header: Callable[[bytes], bytes | bytearray], timeout_s: float) -> None:
         """header: makes the header to send after the payload, from its checksum (`kv_core.checksum`).
@@ -364,8 +362,8 @@ class PeerStream(TimedSocket):
         """
         header = memoryview(bytearray(HEADER.size))
         self.fill(header, deadline)
-        message = _decode(_ANSWERS, self._body(header, max_bytes, deadline))
-        if isinstance(message, Refused):
+        message = decoded(_ANSWERS, self._body(header, max_bytes, deadline), "not a message of a peer")
+        if isinstance(message, PeerRefused):
             raise PermissionError(on_one_line(message.text))  # said by whoever is there, before they prove anything
         if not isinstance(message, wanted):
             raise InputError(f"a {type(message).__name__} instead of a {wanted.__name__}")
@@ -387,10 +385,3 @@ class PeerStream(TimedSocket):
         body = bytearray(check_header(header, version=VERSION, max_bytes=max_bytes))
         self.fill(memoryview(body), deadline)
         return body
-
-
-def _decode(decoder: "msgspec.msgpack.Decoder[M]", body: bytearray) -> M:
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"not a message of a peer: {error}") from None

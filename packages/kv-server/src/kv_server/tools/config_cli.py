@@ -78,15 +78,31 @@ def _print_and_check(args: argparse.Namespace) -> None:
     from kv_observe.build import check_observe
     from kv_tiers.build import check_settings
 
-    from kv_server.check import check_server
-
     is_for_server = bool(settings.http.listen or settings.peers.listen)
     if is_for_server or not settings.server.socket:  # otherwise the engine joins a server that has all of this
         check_settings(settings.host, settings.tiers)
         check_observe(settings.observe)
         _check_verdict(settings)
     if is_for_server or not settings.host.name:  # otherwise no server has these settings, but an engine may
-        check_server(settings)
+        _check_server(settings)
+
+
+def _check_server(settings: Settings) -> None:
+    """Check what only `kv-server` uses, without listening, writing or sending anything. Whether an address is free
+    shows when it is bound.
+
+    Raises:
+        ConfigError: a server would refuse to start with these settings.
+    """
+    from kv_server.config import server_config
+    from kv_server.http.start import check_http
+
+    config = server_config(settings)
+    check_http(config.http)
+    if config.peers.listen:
+        from kv_server.peers.server import read_peers
+
+        read_peers(config.peers)
 
 
 def _check_verdict(settings: Settings) -> None:

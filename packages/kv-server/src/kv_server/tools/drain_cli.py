@@ -5,19 +5,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from kv_core.errors import ConfigError, InputError, TierDown
+from kv_core.errors import InputError
 from kv_core.terminal import say
 
-from kv_server.tools.which_server import add_server_options, socket_of
+from kv_server.tools.which_server import add_server_options, ask, socket_of
 
 if TYPE_CHECKING:
     from kv_server.drain.state import DrainState
     from kv_server.report import Report
-    from kv_server.wire import Request
 
 _ABOUT: Final = """\
 Prepare a kv-server's host to leave: it stores nothing new from now on and offers its peers (a tier of type peers) what
@@ -38,7 +36,7 @@ has no peers, or an option is wrong.
 """
 _POLL_S: Final = 0.2
 _PRINT_S: Final = 1.0
-_ANSWER_S: Final = 5.0
+_REFUSAL: Final = "cannot be drained"
 
 
 def register(commands: Any) -> None:
@@ -70,28 +68,25 @@ def _drain(args: argparse.Namespace) -> int:
         raise InputError(f"--timeout {args.timeout:g}: write 0.1 to 86400 seconds")
     max_bytes = None if args.max_bytes is None else byte_count(args.max_bytes, "--max-bytes")
     path = socket_of(args)
-    try:
-        report = _ask(path, wire.Drain(not args.end, args.timeout, max_bytes))
-        if args.end:
-            say("it stores as before", file=sys.stderr if args.json else sys.stdout)
-            return 0
-        if args.no_wait:
-            return 0
-        states, has_begun = _states(report), bool(_states(report))
-        printed_s = time.monotonic()
-        until_s = printed_s + args.timeout
-        # A cache that is being opened is drained once it is open.
-        while any(state.phase == "draining" for state in states) or (report.opening and time.monotonic() < until_s):
-            time.sleep(_POLL_S)
-            report = _ask(path, wire.Status())
-            states = _states(report)
-            has_begun = has_begun or bool(states)
-            if time.monotonic() - printed_s >= _PRINT_S:
-                printed_s = time.monotonic()
-                for state in states:
-                    say(state.spelled(), file=sys.stderr, flush=True)
-    except TierDown as why:
-        raise ConfigError(f"{why}; give --name or --socket") from None
+    report = ask(path, wire.Drain(not args.end, args.timeout, max_bytes), wire.Stated, _REFUSAL).report
+    if args.end:
+        say("it stores as before", file=sys.stderr if args.json else sys.stdout)
+        return 0
+    if args.no_wait:
+        return 0
+    states, has_begun = _states(report), bool(_states(report))
+    printed_s = time.monotonic()
+    until_s = printed_s + args.timeout
+    # A cache that is being opened is drained once it is open.
+    while any(state.phase == "draining" for state in states) or (report.opening and time.monotonic() < until_s):
+        time.sleep(_POLL_S)
+        report = ask(path, wire.Status(), wire.Stated, _REFUSAL).report
+        states = _states(report)
+        has_begun = has_begun or bool(states)
+        if time.monotonic() - printed_s >= _PRINT_S:
+            printed_s = time.monotonic()
+            for state in states:
+                say(state.spelled(), file=sys.stderr, flush=True)
     for state in states:
         say(json.dumps(msgspec.json.decode(msgspec.json.encode(state))) if args.json else state.spelled())
     if report.opening:
@@ -110,23 +105,6 @@ def _drain(args: argparse.Namespace) -> int:
     if not states and not args.json:
         say("nothing is held: no engine has registered a format")
     return 0 if all(state.phase == "drained" and not state.refused for state in states) else 1
-
-
-def _ask(path: Path, request: "Request") -> "Report":
-    """
-    Raises:
-        TierDown: the server does not answer.
-        ConfigError: it refuses us.
-        InputError: it cannot drain.
-    """
-    from kv_server import wire
-    from kv_server.connection import ask_server
-
-    answer = ask_server(path, request, timeout_s=_ANSWER_S)
-    if not isinstance(answer, wire.Stated):
-        response = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
-        raise InputError(f"the server at {path} cannot be drained: {response}")
-    return answer.report
 
 
 def _states(report: "Report") -> "Sequence[DrainState]":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_core.cost import Choice
-from kv_core.errors import InputError, TierDown
+from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
 from kv_core.sequence import KeySequence
@@ -29,8 +29,7 @@ from kv_observe.explain import is_held
 from kv_tiers.index.life import BEING_WRITTEN
 
 from kv_server import wire
-from kv_server.connection import ask_server
-from kv_server.tools.which_server import add_server_options, socket_of
+from kv_server.tools.which_server import add_server_options, ask, socket_of
 
 _ABOUT = """\
 Ask a running kv-server what it holds of a prompt, chunk by chunk, and what became of the rest.
@@ -49,7 +48,6 @@ have other keys, and a key does not reveal what it stands for: only what is give
 
 The exit status is 0 if all of the prompt is held, 1 if not, or 2 if an input or option is wrong.
 """
-_TIMEOUT_S = 5.0
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 _CAUSES = {
     "store": "to make room for a prompt",
@@ -131,22 +129,12 @@ def _other_chunk_tokens(socket: Path, given: int | None) -> list[int]:
     """The numbers of tokens that chunks of the connected engines have, if none of them is what the user gave.
 
     Raises:
-        InputError: no server answers, or not with that.
+        ConfigError, InputError: no server answers, or not with that.
     """
-    answer = _query(socket, wire.Registered(""))
-    if not isinstance(answer, wire.Registrations):
-        why = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
-        raise InputError(f"the server at {socket} does not say which engines are connected: {why}")
+    answer = ask(socket, wire.Registered(""), wire.Registrations, "does not say which engines are connected")
     stated = {session.facts.get("chunk_tokens", "") for session in answer.sessions}
     sizes = {int(size) for size in stated if size.isascii() and size.isdigit() and len(size) < 10}
     return [] if given in sizes else sorted(sizes)
-
-
-def _query(socket: Path, request: wire.Request) -> wire.Answer:
-    try:
-        return ask_server(socket, request, timeout_s=_TIMEOUT_S)
-    except TierDown as down:
-        raise InputError(f"{down}; name the server with --name or --socket") from None
 
 
 def _max_explained(space: PromptSpace | None) -> int:
@@ -179,11 +167,7 @@ def _ask(
         key_prefixes = [bytes(key[: len(key) - len(key.digest)]) for key in keys]
     nbytes = len(digests[0])
     request = wire.Explain(16 if nbytes == 16 else 32, b"".join(digests), key_prefixes)
-    answer = _query(socket, request)
-    if not isinstance(answer, wire.Explanations):
-        response = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
-        raise InputError(f"the server at {socket} does not explain: {response}")
-    return answer
+    return ask(socket, request, wire.Explanations, "does not explain")
 
 
 def _expected_space(answer: wire.Explanations, *, is_named: bool) -> wire.Explained | None:
@@ -296,8 +280,8 @@ def _why_missing(state: ChunkState, answer: wire.Explanations) -> str:
     below = ""
     if gone := [tier for tier in state.below if tier not in remote]:
         below += f"; stored in {', '.join(gone)} since, and not there now"
-    if not_asked := [tier for tier in state.below if tier in remote]:
-        below += f"; stored in {', '.join(not_asked)} since, which was not asked: a request will ask it"
+    if not_queried := [tier for tier in state.below if tier in remote]:
+        below += f"; stored in {', '.join(not_queried)} since, which was not queried: a request will query it"
     if state.where == BEING_WRITTEN:
         return "being written just now"
     if state.diverges and not state.what:

@@ -95,8 +95,7 @@ def _print_json(path: Path, every_s: float, *, once: bool) -> int:
 
 
 def _print_once(path: Path, every_s: float) -> int:
-    from kv_server.tools.top import Watch
-    from kv_server.tools.top_view import draw, plain_console
+    from kv_server.tools.top import Watch, draw, plain_console
 
     watch = Watch()
     watch.take(_ask(path))
@@ -106,8 +105,7 @@ def _print_once(path: Path, every_s: float) -> int:
 
 
 def _watch(path: Path, every_s: float) -> int:
-    from kv_server.tools.top import Picture, Watch
-    from kv_server.tools.top_view import draw, on_screen
+    from kv_server.tools.top import Picture, Watch, draw, on_screen
 
     watch = Watch()
     picture: Picture | None = None

@@ -27,6 +27,7 @@ from kv_tiers.eviction.shares import Share, Shares
 from kv_tiers.index.residency import Residency
 from kv_tiers.pool.directory import MAX_KEY_BYTES, NO_PARENT, least_worth_first
 from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.tier_state import Held
 
 _log = limited_logger(__name__)
 
@@ -56,19 +57,6 @@ class CacheTotals:
     leases_expired: int = 0
     tokens_saved: int = 0
     bytes_loaded: int = 0
-
-
-class Held(NamedTuple):
-    """The chunks that lookups can find.
-
-    chunks: each counted once, however many of its groups and shards are held: the count of the group that has most.
-    payload_bytes: of all groups and shards.
-    by_group: chunks of each group of layers.
-    """
-
-    chunks: int
-    payload_bytes: int
-    by_group: tuple[int, ...]
 
 
 class _Doubt(NamedTuple):

@@ -1,7 +1,6 @@
 """The tiers below the host tier as one unit: their lanes in order, promotion and spilling."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kv_core.clock import Clock
@@ -14,14 +13,13 @@ from kv_tiers.cache.boot import BootMeasurement
 from kv_tiers.cache.host import HostTier
 from kv_tiers.cache.promote import Promotions
 from kv_tiers.cache.refine import Refinements
-from kv_tiers.cache.spill import SpillCounts, Spills, WriteMode
+from kv_tiers.cache.spill import Spills, WriteMode
 from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
-from kv_tiers.lanes.counts import LaneCounts
-from kv_tiers.lanes.health import Health
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import ReadOnly, SupportsFileExtents, TierUsage
+from kv_tiers.tier import ReadOnly, SupportsFileExtents
+from kv_tiers.tier_state import SERVING, TierState
 
 _log = limited_logger(__name__)
 
@@ -29,29 +27,6 @@ Capability = TypeVar("Capability")
 _FULL_FROM: Final = 0.75
 """How much of a tier's capacity is used when it evicts at the latest: it keeps room for what comes next, and records of
 chunks that are smaller than a slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierState:
-    """The current state of one tier.
-
-    name: as configured.
-    health, why: of its lane.
-    usage: as reported by the tier.
-    lane: the counters of its lane.
-    spill: the counters of spilling to it.
-    load_cost: seconds per load, and seconds per byte, as measured; None: not known yet.
-    refined: how often a chunk in the pool that came from it got better bytes from it.
-    """
-
-    name: str
-    health: Health
-    why: str
-    usage: TierUsage
-    lane: LaneCounts
-    spill: SpillCounts
-    load_cost: tuple[float, float] | None = None
-    refined: int = 0
 
 
 class LowerTiers:
@@ -142,7 +117,7 @@ class LowerTiers:
         the pool, until they begin to be full. Takes no lock."""
         free, local = 0, self.local_lanes()
         for lane, mode in zip(self._lanes[:above], self._modes, strict=False):
-            if mode == "through" and lane in local and lane.health()[0].serves:
+            if mode == "through" and lane in local and lane.health()[0] in SERVING:
                 usage = lane.usage()
                 free_bytes = int(_FULL_FROM * (usage.capacity_bytes or 0)) - (usage.used_bytes or 0)
                 free += max(0, 0 if usage.full else free_bytes) // self._host.pool.slot_bytes
@@ -172,7 +147,7 @@ class LowerTiers:
         return {
             lane.name: lane.tier
             for lane in self._lanes
-            if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0].serves
+            if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0] in SERVING
         }
 
     def tiers_that(self, kind: type[Capability]) -> list[tuple[int, Capability]]:

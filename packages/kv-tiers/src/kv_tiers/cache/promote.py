@@ -43,6 +43,7 @@ from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read
+from kv_tiers.tier_state import SERVING
 
 _MAX_LOAD_CHUNKS = 256
 """The most chunks of one load. A lane takes four such loads at a time, and never a load larger than four of them."""
@@ -431,7 +432,7 @@ class Promotions:
             self._given_up_slots -= job.given_up_slots
             wait = self._waits.get(promotion.holder)
             is_usable = [isinstance(arrival.outcome, Loaded) for arrival in arrivals] or [False] * len(job.keys)
-            if wait is not None and (arrivals or not self._lanes[job.tier].health()[0].serves):
+            if wait is not None and (arrivals or self._lanes[job.tier].health()[0] not in SERVING):
                 wait.answers.lost.update((job.tier, key) for key, ok in zip(job.keys, is_usable, strict=True) if not ok)
             if job.is_whole and False in is_usable:
                 promotion.broken_at = min(promotion.broken_at, job.start + is_usable.index(False))

@@ -27,29 +27,12 @@ from kv_tiers.eviction.shares import Share
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane
+from kv_tiers.tier_state import SERVING, SpillCounts
 
 WriteMode = Literal["through", "back", "never"]
 
 _DRAIN_TURN_S: Final = 0.02
 """How long a drain waits for one tier before it turns to the next."""
-
-
-@dataclass(slots=True)
-class SpillCounts:
-    """Counts of spilling to one tier, in chunks. The last three only grow.
-
-    waiting: not submitted to the lane yet, at the time of the snapshot.
-    under_way: being stored now.
-    stored: stored by the tier.
-    refused: refused by the tier.
-    lost: evicted from the pool before they could be stored.
-    """
-
-    waiting: int = 0
-    under_way: int = 0
-    stored: int = 0
-    refused: int = 0
-    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +206,7 @@ class Spills:
         """Keep slots free for new chunks: evict the coldest ones, after storing those that a lower tier lacks. A tier
         that is away is not waited for, or the chunks would be lost to the others too when their slots are needed."""
         write_back = [tier for tier in self._tiers if tier.mode == "back"]
-        tiers = [tier for tier in write_back if tier.lane.health()[0].serves] or write_back
+        tiers = [tier for tier in write_back if tier.lane.health()[0] in SERVING] or write_back
         while share.slots - share.slots_used + sum(tier.emptying[share] for tier in tiers) < self._part_of(share):
             slot = self._index.victim((), set(), share.policy)
             if slot is None:
@@ -255,7 +238,7 @@ class Spills:
                 pass
             is_submitted = not tier.share_of
         left_s = until - time.monotonic()
-        if left_s <= 0 or not tier.lane.health()[0].serves:
+        if left_s <= 0 or tier.lane.health()[0] not in SERVING:
             return True
         # Not until the lane is idle: it may hang, and the other tiers need the time as well.
         is_idle = tier.lane.drain(min(left_s, _DRAIN_TURN_S))
@@ -338,7 +321,7 @@ class Spills:
     def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
         """On the lane's thread, without the lock."""
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
-        is_down = stored < len(outcomes) and not batch.tier.lane.health()[0].serves
+        is_down = stored < len(outcomes) and batch.tier.lane.health()[0] not in SERVING
         with self._host.lock:
             self._settle(batch)
             counts = batch.tier.counts

@@ -9,22 +9,10 @@ Nothing here locks or calls a tier: the lane does, and holds its one lock around
 
 import traceback
 from collections.abc import Collection
-from enum import Enum
 
 from kv_core.clock import Clock
 
-
-class Health(Enum):
-    UP = "it answers"
-    FULL = "it takes no more chunks, but serves those that it has"
-    DOWN = "it failed, and is probed periodically"
-    STUCK = "a call to it has not returned"
-    CLOSED = "it is closed"
-
-    @property
-    def serves(self) -> bool:
-        """Whether loads and stores are sent to the tier."""
-        return self is Health.UP or self is Health.FULL
+from kv_tiers.tier_state import Health
 
 
 class HealthTracker:
@@ -56,13 +44,18 @@ class HealthTracker:
         return bool(running_since_s) and self._clock.now_s() - min(running_since_s) > self._stuck_s
 
     def why(self, health: Health) -> str:
+        """The reason if it is not `UP`."""
         match health:
             case Health.DOWN:
                 return self.last_failure
             case Health.FULL:
                 return self.full
-            case _:
-                return str(health.value)
+            case Health.STUCK:
+                return "a call to it has not returned"
+            case Health.CLOSED:
+                return "it is closed"
+            case Health.UP:
+                return ""
 
     def failed(self, why: str) -> bool:
         """A call failed: the tier is down and backs off. False: it was down already."""

@@ -30,8 +30,7 @@ from kv_tiers.clock import MonotonicClock
 from kv_tiers.codec import PREFIX_SHARES, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
-from kv_tiers.lanes.counts import LaneCounts
-from kv_tiers.lanes.health import Health, HealthTracker, release_frames
+from kv_tiers.lanes.health import HealthTracker, release_frames
 from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Probe, Rest, Store
 from kv_tiers.lanes.moving import Moving, refuse
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
@@ -40,6 +39,7 @@ from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.lanes.turns import RestTurn, RestTurns
 from kv_tiers.lanes.workers import Workers
 from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
+from kv_tiers.tier_state import SERVING, Health, LaneCounts
 
 _log = limited_logger(__name__)
 
@@ -115,7 +115,7 @@ class Lane:
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these chunks a load would find. Only for a tier that answers from memory."""
         with self._changed:
-            if not self._health().serves or self._jobs.is_clearing:
+            if self._health() not in SERVING or self._jobs.is_clearing:
                 return [False] * len(keys)
             hidden = set(filter(self._jobs.is_hidden, keys))
         return [held and key not in hidden for key, held in zip(keys, self._holds(keys), strict=True)]
@@ -206,7 +206,7 @@ class Lane:
     def room_for_stores(self) -> int:
         """How many more chunks `store` would take now."""
         with self._changed:
-            return self._jobs.room_for_stores if self._health().serves else 0
+            return self._jobs.room_for_stores if self._health() in SERVING else 0
 
     def health(self) -> tuple[Health, str]:
         """The tier's health, and why; empty for a tier that is up, whatever it was before."""
@@ -228,7 +228,7 @@ class Lane:
         with self._changed:
             while self._is_busy() or self._jobs.has_any(self._clock.now_s()):
                 remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0 or not self._health().serves:
+                if remaining_s <= 0 or self._health() not in SERVING:
                     return not self._is_busy() and not self._jobs.has_submitted()
                 self._changed.wait(min(remaining_s, 0.05))
         return True
@@ -276,7 +276,7 @@ class Lane:
 
     def _submit(self, job: Load | Ask | Store) -> bool:
         with self._changed:
-            if not self._health().serves or not self._jobs.submit(job):
+            if self._health() not in SERVING or not self._jobs.submit(job):
                 return False
             if isinstance(job, Load):
                 self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s(), job.share)

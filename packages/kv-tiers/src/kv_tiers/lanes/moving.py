@@ -17,11 +17,11 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome, Unstorable
 
 from kv_tiers import chunk_header
-from kv_tiers.lanes.counts import LaneCounts
 from kv_tiers.lanes.jobs import Arrival, Ask, Job, Jobs, Load, Rest, Store
 from kv_tiers.lanes.payloads import Payloads, chunk_bytes, first_parts
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.tier import Read, ReadsPrefixes, ReadsRests, Tier
+from kv_tiers.tier_state import LaneCounts
 
 _log = limited_logger(__name__)
 
