@@ -1,7 +1,7 @@
 """The inner loops of the codecs `floats`, `progressive` and `kvtc`, which are in C (`compiled_kernels`).
 
 Their definition in numpy, with the same bytes, is the tests'; only that of `floats`, which is fast enough, serves where
-nothing was compiled. docs/adr/0016 says why.
+nothing was compiled. docs/adr/0010 says why.
 """
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol

@@ -6,8 +6,8 @@ a prompt are stored unchanged. docs/formats/kvtc.md specifies the bytes, docs/qu
 
 The position from which a chunk's keys are turned back is found in the keys themselves (`_Finder`), and is in the
 payload: neither storing nor loading a chunk requires its place in its prompt. The bases are nearly orthonormal, so a
-wrong position would not make the error larger, only the payload (docs/adr/0016). The inner loops are in `kernels`, and
-decode to the same bytes on every processor (docs/adr/0016).
+wrong position would not make the error larger, only the payload (docs/adr/0010). The inner loops are in `kernels`, and
+decode to the same bytes on every processor (docs/adr/0010).
 """
 
 import struct
