@@ -26,18 +26,18 @@ MOST_FILES_OF_AN_OPTION = 4
 
 DEFINED_TWICE = words(
     """
-    Aborted Address Change Changes Clear Connection Damaged Directory Drain End EngineMeasured Event Fate
-    Finding Held Hello Holds Job Jobs Kernels LayerwiseCopier Load Measured Names Outgoing Peer Pool Prompt Read
-    Ready Refused Renew Room Source Stored Stores Taken Wait Weights Welcome Write _Batch _Chunk _CopyPipeline
-    _Load _Offer _Part _Waiting
+    Address Change Changes Clear Connection Damaged Directory Drain End EngineMeasured Event
+    Finding Held Hello Holds Job Jobs Load Names Pool Prompt Read
+    Refused Renew Room Source Stored Taken Wait Weights Welcome Write _Batch
+    _Part _Waiting
     """
 )
 ONE_IMPORTER_AND_NO_CLASS = words(
     """
-    kv_connect.chunk_size kv_cuda.copy.nvtx kv_cuda.cut kv_server.check kv_server.explain kv_server.http.app
+    kv_connect.chunk_size kv_server.check kv_server.explain kv_server.http.app
     kv_server.http.metrics kv_server.http.openapi kv_server.interpreter kv_server.tools.top_view kv_sglang.calibrated
-    kv_sglang.transfer.refused kv_tiers.registry kv_tiers.tiers.files_below kv_tiers.tiers.spread
-    kv_observe.sim_plot kv_observe.subscribers kv_vllm.bind kv_vllm.calibrated kv_vllm.heads
+    kv_tiers.registry kv_tiers.tiers.files_below kv_tiers.tiers.spread
+    kv_observe.sim_plot kv_vllm.bind kv_vllm.calibrated kv_vllm.heads
     kv_vllm.layouts kv_vllm.plugin kv_vllm.translate
     """
 )
@@ -54,7 +54,7 @@ MANY_ATTRIBUTES = words(
     EngineCosts Estimator EventBus ExtentIndex HostPool HostTier Jobs KVLinker KVTiersConnector Lane Link
     LocalCache Metrics Mirror MooncakeTier NodesCache PageStore Peer PeerHosts PeerServer PeersTier
     PinnedMapping PopulatedPages Promotions RedisTier Refinements RemoteCache Residency Returns SchedulerHalf
-    Segment Servers Session SharedFsTier Source Stores WorkerHalf _CopyPipeline _DrainJob _Ring
+    Segment Servers Session SharedFsTier Source Stores WorkerHalf _DrainJob _Ring _KernelPipeline
     """
 )
 FILES_OF_AN_OPTION = {"costs": 23, "hold_s": 14, "lasting": 12, "wait_for_promotion": 11}

@@ -112,7 +112,7 @@ class Used(NamedTuple):
 
 
 class FloatKernels(Protocol):
-    """What the codec `floats` needs. Like `Kernels`."""
+    """What the codec `floats` needs. Like `CodecKernels`."""
 
     name: str
     """`numpy` or `compiled`."""
@@ -131,7 +131,7 @@ class FloatKernels(Protocol):
         """How often each of the 256 symbols occurs."""
 
 
-class Kernels(FloatKernels, Protocol):
+class CodecKernels(FloatKernels, Protocol):
     """Safe to call from several threads at once. All arrays are contiguous, of one axis, and of sizes that fit each
     other: anything else is a bug of the caller, and an error. n: how many numbers there are, at most
     `SECTION_NUMBERS`."""
@@ -187,7 +187,7 @@ class Kernels(FloatKernels, Protocol):
         """
 
 
-def compiled_kernels(codec: str) -> Kernels:
+def compiled_kernels(codec: str) -> CodecKernels:
     """The kernels that were built with this package.
 
     Raises:

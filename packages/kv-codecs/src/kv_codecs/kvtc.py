@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kv_codecs.calibration import ID_BYTES, ITEMSIZES, PARTS, Calibration, read_calibration
 from kv_codecs.division import Division, division_in
-from kv_codecs.kernels import Kernels, Rows, Words, compiled_kernels
+from kv_codecs.kernels import CodecKernels, Rows, Words, compiled_kernels
 from kv_codecs.learning import SINKS
 from kv_codecs.rotation import Numbers, Turner, turns
 from kv_codecs.row_codes import row_codes
@@ -107,7 +107,7 @@ class KvtcCodec:
     name = "kvtc"
     is_lossless = False
 
-    def __init__(self, calibration: Calibration, kernels: Kernels | None = None) -> None:
+    def __init__(self, calibration: Calibration, kernels: CodecKernels | None = None) -> None:
         """kernels: None for those that were compiled.
 
         Raises:

@@ -16,29 +16,51 @@ from typing import Any, Final, cast
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.config import HandoverConfig
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_device_module
 from sglang.srt.utils.network import NetworkAddress
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes
 from kv_sglang.linker.device import DevicePool, describe_device
 from kv_sglang.linker.lanes import Point
-from kv_sglang.names import Names
+from kv_sglang.names import Names, why_names_do_not_suffice
 from kv_sglang.page_settings import read_settings
 from kv_sglang.served import served_model
 from kv_sglang.transfer import messages
 from kv_sglang.transfer.exchange import Exchange
-from kv_sglang.transfer.messages import Aborted, PagesStored, Peer, Ready
-from kv_sglang.transfer.refused import refuse_what_is_not_served
-from kv_sglang.transfer.rooms import Incoming, Lanes, Outgoing
+from kv_sglang.transfer.messages import DecodeAborted, DecodePeer, DecodeReady, PagesStored
+from kv_sglang.transfer.rooms import IncomingRoom, Lanes, OutgoingRoom
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
 
 _BATCH_BYTES: Final = 16 << 20
 """Bytes stored before the other side is notified, and bytes copied while a room cannot be closed."""
+
+
+def refuse_what_is_not_served(args: Any, server_args: Any) -> None:
+    """
+    Raises:
+        ConfigError: pages of this model, or with this parallelism, are not handed over.
+    """
+    unnamed = why_names_do_not_suffice(ModelConfig.from_server_args(server_args))
+    parallel = get_parallel()  # the arguments are as they were given, and several spellings mean the same
+    refused = {
+        f"a model with {unnamed}": bool(unnamed),
+        "a model with " + ", ".join(str(kind.value) for kind in args.state_types): bool(args.state_types),
+        "a draft model's KV": bool(args.num_draft_entries),
+        "pipeline parallelism": parallel.pp_size > 1,
+        "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
+        "data-parallel attention": parallel.attn_dp_size > 1,
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise ConfigError(
+            f"kv-sglang does not hand over with {' and '.join(found)}: choose another --disaggregation-transfer-backend"
+        )
 
 
 class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -60,8 +82,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         refuse_what_is_not_served(args, server_args)
         check_hashes()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
+        self._outgoing: dict[int, OutgoingRoom] = {}
+        self._incoming: dict[int, IncomingRoom] = {}
         self._rooms = threading.Lock()
         self._batch_pages = 1
 
@@ -125,15 +147,15 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     def add_outgoing(self, room: int, names: Names) -> None:
         with self._rooms:
-            self._outgoing[room] = Outgoing(room, names)
+            self._outgoing[room] = OutgoingRoom(room, names)
 
     def _on_decode_message(self, message: Sequence[bytes]) -> None:
-        if (aborted := Aborted.read(message)) is not None:
+        if (aborted := DecodeAborted.read(message)) is not None:
             self._decode_aborted(aborted)
         elif message[0] == messages.READY:
-            self._decode_ready(Ready.read(message))
+            self._decode_ready(DecodeReady.read(message))
 
-    def _decode_aborted(self, aborted: Aborted) -> None:
+    def _decode_aborted(self, aborted: DecodeAborted) -> None:
         room, status = aborted.room, self.request_status.get(aborted.room)
         peer = self.transfer_infos.get(room, {}).get(aborted.address)
         # A request whose decode engine has not been heard of may be given up by any.
@@ -147,7 +169,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             for known in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
                 known.pop(room, None)
 
-    def _decode_ready(self, ready: Ready) -> None:
+    def _decode_ready(self, ready: DecodeReady) -> None:
         room, peer = ready.room, ready.peer
         status = self.request_status.get(room)
         is_awaited = status == KVPoll.WaitingForInput and room not in self._outgoing  # and was asked for before
@@ -198,7 +220,14 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         self._lanes.add(bootstrap_room, job)
 
     def _hand_over(
-        self, exchange: Exchange, outgoing: Outgoing, *, start: int, slots: list[int], aux_index: int | None, event: Any
+        self,
+        exchange: Exchange,
+        outgoing: OutgoingRoom,
+        *,
+        start: int,
+        slots: list[int],
+        aux_index: int | None,
+        event: Any,
     ) -> None:
         peers = list(self.transfer_infos.get(outgoing.room, {}).values())
         if not peers or self.request_status.get(outgoing.room) in (None, KVPoll.Failed):
@@ -213,7 +242,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         if why or aux_index is not None:
             self._conclude(outgoing, peers, why)
 
-    def _conclude(self, outgoing: Outgoing, peers: Sequence[Peer], why: str) -> None:
+    def _conclude(self, outgoing: OutgoingRoom, peers: Sequence[DecodePeer], why: str) -> None:
         """Tell SGLang how it ended. why: it failed; empty: all pages are stored."""
         room, reason = outgoing.room, f"kv-sglang could not hand over: {why}"
         with outgoing.lock:
@@ -235,8 +264,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def _store(
         self,
         exchange: Exchange,
-        outgoing: Outgoing,
-        peers: Sequence[Peer],
+        outgoing: OutgoingRoom,
+        peers: Sequence[DecodePeer],
         *,
         start: int,
         slots: list[int],
@@ -263,21 +292,23 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._announce_pages(targets, outgoing, done, metadata)
         return ""
 
-    def _announce_pages(self, peers: Sequence[Peer], outgoing: Outgoing, pages: int, metadata: Sequence[bytes]) -> None:
+    def _announce_pages(
+        self, peers: Sequence[DecodePeer], outgoing: OutgoingRoom, pages: int, metadata: Sequence[bytes]
+    ) -> None:
         """Notify the peers that pages up to this number are in the cache."""
         room, rank, last = outgoing.room, self._prefill_unique_rank(), outgoing.names.hashes[pages - 1]
         weights = self._attached.stores[KV].revision
         for peer in peers:
             self._send(peer, PagesStored(room, peer.attempt, rank, pages, last, weights, metadata).frames())
 
-    def _fail_peer(self, peer: Peer, room: int, reason: str) -> None:
+    def _fail_peer(self, peer: DecodePeer, room: int, reason: str) -> None:
         status = self._encode_kv_status_message(bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason)
         try:
             self._send(peer, [*status, peer.attempt])
         except Exception as error:  # noqa: BLE001  # its own time will be up
             _log.warning("%s does not hear that a hand-over has failed: %s", peer.address, error)
 
-    def _send(self, peer: Peer, message: list[bytes]) -> None:
+    def _send(self, peer: DecodePeer, message: list[bytes]) -> None:
         address = NetworkAddress(peer.endpoint, peer.dst_port)
         self._send_multipart_locked(address.to_tcp(), message, is_ipv6=address.is_ipv6)
 
@@ -296,7 +327,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         and a page that was in the cache before may have been rounded otherwise. The cache has its own checksums."""
         return False
 
-    def add_incoming(self, room: int, incoming: Incoming) -> None:
+    def add_incoming(self, room: int, incoming: IncomingRoom) -> None:
         with self._rooms:
             self._incoming[room] = incoming
 
@@ -322,8 +353,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     ) -> list[bytes]:
         with self._rooms:
             attempt = self._incoming[bootstrap_room].attempt
-        peer = Peer(self.local_ip, int(self.rank_port), decode_prefix_len or 0, is_dummy, attempt)
-        return Ready(bootstrap_room, required_dst_info_num, peer).frames()
+        peer = DecodePeer(self.local_ip, int(self.rank_port), decode_prefix_len or 0, is_dummy, attempt)
+        return DecodeReady(bootstrap_room, required_dst_info_num, peer).frames()
 
     def _on_prefill_message(self, message: Sequence[bytes]) -> None:
         if message[0] == messages.PAGES:
@@ -343,7 +374,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                         bootstrap_room=room, status=status, prefill_rank=rank, failure_reason=reason
                     )
 
-    def _incoming_request(self, room: int, attempt: bytes) -> Incoming | None:
+    def _incoming_request(self, room: int, attempt: bytes) -> IncomingRoom | None:
         """The request that a message is about; None: it has ended, though its number may be another's."""
         with self._rooms:
             incoming = self._incoming.get(room)
@@ -368,7 +399,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             elif stored.metadata:
                 self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=stored.rank)
 
-    def _fetch(self, exchange: Exchange, incoming: Incoming, stored: PagesStored) -> str:
+    def _fetch(self, exchange: Exchange, incoming: IncomingRoom, stored: PagesStored) -> str:
         """Load the pages that are in the cache. Empty, or why not all are loaded."""
         hashes = incoming.names.hashes
         if not 0 < stored.pages <= len(hashes) or hashes[stored.pages - 1] != stored.last:
@@ -392,7 +423,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             return self._take_metadata(incoming, stored.metadata)
         return ""
 
-    def _take_metadata(self, incoming: Incoming, metadata: Sequence[bytes]) -> str:
+    def _take_metadata(self, incoming: IncomingRoom, metadata: Sequence[bytes]) -> str:
         args = self.kv_args
         if incoming.loaded != len(incoming.names.hashes):
             return f"{incoming.loaded} of {len(incoming.names.hashes)} pages arrived before the end"
@@ -417,7 +448,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             incoming.close()
             self._release_incoming(room, incoming, is_loaded=self.request_status.get(room) == KVPoll.Success)
 
-    def _release_incoming(self, room: int, incoming: Incoming, *, is_loaded: bool) -> None:
+    def _release_incoming(self, room: int, incoming: IncomingRoom, *, is_loaded: bool) -> None:
         """Its pages need not be held any more. Reading them has said so, except where other ranks read them too: SGLang
         clears a request that has succeeded once all ranks have."""
         is_ours_to_say = self._says_taken if self._reads_together else not is_loaded
@@ -483,14 +514,14 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
         slots = [int(block) * page_size for block in kv_indices]
         assert aux_index is not None
         ready = self.kv_mgr.after_forward()
-        incoming = Incoming(self._names, first, slots, aux_index, loaded=first, ready=ready, attempt=self._attempt)
+        incoming = IncomingRoom(self._names, first, slots, aux_index, loaded=first, ready=ready, attempt=self._attempt)
         self.kv_mgr.add_incoming(self.bootstrap_room, incoming)
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
 
     def _send_abort_notification(self, **_unused: Any) -> None:
         """Instead of SGLang's message, which does not tell this request from another with the same number."""
         address = f"{self.kv_mgr.local_ip}:{self.kv_mgr.rank_port}"
-        message = Aborted(self.bootstrap_room, address, self._attempt).frames()
+        message = DecodeAborted(self.bootstrap_room, address, self._attempt).frames()
         for info in self.bootstrap_infos:
             try:
                 socket, lock = self._connect_to_bootstrap_server(info)
