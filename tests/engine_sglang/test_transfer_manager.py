@@ -292,7 +292,7 @@ def test_pages_that_nobody_will_read_are_let_go(
     """Those of a request that was given up stayed held until their time was over, and at most half of a pool is held.
     Where all ranks read the same pages, one says so: SGLang clears a request that has succeeded once every rank has."""
     ours, incoming = decoding(attempt=FIRST)
-    ours._reads_together, ours._says_taken, incoming.given_by = reads_together, says_taken, "theirs"
+    ours._reads_together, ours._releases_holds, incoming.given_by = reads_together, says_taken, "theirs"
     let_go: list[tuple[Sequence[str], str]] = []
     exchange = SimpleNamespace(release_pages=lambda hashes, *, given_by: let_go.append((hashes, given_by)))
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
