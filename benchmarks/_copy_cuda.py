@@ -22,7 +22,7 @@ from kv_cuda.copy.ops.rows import row_kernel
 from kv_cuda.copy.ops.xxh3 import ChunkSums
 from kv_cuda.copy.plan import copy_shape
 from kv_cuda.files.cufile import find_cufile
-from kv_cuda.tune.measure import Measured, Sizes, measure_copy_paths, measure_layout, pool_to_measure
+from kv_cuda.tune.measure import MeasuredCopy, Sizes, measure_copy_paths, measure_layout, pool_to_measure
 from kv_cuda.tune.measure_files import measure_files
 
 from benchmarks._report import Row
@@ -57,7 +57,7 @@ def cuda_rows(device: torch.device, directory: Path) -> Iterator[Row]:
         yield _slowdown(device, copy_path)
 
 
-def _bus_row(one: Measured) -> Row:
+def _bus_row(one: MeasuredCopy) -> Row:
     name = f"{one.direction} {one.copy_path}, {one.layout}, {one.chunk_bytes >> 20} MiB"
     ratio = one.gbps / one.limit_gbps
     return Row(name, one.gbps, "GB/s", one.limit_gbps, ratio, BUS_TARGET, at_most=False)

@@ -26,18 +26,15 @@ MOST_FILES_OF_AN_OPTION = 4
 
 DEFINED_TWICE = words(
     """
-    Aborted Address Changes Clear Connection Damaged Directory Event Finding Kernels LayerwiseCopier Load
-    Measured Outgoing Peer Pool Read Ready Room Stored Stores Wait Weights Write _Batch _Chunk _CopyPipeline
-    _Load _Offer _Part _Waiting
+    _Batch _Part _Waiting Address Changes Clear Connection Damaged Directory Event Finding Load Pool Read Room
+    Stored Wait Weights Write
     """
 )
 ONE_IMPORTER_AND_NO_CLASS = words(
     """
-    kv_connect.chunk_size kv_cuda.copy.nvtx kv_cuda.cut kv_server.explain kv_server.http.app
-    kv_server.http.openapi kv_sglang.calibrated
-    kv_sglang.transfer.refused kv_tiers.registry kv_tiers.tiers.files_below kv_tiers.tiers.spread
-    kv_observe.sim_plot kv_observe.subscribers kv_vllm.bind kv_vllm.calibrated kv_vllm.heads
-    kv_vllm.plugin kv_vllm.translate
+    kv_connect.chunk_size kv_observe.sim_plot kv_server.explain kv_server.http.app kv_server.http.openapi
+    kv_sglang.calibrated kv_tiers.registry kv_tiers.tiers.files_below kv_tiers.tiers.spread kv_vllm.bind
+    kv_vllm.calibrated kv_vllm.heads kv_vllm.plugin kv_vllm.translate
     """
 )
 MANY_METHODS = words(
@@ -53,7 +50,7 @@ MANY_ATTRIBUTES = words(
     EngineCosts Estimator EventBus ExtentIndex HostPool HostTier Jobs KVLinker KVTiersConnector Lane Link
     LocalCache Metrics Mirror MooncakeTier NodesCache PageStore Peer PeerHosts PeerServer PeersTier
     PinnedMapping PopulatedPages Promotions RedisTier Refinements RemoteCache Residency Returns SchedulerHalf
-    Segment Servers Session SharedFsTier Source Stores WorkerHalf _CopyPipeline _DrainJob _Ring
+    Segment Servers Session SharedFsTier Source Stores WorkerHalf _DrainJob _Ring _KernelPipeline
     """
 )
 FILES_OF_AN_OPTION = {"costs": 18, "hold_s": 11, "lasting": 13, "wait_for_promotion": 7}

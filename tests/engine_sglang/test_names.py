@@ -15,7 +15,7 @@ from kv_sglang.attach import check_hashes
 from kv_sglang.media import is_marked, unmarked
 from kv_sglang.names import Names, names_of, page_hashes
 from kv_sglang.transfer import plugin
-from kv_sglang.transfer.refused import refuse_what_is_not_served
+from kv_sglang.transfer.manager import refuse_what_is_not_served
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 from sglang.srt.mem_cache.utils import get_hash_str

@@ -11,8 +11,8 @@ import pytest
 from kv_sglang.names import Names
 from kv_sglang.transfer import manager, messages
 from kv_sglang.transfer.manager import KVManager
-from kv_sglang.transfer.messages import Aborted, PagesStored, Peer, Ready
-from kv_sglang.transfer.rooms import Incoming
+from kv_sglang.transfer.messages import DecodeAborted, DecodePeer, DecodeReady, PagesStored
+from kv_sglang.transfer.rooms import IncomingRoom
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 ROOM = 1
@@ -48,8 +48,8 @@ def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequenc
     return ours, told
 
 
-def decode_rank(attempt: bytes, port: int = 1, prefix_tokens: int = 0) -> Peer:
-    return Peer("127.0.0.1", port, prefix_tokens, False, attempt)
+def decode_rank(attempt: bytes, port: int = 1, prefix_tokens: int = 0) -> DecodePeer:
+    return DecodePeer("127.0.0.1", port, prefix_tokens, False, attempt)
 
 
 def open_room(ours: KVManager, hashes: tuple[str, ...]) -> None:
@@ -144,7 +144,7 @@ def test_pages_that_the_decode_engine_has_are_let_go_once_it_has_the_others() ->
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))
     ours._watch = SimpleNamespace(filled=lambda: None)
     ours.kv_args = SimpleNamespace(aux_data_ptrs=[ctypes.addressof(metadata)], aux_item_lens=[1])
-    incoming = Incoming(Names(HASHES, 0), 1, [4], aux_index=0, loaded=1, ready=Reached(), attempt=FIRST)
+    incoming = IncomingRoom(Names(HASHES, 0), 1, [4], aux_index=0, loaded=1, ready=Reached(), attempt=FIRST)
     ours.add_incoming(ROOM, incoming)
     assert ours._fetch(exchange, incoming, stored([b"7"])) == ""
     assert calls == [["get", HASHES[1]], ["need not", HASHES[0], "theirs"]]
@@ -157,7 +157,7 @@ def test_a_load_that_ends_after_its_request_leaves_nothing_behind() -> None:
     ours._rooms, ours._incoming, ours._outgoing, ours._batch_pages = threading.Lock(), {}, {}, 8
     ours._watch = SimpleNamespace(filled=lambda: None)
     ours.request_status, ours.failure_lock, ours.failure_records = {ROOM: KVPoll.Transferring}, threading.Lock(), {}
-    incoming = Incoming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
+    incoming = IncomingRoom(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
     ours.add_incoming(ROOM, incoming)
 
     def get(*_arguments: Any, **_named: Any) -> str:
@@ -180,7 +180,7 @@ def test_a_load_that_is_done_after_its_request_is_not_the_success_of_another_wit
 
     def request() -> None:
         ours.add_incoming(
-            ROOM, Incoming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
+            ROOM, IncomingRoom(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=FIRST)
         )
 
     def fetch(*_arguments: Any) -> str:
@@ -194,7 +194,7 @@ def test_a_load_that_is_done_after_its_request_is_not_the_success_of_another_wit
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput}
 
 
-def decoding(*, attempt: bytes) -> tuple[KVManager, Incoming]:
+def decoding(*, attempt: bytes) -> tuple[KVManager, IncomingRoom]:
     """The manager of a rank that decodes, which waits for a request, as far as it hears of others."""
     ours = KVManager.__new__(KVManager)
     ours._rooms, ours._incoming, ours._outgoing, ours._batch_pages = threading.Lock(), {}, {}, 8
@@ -202,7 +202,7 @@ def decoding(*, attempt: bytes) -> tuple[KVManager, Incoming]:
     ours.request_status, ours.failure_lock, ours.failure_records = {ROOM: KVPoll.WaitingForInput}, threading.Lock(), {}
     ours.enable_deferred_decode_kv_release = ours.enable_staging = False
     ours.kv_args = SimpleNamespace(aux_data_ptrs=[], aux_item_lens=[])
-    incoming = Incoming(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=attempt)
+    incoming = IncomingRoom(Names(HASHES, 0), 0, [0, 4], aux_index=0, loaded=0, ready=Reached(), attempt=attempt)
     ours.add_incoming(ROOM, incoming)
     return ours, incoming
 
@@ -222,23 +222,23 @@ def test_what_is_said_late_of_an_earlier_request_changes_nothing_of_one_that_has
 
 @pytest.mark.parametrize("given_up", [decode_rank(FIRST), decode_rank(FIRST, port=2)], ids=["same", "another"])
 def test_a_decode_engine_that_gives_up_late_does_not_end_another_request_with_the_number(
-    monkeypatch: pytest.MonkeyPatch, given_up: Peer
+    monkeypatch: pytest.MonkeyPatch, given_up: DecodePeer
 ) -> None:
     """A router may repeat a request with its number, also with another decode engine."""
     ours, _ = prefilling(monkeypatch)
     open_room(ours, HASHES)
     rank = decode_rank(SECOND)
     ours.transfer_infos[ROOM] = {rank.address: rank}
-    ours._on_decode_message(Aborted(ROOM, given_up.address, given_up.attempt).frames())
+    ours._on_decode_message(DecodeAborted(ROOM, given_up.address, given_up.attempt).frames())
     assert ours.request_status == {ROOM: KVPoll.WaitingForInput} and ours.failure_records == {}
-    ours._on_decode_message(Aborted(ROOM, rank.address, SECOND).frames())
+    ours._on_decode_message(DecodeAborted(ROOM, rank.address, SECOND).frames())
     assert ours.request_status == {ROOM: KVPoll.Failed} and ROOM in ours.failure_records
 
 
 def test_a_decode_engine_that_gives_up_before_it_has_blocks_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = prefilling(monkeypatch)
     ours.request_status[ROOM] = KVPoll.Bootstrapping
-    ours._on_decode_message(Aborted(ROOM, "127.0.0.1:1", FIRST).frames())
+    ours._on_decode_message(DecodeAborted(ROOM, "127.0.0.1:1", FIRST).frames())
     assert ours.request_status == {ROOM: KVPoll.Failed}
 
 
@@ -250,9 +250,9 @@ def test_a_request_that_is_given_up_before_it_comes_leaves_nothing_behind(
     repeated it, and what was known of it stayed for ever."""
     ours, _ = prefilling(monkeypatch)
     rank = decode_rank(FIRST)
-    ours._on_decode_message(Ready(ROOM, required, rank).frames())
+    ours._on_decode_message(DecodeReady(ROOM, required, rank).frames())
     assert ROOM in ours.transfer_infos
-    ours._on_decode_message(Aborted(ROOM, rank.address, FIRST).frames())
+    ours._on_decode_message(DecodeAborted(ROOM, rank.address, FIRST).frames())
     assert ours.request_status == ours.transfer_infos == ours.req_to_decode_prefix_len == ours.failure_records == {}
 
 
@@ -261,16 +261,16 @@ def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages
 ) -> None:
     """It was not listened to, and waited until its time was up."""
     ours, told = prefilling(monkeypatch)
-    ours._on_decode_message(Ready(ROOM, 1, decode_rank(b"attempt0", prefix_tokens=4)).frames())
-    ours._on_decode_message(Ready(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for these any more
+    ours._on_decode_message(DecodeReady(ROOM, 1, decode_rank(b"attempt0", prefix_tokens=4)).frames())
+    ours._on_decode_message(DecodeReady(ROOM, 1, decode_rank(FIRST)).frames())  # nobody waits for these any more
     assert ours.req_to_decode_prefix_len == {ROOM: 0}
     ours.add_outgoing(ROOM, Names(HASHES, 0))
     job = sent(ours)
-    ours._on_decode_message(Ready(ROOM, 1, decode_rank(SECOND)).frames())
+    ours._on_decode_message(DecodeReady(ROOM, 1, decode_rank(SECOND)).frames())
     job(SimpleNamespace(put=lambda *_arguments: ""))
     assert [message[2] for message in told] == [SECOND, SECOND] and ours.request_status == {ROOM: KVPoll.Success}
     told.clear()
-    ours._on_decode_message(Ready(ROOM, 1, decode_rank(b"attempt3")).frames())
+    ours._on_decode_message(DecodeReady(ROOM, 1, decode_rank(b"attempt3")).frames())
     ((tag, _room, status, _rank, reason, attempt),) = told
     assert (tag, int(status), attempt) == (messages.STATUS, KVPoll.Failed, b"attempt3") and b"earlier request" in reason
 
@@ -292,7 +292,7 @@ def test_pages_that_nobody_will_read_are_let_go(
     """Those of a request that was given up stayed held until their time was over, and at most half of a pool is held.
     Where all ranks read the same pages, one says so: SGLang clears a request that has succeeded once every rank has."""
     ours, incoming = decoding(attempt=FIRST)
-    ours._reads_together, ours._says_taken, incoming.given_by = reads_together, says_taken, "theirs"
+    ours._reads_together, ours._releases_holds, incoming.given_by = reads_together, says_taken, "theirs"
     let_go: list[tuple[Sequence[str], str]] = []
     exchange = SimpleNamespace(release_pages=lambda hashes, *, given_by: let_go.append((hashes, given_by)))
     ours._lanes = SimpleNamespace(add=lambda _room, job: job(exchange))

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_cuda.cut import MOST_GROUPS, cuts, runs
+from kv_cuda.bind import MOST_GROUPS, cuts, runs
 
 GROUPS = st.lists(st.tuples(st.integers(1, 1 << 22), st.integers(1, 40)), min_size=1, max_size=8)
 

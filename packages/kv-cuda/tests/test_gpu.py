@@ -19,7 +19,6 @@ from kv_cuda.copy.copy_paths import (
     CopyPaths,
 )
 from kv_cuda.copy.gpu import GpuCopier
-from kv_cuda.copy.nvtx import nvtx_ranges
 from kv_cuda.copy.streams import DoneEvent, HostQueue
 from kv_cuda.layout import split_parts
 from kv_testing.layouts import BLOCKS, LAYERS, TOKENS, small_caches
@@ -259,13 +258,13 @@ def test_layers_are_stored_one_by_one_and_each_as_it_is_then(copy_path: CopyPath
 def test_lists_of_tokens_cross_the_bus_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a plan is so long that its lists are cut."""
     uploads: list[int] = []
-    upload = gpu._CopyPipeline.upload
+    upload = gpu._KernelPipeline.upload
 
     def counted(self: Any, slots: Any, rows: Any) -> Any:
         uploads.append(len(slots))
         return upload(self, slots, rows)
 
-    monkeypatch.setattr(gpu._CopyPipeline, "upload", counted)
+    monkeypatch.setattr(gpu._KernelPipeline, "upload", counted)
     copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
     copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
     copier.prepare([HostExtent("pool", 0, FORMAT.nbytes)])
@@ -287,7 +286,7 @@ def test_a_profiler_sees_a_range_around_each_load_and_store(monkeypatch: pytest.
     copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
     gathered(copier, whole())
     assert not seen, "a range on a CPU"
-    copier._range = nvtx_ranges(torch.device("cuda"))
+    copier._range = torch.cuda.nvtx.range
     gathered(copier, whole())
     copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
     copier.load(whole()).wait()

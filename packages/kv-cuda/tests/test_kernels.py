@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cuda import kernels as kernels_module
-from kv_cuda.kernels import LIBRARY, SOURCES, Kernels, installed_kernels
+from kv_cuda.kernels import LIBRARY, SOURCES, CopyKernels, installed_kernels
 from kv_testing.codec_fuzz import drawn_words
 from kv_testing.copy_fuzz import misfits, wrong_copies
 from kv_testing.emulated import EmulatedLibrary, needs_emulator
@@ -61,7 +61,7 @@ def test_no_access_is_beyond_a_buffer_nor_undefined(tmp_path: Path) -> None:
     assert run_sanitized("kv_testing.copy_fuzz", tmp_path / LIBRARY.name, environ) == []
 
 
-class EmulatedKernels(EmulatedLibrary, Kernels):
+class EmulatedKernels(EmulatedLibrary, CopyKernels):
     """The functions on another processor."""
 
 

@@ -18,7 +18,7 @@ from kv_core.keys import ChunkKey, keys_in
 from kv_core.testing import key_chain
 from kv_observe.chunk_state import ChunkState, GroupState
 from kv_observe.explain import Explanation, explain
-from kv_observe.history import MAX_KNOWN_KEY_SPACES, Fate, History, Memory
+from kv_observe.history import MAX_KNOWN_KEY_SPACES, ChunkFate, History, Memory
 from kv_server import RemoteCache, launch, wire
 from kv_server.connection import ask_server
 from kv_server.explain import explain_prompt
@@ -259,9 +259,9 @@ def test_a_memory_is_bounded_and_forgets_the_oldest_first() -> None:
     memory = Memory(100)
     keys = key_chain(500)
     for number in range(0, 500, 10):
-        memory.change(keys[number : number + 10], lambda _, number=number: Fate("stored", float(number)))
+        memory.change(keys[number : number + 10], lambda _, number=number: ChunkFate("stored", float(number)))
         assert len(memory._young) + len(memory._old) <= 110
-    assert memory.fate(keys[499]) == Fate("stored", 490.0)
+    assert memory.fate(keys[499]) == ChunkFate("stored", 490.0)
     assert all(memory.fate(key) is not None for key in keys[-50:])
     assert memory.fate(keys[0]) is None and not memory.is_whole
 
@@ -269,8 +269,10 @@ def test_a_memory_is_bounded_and_forgets_the_oldest_first() -> None:
 def test_keys_of_one_call_share_one_fate() -> None:
     memory = Memory(1000)
     keys = key_chain(10)
-    memory.change(keys, lambda _: Fate("stored", 1.0))
-    memory.change([*keys, *key_chain(5, branch="new")], lambda before: Fate("evicted", 2.0, stored_s=before and 1.0))
+    memory.change(keys, lambda _: ChunkFate("stored", 1.0))
+    memory.change(
+        [*keys, *key_chain(5, branch="new")], lambda before: ChunkFate("evicted", 2.0, stored_s=before and 1.0)
+    )
     assert len({id(memory.fate(key)) for key in keys}) == 1
     assert memory.fate(keys[0]) != memory.fate(key_chain(5, branch="new")[0])
 

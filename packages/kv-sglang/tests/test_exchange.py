@@ -16,7 +16,7 @@ from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
 from kv_sglang.transfer.exchange import Exchange
-from kv_sglang.transfer.rooms import Incoming, Lanes, Outgoing
+from kv_sglang.transfer.rooms import IncomingRoom, Lanes, OutgoingRoom
 from kv_testing.faults import FaultyTier
 from kv_testing.wait import joined, until
 from kv_tiers import HostConfig, HostPool, LocalCache, LruPolicy, build_local_cache, chunk_header
@@ -204,7 +204,7 @@ def test_pages_that_the_decode_engine_has_are_held_with_the_others_until_it_does
 def test_nothing_is_kept_that_was_read_after_the_request_ended(make_side: Callable[..., Side]) -> None:
     """SGLang frees a request's blocks at once, and by the end of the copy another request may have written there."""
     side = make_side()
-    outgoing = Outgoing(7, names(2))
+    outgoing = OutgoingRoom(7, names(2))
     side.before_copy = outgoing.close
     assert side.exchange.put(outgoing.names, 0, slots(0, 1), lambda: outgoing.is_open) == "the request has ended"
     assert side.store.cache.counts().chunks_resident == 0
@@ -214,7 +214,7 @@ def test_nothing_is_written_once_a_request_is_closed(make_side: Callable[..., Si
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(2), 0, slots(0, 1), always) == ""
     before = rows_of(decode.pool, of(0, 1)).clone()
-    incoming = Incoming(names(2), 0, slots(0, 1), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
+    incoming = IncomingRoom(names(2), 0, slots(0, 1), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
     incoming.close()
     said = decode.exchange.get(incoming.names, 0, incoming.slots, lambda: incoming.is_open, incoming.lock)
     assert said == "the request has ended"
@@ -225,7 +225,7 @@ def test_a_request_is_closed_only_when_nothing_is_being_written(make_side: Calla
     """So SGLang can give the blocks to another request as soon as this one is closed."""
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
-    incoming = Incoming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
+    incoming = IncomingRoom(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
     copying, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -250,7 +250,7 @@ def test_a_request_is_closed_while_a_new_pool_s_memory_is_made_ready(make_side: 
     """SGLang's scheduler closes it, and after a restart of the server this may take seconds on a GPU."""
     prefill, decode = make_side(1), make_side(2)
     assert prefill.exchange.put(names(1), 0, slots(0), always) == ""
-    incoming = Incoming(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
+    incoming = IncomingRoom(names(1), 0, slots(0), aux_index=0, loaded=0, ready=Now(), attempt=b"attempt1")
     attaching, go_on = threading.Event(), threading.Event()
     copier = decode.exchange._binding._copier
     attach = copier.attach

@@ -13,7 +13,7 @@ from kv_core.clock import HandClock
 from kv_core.errors import InputError, MisuseError
 from kv_cuda import PagedLayout, PartLayout, make_copier
 from kv_sglang.linker import lanes
-from kv_sglang.linker.lanes import Loads, Stores
+from kv_sglang.linker.lanes import LoadLane, StoreLane
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
@@ -91,8 +91,8 @@ class Engine:
         )
         self.store = PageStore(self.cache, space, described, shard=0, wait_s=0.0)
         self.errors: list[str] = []
-        self.loads = Loads(self.store, self.copier(), self.turn_off)
-        self.stores = Stores(self.store, self.turn_off)
+        self.loads = LoadLane(self.store, self.copier(), self.turn_off)
+        self.stores = StoreLane(self.store, self.turn_off)
 
     def copier(self) -> Any:
         return make_copier(LAYOUT, self.tensors, FORMAT)

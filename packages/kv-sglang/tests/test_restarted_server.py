@@ -13,7 +13,7 @@ from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.service import WriteLease
 from kv_server.process import ServerProcess, launch
 from kv_server.remote_cache import RemoteCache
-from kv_sglang.linker.lanes import Loads
+from kv_sglang.linker.lanes import LoadLane
 from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
@@ -101,7 +101,7 @@ class Restart:
 def test_a_load_of_the_linker_does_not_land(engine: Engine) -> None:
     errors: list[str] = []
     assert engine.store.write(NAMES, [0, PAGE]) == [True, True]
-    loads = Loads(engine.store, engine.store.pages.copier(), lambda why, _error: errors.append(why))
+    loads = LoadLane(engine.store, engine.store.pages.copier(), lambda why, _error: errors.append(why))
     try:
         assert loads.take("r", NAMES, torch.arange(2 * PAGE))
         assert not loads.gate.finish(loads.start([Restart(engine)]))

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from kv_core.errors import MisuseError
 from kv_cuda.copy.compiled import CopyWay
-from kv_cuda.kernels import Kernels
+from kv_cuda.kernels import CopyKernels
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
@@ -98,7 +98,7 @@ def drawn_copy(chance: np.random.Generator) -> DrawnCopy:
     )
 
 
-def wrong_copies(kernels: Kernels, seed: int, rounds: int) -> list[str]:
+def wrong_copies(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
     """What was copied otherwise than by numpy, and what should have been refused or left alone and was not."""
     chance, wrong = np.random.default_rng(seed), []
     for number in range(rounds):
@@ -129,7 +129,7 @@ def wrong_copies(kernels: Kernels, seed: int, rounds: int) -> list[str]:
     return wrong
 
 
-def _refused(kernels: Kernels, way: int, *arrays: NDArray[Any]) -> bool:
+def _refused(kernels: CopyKernels, way: int, *arrays: NDArray[Any]) -> bool:
     try:
         kernels.call("copy_blocks", way, *arrays)
     except MisuseError:
@@ -137,7 +137,7 @@ def _refused(kernels: Kernels, way: int, *arrays: NDArray[Any]) -> bool:
     return False
 
 
-def misfits(kernels: Kernels) -> list[str]:
+def misfits(kernels: CopyKernels) -> list[str]:
     """What the functions of `int8` accept although sizes do not fit each other."""
     chance, accepted = np.random.default_rng(3), []
     # Planes, tokens, heads, numbers of a head, tokens that are kept, and the range that is wanted.
@@ -170,4 +170,4 @@ def misfits(kernels: Kernels) -> list[str]:
 
 if __name__ == "__main__":
     library, seed, rounds = sys.argv[1:]
-    sys.stdout.write("\n".join(wrong_copies(Kernels(Path(library)), int(seed), int(rounds))))
+    sys.stdout.write("\n".join(wrong_copies(CopyKernels(Path(library)), int(seed), int(rounds))))

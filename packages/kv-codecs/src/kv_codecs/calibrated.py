@@ -2,7 +2,7 @@
 
 What an engine loads from such a tier is an approximation, and so is what it computes from that. So the calibration's
 name is part of the fingerprint of the engine's chunks, as the kind of a format is: keys, headers, pools and namespaces
-of tiers differ from those of exact caches and of other calibrations (docs/adr/0016).
+of tiers differ from those of exact caches and of other calibrations (docs/adr/0010).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

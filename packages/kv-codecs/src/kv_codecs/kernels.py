@@ -1,7 +1,7 @@
 """The inner loops of the codecs `floats`, `progressive` and `kvtc`, which are in C (`compiled_kernels`).
 
 Their definition in numpy, with the same bytes, is the tests'; only that of `floats`, which is fast enough, serves where
-nothing was compiled. docs/adr/0016 says why.
+nothing was compiled. docs/adr/0010 says why.
 """
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -112,7 +112,7 @@ class Used(NamedTuple):
 
 
 class FloatKernels(Protocol):
-    """What the codec `floats` needs. Like `Kernels`."""
+    """What the codec `floats` needs. Like `CodecKernels`."""
 
     name: str
     """`numpy` or `compiled`."""
@@ -131,7 +131,7 @@ class FloatKernels(Protocol):
         """How often each of the 256 symbols occurs."""
 
 
-class Kernels(FloatKernels, Protocol):
+class CodecKernels(FloatKernels, Protocol):
     """Safe to call from several threads at once. All arrays are contiguous, of one axis, and of sizes that fit each
     other: anything else is a bug of the caller, and an error. n: how many numbers there are, at most
     `SECTION_NUMBERS`."""
@@ -187,7 +187,7 @@ class Kernels(FloatKernels, Protocol):
         """
 
 
-def compiled_kernels(codec: str) -> Kernels:
+def compiled_kernels(codec: str) -> CodecKernels:
     """The kernels that were built with this package.
 
     Raises:

@@ -6,8 +6,8 @@ a prompt are stored unchanged. docs/formats/kvtc.md specifies the bytes, docs/qu
 
 The position from which a chunk's keys are turned back is found in the keys themselves (`_Finder`), and is in the
 payload: neither storing nor loading a chunk requires its place in its prompt. The bases are nearly orthonormal, so a
-wrong position would not make the error larger, only the payload (docs/adr/0016). The inner loops are in `kernels`, and
-decode to the same bytes on every processor (docs/adr/0016).
+wrong position would not make the error larger, only the payload (docs/adr/0010). The inner loops are in `kernels`, and
+decode to the same bytes on every processor (docs/adr/0010).
 """
 
 import struct
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kv_codecs.calibration import ID_BYTES, ITEMSIZES, PARTS, Calibration, read_calibration
 from kv_codecs.division import Division, division_in
-from kv_codecs.kernels import Kernels, Rows, Words, compiled_kernels
+from kv_codecs.kernels import CodecKernels, Rows, Words, compiled_kernels
 from kv_codecs.learning import SINKS
 from kv_codecs.rotation import Numbers, Turner, turns
 from kv_codecs.row_codes import row_codes
@@ -107,7 +107,7 @@ class KvtcCodec:
     name = "kvtc"
     is_lossless = False
 
-    def __init__(self, calibration: Calibration, kernels: Kernels | None = None) -> None:
+    def __init__(self, calibration: Calibration, kernels: CodecKernels | None = None) -> None:
         """kernels: None for those that were compiled.
 
         Raises:

@@ -35,8 +35,8 @@ from kv_codecs.kernels import (
     LONG_CODE,
     SCALED_NUMBERS,
     Bytes,
+    CodecKernels,
     Cut,
-    Kernels,
     Known,
     Words,
     compiled_kernels,
@@ -79,7 +79,7 @@ class ProgressiveCodec:
     name = "progressive"
     is_lossless = True
 
-    def __init__(self, kernels: Kernels | None = None) -> None:
+    def __init__(self, kernels: CodecKernels | None = None) -> None:
         """kernels: None for those that were compiled. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
         self.kernels = kernels or compiled_kernels(self.name)

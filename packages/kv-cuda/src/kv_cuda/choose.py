@@ -30,7 +30,7 @@ class Copier(connect_device.DeviceCopier, Protocol):
     def detach(self, pool: str) -> None: ...
 
 
-class LayerwiseCopier(connect_device.LayerwiseCopier, Copier, Protocol):
+class BoundCopier(connect_device.LayerwiseCopier, Copier, Protocol):
     """The same, layer by layer. Its pool may be memory of the device itself."""
 
     def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ def make_copier(
     *,
     stores_behind: bool = False,
     largest_chunk_bytes: int = 0,
-) -> LayerwiseCopier:
+) -> BoundCopier:
     """The GPU copier where the tensors are on a GPU and its kernel can move them, else the CPU copier; wrapped in a
     `QuantisingCopier` where the format is quantised.
 

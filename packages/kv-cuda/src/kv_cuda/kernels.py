@@ -27,7 +27,7 @@ Place = tuple[int, int]
 """The address and size in bytes of an array that is passed often. The caller keeps its memory alive."""
 
 
-class Kernels(CLibrary):
+class CopyKernels(CLibrary):
     """The functions of one library, by name."""
 
     def __init__(self, library: Path) -> None:
@@ -57,12 +57,12 @@ def place_of(array: NDArray[np.generic]) -> Place:
 
 
 @cache
-def installed_kernels() -> Kernels | None:
+def installed_kernels() -> CopyKernels | None:
     """The kernels that were built with this package. None: there are none for this machine."""
     if not LIBRARY.exists():
         return None
     try:
-        return Kernels(LIBRARY)
+        return CopyKernels(LIBRARY)
     except (OSError, MisuseError) as error:
         _log.warning("copies on a CPU use torch, which is slower: %s", error)
         return None

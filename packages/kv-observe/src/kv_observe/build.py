@@ -1,19 +1,31 @@
-"""Builds a bus and the subscribers that the settings name."""
+"""Builds a bus and the subscribers that the settings name.
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+Those of other packages are entry points in the group `kv_tiers.subscribers`, each a `SubscriberFactory`. In settings
+their parameters stand next to their name: `subscribers: [{name: mine, url: "https://…"}]`. A bare name is a subscriber
+without parameters.
+"""
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from kv_core.errors import ConfigError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus, Subscriber
+from kv_tiers.plugins import load_plugin
 
 from kv_observe.history import History
 from kv_observe.log import LogLines, log_json, log_text
 from kv_observe.recorder import Recorder, check_record
-from kv_observe.subscribers import find_subscriber, make_subscriber
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
+
+GROUP: Final = "kv_tiers.subscribers"
+
+SubscriberFactory = Callable[[Mapping[str, object], EventBus], Subscriber]
+"""(the parameters that the user wrote, the bus) → a subscriber, which the bus closes. It raises `ConfigError` for
+parameters that it does not take, and must not subscribe to the bus itself."""
 
 
 def build_bus(
@@ -72,3 +84,28 @@ def check_observe(config: ObserveConfig) -> None:
             exporter.shutdown()
     for spec in config.subscribers:
         find_subscriber(spec)
+
+
+def make_subscriber(spec: str | Mapping[str, Any], bus: EventBus) -> Subscriber:
+    """
+    Raises:
+        ConfigError: there is no such subscriber, or it does not take these parameters.
+    """
+    name, factory, parameters = find_subscriber(spec)
+    subscriber = factory(parameters, bus)
+    if not isinstance(subscriber, Subscriber):
+        raise ConfigError(f"the subscriber {name!r} made a {type(subscriber).__name__}, which is not a subscriber")
+    return subscriber
+
+
+def find_subscriber(spec: str | Mapping[str, Any]) -> tuple[str, SubscriberFactory, dict[str, Any]]:
+    """The name of the subscriber, its factory, and the parameters for that.
+
+    Raises:
+        ConfigError: there is no such subscriber.
+    """
+    parameters = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = parameters.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError("observe.subscribers: say which, such as subscribers: [mine], or [{name: mine, level: 3}]")
+    return name, load_plugin(GROUP, "subscriber", name), parameters

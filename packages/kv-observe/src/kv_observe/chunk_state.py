@@ -10,7 +10,7 @@ class ChunkState:
     first: its place in the prompt.
     chunks: how many there are.
     where: the tier that holds it, the fastest if several; `BEING_WRITTEN`; or empty for nowhere.
-    what, tier, cause, policy: as in `Fate`; `what` is empty if nothing is known.
+    what, tier, cause, policy: as in `ChunkFate`; `what` is empty if nothing is known.
     seconds_ago: since that happened.
     stored_seconds_ago: since it was last stored in the pool.
     below: the lower tiers where it was stored at some time.

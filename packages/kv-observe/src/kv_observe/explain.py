@@ -16,7 +16,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.index.life import BEING_WRITTEN
 
 from kv_observe.chunk_state import ChunkState, GroupState
-from kv_observe.history import Fate, Memory
+from kv_observe.history import ChunkFate, Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Explanation:
     choice: Choice | None = None
 
 
-_Finding = tuple[str, Fate | None, bool]
+_Finding = tuple[str, ChunkFate | None, bool]
 """What is known of one chunk: where it is, what happened to it, and whether the prompt diverges there."""
 
 

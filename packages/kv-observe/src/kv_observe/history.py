@@ -1,11 +1,9 @@
 """The history: what happened to keys, in bounded memory for each cache, filled from events.
 
-A key is stored as its hash in this process, and all keys of one event share one `Fate`, so a key costs about 100 bytes.
-When the newer half is full, the older half is dropped as a whole, so that no order has to be maintained. A fate records
-which keys were stored together and in what order, to show where prompts diverge.
-
-Fates are those of the host pool. Lower tiers keep track of what they hold; the history records only when a chunk was
-stored there.
+A key is stored as its hash in this process, and all keys of one event share one `ChunkFate`, so a key costs about 100
+bytes. When the newer half is full, the older half is dropped as a whole, so that no order has to be maintained. A fate
+records which keys were stored together and in what order, to show where prompts diverge. Fates are those of the host
+pool. Lower tiers keep track of what they hold; the history records only when a chunk was stored there.
 """
 
 from array import array
@@ -25,7 +23,7 @@ MAX_KNOWN_KEY_SPACES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class ChunkFate:
     """The last thing that happened to a chunk. Times are of the bus's clock.
 
     what: which thing.
@@ -67,8 +65,8 @@ class Memory:
 
     def __init__(self, max_keys: int) -> None:
         self._half = max(1, max_keys // 2)
-        self._young: dict[int, Fate] = {}
-        self._old: dict[int, Fate] = {}
+        self._young: dict[int, ChunkFate] = {}
+        self._old: dict[int, ChunkFate] = {}
         self._young_next: dict[int, int] = {}
         self._old_next: dict[int, int] = {}
         self._key_prefixes: dict[tuple[bytes, bytes], tuple[bytes, ...]] = {}
@@ -78,7 +76,7 @@ class Memory:
         """Nothing has been dropped so far."""
         self.cleared_s: float | None = None
 
-    def fate(self, key: ChunkKey) -> Fate | None:
+    def fate(self, key: ChunkKey) -> ChunkFate | None:
         """None: the key is unknown, or was dropped from the history."""
         key_hash = _key_hash(key)
         return self._young.get(key_hash) or self._old.get(key_hash)
@@ -100,9 +98,9 @@ class Memory:
             KnownKeySpace(space, tenant, prefixes) for (space, tenant), prefixes in list(self._key_prefixes.items())
         ]
 
-    def change(self, keys: Iterable[ChunkKey], change: Callable[[Fate | None], Fate]) -> None:
+    def change(self, keys: Iterable[ChunkKey], change: Callable[[ChunkFate | None], ChunkFate]) -> None:
         """Give all of these a new fate, derived from the previous one. Keys that shared a fate share the new one."""
-        changed: dict[int, tuple[Fate | None, Fate]] = {}  # with the old fates, so that their ids stay taken
+        changed: dict[int, tuple[ChunkFate | None, ChunkFate]] = {}  # with the old fates, so that their ids stay taken
         young, old = self._young, self._old
         for key_hash in _key_hashes(keys):
             before = young.get(key_hash) or old.get(key_hash)
@@ -115,7 +113,7 @@ class Memory:
     def store(self, keys: Iterable[ChunkKey], at_s: float) -> None:
         """These keys of one prompt, in its order, became visible in the pool."""
         key_hashes = _key_hashes(keys)
-        fate = Fate("stored", at_s, stored_s=at_s, run=array("q", key_hashes))
+        fate = ChunkFate("stored", at_s, stored_s=at_s, run=array("q", key_hashes))
         self._young.update(dict.fromkeys(key_hashes, fate))
         self._make_room()
 
@@ -147,7 +145,7 @@ class Memory:
 
     def clear(self, at_s: float) -> None:
         """Everything was forgotten in the cache."""
-        fate = Fate("forgotten", at_s)
+        fate = ChunkFate("forgotten", at_s)
         for half in (self._young, self._old):
             for key_hash in half:
                 half[key_hash] = fate
@@ -184,7 +182,7 @@ class History(Subscriber):
                         memory.follow(chains[prefix][position - 1], first)
                 if begun.refused:
                     memory.change(
-                        begun.refused, lambda before: _inherited(before, Fate("refused", at_s, cause=begun.why))
+                        begun.refused, lambda before: _inherited(before, ChunkFate("refused", at_s, cause=begun.why))
                     )
             case Committed(keys=keys):
                 for group_keys in by_chain(keys).values():
@@ -194,35 +192,35 @@ class History(Subscriber):
                     memory.learn_key_space(first)
                 memory.change(keys, lambda before: _promoted(before, tier, at_s))
             case Aborted(keys=keys):
-                memory.change(keys, lambda before: _inherited(before, Fate("aborted", at_s)))
+                memory.change(keys, lambda before: _inherited(before, ChunkFate("aborted", at_s)))
             case Evicted(tier, keys, cause, _, policy):
-                memory.change(keys, lambda before: _inherited(before, Fate("evicted", at_s, tier, cause, policy)))
+                memory.change(keys, lambda before: _inherited(before, ChunkFate("evicted", at_s, tier, cause, policy)))
             case Damaged(tier, keys, reason):
-                memory.change(keys, lambda before: _inherited(before, Fate("damaged", at_s, tier, reason)))
+                memory.change(keys, lambda before: _inherited(before, ChunkFate("damaged", at_s, tier, reason)))
             case Spilled(tier=tier, keys=keys):
                 memory.change(keys, lambda before: _spilled(before, tier, at_s))
             case Forgotten(everything=True):
                 memory.clear(at_s)
             case Forgotten(keys=keys):
-                memory.change(keys, lambda before: Fate("forgotten", at_s))
+                memory.change(keys, lambda before: ChunkFate("forgotten", at_s))
 
 
-def _inherited(before: Fate | None, after: Fate) -> Fate:
+def _inherited(before: ChunkFate | None, after: ChunkFate) -> ChunkFate:
     """What happened, given what was known about the chunk before."""
     return after if before is None else replace(after, stored_s=before.stored_s, below=before.below, run=before.run)
 
 
-def _promoted(before: Fate | None, tier: str, at_s: float) -> Fate:
+def _promoted(before: ChunkFate | None, tier: str, at_s: float) -> ChunkFate:
     run = None if before is None else before.run
-    return Fate("promoted", at_s, tier, stored_s=at_s, below=_tiers_below(before) or ((tier, at_s),), run=run)
+    return ChunkFate("promoted", at_s, tier, stored_s=at_s, below=_tiers_below(before) or ((tier, at_s),), run=run)
 
 
-def _spilled(before: Fate | None, tier: str, at_s: float) -> Fate:
+def _spilled(before: ChunkFate | None, tier: str, at_s: float) -> ChunkFate:
     below = (*(entry for entry in _tiers_below(before) if entry[0] != tier), (tier, at_s))
-    return replace(before, below=below) if before is not None else Fate("stored", at_s, below=below)
+    return replace(before, below=below) if before is not None else ChunkFate("stored", at_s, below=below)
 
 
-def _tiers_below(before: Fate | None) -> tuple[tuple[str, float], ...]:
+def _tiers_below(before: ChunkFate | None) -> tuple[tuple[str, float], ...]:
     return () if before is None else before.below
 
 

@@ -3,10 +3,10 @@
 A tier with `approximate: true` returns what the first parts of exact chunks decode to, and whatever an engine computes
 from such a chunk is no longer exact either. Such a cache is therefore entirely separate: its fingerprint differs
 wherever caches are found by it (a named pool, a server), and none of its chunks are ever written where exact chunks are
-(docs/adr/0017).
+(docs/adr/0010).
 
 A tier that drops parts when it is full has only such chunks. It is written to, and is found by the cache's own
-fingerprint, so no exact cache ever reads from it (docs/adr/0017).
+fingerprint, so no exact cache ever reads from it (docs/adr/0010).
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from kv_core.extent import HostExtent
 
-from kv_cuda.copy.memory import Pool, device_pool, host_pool
+from kv_cuda.copy.memory import AttachedPool, device_pool, host_pool
 
 
 class AttachesPools(ABC):
@@ -15,7 +15,7 @@ class AttachesPools(ABC):
     def __init__(self, device: torch.device, largest_chunk_bytes: int) -> None:
         """device: the device of the engine's blocks. largest_chunk_bytes: size of the largest chunk in its pools."""
         self._device, self._largest_chunk_bytes = device, largest_chunk_bytes
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, AttachedPool] = {}
 
     def attach(self, pool: str, view: memoryview) -> None:
         """Register a pool. Its memory is pinned piece by piece as it is used.
@@ -52,7 +52,7 @@ class AttachesPools(ABC):
         for extent in extents:
             self._pools[extent.pool].chunk(extent)
 
-    def _attach(self, name: str, pool: Pool) -> None:
+    def _attach(self, name: str, pool: AttachedPool) -> None:
         self._pools[name] = pool
 
     @abstractmethod

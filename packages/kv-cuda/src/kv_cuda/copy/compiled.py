@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from kv_cuda.kernels import Kernels, Place, place_of
+from kv_cuda.kernels import CopyKernels, Place, place_of
 
 
 class CopyWay(IntEnum):
@@ -26,7 +26,7 @@ class CopyWay(IntEnum):
 class CompiledBlocks:
     """One part of a layout. It keeps the engine's memory alive."""
 
-    def __init__(self, kernels: Kernels, runs: Sequence[torch.Tensor], chunk_layer: int) -> None:
+    def __init__(self, kernels: CopyKernels, runs: Sequence[torch.Tensor], chunk_layer: int) -> None:
         """
         runs: runs of layers, [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each.
         chunk_layer: distance from one layer to the next in a chunk, in words.

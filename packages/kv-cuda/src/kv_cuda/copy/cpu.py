@@ -25,6 +25,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from kv_core.device import CopyEvent
 from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
@@ -34,7 +35,7 @@ from kv_cuda.copy.behind import LayerInPieces, copy_behind, pays_behind
 from kv_cuda.copy.compiled import CompiledBlocks, CopyWay
 from kv_cuda.copy.memory import device_pool
 from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
-from kv_cuda.copy.streams import DoneEvent, Event
+from kv_cuda.copy.streams import DoneEvent
 from kv_cuda.kernels import Place, installed_kernels
 from kv_cuda.layout import PagedLayout, PartLayout
 from kv_cuda.reference import view_shape
@@ -63,7 +64,7 @@ _DONE = DoneEvent()
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _CpuPart:
     """One part over runs of layers, counted in words.
 
     runs: [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each, of the engine's memory.
@@ -91,7 +92,7 @@ class _LayersBehind:
     layers: int
     copy: Callable[[int], None]
 
-    def gather(self, layers: Sequence[int]) -> Event:
+    def gather(self, layers: Sequence[int]) -> CopyEvent:
         def copy() -> None:
             for layer in layers:
                 self.copy(layer)
@@ -193,7 +194,7 @@ class CpuCopier:
         self._copy_all(self._checked(plan, to_engine=True), to_engine=True)
         return _DONE
 
-    def load_layers(self, plan: TransferPlan) -> Sequence[Event]:
+    def load_layers(self, plan: TransferPlan) -> Sequence[CopyEvent]:
         """Like `load`, with an event for each layer. Large loads are copied after the call, by a thread or by callers
         that wait (`behind`); their pools are kept alive until then."""
         chunks = self._checked(plan, to_engine=True)
@@ -241,7 +242,7 @@ class CpuCopier:
 
         return copy
 
-    def store(self, plan: TransferPlan) -> Event:
+    def store(self, plan: TransferPlan) -> CopyEvent:
         """Where stores may end after the call, a thread, or a caller that waits, gathers large ones."""
         chunks = self._checked(plan, to_engine=False)
         if not self._stores_behind or not self._in_thread(chunks):
@@ -413,7 +414,7 @@ def check_dtype(layout: PagedLayout) -> None:
         raise InputError(f"layout {layout.name}: an element of {layout.dtype} does not have {layout.itemsize} bytes")
 
 
-def _over_layers(layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.Tensor], shape: CopyShape) -> _Part:
+def _over_layers(layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.Tensor], shape: CopyShape) -> _CpuPart:
     """One run where the engine cut all layers from one storage at equal distances, as vLLM does; else one for each."""
     part, heads, dims, word = _widest_words(part, tensors, shape)
     size, stride = view_shape(part, layout.block_tokens, heads, dims)
@@ -440,7 +441,7 @@ def _over_layers(layout: PagedLayout, part: PartLayout, tensors: Sequence[torch.
                 f"layout {layout.name} reaches beyond the tensor's storage of {tensor.untyped_storage().nbytes()} bytes"
             ) from None
     tile = size[1]
-    return _Part(
+    return _CpuPart(
         runs=views,
         word=word,
         tile=tile,

@@ -10,11 +10,13 @@ On CPU tensors the same code runs in Triton's interpreter, which is how it is te
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
+from kv_core.device import CopyEvent
 from kv_core.errors import ConfigError, CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
@@ -24,12 +26,11 @@ from numpy.typing import NDArray
 from kv_cuda.copy.attached import AttachesPools
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
-from kv_cuda.copy.memory import Pool, buffers_for_copies, host_buffer
-from kv_cuda.copy.nvtx import nvtx_ranges
+from kv_cuda.copy.memory import AttachedPool, buffers_for_copies, host_buffer
 from kv_cuda.copy.ops import driver
 from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
 from kv_cuda.copy.plan import copy_shape
-from kv_cuda.copy.streams import DoneEvent, Event, make_queue
+from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.copy.table import CopyTable, copy_table
 from kv_cuda.layout import PagedLayout
 
@@ -88,7 +89,7 @@ class _LayersOfGpu:
     """A `kv_core.device.LayerwiseStore`."""
 
     layers: int
-    gather: Callable[[Sequence[int]], Event]
+    gather: Callable[[Sequence[int]], CopyEvent]
 
 
 class GpuCopier(AttachesPools):
@@ -115,7 +116,10 @@ class GpuCopier(AttachesPools):
         super().__init__(tensors[0].device, max(largest_chunk_bytes, chunk_format.nbytes))
         self._layout, self._format = layout, chunk_format
         self._tensors = list(tensors)
-        self._range = nvtx_ranges(self._device)
+        # For profilers: projected onto the device, a range covers the kernels and copies that this thread enqueues.
+        self._range: Callable[[str], AbstractContextManager[object]] = (
+            torch.cuda.nvtx.range if self._device.type == "cuda" else nullcontext
+        )
         self._copy_paths = CopyPaths() if copy_paths is None else copy_paths
         self._kernel = row_kernel(layout, shape, self._tensors, chunk_format.layer_bytes)
         # Bytes contiguous on both sides; 0 where not even a whole row is.
@@ -128,7 +132,8 @@ class GpuCopier(AttachesPools):
         self._all_planes: list[Span] = [(0, self._kernel.plane_count, 1)]
         directions: tuple[Direction, ...] = ("load", "store")
         self._pipelines = {
-            direction: _CopyPipeline(self._device, self._kernel, chunk_format.chunk_tokens) for direction in directions
+            direction: _KernelPipeline(self._device, self._kernel, chunk_format.chunk_tokens)
+            for direction in directions
         }
         # Triton compiles for the current device. A thread that has not chosen one would create a context on the first.
         with self._pipelines["load"].kernels.running():
@@ -144,7 +149,7 @@ class GpuCopier(AttachesPools):
         except CopyFailed as error:
             raise ConfigError(str(error)) from None
 
-    def _attach(self, name: str, pool: Pool) -> None:
+    def _attach(self, name: str, pool: AttachedPool) -> None:
         if pool.bytes.data_ptr() % self._kernel.aligned:
             raise InputError(f"pool {name!r} does not begin at a multiple of {self._kernel.aligned} bytes")
         super()._attach(name, pool)
@@ -153,15 +158,15 @@ class GpuCopier(AttachesPools):
         for pipeline in self._pipelines.values():
             pipeline.end().wait()
 
-    def load(self, plan: TransferPlan) -> Event:
+    def load(self, plan: TransferPlan) -> CopyEvent:
         (event,) = self._move(self._checked(plan, "load"), [self._all_planes])
         return event
 
-    def load_layers(self, plan: TransferPlan) -> list[Event]:
+    def load_layers(self, plan: TransferPlan) -> list[CopyEvent]:
         """Like `load`, layer by layer: the events of the first layer, the second and so on, in order of completion."""
         return self._move(self._checked(plan, "load"), [self._planes((layer,)) for layer in range(self._layout.layers)])
 
-    def store(self, plan: TransferPlan) -> Event:
+    def store(self, plan: TransferPlan) -> CopyEvent:
         (event,) = self._move(self._checked(plan, "store"), [self._all_planes])
         return event
 
@@ -170,7 +175,7 @@ class GpuCopier(AttachesPools):
         checked = self._checked(plan, "store")
         pools = {extent.pool: self._pools[extent.pool] for extent in checked.chunks}
 
-        def gather(layers: Sequence[int]) -> Event:
+        def gather(layers: Sequence[int]) -> CopyEvent:
             if any(self._pools.get(name) is not pool for name, pool in pools.items()):
                 raise CopyFailed("the pool of the chunks was detached in the middle of a step")
             (event,) = self._move(checked, [self._planes(layers)])
@@ -193,15 +198,15 @@ class GpuCopier(AttachesPools):
         chunks = {extent: self._pools[extent.pool].chunk(extent) for extent in table.extents}
         return _Checked(direction, plan.tokens, table, chunks, list(self._launches(table, direction)))
 
-    def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[Event]:
+    def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         """One event for each step; a step is the planes that have been moved when it completes."""
         with self._range(f"kv {checked.direction}: {checked.tokens} tokens"), buffers_for_copies():
             return self._enqueue(checked, steps)
 
-    def _enqueue(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[Event]:
+    def _enqueue(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         pipeline, to_engine = self._pipelines[checked.direction], checked.direction == "load"
         pipeline.begin()
-        events: list[Event] = []
+        events: list[CopyEvent] = []
         uploaded, lists = -1, None
         try:
             for spans in steps:
@@ -244,7 +249,7 @@ class GpuCopier(AttachesPools):
         can_drive = self._can_drive and is_in_blocks
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
-    def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_CopyPipeline") -> torch.Tensor | None:
+    def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> torch.Tensor | None:
         """The lists of tokens on the device; None if they are not needed."""
         if all(group.copy_path == "driver" for group in groups):
             return None
@@ -256,7 +261,7 @@ class GpuCopier(AttachesPools):
         lists: torch.Tensor | None,
         checked: _Checked,
         spans: Sequence[Span],
-        pipeline: "_CopyPipeline",
+        pipeline: "_KernelPipeline",
         *,
         to_engine: bool,
     ) -> None:
@@ -296,7 +301,7 @@ class GpuCopier(AttachesPools):
         groups: Sequence[_Group],
         checked: _Checked,
         spans: Sequence[Span],
-        pipeline: "_CopyPipeline",
+        pipeline: "_KernelPipeline",
         *,
         to_engine: bool,
     ) -> None:
@@ -324,7 +329,7 @@ def _indexes_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
-class _CopyPipeline:
+class _KernelPipeline:
     """One direction's queues, ring and lists of tokens."""
 
     def __init__(self, device: torch.device, kernel: RowKernel, chunk_tokens: int) -> None:
@@ -332,12 +337,12 @@ class _CopyPipeline:
         self.kernels, self._copies = make_queue(device), make_queue(device)
         self._planes_per_slot = max(1, min(kernel.plane_count, _RING_SLOT_BYTES // kernel.plane_bytes))
         self._ring: torch.Tensor | None = None
-        self._free: list[Event] = [DoneEvent()] * _RING_SLOTS
+        self._free: list[CopyEvent] = [DoneEvent()] * _RING_SLOTS
         self._turn = 0
         self.list_tokens = -(-max(_LIST_TOKENS, chunk_tokens) // 2) * 2
         self._lists: list[torch.Tensor] = []
         self._on_device: list[torch.Tensor] = []
-        self._used: list[Event] = []
+        self._used: list[CopyEvent] = []
         self._list = self._filled = 0
         self._has_launched = False  # whether a kernel that reads the list was launched after the last event
         self._copies_are_last = False  # True once a store has gone through the ring
@@ -352,7 +357,7 @@ class _CopyPipeline:
         """Order everything launched from now on after what the engine has launched."""
         self.kernels.follow_current()
 
-    def end(self) -> Event:
+    def end(self) -> CopyEvent:
         """The point when everything that was launched is complete. Few calls: each costs as much as a small copy."""
         last = self._used[self._list] = self.kernels.record()
         self._has_launched = False

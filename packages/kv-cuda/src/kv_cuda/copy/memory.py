@@ -16,7 +16,7 @@ _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class AttachedPool:
     """A pool as a copier uses it.
 
     bytes: its memory, uint8.
@@ -44,7 +44,7 @@ class Pool:
             give_back_mapping(self.pinned)
 
 
-def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: int) -> Pool:
+def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: int) -> AttachedPool:
     """
     chunk_bytes: size of the largest chunk that is stored there, which decides how far apart chunks lie.
 
@@ -55,7 +55,7 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: in
         raise InputError(f"pool {name!r} is read-only or empty: {view.nbytes} bytes")
     data = torch.frombuffer(view, dtype=torch.uint8)
     if device.type != "cuda":
-        return Pool(data)
+        return AttachedPool(data)
     if data.data_ptr() % _PAGE_BYTES:
         # Whole pages are registered, including other data in the first one; the driver then refuses to copy memory
         # that is registered only in part.
@@ -68,17 +68,17 @@ def host_pool(name: str, view: memoryview, device: torch.device, chunk_bytes: in
         data.data_ptr(), view.nbytes, CudaRegistrar(device), memory=data, slice_bytes=slice_bytes, node=node
     )
     mapping.pin_ahead()
-    return Pool(data, mapping)
+    return AttachedPool(data, mapping)
 
 
-def device_pool(name: str, memory: torch.Tensor, device: torch.device) -> Pool:
+def device_pool(name: str, memory: torch.Tensor, device: torch.device) -> AttachedPool:
     """
     Raises:
         InputError: `memory` is not a run of bytes on that device.
     """
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or memory.device != device:
         raise InputError(f"pool {name!r} must be a run of uint8 on {device}, as one axis")
-    return Pool(memory, is_on_device=True)
+    return AttachedPool(memory, is_on_device=True)
 
 
 def host_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

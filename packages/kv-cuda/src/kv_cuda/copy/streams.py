@@ -9,16 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
-
-
-class Event(Protocol):
-    """A point in a queue. A `kv_core.device.CopyEvent`."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None: ...
-
-    def hold_engine(self) -> None: ...
+from kv_core.device import CopyEvent
 
 
 class Queue(Protocol):
@@ -27,10 +18,10 @@ class Queue(Protocol):
     def running(self) -> AbstractContextManager[None]:
         """A context in which torch's and Triton's calls go to this queue."""
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         """The point after everything now in the queue."""
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: CopyEvent) -> None:
         """Make all work enqueued from now on wait on the device for that event."""
 
     def follow_current(self) -> None:
@@ -57,10 +48,10 @@ class HostQueue:
     def running(self) -> Iterator[None]:
         yield
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         return DoneEvent()
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: CopyEvent) -> None:
         return None
 
     def follow_current(self) -> None:
@@ -97,12 +88,12 @@ class CudaQueue:
         with torch.cuda.stream(self._stream):
             yield
 
-    def record(self) -> Event:
+    def record(self) -> CopyEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return CudaEvent(event, self._device)
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: CopyEvent) -> None:
         if isinstance(event, CudaEvent):
             self._stream.wait_event(event.event)
 

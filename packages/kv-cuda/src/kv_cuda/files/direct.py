@@ -22,6 +22,7 @@ from typing import Final
 
 import torch
 from kv_core.checksum import checksum_of
+from kv_core.device import CopyEvent
 from kv_core.errors import InputError
 from kv_core.extent import FileExtent, HostExtent
 from kv_core.format import ChunkFormat
@@ -29,9 +30,9 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
-from kv_cuda.choose import LayerwiseCopier, make_copier, measured
+from kv_cuda.choose import BoundCopier, make_copier, measured
 from kv_cuda.copy.copy_paths import Direction, FileCopyPaths, file_copy_paths_file, read_file_copy_paths
-from kv_cuda.copy.streams import DoneEvent, Event, make_queue
+from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.files.cufile import NoCuFile, find_cufile
 from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, OpenFile, Transfer, aligned_zeros
 from kv_cuda.layout import PagedLayout
@@ -66,11 +67,11 @@ class Carried:
     """
 
     outcomes: list[LoadOutcome]
-    event: Event
+    event: CopyEvent
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _DirectChunk:
     """One chunk of a call.
 
     index: its index among the given extents.
@@ -84,7 +85,7 @@ class _Chunk:
 
 
 _Failures = dict[int, Damaged | ReadFailed]
-_Transfer = Callable[["_Ring", Sequence[_Chunk], _Failures], None]
+_Transfer = Callable[["_Ring", Sequence[_DirectChunk], _Failures], None]
 """Loads or stores chunks through a ring; the last argument receives reasons for failures, by the chunks' `index`."""
 
 
@@ -97,7 +98,7 @@ class DirectCopier:
 
     def __init__(
         self,
-        copier: LayerwiseCopier,
+        copier: BoundCopier,
         chunk_format: ChunkFormat,
         device: torch.device,
         cufile: Files | NoCuFile,
@@ -141,7 +142,7 @@ class DirectCopier:
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
         if any(chunk.file.checksum is None for chunk in chunks):
             raise InputError("an extent without a checksum is reserved room, with no chunk to load")
-        events: list[Event] = [DoneEvent()]
+        events: list[CopyEvent] = [DoneEvent()]
         failed = self._transfer_all(chunks, "load", lambda ring, batch, failed: events.extend(ring.load(batch, failed)))
         outcomes: list[LoadOutcome] = [Absent()] * len(files)
         for chunk in chunks:
@@ -211,7 +212,7 @@ class DirectCopier:
         block_tokens: int,
         first_token: int,
         last_token: int,
-    ) -> list[_Chunk]:
+    ) -> list[_DirectChunk]:
         size, nbytes = self._format.chunk_tokens, self._format.nbytes
         numbers = range(
             first_token // size, -(-last_token // size) if last_token > first_token else first_token // size
@@ -233,10 +234,10 @@ class DirectCopier:
                 last_token=min(last_token, (number + 1) * size),
                 extents_from_chunk=number,
             )
-            chunks.append(_Chunk(index, file, plan.copies))
+            chunks.append(_DirectChunk(index, file, plan.copies))
         return chunks
 
-    def _transfer_all(self, chunks: Sequence[_Chunk], direction: Direction, transfer: _Transfer) -> _Failures:
+    def _transfer_all(self, chunks: Sequence[_DirectChunk], direction: Direction, transfer: _Transfer) -> _Failures:
         """Use the direct path where possible, the staged one for the rest and for failures. Returns why some failed."""
         failed_direct: _Failures = {}
         direct = self._direct
@@ -268,7 +269,7 @@ class _Ring:
         self,
         name: str,
         files: Files,
-        copier: LayerwiseCopier,
+        copier: BoundCopier,
         chunk_format: ChunkFormat,
         *,
         device: torch.device,
@@ -292,14 +293,14 @@ class _Ring:
         queue.record().wait()
         files.register(self.memory)
         self._transfers: tuple[list[Transfer], list[Transfer]] = ([], [])
-        self._free: list[Event] = [DoneEvent(), DoneEvent()]
+        self._free: list[CopyEvent] = [DoneEvent(), DoneEvent()]
         self._open: OrderedDict[tuple[str, int, int, bool], OpenFile] = OrderedDict()
 
     def warm_up(self) -> None:
         """Compile the checksum's kernels now, which takes a second, rather than for the first chunk."""
         self._sums(self._rows[:1])
 
-    def load(self, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
+    def load(self, chunks: Sequence[_DirectChunk], failed: _Failures) -> list[CopyEvent]:
         """Load chunks; the events of the scattered ones, in order."""
         events = []
         halves = self._halves(chunks)
@@ -313,7 +314,7 @@ class _Ring:
                 events += self._scatter(*halves[-1], failed)
         return events
 
-    def store(self, chunks: Sequence[_Chunk], written: list[bytes | None], failed: _Failures) -> None:
+    def store(self, chunks: Sequence[_DirectChunk], written: list[bytes | None], failed: _Failures) -> None:
         """written: receives the checksums, by the chunks' `index`, including those of chunks that fail."""
         halves = self._halves(chunks)
         with self._awaiting_transfers():
@@ -338,7 +339,7 @@ class _Ring:
             self._files.unregister(self.memory)
         self._files.close()
 
-    def _halves(self, chunks: Sequence[_Chunk]) -> list[tuple[int, Sequence[_Chunk]]]:
+    def _halves(self, chunks: Sequence[_DirectChunk]) -> list[tuple[int, Sequence[_DirectChunk]]]:
         """As many chunks at a time as half the ring holds, with the half that they use."""
         step = self._half_chunks
         return [(start // step % 2, chunks[start : start + step]) for start in range(0, len(chunks), step)]
@@ -355,7 +356,7 @@ class _Ring:
                         transfer.wait()
                 transfers.clear()
 
-    def _begin(self, half: int, chunks: Sequence[_Chunk], *, writing: bool) -> None:
+    def _begin(self, half: int, chunks: Sequence[_DirectChunk], *, writing: bool) -> None:
         """Begin to move whole pages of every chunk between its file and its row."""
         for row, chunk in enumerate(chunks, half * self._half_chunks):
             try:
@@ -366,7 +367,9 @@ class _Ring:
                 transfer = _FailedTransfer(error)
             self._transfers[half].append(transfer)
 
-    def _wait_for_chunks(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[tuple[int, _Chunk]]:
+    def _wait_for_chunks(
+        self, half: int, chunks: Sequence[_DirectChunk], failed: _Failures
+    ) -> list[tuple[int, _DirectChunk]]:
         """The chunks whose bytes were all moved, with their rows."""
         arrived = []
         for row, (chunk, transfer) in enumerate(
@@ -385,7 +388,7 @@ class _Ring:
         self._transfers[half].clear()
         return arrived
 
-    def _scatter(self, half: int, chunks: Sequence[_Chunk], failed: _Failures) -> list[Event]:
+    def _scatter(self, half: int, chunks: Sequence[_DirectChunk], failed: _Failures) -> list[CopyEvent]:
         arrived = self._wait_for_chunks(half, chunks, failed)
         if not arrived:
             return []
@@ -404,7 +407,7 @@ class _Ring:
         self._free[half] = self._copier.load(self._plan(verified))
         return [self._free[half]]
 
-    def _plan(self, rows: Sequence[tuple[int, _Chunk]]) -> TransferPlan:
+    def _plan(self, rows: Sequence[tuple[int, _DirectChunk]]) -> TransferPlan:
         row_bytes, nbytes = self._rows.shape[1], self._format.nbytes
         copies = [
             replace(copy, extent=HostExtent(self.name, row * row_bytes, nbytes))

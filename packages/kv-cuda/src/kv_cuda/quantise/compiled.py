@@ -4,13 +4,13 @@ import numpy as np
 import torch
 from kv_core.format import ChunkFormat
 
-from kv_cuda.kernels import Kernels, installed_kernels
+from kv_cuda.kernels import CopyKernels, installed_kernels
 
 
 class CompiledCodes:
     """Quantises in C for one pair of formats. For one thread at a time: it has one scratch buffer."""
 
-    def __init__(self, exact: ChunkFormat, quantised: ChunkFormat, kernels: Kernels) -> None:
+    def __init__(self, exact: ChunkFormat, quantised: ChunkFormat, kernels: CopyKernels) -> None:
         self._kernels = kernels
         planes = len(exact.parts) * exact.layers
         sizes = (planes, exact.chunk_tokens, exact.heads, exact.head_dim, quantised.exact_tokens)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from kv_core.device import DeviceCopier
+from kv_core.device import CopyEvent, DeviceCopier
 from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, is_quantised_kind
@@ -24,7 +24,7 @@ from kv_core.transfer import Copy, TransferPlan
 from kv_cuda.copy.attached import AttachesPools
 from kv_cuda.copy.memory import buffers_for_copies, host_buffer
 from kv_cuda.copy.plan import validate_and_split
-from kv_cuda.copy.streams import DoneEvent, Event, make_queue
+from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.layout import PagedLayout
 from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
 
@@ -64,7 +64,7 @@ class QuantisingCopier(AttachesPools):
         self._layout, self._format = layout, chunk_format
         canonical = layout.canonical_format(tokens)
         self._pipelines = {
-            name: _CopyPipeline(name, canonical, chunk_format, exact, device) for name in ("load", "store")
+            name: _StagingPipeline(name, canonical, chunk_format, exact, device) for name in ("load", "store")
         }
         self._checks: list[_ScaleCheck] = []
 
@@ -73,7 +73,7 @@ class QuantisingCopier(AttachesPools):
             pipeline.end().wait()
 
     @buffers_for_copies()
-    def load(self, plan: TransferPlan) -> Event:
+    def load(self, plan: TransferPlan) -> CopyEvent:
         """A chunk that is loaded in part crosses the bus as a whole, but only the requested part is written."""
         by_chunk = self._checked(plan, to_engine=True)
         pipeline = self._pipelines["load"]
@@ -86,7 +86,7 @@ class QuantisingCopier(AttachesPools):
             raise
         return pipeline.end()
 
-    def load_layers(self, plan: TransferPlan) -> list[Event]:
+    def load_layers(self, plan: TransferPlan) -> list[CopyEvent]:
         """Like `load`, with an event for each layer, all the same one: a chunk is decoded as a whole."""
         return [self.load(plan)] * self._layout.layers
 
@@ -94,7 +94,7 @@ class QuantisingCopier(AttachesPools):
         """None: a chunk is encoded as a whole."""
 
     @buffers_for_copies()
-    def store(self, plan: TransferPlan) -> Event:
+    def store(self, plan: TransferPlan) -> CopyEvent:
         """Chunks are stored whole, else `InputError`. If the event raises `CopyFailed`, commit nothing of the plan."""
         by_chunk = self._checked(plan, to_engine=False)
         for _, copies in by_chunk:
@@ -133,7 +133,7 @@ class _ScaleCheck:
 class _CheckedEvent:
     """A store's event. used: receives the check once it has been read, for reuse by another store."""
 
-    def __init__(self, arrived: Event, check: _ScaleCheck, used: list[_ScaleCheck]) -> None:
+    def __init__(self, arrived: CopyEvent, check: _ScaleCheck, used: list[_ScaleCheck]) -> None:
         self._arrived, self._check, self._used = arrived, check, used
         self._largest: float | None = None
 
@@ -161,7 +161,7 @@ class _CheckedEvent:
             )
 
 
-class _CopyPipeline:
+class _StagingPipeline:
     """One direction's queues and staging."""
 
     def __init__(
@@ -169,7 +169,7 @@ class _CopyPipeline:
     ) -> None:
         self._name, self._exact, self._quantised, self._copier, self._device = name, exact, quantised, copier, device
         self._work, self._bus = make_queue(device), make_queue(device)
-        self._free: list[Event] = [DoneEvent()] * _STAGED_CHUNKS
+        self._free: list[CopyEvent] = [DoneEvent()] * _STAGED_CHUNKS
         self._turn = 0
         self._staging: tuple[torch.Tensor, torch.Tensor, Codes] | None = None
 
@@ -180,7 +180,7 @@ class _CopyPipeline:
             with self._work.running():
                 check.on_device.zero_()
 
-    def end(self, check: _ScaleCheck | None = None) -> Event:
+    def end(self, check: _ScaleCheck | None = None) -> CopyEvent:
         """The point after everything requested; the check is on the host then."""
         self._bus.follow(self._work.record())
         if check is not None:

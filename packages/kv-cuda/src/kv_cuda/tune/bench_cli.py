@@ -13,7 +13,7 @@ from kv_core.terminal import say
 if TYPE_CHECKING:
     import torch
 
-    from kv_cuda.tune.measure import Measured
+    from kv_cuda.tune.measure import MeasuredCopy
     from kv_cuda.tune.measure_files import MeasuredFile
 
 _ABOUT = """\
@@ -93,7 +93,7 @@ def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace
     return path
 
 
-def _print_measurement(measurement: "Measured | MeasuredFile", label: str, *, as_json: bool) -> None:
+def _print_measurement(measurement: "MeasuredCopy | MeasuredFile", label: str, *, as_json: bool) -> None:
     if as_json:
         say(json.dumps(asdict(measurement)), flush=True)
     else:

@@ -19,7 +19,7 @@ _ROUNDS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCopy:
     """One copy path in one direction, as medians.
 
     layout: the layout's name.
@@ -75,7 +75,7 @@ class Sizes:
         )
 
 
-def measure_copy_paths(device: torch.device, sizes: Sizes) -> Iterator[Measured]:
+def measure_copy_paths(device: torch.device, sizes: Sizes) -> Iterator[MeasuredCopy]:
     """Every path that the device has, by length of run, as each becomes known."""
     copy_paths: list[CopyPath] = ["direct", "staged"]
     if driver.is_available(device):
@@ -86,7 +86,7 @@ def measure_copy_paths(device: torch.device, sizes: Sizes) -> Iterator[Measured]
 
 def measure_layout(
     device: torch.device, sizes: Sizes, layout: PagedLayout, copy_paths: Sequence[CopyPath]
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredCopy]:
     """Both directions of each path through one layout, with random blocks."""
     chunk_format = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
@@ -112,7 +112,7 @@ def measure_layout(
                 lambda move=move: move(plan),  # type: ignore[misc]
                 lambda to=to, origin=origin: _copy(to, origin),  # type: ignore[misc]
             )
-            yield Measured(
+            yield MeasuredCopy(
                 layout.name,
                 direction,
                 copy_path,
@@ -124,7 +124,7 @@ def measure_layout(
         copier.detach("pool")
 
 
-def copy_paths_from(measured: Sequence[Measured]) -> CopyPaths:
+def copy_paths_from(measured: Sequence[MeasuredCopy]) -> CopyPaths:
     """The table that follows from the measurements."""
     tables = {}
     for direction in ("load", "store"):

@@ -11,7 +11,7 @@ import torch
 from kv_core.errors import ConfigError
 from kv_core.format import FormatSetting
 from kv_cuda import PagedLayout, PartLayout, make_copier
-from kv_cuda.choose import LayerwiseCopier
+from kv_cuda.choose import BoundCopier
 
 from kv_sglang import TESTED
 from kv_sglang.pools import PoolPages, format_of_pages
@@ -29,7 +29,7 @@ class DevicePool:
     """
 
     pages: PoolPages
-    copier: Callable[[], LayerwiseCopier]
+    copier: Callable[[], BoundCopier]
     replicated: bool
 
 

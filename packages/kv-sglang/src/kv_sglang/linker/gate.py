@@ -3,11 +3,11 @@
 import threading
 from dataclasses import dataclass, field
 
-from kv_cuda.copy.streams import Event
+from kv_core.device import CopyEvent
 
 
 @dataclass(slots=True)
-class _Batch:
+class _LoadBatch:
     """Loads that started together.
 
     layers: copies in flight, by layer.
@@ -16,7 +16,7 @@ class _Batch:
     missed: a forward pass could not wait for a layer.
     """
 
-    layers: list[Event] = field(default_factory=list)
+    layers: list[CopyEvent] = field(default_factory=list)
     over: bool = False
     landed: bool = False
     missed: bool = False
@@ -31,7 +31,7 @@ class LayerGate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, _LoadBatch] = {}
         self._opened = -1
         self.consumer_index = -1
 
@@ -39,10 +39,10 @@ class LayerGate:
         """Open a batch; returns its number."""
         with self._changed:
             self._opened += 1
-            self._batches[self._opened] = _Batch()
+            self._batches[self._opened] = _LoadBatch()
             return self._opened
 
-    def let_through(self, number: int, event: Event) -> None:
+    def let_through(self, number: int, event: CopyEvent) -> None:
         """The batch's next layer has been copied once `event` is done."""
         with self._changed:
             self._batches[number].layers.append(event)

@@ -18,7 +18,7 @@ import torch
 from kv_core.errors import CopyFailed
 from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
-from kv_cuda.choose import LayerwiseCopier
+from kv_cuda.choose import BoundCopier
 
 from kv_sglang.copies import await_copies
 from kv_sglang.linker.gate import LayerGate
@@ -41,7 +41,7 @@ class Point(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _AdmittedLoad:
     """One request's pages, leased by `holder`, their slots on the device, one per token, and the tiers that they come
     from."""
 
@@ -51,18 +51,18 @@ class _Load:
     tiers: Mapping[ChunkKey, str]
 
 
-class Loads:
+class LoadLane:
     """Loads pages of waiting requests to the device, batch by batch. Call its methods from one thread."""
 
-    def __init__(self, store: PageStore, copier: LayerwiseCopier, turn_off: TurnOff) -> None:
+    def __init__(self, store: PageStore, copier: BoundCopier, turn_off: TurnOff) -> None:
         """copier: between chunks and the device. turn_off: called with the reason after a failure that ends loading."""
         self.gate = LayerGate()  # where forward passes wait for the layers
         self._store = store
         self._binding = PoolBinding(copier)
         self._turn_off = turn_off
         self._numbers = itertools.count()
-        self._taken: dict[str, _Load] = {}
-        self._batches: queue.SimpleQueue[tuple[int, list[_Load], Sequence[Point]] | None] = queue.SimpleQueue()
+        self._taken: dict[str, _AdmittedLoad] = {}
+        self._batches: queue.SimpleQueue[tuple[int, list[_AdmittedLoad], Sequence[Point]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-sglang loads", daemon=True)
         self._thread.start()
 
@@ -82,7 +82,7 @@ class Loads:
         if lease is None:
             self._store.cache.end(holder)
             return False
-        self._taken[request] = _Load(lease, holder, indices, tiers)
+        self._taken[request] = _AdmittedLoad(lease, holder, indices, tiers)
         self._store.taken(hashes)
         return True
 
@@ -136,7 +136,7 @@ class Loads:
                 self._store.cache.end(load.holder)
             self.gate.end(number, landed=landed)
 
-    def _carry(self, number: int, loads: Sequence[_Load]) -> bool:
+    def _carry(self, number: int, loads: Sequence[_AdmittedLoad]) -> bool:
         store, pool = self._store, self._store.cache.pool
         pairs = [
             pair
@@ -156,7 +156,7 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _OfferedPages:
     """Pages to be stored, those before them in the prompt, and the points that the device must have reached first."""
 
     hashes: Sequence[str]
@@ -165,14 +165,14 @@ class _Offer:
     written: Sequence[Point]
 
 
-class Stores:
+class StoreLane:
     """Stores pages in the order in which they were offered. Call its methods from one thread."""
 
     def __init__(self, store: PageStore, turn_off: TurnOff) -> None:
         self._store = store
         self._turn_off = turn_off
         self._changed = threading.Condition()
-        self._offers: deque[_Offer | bool | None] = deque()  # a bool: the answer, without storing; None: the end
+        self._offers: deque[_OfferedPages | bool | None] = deque()  # a bool: the answer, without storing; None: the end
         self._under_way = 0
         self._waiting_pages = 0
         self._answers: deque[bool] = deque()
@@ -189,7 +189,7 @@ class Stores:
         with self._changed:
             has_room = self._waiting_pages + len(hashes) <= MAX_WAITING_PAGES
             self._waiting_pages += len(hashes) if has_room else 0
-            self._put(_Offer(hashes, before, indices, written) if has_room else False)
+            self._put(_OfferedPages(hashes, before, indices, written) if has_room else False)
 
     def answer_in_turn(self, stored: bool) -> None:
         """Give this answer in turn without a copy: another rank stores the pages, or none does."""
@@ -224,7 +224,7 @@ class Stores:
             self._put(None)
         self._thread.join(_END_S)
 
-    def _put(self, offer: _Offer | bool | None) -> None:
+    def _put(self, offer: _OfferedPages | bool | None) -> None:
         self._offers.append(offer)
         self._under_way += 1
         self._changed.notify_all()
@@ -236,14 +236,14 @@ class Stores:
                 offer = self._offers.popleft()
             if offer is None:
                 return
-            stored = self._carry(offer) if isinstance(offer, _Offer) else offer
+            stored = self._carry(offer) if isinstance(offer, _OfferedPages) else offer
             with self._changed:
-                self._waiting_pages -= len(offer.hashes) if isinstance(offer, _Offer) else 0
+                self._waiting_pages -= len(offer.hashes) if isinstance(offer, _OfferedPages) else 0
                 self._under_way -= 1
                 self._answers.append(stored)
                 self._changed.notify_all()
 
-    def _carry(self, offer: _Offer) -> bool:
+    def _carry(self, offer: _OfferedPages) -> bool:
         try:
             for point in offer.written:
                 point.synchronize()

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang
 from kv_sglang.linker.chains import Chains
 from kv_sglang.linker.device import describe_device
-from kv_sglang.linker.lanes import Loads, Stores
+from kv_sglang.linker.lanes import LoadLane, StoreLane
 from kv_sglang.linker.matches import follow_matches, matched_by
 from kv_sglang.metrics import engine_figures
 from kv_sglang.page_settings import read_settings
@@ -93,8 +93,8 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         follow_matches()
         store = self._attached.stores[KV]
         self._ranks = rank.ranks
-        self._loads = Loads(store, described.copier(), self.turn_off)
-        self._stores = Stores(store, self.turn_off)
+        self._loads = LoadLane(store, described.copier(), self.turn_off)
+        self._stores = StoreLane(store, self.turn_off)
         self._attached.watch.settle = self._stores.settle
         self._chains = Chains()
         self.layer_done_counter = self._loads.gate

@@ -16,29 +16,51 @@ from typing import Any, Final, cast
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.config import HandoverConfig
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, CommonKVSender
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_device_module
 from sglang.srt.utils.network import NetworkAddress
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes
 from kv_sglang.linker.device import DevicePool, describe_device
 from kv_sglang.linker.lanes import Point
-from kv_sglang.names import Names
+from kv_sglang.names import Names, why_names_do_not_suffice
 from kv_sglang.page_settings import read_settings
 from kv_sglang.served import served_model
 from kv_sglang.transfer import messages
 from kv_sglang.transfer.exchange import Exchange
-from kv_sglang.transfer.messages import Aborted, PagesStored, Peer, Ready
-from kv_sglang.transfer.refused import refuse_what_is_not_served
-from kv_sglang.transfer.rooms import Incoming, Lanes, Outgoing
+from kv_sglang.transfer.messages import DecodeAborted, DecodePeer, DecodeReady, PagesStored
+from kv_sglang.transfer.rooms import IncomingRoom, Lanes, OutgoingRoom
 from kv_sglang.weights import engine_name, watch_updates
 
 _log = limited_logger(__name__)
 
 _BATCH_BYTES: Final = 16 << 20
 """Bytes stored before the other side is notified, and bytes copied while a room cannot be closed."""
+
+
+def refuse_what_is_not_served(args: Any, server_args: Any) -> None:
+    """
+    Raises:
+        ConfigError: pages of this model, or with this parallelism, are not handed over.
+    """
+    unnamed = why_names_do_not_suffice(ModelConfig.from_server_args(server_args))
+    parallel = get_parallel()  # the arguments are as they were given, and several spellings mean the same
+    refused = {
+        f"a model with {unnamed}": bool(unnamed),
+        "a model with " + ", ".join(str(kind.value) for kind in args.state_types): bool(args.state_types),
+        "a draft model's KV": bool(args.num_draft_entries),
+        "pipeline parallelism": parallel.pp_size > 1,
+        "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
+        "data-parallel attention": parallel.attn_dp_size > 1,
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        raise ConfigError(
+            f"kv-sglang does not hand over with {' and '.join(found)}: choose another --disaggregation-transfer-backend"
+        )
 
 
 class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -48,7 +70,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     kv_status_msg_carries_reason = True
     reports_transfer_latency = True
     _lanes: Lanes | None = None
-    _reads_together = _says_taken = False
+    _reads_together = _releases_holds = False
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
@@ -60,12 +82,12 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         refuse_what_is_not_served(args, server_args)
         check_hashes()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
+        self._outgoing: dict[int, OutgoingRoom] = {}
+        self._incoming: dict[int, IncomingRoom] = {}
         self._rooms = threading.Lock()
         self._batch_pages = 1
 
-    # Before it serves.
+    # Start-up.
 
     def attach_pool(self, pool: Any, allocator: Any, forward_stream: Any) -> None:
         """Join the cache and start. pool: the engine's, on the device. allocator: cleared when its caches are emptied.
@@ -85,7 +107,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         rank = Rank.here(int(self.attn_tp_rank), int(self.attn_tp_size), replicated=described.replicated)
         is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         self._reads_together = described.replicated and rank.ranks > 1 and not is_prefill
-        self._says_taken = self._reads_together and rank.number == 0
+        self._releases_holds = self._reads_together and rank.number == 0
         attached = attach(
             settings,
             served_model(rank),
@@ -113,44 +135,44 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         store, in_doubt = self._attached.stores[KV], self._watch.holds_old_pages
         return Exchange(store, described.copier(), in_doubt, wait_s=handover.wait_s, hold_s=handover.hold_s)
 
-    def _listen(self, hear: Any) -> None:
+    def _listen(self, handle: Any) -> None:
         while True:
             message = self.server_socket.recv_multipart()
             try:
-                hear(message)
+                handle(message)
             except Exception:  # noqa: BLE001  # any process that reaches the port may send anything
-                _log.exception("a message about a hand-over was not understood")
+                _log.exception("a message about a hand-over could not be handled")
 
     # The prefill engine's side.
 
     def add_outgoing(self, room: int, names: Names) -> None:
         with self._rooms:
-            self._outgoing[room] = Outgoing(room, names)
+            self._outgoing[room] = OutgoingRoom(room, names)
 
     def _on_decode_message(self, message: Sequence[bytes]) -> None:
-        if (aborted := Aborted.read(message)) is not None:
+        if (aborted := DecodeAborted.read(message)) is not None:
             self._decode_aborted(aborted)
         elif message[0] == messages.READY:
-            self._decode_ready(Ready.read(message))
+            self._decode_ready(DecodeReady.read(message))
 
-    def _decode_aborted(self, aborted: Aborted) -> None:
+    def _decode_aborted(self, aborted: DecodeAborted) -> None:
         room, status = aborted.room, self.request_status.get(aborted.room)
         peer = self.transfer_infos.get(room, {}).get(aborted.address)
-        # A request whose decode engine has not been heard of may be given up by any.
-        is_of_it = status == KVPoll.Bootstrapping if peer is None else aborted.attempt in (None, peer.attempt)
-        if not is_of_it or status in (KVPoll.Success, KVPoll.Failed):
-            return  # late, also about another request with the same number
+        # Until the decode engine has registered, any engine may abort the request.
+        is_current = status == KVPoll.Bootstrapping if peer is None else aborted.attempt in (None, peer.attempt)
+        if not is_current or status in (KVPoll.Success, KVPoll.Failed):
+            return  # late: perhaps about an earlier request with the same room number
         if room in self._outgoing or status == KVPoll.Bootstrapping:
-            self.record_failure(room, "the decode engine has given up the request")
+            self.record_failure(room, "the decode engine aborted the request")
             self.update_status(room, KVPoll.Failed)
-        else:  # perhaps it never will, or is repeated with its number
+        else:  # it may never start, or be retried under the same room number
             for known in (self.request_status, self.transfer_infos, self.req_to_decode_prefix_len):
                 known.pop(room, None)
 
-    def _decode_ready(self, ready: Ready) -> None:
+    def _decode_ready(self, ready: DecodeReady) -> None:
         room, peer = ready.room, ready.peer
         status = self.request_status.get(room)
-        is_awaited = status == KVPoll.WaitingForInput and room not in self._outgoing  # and was asked for before
+        is_awaited = status == KVPoll.WaitingForInput and room not in self._outgoing  # and was announced before
         if status in (None, KVPoll.Bootstrapping) or is_awaited:
             peers = self.transfer_infos.setdefault(room, {})
             peers[peer.address] = peer
@@ -163,9 +185,9 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             return
         is_served = status in (KVPoll.WaitingForInput, KVPoll.Transferring)
         if is_served and known is not None and known.prefix_tokens == peer.prefix_tokens:
-            known.attempt = peer.attempt  # it asks again, for the same pages
+            known.attempt = peer.attempt  # a retry, for the same pages
         elif not peer.is_dummy:
-            # Otherwise it would wait until its time is up.
+            # Otherwise it would wait until its time-out.
             self._fail_peer(peer, room, "kv-sglang could not hand over: an earlier request still has the same number")
 
     def add_transfer_request(
@@ -185,10 +207,10 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         with self._rooms:
             outgoing = self._outgoing.get(bootstrap_room)
         if outgoing is None:
-            return  # it was given up
+            return  # aborted
         job = partial(
             self._hand_over,
-            outgoing=outgoing,  # not by its number, which may be another request's by the time that these are stored
+            outgoing=outgoing,  # not the room number, which another request may have by the time these are stored
             start=int(index_slice.start),
             slots=[int(block) * page_size for block in kv_indices],
             aux_index=aux_index if is_last_chunk else None,
@@ -198,36 +220,43 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         self._lanes.add(bootstrap_room, job)
 
     def _hand_over(
-        self, exchange: Exchange, outgoing: Outgoing, *, start: int, slots: list[int], aux_index: int | None, event: Any
+        self,
+        exchange: Exchange,
+        outgoing: OutgoingRoom,
+        *,
+        start: int,
+        slots: list[int],
+        aux_index: int | None,
+        event: Any,
     ) -> None:
         peers = list(self.transfer_infos.get(outgoing.room, {}).values())
         if not peers or self.request_status.get(outgoing.room) in (None, KVPoll.Failed):
-            return  # it was given up
+            return  # aborted
         try:
             if event is not None:
                 event.synchronize()
             why = self._store(exchange, outgoing, peers, start=start, slots=slots, aux_index=aux_index)
-        except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
+        except Exception as error:  # noqa: BLE001  # SGLang must learn of any error
             _log.exception("pages of a hand-over could not be stored")
             why = f"{type(error).__name__}: {error}"
         if why or aux_index is not None:
             self._conclude(outgoing, peers, why)
 
-    def _conclude(self, outgoing: Outgoing, peers: Sequence[Peer], why: str) -> None:
-        """Tell SGLang how it ended. why: it failed; empty: all pages are stored."""
+    def _conclude(self, outgoing: OutgoingRoom, peers: Sequence[DecodePeer], why: str) -> None:
+        """Report the outcome to SGLang. why: the failure; empty: all pages are stored."""
         room, reason = outgoing.room, f"kv-sglang could not hand over: {why}"
         with outgoing.lock:
-            # Once it is closed, its number may be another request's. One that has failed already only fails again.
+            # A closed room's number may belong to another request. A failed one can only fail again.
             if not outgoing.is_open and self.request_status.get(room) != KVPoll.Failed:
                 return
             if not why:
                 self.update_status(room, KVPoll.Success)
                 return
             if self.conclude_failure(bootstrap_room=room, failure_reason=reason, targets=[]) is None:
-                return  # it was closed, and is cleared by now
+                return  # closed and cleared in the meantime
             with self.failure_lock:
-                reason = self.failure_records.get(room, reason)  # if it had failed before, the first
-        # Without the lock, which SGLang's scheduler may want: a peer that is gone may be waited for.
+                reason = self.failure_records.get(room, reason)  # the first failure's
+        # Outside the lock, which SGLang's scheduler takes: sending to a peer that is gone may block.
         for peer in peers:
             if not peer.is_dummy:
                 self._fail_peer(peer, room, reason)
@@ -235,8 +264,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     def _store(
         self,
         exchange: Exchange,
-        outgoing: Outgoing,
-        peers: Sequence[Peer],
+        outgoing: OutgoingRoom,
+        peers: Sequence[DecodePeer],
         *,
         start: int,
         slots: list[int],
@@ -257,27 +286,29 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             if done != len(names.hashes):
                 return f"{done} pages were computed, and the prompt has {len(names.hashes)}"
             with outgoing.lock:
-                if not outgoing.is_open:  # then their place may be another request's
+                if not outgoing.is_open:  # the metadata slot may belong to another request
                     return "the request has ended"
                 metadata = self._metadata(aux_index)
             self._announce_pages(targets, outgoing, done, metadata)
         return ""
 
-    def _announce_pages(self, peers: Sequence[Peer], outgoing: Outgoing, pages: int, metadata: Sequence[bytes]) -> None:
+    def _announce_pages(
+        self, peers: Sequence[DecodePeer], outgoing: OutgoingRoom, pages: int, metadata: Sequence[bytes]
+    ) -> None:
         """Notify the peers that pages up to this number are in the cache."""
         room, rank, last = outgoing.room, self._prefill_unique_rank(), outgoing.names.hashes[pages - 1]
         weights = self._attached.stores[KV].revision
         for peer in peers:
             self._send(peer, PagesStored(room, peer.attempt, rank, pages, last, weights, metadata).frames())
 
-    def _fail_peer(self, peer: Peer, room: int, reason: str) -> None:
+    def _fail_peer(self, peer: DecodePeer, room: int, reason: str) -> None:
         status = self._encode_kv_status_message(bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason)
         try:
             self._send(peer, [*status, peer.attempt])
-        except Exception as error:  # noqa: BLE001  # its own time will be up
-            _log.warning("%s does not hear that a hand-over has failed: %s", peer.address, error)
+        except Exception as error:  # noqa: BLE001  # the peer has a time-out of its own
+            _log.warning("%s could not be notified of a failed hand-over: %s", peer.address, error)
 
-    def _send(self, peer: Peer, message: list[bytes]) -> None:
+    def _send(self, peer: DecodePeer, message: list[bytes]) -> None:
         address = NetworkAddress(peer.endpoint, peer.dst_port)
         self._send_multipart_locked(address.to_tcp(), message, is_ipv6=address.is_ipv6)
 
@@ -296,7 +327,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         and a page that was in the cache before may have been rounded otherwise. The cache has its own checksums."""
         return False
 
-    def add_incoming(self, room: int, incoming: Incoming) -> None:
+    def add_incoming(self, room: int, incoming: IncomingRoom) -> None:
         with self._rooms:
             self._incoming[room] = incoming
 
@@ -322,8 +353,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
     ) -> list[bytes]:
         with self._rooms:
             attempt = self._incoming[bootstrap_room].attempt
-        peer = Peer(self.local_ip, int(self.rank_port), decode_prefix_len or 0, is_dummy, attempt)
-        return Ready(bootstrap_room, required_dst_info_num, peer).frames()
+        peer = DecodePeer(self.local_ip, int(self.rank_port), decode_prefix_len or 0, is_dummy, attempt)
+        return DecodeReady(bootstrap_room, required_dst_info_num, peer).frames()
 
     def _on_prefill_message(self, message: Sequence[bytes]) -> None:
         if message[0] == messages.PAGES:
@@ -335,7 +366,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         ):
             room, status, rank, reason = ended
             incoming = self._incoming_request(room, messages.attempt_of_status(message))
-            if status != KVPoll.Failed or incoming is None:  # success is known here first
+            if status != KVPoll.Failed or incoming is None:  # this side learns of success first
                 return
             with incoming.lock:
                 if incoming.is_open:
@@ -343,8 +374,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                         bootstrap_room=room, status=status, prefill_rank=rank, failure_reason=reason
                     )
 
-    def _incoming_request(self, room: int, attempt: bytes) -> Incoming | None:
-        """The request that a message is about; None: it has ended, though its number may be another's."""
+    def _incoming_request(self, room: int, attempt: bytes) -> IncomingRoom | None:
+        """The request of a message; None: it has ended, even if another one reuses its room number."""
         with self._rooms:
             incoming = self._incoming.get(room)
         return incoming if incoming is not None and incoming.attempt == attempt else None
@@ -353,22 +384,22 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         room = stored.room
         incoming = self._incoming_request(room, stored.attempt)
         if incoming is None or self.request_status.get(room) in (None, KVPoll.Failed):
-            return  # it was given up
+            return  # aborted
         try:
             why = self._fetch(exchange, incoming, stored)
-        except Exception as error:  # noqa: BLE001  # SGLang must be told of any error
+        except Exception as error:  # noqa: BLE001  # SGLang must learn of any error
             _log.exception("pages of a hand-over could not be loaded")
             why = f"{type(error).__name__}: {error}"
-        with incoming.lock:  # so that it is not closed, and its number given to another request, meanwhile
+        with incoming.lock:  # so that the room is not closed and reused meanwhile
             if not incoming.is_open:
                 return
             if why:
-                self.record_failure(room, f"kv-sglang could not take over: {why}")
+                self.record_failure(room, f"kv-sglang could not load the prompt's pages: {why}")
                 self.update_status(room, KVPoll.Failed)
             elif stored.metadata:
                 self.apply_prefill_status(bootstrap_room=room, status=KVPoll.Success, prefill_rank=stored.rank)
 
-    def _fetch(self, exchange: Exchange, incoming: Incoming, stored: PagesStored) -> str:
+    def _fetch(self, exchange: Exchange, incoming: IncomingRoom, stored: PagesStored) -> str:
         """Load the pages that are in the cache. Empty, or why not all are loaded."""
         hashes = incoming.names.hashes
         if not 0 < stored.pages <= len(hashes) or hashes[stored.pages - 1] != stored.last:
@@ -392,7 +423,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             return self._take_metadata(incoming, stored.metadata)
         return ""
 
-    def _take_metadata(self, incoming: Incoming, metadata: Sequence[bytes]) -> str:
+    def _take_metadata(self, incoming: IncomingRoom, metadata: Sequence[bytes]) -> str:
         args = self.kv_args
         if incoming.loaded != len(incoming.names.hashes):
             return f"{incoming.loaded} of {len(incoming.names.hashes)} pages arrived before the end"
@@ -405,7 +436,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
                 ctypes.memmove(address + incoming.aux_index * len(part), part, len(part))
         return ""
 
-    # Both.
+    # Both sides.
 
     def close_room(self, room: int) -> None:
         """Call this before SGLang frees the request's blocks."""
@@ -417,11 +448,11 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             incoming.close()
             self._release_incoming(room, incoming, is_loaded=self.request_status.get(room) == KVPoll.Success)
 
-    def _release_incoming(self, room: int, incoming: Incoming, *, is_loaded: bool) -> None:
-        """Its pages need not be held any more. Reading them has said so, except where other ranks read them too: SGLang
-        clears a request that has succeeded once all ranks have."""
-        is_ours_to_say = self._says_taken if self._reads_together else not is_loaded
-        if is_ours_to_say and self._lanes is not None:
+    def _release_incoming(self, room: int, incoming: IncomingRoom, *, is_loaded: bool) -> None:
+        """End the holds on its pages. A read ends them already, except where other ranks read them too: SGLang clears a
+        successful request once all ranks have read."""
+        releases_here = self._releases_holds if self._reads_together else not is_loaded
+        if releases_here and self._lanes is not None:
             hashes, given_by = incoming.names.hashes, incoming.given_by
             self._lanes.add(room, lambda exchange: exchange.release_pages(hashes, given_by=given_by))
 
@@ -483,18 +514,18 @@ class KVReceiver(_ClosesRoom, CommonKVReceiver):  # type: ignore[misc]
         slots = [int(block) * page_size for block in kv_indices]
         assert aux_index is not None
         ready = self.kv_mgr.after_forward()
-        incoming = Incoming(self._names, first, slots, aux_index, loaded=first, ready=ready, attempt=self._attempt)
+        incoming = IncomingRoom(self._names, first, slots, aux_index, loaded=first, ready=ready, attempt=self._attempt)
         self.kv_mgr.add_incoming(self.bootstrap_room, incoming)
         super().send_metadata(kv_indices, aux_index, state_indices, decode_prefix_len, **named)
 
     def _send_abort_notification(self, **_unused: Any) -> None:
         """Instead of SGLang's message, which does not tell this request from another with the same number."""
         address = f"{self.kv_mgr.local_ip}:{self.kv_mgr.rank_port}"
-        message = Aborted(self.bootstrap_room, address, self._attempt).frames()
+        message = DecodeAborted(self.bootstrap_room, address, self._attempt).frames()
         for info in self.bootstrap_infos:
             try:
                 socket, lock = self._connect_to_bootstrap_server(info)
                 with lock:
                     socket.send_multipart(message)
             except Exception as error:  # noqa: BLE001  # SGLang ends the request here in any case
-                _log.debug("the prefill engine does not hear that a request has ended: %s", error)
+                _log.debug("the prefill engine could not be notified that a request was aborted: %s", error)

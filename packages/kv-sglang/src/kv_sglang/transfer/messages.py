@@ -26,7 +26,7 @@ def new_attempt() -> bytes:
 
 
 @dataclass(slots=True)
-class Peer:
+class DecodePeer:
     """A rank of a decode engine that waits for a request. The names are those that SGLang's classes look for.
 
     prefix_tokens: those that it has already.
@@ -45,12 +45,12 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class DecodeReady:
     """A decode engine has blocks for a prompt. required: how many of its ranks say so."""
 
     room: int
     required: int
-    peer: Peer
+    peer: DecodePeer
 
     def frames(self) -> list[bytes]:
         peer = self.peer
@@ -64,14 +64,14 @@ class Ready:
         ]
 
     @classmethod
-    def read(cls, message: Sequence[bytes]) -> "Ready":
+    def read(cls, message: Sequence[bytes]) -> "DecodeReady":
         _, room, attempt, endpoint, port, prefix, required, dummy = message
-        peer = Peer(endpoint.decode("ascii"), int(port), int(prefix), dummy == b"1", attempt)
+        peer = DecodePeer(endpoint.decode("ascii"), int(port), int(prefix), dummy == b"1", attempt)
         return cls(int(room), int(required), peer)
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted:
+class DecodeAborted:
     """A rank of a decode engine has given up a request. address: its own. attempt: None: not known."""
 
     room: int
@@ -79,7 +79,7 @@ class Aborted:
     attempt: bytes | None
 
     @classmethod
-    def read(cls, message: Sequence[bytes]) -> "Aborted | None":
+    def read(cls, message: Sequence[bytes]) -> "DecodeAborted | None":
         """None: it is another message."""
         if message[0] == ABORT_TAG:  # SGLang's own, where it does not ask the receiver for it
             abort = AbortNotification.from_zmq(list(message))

@@ -23,7 +23,7 @@ LANES: Final = 4
 
 
 @dataclass(slots=True, eq=False)
-class Outgoing:
+class OutgoingRoom:
     """A request of the prefill engine.
 
     room: its number, which SGLang may give to another request once this one has ended.
@@ -42,7 +42,7 @@ class Outgoing:
 
 
 @dataclass(slots=True, eq=False)
-class Incoming:
+class IncomingRoom:
     """A request of the decode engine.
 
     attempt: its own, while another request may have the same number (`messages`).

@@ -7,7 +7,7 @@ the chunk (its order, its tenant, its holds, pins and promises) stays with its s
 moment continues with the old bytes, which keep the second slot until the last such read has ended.
 
 Only chunks from a tier are refined. What an engine computed behind an approximation stays as it is, so the cache
-remains separate (docs/adr/0017).
+remains separate (docs/adr/0010).
 
 Nothing waits for a refinement, and nothing is queued for one: the pool's own approximations are the list of what may be
 refined, and the lane takes the next when it is free. A chunk is tried once. If its rest cannot be read (the tier fails,
