@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from engines import Answer
     from nursery import Nursery
 
@@ -42,13 +40,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(TinyLlama().write(directory))
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Nursery]":
+@pytest.fixture(scope="session")
+def engines() -> "Nursery":
     """They start without the half minute of importing SGLang."""
     from nursery import nursery
 
-    with nursery(tmp_path_factory.mktemp("engines")) as made:
-        yield made
+    return nursery()
 
 
 @pytest.fixture(scope="session")
