@@ -12,6 +12,7 @@ import pytest
 @pytest.mark.slow
 def test_the_demo_finds_the_prefix_in_every_phase() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environ["VLLM_CACHE_ROOT"] = os.environ["VLLM_CACHE_ROOT"]
     command = [sys.executable, str(Path(__file__).parents[2] / "demo" / "on_vllm.py"), "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=500, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from engines import Answer
     from nursery import Nursery
 
@@ -22,6 +20,8 @@ else:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))  # compiled once a machine
+    # As tests/engine has it, for the tests in which vLLM takes part.
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(sys.prefix).parent / "vllm" / "vllm_cache"))
     os.environ["KV_TESTS_SLEEP_WHEN_IDLE"] = "1"  # `standins.hicache_on_cpu`
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each start takes three minutes
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STANDINS), os.environ.get("PYTHONPATH")]))
@@ -42,13 +42,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(TinyLlama().write(directory))
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Nursery]":
+@pytest.fixture(scope="session")
+def engines() -> "Nursery":
     """They start without the half minute of importing SGLang."""
     from nursery import nursery
 
-    with nursery(tmp_path_factory.mktemp("engines")) as made:
-        yield made
+    return nursery()
 
 
 @pytest.fixture(scope="session")

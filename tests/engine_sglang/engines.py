@@ -2,9 +2,9 @@
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from kv_sglang.cli import engine_arguments
 from kv_testing.wait import until
 from kv_tiers.pool.directory import nbytes_for
 from kv_tiers.pool.host_pool import pool_path
+from nursery import nursery
 from PIL import Image
 
 PAGE = 16
@@ -58,13 +59,17 @@ class Engine:
         self.hits: list[int] = []
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], custom_params: dict[str, Any] | None = None, **arguments: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        custom_params: dict[str, Any] | None = None,
+        new_tokens: int = NEW_TOKENS,
+        **arguments: Any,
     ) -> list[Answer]:
         """Generate greedily for all prompts at once.
 
         custom_params: of the requests. arguments: more of them for `sglang.Engine.generate`.
         """
-        return self._ask(custom_params, input_ids=[list(prompt) for prompt in prompts], **arguments)
+        return self._ask(custom_params, new_tokens, input_ids=[list(prompt) for prompt in prompts], **arguments)
 
     def ask_about(self, questions: Sequence[dict[str, Any]]) -> list[Answer]:
         """One after the other, the engine's own two caches emptied in between: `prompt`, a text in which
@@ -74,13 +79,17 @@ class Engine:
             self.flush()
             pixels = np.random.default_rng(question["image"]).integers(0, 255, (112, 112, 3), dtype=np.uint8)
             more = {name: [given] for name, given in question.items() if name not in ("image", "prompt")}
-            answers += self._ask(None, prompt=[question["prompt"]], image_data=[Image.fromarray(pixels)], **more)
+            answers += self._ask(
+                None, NEW_TOKENS, prompt=[question["prompt"]], image_data=[Image.fromarray(pixels)], **more
+            )
             hits += self.hits
         self.hits = hits
         return answers
 
-    def _ask(self, custom_params: dict[str, Any] | None, **arguments: Any) -> list[Answer]:
-        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "custom_params": custom_params}
+    def _ask(
+        self, custom_params: dict[str, Any] | None, new_tokens: int = NEW_TOKENS, **arguments: Any
+    ) -> list[Answer]:
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, "custom_params": custom_params}
         outputs = self.inner.generate(sampling_params=sampling, return_logprob=True, **arguments)
         details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
         self.hits = [detail.get(self._ours, 0) for detail in details]
@@ -147,11 +156,13 @@ class Engine:
         until(lambda: self.inner.flush_cache().success, within_s=30)
 
 
-_METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+def started(model: str, **given: Any) -> AbstractContextManager[Engine]:
+    """A running engine in a process of its own, with what `in_this_process` is given."""
+    return cast(AbstractContextManager[Engine], nursery().started(model, **given))
 
 
 @contextmanager
-def started(
+def in_this_process(
     model: str,
     *,
     cache: dict[str, Any] | None = None,
@@ -186,9 +197,6 @@ def started(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environ or {}).items():
             patch.setenv(name, value)
-        # An engine with metrics sets this for its process. Left there, the next one's counts would begin with its own.
-        patch.setenv(_METRICS_DIRECTORY, "")
-        patch.delenv(_METRICS_DIRECTORY)
         inner = sglang.Engine(model_path=model, **chosen | arguments)
         try:
             yield Engine(inner, "host" if linker else "storage")

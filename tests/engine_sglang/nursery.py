@@ -5,38 +5,43 @@ process that has imported both and done nothing else, and are the same processes
 start kills the process that wanted it, so each has one of its own; what it wrote is kept.
 """
 
+import atexit
+import functools
 import importlib
-import json
 import multiprocessing
 import os
+import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
-import time
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from engines import Answer
 
-_READY: Final = "READY"
+_READY: Final = b"READY"
+END_S: Final = 60
 
 
 @dataclass(frozen=True)
 class Ran:
     """What became of one engine.
 
-    answers: of each step, in order: tokens, log-probabilities and hits of each prompt; of those steps that were done.
-    log: what all of its processes wrote.
+    answers, hits of: each step that was done, in order. log: what all of its processes wrote.
     failed: whether it did not start, or not answer all.
     """
 
-    answers: list[list[dict[str, Any]]]
+    answers: "list[list[Answer]]"
+    hits_of: list[list[int]]
     log: str
     failed: bool
 
@@ -47,22 +52,97 @@ class Ran:
         return found[0] if found else "it ended without a word"
 
     def answered(self, step: int) -> "list[Answer]":
-        from engines import Answer
-
-        return [Answer(tuple(each["tokens"]), tuple(each["logprobs"])) for each in self.answers[step]]
+        return self.answers[step]
 
     def hits(self, step: int) -> list[int]:
         """How many tokens of each prompt came from our storage."""
-        return [each["hits"] for each in self.answers[step]]
+        return self.hits_of[step]
+
+
+class EngineEnded(Exception):
+    """With what its processes wrote last, such as what was raised."""
+
+
+class Forked:
+    """An `engines.Engine` in a process of its own: its methods, and its `hits`."""
+
+    def __init__(self, connection: Connection, log: Path) -> None:
+        self._connection = connection
+        self._log = log
+        self.within_s: float | None = None
+        self.hits: list[int] = []
+
+    def __getattr__(self, method: str) -> Any:
+        return functools.partial(self.call, method)
+
+    def call(self, method: str, *given: Any, **named: Any) -> Any:
+        self.send((method, given, named))
+        return self.result()
+
+    def send(self, message: Any) -> None:
+        with suppress(BrokenPipeError):  # what it has said before it ended is there to be read
+            self._connection.send_bytes(pickle.dumps(message))
+
+    def result(self) -> Any:
+        """What the last call returned. Raises `EngineEnded`: what raises in an engine's process ends it."""
+        if not self._connection.poll(self.within_s):
+            raise EngineEnded(f"no answer within {self.within_s} s: {self.log[-4000:]}")
+        try:
+            result, self.hits = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            raise EngineEnded(self.log[-4000:]) from None
+        return result
+
+    @property
+    def log(self) -> str:
+        """What its processes have written."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def end(self) -> None:
+        """Shut it down and wait until nothing of it runs. What does not end is killed."""
+        with suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(None))
+        with suppress(EOFError):
+            while self._connection.poll(END_S):
+                self._connection.recv_bytes()
+        self._connection.close()
 
 
 class Nursery:
-    """Runs one engine after the other."""
+    """The process that engines are forked from. control: our end of a socket to it."""
 
-    def __init__(self, process: "subprocess.Popen[str]", directory: Path) -> None:
-        self._process = process
+    def __init__(self, control: socket.socket, directory: Path) -> None:
+        self._control = control
         self._directory = directory
-        self._runs = 0
+        self._engines = 0
+
+    @contextmanager
+    def started(
+        self,
+        model: str,
+        *,
+        faults: Mapping[str, Sequence[Any]] | None = None,
+        within_s: float | None = None,
+        **given: Any,
+    ) -> Iterator[Forked]:
+        """An engine, as `engines.in_this_process` starts it.
+
+        faults: functions of `faults` that are called before the engine starts, by name, and what they are given.
+        within_s: what its start and each call may take; None for what the test may.
+        """
+        self._engines += 1
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"x"], [theirs.fileno()])
+        forked = Forked(Connection(ours.detach()), self._directory / f"{self._engines}.log")
+        forked.within_s = within_s
+        asked = {"model": model, "faults": faults or {}, "given": given}
+        forked.send(asked | {"log": str(forked._log), "environ": dict(os.environ), "path": sys.path})
+        try:
+            forked.result()
+            yield forked
+        finally:
+            forked.end()
 
     def run(
         self,
@@ -74,121 +154,130 @@ class Nursery:
         faults: Mapping[str, Sequence[Any]] | None = None,
         **arguments: Any,
     ) -> Ran:
-        """steps: `{"ask": prompts}`, one after the other with the engine's own caches emptied in between;
+        """One engine that may fail.
+
+        steps: `{"ask": prompts}`, one after the other with the engine's own caches emptied in between;
         `{"ask_about": questions}`, likewise of `Engine.ask_about`; `{"ask_at_once": prompts}`; `{"detach": None}`;
         `{"scale": [host pool, factor]}`, as `engines.corrupt`.
-        faults: functions of `faults` that are called before the engine starts, by name, and what they are given.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._runs += 1
-        log, out = self._directory / f"{self._runs}.log", self._directory / f"{self._runs}.json"
-        asked = {"model": model, "steps": steps, "cache": cache, "arguments": arguments, "within_s": within_s}
-        asked["faults"] = faults or {}
-        print(json.dumps(asked | {"log": str(log), "out": str(out)}), file=self._process.stdin, flush=True)
-        status = self._process.stdout.readline().strip()
-        assert status, "the process that engines are forked from has ended"
-        answers = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        return Ran(answers, log.read_text(errors="replace") if log.exists() else "", status != "0")
+        from engines import corrupt
+
+        answers, hits, failed = [], [], False
+        try:
+            with self.started(model, cache=cache, faults=faults, within_s=within_s, **arguments) as forked:
+                for step in steps:
+                    ((what, given),) = step.items()
+                    answered = []
+                    if what == "scale":
+                        corrupt(*given)
+                    elif what == "detach":
+                        forked.flush()
+                        forked.detach()
+                    else:
+                        named = {"ask": "ask_in_turn", "ask_about": "ask_about", "ask_at_once": "ask"}
+                        answered = forked.call(named[what], given)
+                    answers.append(answered)
+                    hits.append(list(forked.hits))
+        except EngineEnded:
+            failed = True
+        log = (self._directory / f"{self._engines}.log").read_text(errors="replace")
+        return Ran(answers, hits, log, failed)
 
 
-@contextmanager
-def nursery(directory: Path) -> Iterator[Nursery]:
-    """directory: for what engines write."""
-    here = subprocess.Popen(
-        [sys.executable, __file__, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert here.stdin is not None and here.stdout is not None
-    try:
-        assert here.stdout.readline().strip() == _READY
-        yield Nursery(here, directory)
-    finally:
-        here.stdin.close()
-        here.wait(timeout=60)
+@functools.cache
+def nursery() -> Nursery:
+    """The one of this process, which ends with it."""
+    directory = tempfile.TemporaryDirectory(prefix="kv-engines")
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, __file__, str(theirs.fileno()), *sys.path]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+
+    def end() -> None:
+        ours.close()
+        process.wait(END_S)
+        directory.cleanup()
+
+    atexit.register(end)
+    assert ours.recv(len(_READY)) == _READY, "the process that engines are forked from has ended"
+    return Nursery(ours, Path(directory.name))
 
 
-def _serve(requests: IO[str], answers: IO[str]) -> None:
-    for line in requests:
-        asked = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _child(asked)
-        print(_wait(pid, asked["within_s"]), file=answers, flush=True)
+def _serve(control: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a keeper ended
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        (descriptor,) = descriptors
+        if os.fork() == 0:
+            control.close()
+            _keep(descriptor)
+        os.close(descriptor)
 
 
-def _wait(pid: int, within_s: float) -> int:
-    """The status that the child ended with. Then its descendants end too, which are in its session."""
-    until = time.monotonic() + within_s
-    status = 1
-    while time.monotonic() < until:
-        ended, code = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            status = os.waitstatus_to_exitcode(code)
-            break
-        time.sleep(0.05)
-    else:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+def _keep(descriptor: int) -> None:
+    """Fork the engine's process and wait for it. Then its descendants end too, which are in its session; and last the
+    connection, by which the test knows."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        _child(Connection(descriptor))
+    os.waitpid(pid, 0)
     with suppress(ProcessLookupError):  # none is left
         os.killpg(pid, signal.SIGKILL)
-    return status
+    os._exit(0)
 
 
-def _child(asked: dict[str, Any]) -> None:
+def _child(connection: Connection) -> None:
     os.setsid()
+    asked = pickle.loads(connection.recv_bytes())
     log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    status = 1
+    for taken, given in ((0, nothing), (1, log), (2, log)):
+        os.dup2(given, taken)
+    os.environ.clear()
+    os.environ.update(asked["environ"])
+    sys.path[:] = asked["path"]
+    importlib.invalidate_caches()
+    has_ended = False
     try:
-        _run(asked)
-        status = 0
+        _run(asked, connection)
+        has_ended = True
     finally:
-        if status:
+        if not has_ended:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(0)
 
 
-def _run(asked: dict[str, Any]) -> None:
+def _run(asked: dict[str, Any], connection: Connection) -> None:
     import faults
-    from engines import corrupt, started
+    from engines import in_this_process
 
     for name, given in asked["faults"].items():
         getattr(faults, name)(*given)  # the engine's processes are forked from this one
-    with started(asked["model"], cache=asked["cache"], **asked["arguments"]) as engine, open(asked["out"], "w") as out:
-        for step in asked["steps"]:
-            ((what, given),) = step.items()
-            answers = []
-            if what == "scale":
-                corrupt(*given)
-            elif what == "detach":
-                engine.flush()
-                engine.detach()
-            else:
-                ask = {"ask": engine.ask_in_turn, "ask_about": engine.ask_about, "ask_at_once": engine.ask}[what]
-                answers = ask(given)
-            done = [
-                {"tokens": answer.tokens, "logprobs": answer.logprobs, "hits": hits}
-                for answer, hits in zip(answers, engine.hits, strict=False)
-            ]
-            print(json.dumps(done), file=out, flush=True)
+    with in_this_process(asked["model"], **asked["given"]) as engine:
+        connection.send_bytes(pickle.dumps((None, [])))
+        while (called := pickle.loads(connection.recv_bytes())) is not None:
+            method, given, named = called
+            result = getattr(engine, method)(*given, **named)
+            connection.send_bytes(pickle.dumps((result, engine.hits)))
 
 
 def _main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what SGLang prints is no answer
-    sys.path[:] = sys.argv[1:]
+    control = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(control.fileno(), False)
+    sys.path[:] = sys.argv[2:]
     for name in ("entrypoints.engine", "managers.detokenizer_manager", "managers.scheduler", "models.registry"):
         importlib.import_module(f"sglang.srt.{name}")
     sys.modules["sglang.srt.models.registry"].ModelRegistry.get_supported_archs()
     # SGLang asks for `spawn` before it starts its processes.
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *_given, **_named: None  # type: ignore[assignment]
-    print(_READY, file=answers, flush=True)
-    _serve(sys.stdin, answers)
+    control.send(_READY)
+    _serve(control)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
     python second_node.py ARGUMENTS
 
-ARGUMENTS: JSON of what `engines.started` takes.
+ARGUMENTS: JSON of what `engines.in_this_process` takes.
 """
 
 import json
 import sys
 
-from engines import started
+from engines import in_this_process
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    with started(given.pop("model"), node_rank=1, **given):
+    with in_this_process(given.pop("model"), node_rank=1, **given):
         raise AssertionError("SGLang does not return to the caller of a second node")
 
 

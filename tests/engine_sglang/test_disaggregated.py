@@ -33,7 +33,7 @@ def whole_pages(number: int) -> int:
 def prefill_by_sglang(engine: Engine, prompts: list[list[int]], server: ServerProcess) -> None:
     before = chunks_in(server)
     for prompt in prompts:
-        engine.inner.generate(input_ids=[prompt], sampling_params={"temperature": 0, "max_new_tokens": 1})
+        engine.ask([prompt], new_tokens=1)
     wanted = before + len({tuple(prompt[:at]) for prompt in prompts for at in range(PAGE, len(prompt) + 1, PAGE)})
     until(lambda: chunks_in(server) >= wanted, 60)  # SGLang stores behind its answer
 
