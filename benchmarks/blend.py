@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "deviation 30 %": {"share": 0.3},
     "everything": {"share": 1.0},
 }
-DOCUMENTS, DOCUMENT_TOKENS, ANSWER_TOKENS = 4, 300, 3
+DOCUMENTS, DOCUMENT_TOKENS, ANSWER_TOKENS = 4, 300, 5
 SYSTEM = "You are an assistant. Answer from these documents.\n\n"
 ANIMALS = ("fox", "otter", "heron", "badger", "lynx", "crane", "beaver", "falcon")
 COLOURS = ("red", "green", "blue", "white", "black", "golden", "silver", "violet")

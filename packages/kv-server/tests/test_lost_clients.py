@@ -43,7 +43,7 @@ pool = None
 if does_map:
     pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.connection.take_descriptor())
 opening.connection.drop_descriptors()
-leased = opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(4)), "w", 0.0, None))
+leased = opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(4)), "w", {}))
 assert len(leased.slots) == 4
 opening.connection.close()
 print("lost", flush=True)

@@ -48,7 +48,7 @@ _ARGUMENTS: Final = {
 
 
 class CompiledKernels(CLibrary):
-    """`Kernels` in C."""
+    """`CodecKernels` in C."""
 
     name = "compiled"
     _local = threading.local()
