@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from blending import CACHE, FIRST, SECOND, Blending, Prompt, exact_answers, interleave
+import torch
+from blending import CACHE, DOCUMENTS, FIRST, SECOND, Blending, Prompt, exact_answers, interleave
 from engines import Answer, started
 from kv_blend import request_fields
 from kv_testing.tiny import TinyLlama
@@ -87,3 +88,42 @@ def test_an_engine_that_cannot_blend_says_why_and_is_exact(model: str, exact: di
             {"refused": "kv_blend: this engine does not blend: its chunks have the format blocks, not canonical"}
         ]
         engine.assert_at_rest()
+
+
+ROTATIONS: dict[str, dict[str, object]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 1024},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["llama3", *(pytest.param(name, marks=pytest.mark.long) for name in ("linear", "dynamic", "yarn"))]
+)
+def test_keys_of_every_rotation_are_moved(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proven on the model at its first plan. The control: without the scaling, the proof fails and the plan with it."""
+    from kv_blend.vllm import rotations
+
+    overrides = {"hf_overrides": {"rope_parameters": {"rope_theta": 10000.0, **ROTATIONS[name]}}}
+    alone = Prompt((1,))
+    with started(model, cache=None, **overrides) as plain:
+        expected = plain.ask([alone.tokens])
+    with started(model, cache=CACHE, connector="KVBlendConnector", **overrides) as inner:
+        engine = Blending(inner.llm)
+        assert engine.blend([alone], share=0.0) == expected
+        assert "refused" not in engine.reports[0]
+        engine.blend([SECOND], share=0.0)
+        assert engine.reports[0]["held_tokens"] == len(DOCUMENTS[1])
+    monkeypatch.setattr(rotations, "_frequencies", lambda _rotary: 10000.0 ** -(torch.arange(16) / 16))
+    with started(model, cache=CACHE, connector="KVBlendConnector", **overrides) as inner:
+        engine = Blending(inner.llm)
+        assert engine.blend([alone], share=0.0) == expected
+        assert "computed whole" in engine.reports[0]["refused"]
