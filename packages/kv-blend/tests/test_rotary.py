@@ -38,7 +38,7 @@ def test_moving_is_rotating_for_the_new_position(
     positions = position + torch.arange(5)
     here = rotated(keys, positions, pairing, frequencies).float()
     there = rotated(keys, positions + distance, pairing, frequencies)
-    moved = Rotation(pairing, frequencies).moved(here, torch.full((5,), distance))
+    moved = Rotation(pairing, frequencies).moved(here, distance)
     assert moved.dtype == torch.float32
     torch.testing.assert_close(moved.double(), there, atol=1e-5, rtol=0)
 
@@ -49,7 +49,7 @@ def test_a_rounded_key_is_rounded_once_more(dtype: torch.dtype, error: float) ->
     frequencies = 10000.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
     positions = torch.arange(100)
     here = rotated(keys, positions, "halves", frequencies).to(dtype)
-    moved = Rotation("halves", frequencies).moved(here, torch.full((100,), 1234))
+    moved = Rotation("halves", frequencies).moved(here, 1234)
     there = rotated(keys, positions + 1234, "halves", frequencies)
     assert moved.dtype == dtype
     assert (moved.double() - there).norm() < error * there.norm()
@@ -57,4 +57,4 @@ def test_a_rounded_key_is_rounded_once_more(dtype: torch.dtype, error: float) ->
 
 def test_keys_without_positions_stay() -> None:
     keys = torch.randn(5, HEADS, DIM)
-    assert UNROTATED.moved(keys, torch.full((5,), 7)) is keys
+    assert UNROTATED.moved(keys, 7) is keys

@@ -24,13 +24,13 @@ class Rotation:
     pairing: Pairing
     frequencies: torch.Tensor
 
-    def moved(self, keys: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
-        """keys: [tokens, heads, head_dim], rotated dimensions first. distances: int64 of tokens, the positions by which
-        each moves. The result has the keys' dtype."""
-        if self.pairing == "none":
+    def moved(self, keys: torch.Tensor, distance: int) -> torch.Tensor:
+        """keys: [tokens, heads, head_dim], rotated dimensions first. distance: by how many positions all of them move.
+        The result has the keys' dtype."""
+        if self.pairing == "none" or not distance:
             return keys
-        angles = distances.to(torch.float64)[:, None] * self.frequencies.to(torch.float64)  # exact for long distances
-        cosine, sine = angles.cos().float()[:, None], angles.sin().float()[:, None]
+        angles = distance * self.frequencies.to(torch.float64)  # in float32 a long distance would lose digits
+        cosine, sine = angles.cos().float(), angles.sin().float()
         rotated = 2 * self.frequencies.numel()
         planes = keys[..., :rotated].float()
         first, second = planes.chunk(2, -1) if self.pairing == "halves" else (planes[..., ::2], planes[..., 1::2])

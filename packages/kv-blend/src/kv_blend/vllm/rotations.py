@@ -46,14 +46,13 @@ def prove_rotations(
     with keys_of(layers) as measured:
         forward.compute([BatchEntry(blocks, tokens, 0, distance)])
     there = {name: keys.reshape(len(tokens), -1, head_dim) for name, keys in measured.items()}
-    distances = torch.full((len(tokens),), distance, device=next(iter(here.values())).device)
     found = {}
     candidates: dict[int, list[Rotation]] = {}  # layers share rotary modules
     for name, rotary in _rotary_of(forward.model, layers).items():
         if id(rotary) not in candidates:
-            candidates[id(rotary)] = [UNROTATED, *_candidates(rotary, distances.device)]
+            candidates[id(rotary)] = [UNROTATED, *_candidates(rotary, next(iter(here.values())).device)]
         for rotation in candidates[id(rotary)]:
-            difference = (rotation.moved(here[name], distances).float() - there[name].float()).norm()
+            difference = (rotation.moved(here[name], distance).float() - there[name].float()).norm()
             if difference <= _TOLERANCE.get(here[name].dtype, 1e-3) * there[name].float().norm():
                 found[name] = rotation
                 break

@@ -250,13 +250,12 @@ class BlendWorker:
             for extent in lease.extents
         ]
         slots = self._forward.slots(step.blocks, begin, segment.end)
-        distances = torch.full((segment.end - begin,), segment.first - context, device=slots.device)
         measured = torch.empty(0)
         for number, rotation in enumerate(self._rotations):
             keys, values = (
                 torch.cat([chunk[part, number] for chunk in chunks])[rows].to(slots.device) for part in (0, 1)
             )
-            moved = rotation.moved(keys, distances)
+            moved = rotation.moved(keys, segment.first - context)
             self._group.update(number, {"k": moved, "v": values}, slots)
             if number == self._measured_layer:
                 measured = moved
