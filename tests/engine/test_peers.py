@@ -19,6 +19,7 @@ from kv_testing.peers import PATIENT
 from kv_testing.servers import Proxy
 from kv_testing.two_hosts import Disturbance, TwoHosts, available
 from kv_testing.wait import until
+from kv_tiers.tier_state import SpillCounts
 
 SMALL = "2MiB"  # four of the six chunks that the prompts make
 LARGE = "64MiB"
@@ -68,6 +69,11 @@ def joined(server: ServerProcess) -> dict[str, Any]:
     return {"server": {"socket": str(server.socket)}}
 
 
+def spills_of(server: ServerProcess) -> SpillCounts:
+    """To its first lower tier."""
+    return cache_of(server).tiers[0].spill
+
+
 def cache_of(server: ServerProcess) -> CacheReport:
     answer = ask_server(server.socket, wire.Status())
     assert isinstance(answer, wire.Stated)
@@ -101,14 +107,14 @@ def test_what_an_engine_computed_is_a_hit_of_another_hosts(
     with started(tiny_llama, cache=joined(there)) as first:
         for prompt, answer in zip(PROMPTS, reference, strict=True):
             assert first.ask([prompt]) == [answer]
-            until(lambda: cache_of(there).tiers[0].waiting == cache_of(there).tiers[0].under_way == 0)
+            until(lambda: spills_of(there).waiting == spills_of(there).under_way == 0)
     assert cache_of(there).counts.chunks_resident == (6 if capacity_bytes == LARGE else 4)
     here = hosts.serve(1, LARGE, peer=there.peers)
     with started(tiny_llama, cache=joined(here)) as second:
         assert second.ask_in_turn(PROMPTS) == reference
         assert second.hits == WARM_HITS
         second.assert_at_rest()
-        assert cache_of(here).tiers[1].loaded == 6
+        assert cache_of(here).tiers[1].lane.loaded == 6
         if hosts.apart is not None:  # what came is here, and what has not is a miss
             hosts.apart.cut()
             assert second.ask([PROMPTS[0]]) == [reference[0]]
@@ -152,8 +158,8 @@ def test_bytes_that_are_flipped_on_the_way_are_a_miss_and_the_same_tokens(
         assert second.ask_in_turn(PROMPTS) == reference
         assert second.hits == [0, 512, 512, 768, 0, 0]  # as if there were no peer
         second.assert_at_rest()
-        assert cache_of(here).tiers[1].damaged >= 1
-        assert cache_of(here).tiers[1].loaded == 0
+        assert cache_of(here).tiers[1].lane.damaged >= 1
+        assert cache_of(here).tiers[1].lane.loaded == 0
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def has_stored_below(server: ServerProcess) -> bool:
     answer = ask_server(server.socket, wire.Status())
     assert isinstance(answer, wire.Stated)
     (tier,) = answer.report.caches[0].tiers
-    return tier.chunks == CHUNKS and not (tier.waiting or tier.under_way)
+    return tier.usage.chunks == CHUNKS and not (tier.spill.waiting or tier.spill.under_way)
 
 
 def assert_at_rest(engine: Engine) -> None:
