@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # These tests count what is found. Whether loading it pays, on a tiny model and a busy machine, is another matter.
 os.environ.setdefault("KV_USE", "always")
+
+# What vLLM finds out about a class of models, for which it imports all of itself in another process: once a machine.
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(sys.prefix) / "vllm_cache"))
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
