@@ -31,7 +31,7 @@ help: ## print this
 demo: ## a trained model answers about a document, across requests and processes (ENGINE=sglang or both; MODEL=tiny or a name); BLEND=1: about six in two orders
 ifdef BLEND
 	@scripts/setup.sh vllm
-	@model="$(or $(MODEL),$$(scripts/setup.sh smollm2 | tail -n 1))" && $(VLLM)/python demo/blend.py --model "$$model"
+	@model="$(or $(MODEL),$$(scripts/setup.sh smollm2 | tail -n 1))" && $(ONE_THREAD) $(VLLM)/python demo/blend.py --model "$$model"
 else
 	@for engine in $(DEMO_ENGINES); do scripts/setup.sh $$engine || exit; done
 	@model="$(or $(MODEL),$$(scripts/setup.sh smollm2))" || model=tiny; \
