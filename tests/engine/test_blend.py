@@ -15,24 +15,18 @@ from engines import Answer, empty_the_pool, started
 from kv_blend import BlendPlan, request_fields
 from kv_blend.plan import KEY
 from kv_connect.engine import engines
-from kv_testing.tiny import TinyLlama
 from kv_testing.wait import until
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(TinyLlama().write(tmp_path_factory.mktemp("blend") / "tiny"))
+def exact(tiny_llama: str) -> dict[Prompt, Answer]:
+    return exact_answers(tiny_llama)
 
 
 @pytest.fixture(scope="module")
-def exact(model: str) -> dict[Prompt, Answer]:
-    return exact_answers(model)
-
-
-@pytest.fixture(scope="module")
-def only_engine(model: str, exact: dict[Prompt, Answer]) -> Iterator[Blending]:
+def only_engine(tiny_llama: str, exact: dict[Prompt, Answer]) -> Iterator[Blending]:
     del exact  # asked for first: a process has one engine at a time
-    with started(model, cache=CACHE, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
+    with started(tiny_llama, cache=CACHE, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
         yield Blending(inner.llm)
 
 

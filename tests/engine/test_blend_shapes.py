@@ -7,17 +7,13 @@ import torch
 from blending import CACHE, DOCUMENTS, FIRST, SECOND, Blending, Prompt, exact_answers, interleave
 from engines import Answer, started
 from kv_blend import request_fields
-from kv_testing.tiny import TinyLlama
+from kv_blend.vllm.scheduler import BlendScheduler
+from kv_blend.vllm.worker import BlendWorker
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(TinyLlama().write(tmp_path_factory.mktemp("blend") / "tiny"))
-
-
-@pytest.fixture(scope="module")
-def exact(model: str) -> dict[Prompt, Answer]:
-    return exact_answers(model)
+def exact(tiny_llama: str) -> dict[Prompt, Answer]:
+    return exact_answers(tiny_llama)
 
 
 @pytest.mark.parametrize(
@@ -26,13 +22,13 @@ def exact(model: str) -> dict[Prompt, Answer]:
 )
 @pytest.mark.timeout(1800)
 def test_exact_requests_never_see_approximate_kv_through_tiers_and_restarts(
-    model: str, exact: dict[Prompt, Answer], tmp_path: Path, lives: int, rounds: int
+    tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path, lives: int, rounds: int
 ) -> None:
     tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "1GiB"}
     cache = {"host": {"capacity_bytes": "4MiB"}, "tiers": [tier], "cold": {"wait_s": 5.0}}
     asked = 0
     for life in range(lives):
-        with started(model, cache=cache, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
+        with started(tiny_llama, cache=cache, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
             engine = Blending(inner.llm)
             wrong, some = interleave(engine, exact, rounds, seed=life)
             assert wrong == 0
@@ -42,21 +38,21 @@ def test_exact_requests_never_see_approximate_kv_through_tiers_and_restarts(
 
 
 def test_segments_for_which_the_pool_has_no_room_are_computed_in_their_places(
-    model: str, exact: dict[Prompt, Answer]
+    tiny_llama: str, exact: dict[Prompt, Answer]
 ) -> None:
     """Then nothing of them is approximate."""
     small = {"host": {"capacity_bytes": "1MiB"}}  # two of the seven chunks that the documents need
-    with started(model, cache=small, connector="KVBlendConnector") as inner:
+    with started(tiny_llama, cache=small, connector="KVBlendConnector") as inner:
         engine = Blending(inner.llm)
         assert engine.blend([Prompt((3, 2, 1))], share=0.0) != [exact[Prompt((3, 2, 1))]]  # some are reused
         assert engine.blend([SECOND], share=1.0) == [exact[SECOND]]
         engine.assert_at_rest()
 
 
-def test_a_long_plan_takes_several_steps_and_others_go_on(model: str, exact: dict[Prompt, Answer]) -> None:
+def test_a_long_plan_takes_several_steps_and_others_go_on(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     """No step waits for more than one forward pass of `max_num_batched_tokens`."""
     arguments = {"max_num_batched_tokens": 512, "enable_prefix_caching": True}
-    with started(model, cache=CACHE, connector="KVBlendConnector", **arguments) as inner:
+    with started(tiny_llama, cache=CACHE, connector="KVBlendConnector", **arguments) as inner:
         engine = Blending(inner.llm)
         assert engine.blend([FIRST, SECOND], share=1.0) == [exact[FIRST], exact[SECOND]]
         assert engine.blend([Prompt((0,))], share=0.0) == [exact[Prompt((0,))]]
@@ -67,9 +63,9 @@ def test_a_long_plan_takes_several_steps_and_others_go_on(model: str, exact: dic
 
 
 @pytest.mark.slow
-def test_scheduler_and_worker_in_a_process_of_their_own(model: str, exact: dict[Prompt, Answer]) -> None:
+def test_scheduler_and_worker_in_a_process_of_their_own(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     with started(
-        model, cache=CACHE, connector="KVBlendConnector", own_process=True, enable_prefix_caching=True
+        tiny_llama, cache=CACHE, connector="KVBlendConnector", own_process=True, enable_prefix_caching=True
     ) as inner:
         engine = Blending(inner.llm)
         assert engine.blend([FIRST, SECOND], share=1.0) == [exact[FIRST], exact[SECOND]]
@@ -79,9 +75,9 @@ def test_scheduler_and_worker_in_a_process_of_their_own(model: str, exact: dict[
         assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
 
 
-def test_an_engine_that_cannot_blend_says_why_and_is_exact(model: str, exact: dict[Prompt, Answer]) -> None:
+def test_an_engine_that_cannot_blend_says_why_and_is_exact(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     cache = CACHE | {"format": "blocks"}
-    with started(model, cache=cache, connector="KVBlendConnector") as inner:
+    with started(tiny_llama, cache=cache, connector="KVBlendConnector") as inner:
         engine = Blending(inner.llm)
         assert engine.blend([SECOND]) == [exact[SECOND]]
         assert engine.reports == [
@@ -108,22 +104,47 @@ ROTATIONS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize(
     "name", ["llama3", *(pytest.param(name, marks=pytest.mark.long) for name in ("linear", "dynamic", "yarn"))]
 )
-def test_keys_of_every_rotation_are_moved(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_every_rotation_are_moved(name: str, tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proven on the model at its first plan. The control: without the scaling, the proof fails and the plan with it."""
     from kv_blend.vllm import rotations
 
     overrides = {"hf_overrides": {"rope_parameters": {"rope_theta": 10000.0, **ROTATIONS[name]}}}
     alone = Prompt((1,))
-    with started(model, cache=None, **overrides) as plain:
+    with started(tiny_llama, cache=None, **overrides) as plain:
         expected = plain.ask([alone.tokens])
-    with started(model, cache=CACHE, connector="KVBlendConnector", **overrides) as inner:
+    with started(tiny_llama, cache=CACHE, connector="KVBlendConnector", **overrides) as inner:
         engine = Blending(inner.llm)
         assert engine.blend([alone], share=0.0) == expected
         assert "refused" not in engine.reports[0]
         engine.blend([SECOND], share=0.0)
         assert engine.reports[0]["held_tokens"] == len(DOCUMENTS[1])
     monkeypatch.setattr(rotations, "_frequencies", lambda _rotary: 10000.0 ** -(torch.arange(16) / 16))
-    with started(model, cache=CACHE, connector="KVBlendConnector", **overrides) as inner:
+    with started(tiny_llama, cache=CACHE, connector="KVBlendConnector", **overrides) as inner:
         engine = Blending(inner.llm)
         assert engine.blend([alone], share=0.0) == expected
         assert "computed whole" in engine.reports[0]["refused"]
+
+
+FUNCTIONS = [
+    *((BlendScheduler, name) for name in ("read", "match", "allocated", "take_steps", "ended", "finished")),
+    *((BlendWorker, name) for name in ("add", "advance")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "name"), FUNCTIONS, ids=lambda one: getattr(one, "__name__", one))
+def test_whatever_raises_below_a_hook_the_engine_goes_on(
+    part: type, name: str, tiny_llama: str, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is off from then on; no request waits for ever, and tokens are right."""
+
+    def fails(*_arguments: object, **_named: object) -> object:
+        raise KeyError("a bug of ours")
+
+    with started(tiny_llama, cache=CACHE, connector="KVBlendConnector") as inner:
+        engine = Blending(inner.llm)
+        monkeypatch.setattr(part, name, fails)
+        for _ in range(2):
+            assert engine.blend([FIRST, SECOND], share=1.0) == [exact[FIRST], exact[SECOND]]
+            assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+        assert "a bug of ours" in engine.inside("kv_snapshot")["off"]

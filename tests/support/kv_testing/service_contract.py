@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import MisuseError
 from kv_core.extent import HostExtent
@@ -74,6 +75,13 @@ class ServiceContract:
         assert self.service.release(read)
         self.service.end("r")
         assert self.assert_at_rest().chunks_hit == 3
+
+    def test_an_option_that_does_not_exist_is_refused(self) -> None:
+        """In whichever process the cache runs: a mistyped one would otherwise be ignored."""
+        for call in (self.service.lookup, self.service.begin_store):
+            with pytest.raises(TypeError, match="hold_seconds"):
+                call(key_chain(1), "r", hold_seconds=1.0)  # type: ignore[call-arg]
+        self.assert_at_rest()
 
     def test_nothing_is_found_before_its_commit(self) -> None:
         keys = key_chain(2)

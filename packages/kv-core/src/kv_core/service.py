@@ -113,6 +113,18 @@ class CacheCounts:
     bytes_loaded: int = 0
 
 
+def check_options(options: Mapping[str, object], kind: type) -> None:
+    """For a service that passes options on without naming them.
+
+    kind: `LookupOptions` or `StoreOptions`.
+
+    Raises:
+        TypeError: an option that this kind does not have.
+    """
+    if unknown := options.keys() - kind.__annotations__.keys():
+        raise TypeError(f"{kind.__name__} have no {', '.join(sorted(unknown))}")
+
+
 class LookupOptions(TypedDict, total=False):
     """Keyword arguments of a lookup. They pass through sessions and nodes as they are.
 

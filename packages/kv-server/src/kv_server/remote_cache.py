@@ -39,6 +39,7 @@ from kv_core.service import (
     ReadLease,
     StoreOptions,
     WriteLease,
+    check_options,
 )
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.changes import Change, Changes
@@ -146,6 +147,7 @@ class RemoteCache:
         shape: ChunkShape = PLAIN,
         **options: Unpack[LookupOptions],
     ) -> LookupPlan:
+        check_options(options, LookupOptions)
         keys_per_chunk = shape.keys_per_chunk
         if len(keys) % keys_per_chunk:
             raise MisuseError(
@@ -200,6 +202,7 @@ class RemoteCache:
             return ReadLease(lease, wanted, self.pool.extents(wanted, leased.slots))
 
     def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, **options: Unpack[StoreOptions]) -> WriteLease:
+        check_options(options, StoreOptions)
         request = wire.BeginStore(wire.pack_keys(keys[: wire.MAX_KEYS]), _name_of(holder), options)
         with self._lock:
             leased = self._ask(request, wire.WriteLeased, lasts=True)

@@ -26,6 +26,22 @@ from kv_blend.vllm.scheduler import BlendScheduler
 from kv_blend.vllm.worker import BlendWorker, Limits
 
 
+def _refuse_request(self: "KVBlendConnector", request: Any, *_arguments: Any) -> None:
+    """It waits for a load: the exact half's next step refuses it."""
+    self._unplanned.add(request.request_id)
+
+
+def _without_steps(self: "KVBlendConnector", exact: KVConnectorMetadata) -> KVConnectorMetadata:
+    if self._blend is not None:
+        self._unplanned |= self._blend.give_up()
+    return exact
+
+
+def _lose_steps(self: "KVBlendConnector", sent: BlendMetadata) -> None:
+    """Report these requests as failed in the next step."""
+    self._blend_lost |= {step.request_id for step in sent.steps}
+
+
 def why_not_blended(vllm_config: Any, engine: Any) -> str:
     """Why this engine's requests cannot be blended; empty if they can."""
     parallel, model, facts = vllm_config.parallel_config, vllm_config.model_config, engine.facts
@@ -98,18 +114,13 @@ class KVBlendConnector(KVTiersConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._blend is not None and self._is_blended(request):
-            if num_external_tokens:
-                self._blend.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
-            return
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not self._is_blended(request):
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        elif num_external_tokens:
+            self._allocate_blend(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        exact = super().build_connector_meta(scheduler_output)
-        if self._blend is None or not self._blend.is_loading:
-            return exact
-        space = None if self._scheduler is None else self._scheduler.space
-        return BlendMetadata(exact, self._blend.take_steps(), b"" if space is None else space.fingerprint)
+        return self._with_steps(super().build_connector_meta(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         failed = connector_output.failed_recving or set()
@@ -125,8 +136,7 @@ class KVBlendConnector(KVTiersConnector):
         return self._with_report(request, super().request_finished_all_groups(request, block_ids))
 
     def shutdown(self) -> None:
-        if self._blend_worker is not None:
-            self._blend_worker.give_up()
+        self._stop_blend()
         super().shutdown()
 
     # The bodies of the hooks.
@@ -140,7 +150,8 @@ class KVBlendConnector(KVTiersConnector):
         assert isinstance(groups, list)  # they were bound
         (group,) = groups
         assert isinstance(group, LayerGroup)
-        names = {id(tensor): name for name, tensor in kv_caches.items()}
+        # Of layers that share KV the first one computes it.
+        names = {id(tensor): name for name, tensor in reversed(kv_caches.items())}
         layers = config.compilation_config.static_forward_context
         scheduler = config.scheduler_config
         self._blend_worker = BlendWorker(
@@ -150,12 +161,17 @@ class KVBlendConnector(KVTiersConnector):
             Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, config.model_config.max_model_len),
         )
 
-    @guarded(always(None), even_off=True)
+    @guarded(_lose_steps, even_off=True)
     def _begin_blend(self, sent: BlendMetadata) -> None:
         if self._blend_worker is None:
-            self._blend_lost |= {step.request_id for step in sent.steps}
+            _lose_steps(self, sent)
         else:
             self._blend_worker.add(sent.steps, sent.space_id)
+
+    @guarded(always(None), even_off=True)
+    def _stop_blend(self) -> None:
+        if self._blend_worker is not None:
+            self._blend_worker.give_up()
 
     @guarded(always((set(), set())), even_off=True)
     def _advance_blend(self) -> tuple[set[str], set[str]]:
@@ -181,6 +197,18 @@ class KVBlendConnector(KVTiersConnector):
         assert self._blend is not None
         matched = self._blend.match(request.request_id, computed)
         return matched, bool(matched)
+
+    @guarded(_refuse_request)
+    def _allocate_blend(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        assert self._blend is not None
+        self._blend.allocated(request.request_id, blocks.get_block_ids()[0], external_tokens)
+
+    @guarded(_without_steps, even_off=True)
+    def _with_steps(self, exact: KVConnectorMetadata) -> KVConnectorMetadata:
+        if self._blend is None or not self._blend.is_loading:
+            return exact
+        space = None if self._scheduler is None else self._scheduler.space
+        return BlendMetadata(exact, self._blend.take_steps(), b"" if space is None else space.fingerprint)
 
     @guarded(always(None), even_off=True)
     def _end_blend(self, finished: Iterable[str], failed: set[str]) -> None:

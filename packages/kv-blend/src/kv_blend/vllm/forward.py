@@ -117,7 +117,7 @@ class EngineForward:
         for group in (group for groups in self._runner.attn_groups for group in groups):
             built = group.build_metadata(copy(common), 0)
             metadata.update(dict.fromkeys(group.layer_names, built))
-        # Compiled, the model would not call the hooks by which `KeysOf` listens, and would be compiled for new shapes.
+        # Compiled, the model would not call the hooks of `keys_of`, and would be compiled for new shapes.
         with set_forward_context(
             metadata,
             self._runner.vllm_config,
@@ -145,15 +145,15 @@ def keys_of(layers: Mapping[str, torch.nn.Module], *, last: str = "") -> Iterato
     """
     found: dict[str, torch.Tensor] = {}
 
-    def listen(name: str) -> Callable[..., None]:
-        def hear(_layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+    def recorder(name: str) -> Callable[..., None]:
+        def record(_layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
             found[name] = arguments[1]
             if name == last:
                 raise _EnoughError
 
-        return hear
+        return record
 
-    hooks = [layer.register_forward_pre_hook(listen(name)) for name, layer in layers.items()]
+    hooks = [layer.register_forward_pre_hook(recorder(name)) for name, layer in layers.items()]
     try:
         yield found
     except _EnoughError:

@@ -51,12 +51,12 @@ def prove_rotations(
     for name, rotary in _rotary_of(forward.model, layers).items():
         if id(rotary) not in candidates:
             candidates[id(rotary)] = [UNROTATED, *_candidates(rotary, next(iter(here.values())).device)]
-        for rotation in candidates[id(rotary)]:
-            difference = (rotation.moved(here[name], distance).float() - there[name].float()).norm()
-            if difference <= _TOLERANCE.get(here[name].dtype, 1e-3) * there[name].float().norm():
-                found[name] = rotation
-                break
-        else:
+
+        def error(rotation: Rotation, before: torch.Tensor = here[name], after: torch.Tensor = there[name]) -> float:
+            return float((rotation.moved(before, distance).float() - after.float()).norm() / after.float().norm())
+
+        found[name] = min(candidates[id(rotary)], key=error)
+        if not error(found[name]) <= _TOLERANCE.get(here[name].dtype, 1e-3):
             raise CannotMoveError(
                 f"keys of layer {name} ({'no rotary embedding' if rotary is None else type(rotary).__name__}) do not "
                 "move from one position to another by a rotation that is known here"

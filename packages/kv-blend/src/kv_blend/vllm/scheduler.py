@@ -127,6 +127,12 @@ class BlendScheduler:
         steps, self._steps = tuple(self._steps), []
         return steps
 
+    def give_up(self) -> set[str]:
+        """Drop the requests that were not sent to the workers, and return them."""
+        given_up = {step.request_id for step in self._steps}
+        self._steps.clear()
+        return given_up
+
     def ended(self, request_id: str, *, failed: bool) -> None:
         """The workers have filled the request's blocks, or could not: then the engine computes all of it."""
         self._loading.discard(request_id)

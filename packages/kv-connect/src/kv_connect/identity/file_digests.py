@@ -106,12 +106,12 @@ class DigestMemory:
     def remember(self, digests: dict[FileState, str]) -> None:
         """Store the digests of files that have not changed just now. A failure only costs another reading."""
         settled = self._now_ns() - _SETTLED_NS
-        lasting = {state: digest for state, digest in digests.items() if max(state.mtime_ns, state.ctime_ns) < settled}
-        if self._path is None or not lasting:
+        stable = {state: digest for state, digest in digests.items() if max(state.mtime_ns, state.ctime_ns) < settled}
+        if self._path is None or not stable:
             return
-        paths = {state.path for state in lasting}
+        paths = {state.path for state in stable}
         older = {state: digest for state, digest in self._read().items() if state.path not in paths}
-        remembered = list((older | lasting).items())[-_MAX_REMEMBERED:]
+        remembered = list((older | stable).items())[-_MAX_REMEMBERED:]
         write_private(self._path, [[*astuple(state), digest] for state, digest in remembered])
 
     def _read(self) -> dict[FileState, str]:

@@ -174,12 +174,12 @@ class DiskChunks:
         parent: ChunkKey | None,
         decoded_bytes: Sequence[int] = (),
         *,
-        lasting: bool = False,
+        durable: bool = False,
     ) -> list[Place | None]:
         """Reserve places as far as there is room, and wipe the records of what they held.
 
         decoded_bytes: as for `ExtentIndex`.
-        lasting: return only once the evictions are durable. Otherwise the sync of the new chunks' records makes them
+        durable: return only once the evictions are durable. Otherwise the sync of the new chunks' records makes them
             durable, unless no chunk got a place: then this call does.
 
         Raises:
@@ -200,7 +200,7 @@ class DiskChunks:
             except OSError as error:
                 self.abort(taken)
                 raise self.down(error) from error
-        if (room.evicted or room.cut) and (lasting or not taken):
+        if (room.evicted or room.cut) and (durable or not taken):
             with self.aborting(taken):
                 self.sync_all_wipes()
         return places

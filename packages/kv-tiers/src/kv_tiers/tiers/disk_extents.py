@@ -70,7 +70,7 @@ class LendsExtents:
 
     def reserve_extents(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
         sizes = [self._context.chunk_bytes] * len(keys)
-        places = self._chunks.reserve(keys, sizes, parent, lasting=True)  # perhaps none will be committed
+        places = self._chunks.reserve(keys, sizes, parent, durable=True)  # perhaps none will be committed
         scattered = [place for place in places if place is not None and not isinstance(place.units, range)]
         if scattered:
             with self._chunks.lock:
