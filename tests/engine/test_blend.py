@@ -132,16 +132,16 @@ def test_a_plan_without_its_salt_is_refused_and_its_request_exact(
     assert "segment 0 is [9, 4), which has no tokens" in engine.reports[0]["refused"]
 
 
-@pytest.mark.parametrize("step", ["_prepare", "_compute_alone", "_store", "_place", "_deviate"])
+@pytest.mark.parametrize("step", ["_prepare", "_compute_alone", "_store", "_place", "_deviations"])
 def test_a_failure_at_any_step_costs_only_the_reuse(
     step: str, engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kv_blend.vllm.worker import BlendWorker
+    from kv_blend.vllm.filling import Filler
 
     def fails(*_arguments: Any, **_named: Any) -> Any:
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(BlendWorker, step, fails)
+    monkeypatch.setattr(Filler, step, fails)
     assert engine.blend([FIRST, SECOND]) == [exact[FIRST], exact[SECOND]]
     assert all("computed whole" in report["refused"] for report in engine.reports)
     monkeypatch.undo()
@@ -153,18 +153,18 @@ def test_a_failure_at_any_step_costs_only_the_reuse(
 def test_chunks_forgotten_while_they_are_read_make_the_request_exact(
     engine: Blending, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kv_blend.vllm.worker import BlendWorker
+    from kv_blend.vllm.filling import Filler
 
     engine.blend([FIRST])
-    place = BlendWorker._place
+    place = Filler._place
 
-    def forgotten(self: BlendWorker, *arguments: Any) -> Any:
+    def forgotten(self: Filler, *arguments: Any) -> Any:
         moved = place(self, *arguments)
         assert self._engine.cache is not None
         self._engine.cache.clear()
         return moved
 
-    monkeypatch.setattr(BlendWorker, "_place", forgotten)
+    monkeypatch.setattr(Filler, "_place", forgotten)
     assert engine.blend([SECOND]) == [exact[SECOND]]
 
 

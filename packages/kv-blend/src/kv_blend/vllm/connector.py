@@ -20,10 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from kv_blend.vllm.filling import Filler, Limits
 from kv_blend.vllm.forward import watch_runner
 from kv_blend.vllm.job import BlendMetadata
+from kv_blend.vllm.ranks import ranks_here
 from kv_blend.vllm.scheduler import BlendScheduler
-from kv_blend.vllm.worker import BlendWorker, Limits
+from kv_blend.vllm.worker import BlendWorker, refuse
 
 
 def _refuse_request(self: "KVBlendConnector", request: Any, *_arguments: Any) -> None:
@@ -42,13 +44,20 @@ def _lose_steps(self: "KVBlendConnector", sent: BlendMetadata) -> None:
     self._blend_lost |= {step.request_id for step in sent.steps}
 
 
+def _lose_all(self: "KVBlendConnector") -> tuple[set[str], set[str]]:
+    lost, self._blend_lost = self._blend_lost, set()
+    return set(), lost if self._blend_worker is None else lost | self._blend_worker.give_up()
+
+
 def why_not_blended(vllm_config: Any, engine: Any) -> str:
     """Why this engine's requests cannot be blended; empty if they can."""
     parallel, model, facts = vllm_config.parallel_config, vllm_config.model_config, engine.facts
     if facts is None:
         return engine.off or "the cache is off"
     reasons = {
-        "it runs on several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+        "it has several stages, replicas or shares of a context": parallel.world_size > parallel.tensor_parallel_size
+        or parallel.data_parallel_size > 1
+        or parallel.decode_context_parallel_size > 1,
         "it guesses tokens (speculative decoding)": vllm_config.speculative_config is not None,
         "it serves LoRA adapters": vllm_config.lora_config is not None,
         "its model has latent attention (MLA)": model.use_mla,
@@ -141,10 +150,11 @@ class KVBlendConnector(KVTiersConnector):
 
     # The bodies of the hooks.
 
-    @guarded(always(None))
+    @guarded(always(None), even_off=True)
     def _register_blend(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        config = self._vllm_config
-        if self._worker is None or why_not_blended(config, self._engine):
+        config, ranks = self._vllm_config, ranks_here()
+        self._blend_worker = BlendWorker(ranks, refuse("this rank has no cache"))
+        if self.off or self._worker is None or why_not_blended(config, self._engine):
             return
         groups = read_groups(config, self._kv_cache_config, kv_caches)
         assert isinstance(groups, list)  # they were bound
@@ -154,12 +164,14 @@ class KVBlendConnector(KVTiersConnector):
         names = {id(tensor): name for name, tensor in reversed(kv_caches.items())}
         layers = config.compilation_config.static_forward_context
         scheduler = config.scheduler_config
-        self._blend_worker = BlendWorker(
+        filler = Filler(
             self._engine,
             group,
             {name: layers[name] for name in (names[id(tensor)] for tensor in group.tensors)},
             Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, config.model_config.max_model_len),
+            ranks,
         )
+        self._blend_worker = BlendWorker(ranks, filler.fill)
 
     @guarded(_lose_steps, even_off=True)
     def _begin_blend(self, sent: BlendMetadata) -> None:
@@ -173,15 +185,12 @@ class KVBlendConnector(KVTiersConnector):
         if self._blend_worker is not None:
             self._blend_worker.give_up()
 
-    @guarded(always((set(), set())), even_off=True)
+    @guarded(_lose_all, even_off=True)
     def _advance_blend(self) -> tuple[set[str], set[str]]:
+        if self._blend_worker is None:
+            return _lose_all(self)
+        finished, failed = self._blend_worker.advance(off=bool(self.off))
         lost, self._blend_lost = self._blend_lost, set()
-        worker = self._blend_worker
-        if worker is None:
-            return set(), lost
-        if self.off:
-            return set(), lost | worker.give_up()
-        finished, failed = worker.advance()
         return finished, failed | lost
 
     @guarded(always(False))

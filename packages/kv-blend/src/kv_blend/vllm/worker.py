@@ -1,292 +1,139 @@
-"""The worker half of blending: fills a request's blocks up to its last segment, a forward pass at a time.
+"""The worker half of blending: fills requests' blocks one after the other, a forward pass at a time.
 
-For each request, in this order: segments that the cache lacks are computed behind their context, as batch entries in
-the request's own blocks, which nobody reads yet, and stored. All segments are read from the pool, their keys moved to
-where they stand in this request, and written to its blocks. Then everything else, and the tokens selected in segments,
-are computed in their places. No step of the engine waits for more than one such forward pass.
-
-Whatever goes wrong, the request is reported as failed, and vLLM computes all of it.
+No step of the engine waits for more than one forward pass. Whatever goes wrong, on this rank or on another, the request
+is reported as failed, and vLLM computes all of it.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
-import torch
-from kv_connect.engine import Engine
-from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
-from kv_core.service import LoadFailed, ReadLease
-from kv_core.transfer import plan_transfer
-from kv_cuda.canary import LayerGroup
 
-from kv_blend.rotary import Rotation
-from kv_blend.selection import Selection
-from kv_blend.vllm.forward import BatchEntry, EngineForward, keys_of
-from kv_blend.vllm.job import BlendStep, SegmentStep
-from kv_blend.vllm.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, prove_rotations
+from kv_blend.vllm.job import BlendStep
+from kv_blend.vllm.ranks import Ranks
 
 _log = limited_logger(__name__)
 
 
-class _FailedError(Exception):
-    """A request's segments cannot be loaded; the text says why."""
+class CannotBlendError(Exception):
+    """This request cannot be blended; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of one forward pass: tokens, and entries. max_position: the longest sequence of the model."""
+class Together:
+    """What all ranks do at once, if they want the same.
 
-    tokens: int
-    entries: int
-    max_position: int
+    plan: what this rank wants; None: it cannot go on.
+    act: does it.
+    is_pass: whether that is a forward pass.
+    """
+
+    plan: bytes | None
+    act: Callable[[], Any] = lambda: None
+    is_pass: bool = False
+
+
+Filling = Generator[Together, Any, None]
+"""Fills one request's blocks. It is sent what each `act` returned. Ends when they are filled; raises if it cannot."""
+_FAILED: Final = Together(None)
+_FILLED: Final = Together(b"filled")
+
+
+def refuse(why: str) -> Callable[[BlendStep], Filling]:
+    """For a rank that fills nothing."""
+
+    def fill(step: BlendStep) -> Filling:
+        _log.warning("request %s is not blended and will be computed whole: %s", step.request_id, why)
+        yield _FAILED
+
+    return fill
+
+
+@dataclass(eq=False)
+class _Job:
+    """wanted: what it waits for; None: it has to be asked. result: of the last `act`."""
+
+    step: BlendStep
+    filling: Filling
+    wanted: Together | None = None
+    result: Any = None
 
 
 class BlendWorker:
-    """Used on vLLM's worker thread only."""
+    """Used on vLLM's worker thread only. All ranks are given the same requests, in the same order."""
 
-    def __init__(
-        self, engine: Engine, group: LayerGroup, layers: Mapping[str, torch.nn.Module], limits: Limits
-    ) -> None:
-        """group: the model's one group of layers. layers: its attention layers by name, in the group's order."""
-        self._engine = engine
-        self._group = group
-        self._layers = dict(layers)
-        self._limits = limits
-        self._block_tokens = group.table_tokens or group.block_tokens
-        self._forward: EngineForward | None = None
-        self._rotations: list[Rotation] = []
-        self._why_not = ""
-        self._jobs: deque[tuple[BlendStep, Generator[None]]] = deque()
+    def __init__(self, ranks: Ranks, fill: Callable[[BlendStep], Filling]) -> None:
+        """fill: begins with a request."""
+        self._ranks = ranks
+        self._fill = fill
+        self._jobs: deque[_Job] = deque()
         self._space_id = b""
 
     def add(self, steps: Sequence[BlendStep], space_id: bytes) -> None:
         """Begin with these requests. space_id: of the weights that the engine has now."""
         self._space_id = space_id
-        self._jobs += [(step, self._run(step)) for step in steps]
+        self._jobs += [_Job(step, self._fill(step)) for step in steps]
 
-    def advance(self) -> tuple[set[str], set[str]]:
+    def advance(self, *, off: bool = False) -> tuple[set[str], set[str]]:
         """Compute one forward pass of the requests begun, the oldest first. Returns those whose blocks are filled, and
-        those that failed."""
+        those that failed. off: this rank computes none; then all fail, on all ranks."""
         finished: set[str] = set()
         failed: set[str] = set()
+        has_computed = False
         while self._jobs:
-            step, job = self._jobs[0]
-            request_id = step.request_id
-            try:
-                if step.space_id != self._space_id:
-                    job.close()
-                    raise _FailedError("the engine's weights have changed")
-                next(job)
-            except StopIteration:
-                finished.add(request_id)
-            except (_FailedError, CannotMoveError) as error:
-                _log.warning("request %s is not blended and will be computed whole: %s", request_id, error)
-                failed.add(request_id)
-            except Exception:  # noqa: BLE001  # whatever it is, it is our bug, and must not reach the engine
-                _log.exception("request %s is not blended and will be computed whole", request_id)
-                failed.add(request_id)
+            job = self._jobs[0]
+            if off:
+                job.wanted = _FAILED
+            elif job.wanted is None:
+                job.wanted = self._resume(job)
+            # Each rank votes as often as the others, whatever it wants.
+            if not self._ranks.agree(job.wanted.plan):
+                failed.add(job.step.request_id)
+                self._drop(job)
+            elif job.wanted is _FILLED:
+                finished.add(job.step.request_id)
+                self._drop(job)
+            elif job.wanted.is_pass and has_computed:
+                break
             else:
-                return finished, failed
-            self._jobs.popleft()
+                has_computed |= job.wanted.is_pass
+                self._act(job)
         return finished, failed
 
     def give_up(self) -> set[str]:
-        """Stop. Returns the requests that were begun and not reported."""
-        given_up = {step.request_id for step, _ in self._jobs}
-        for _, job in self._jobs:
-            job.close()
-        self._jobs.clear()
+        """Stop, without a word to other ranks. Returns the requests that were begun and not reported."""
+        given_up = {job.step.request_id for job in self._jobs}
+        while self._jobs:
+            self._drop(self._jobs[0])
         return given_up
 
-    def _run(self, step: BlendStep) -> Generator[None]:
-        """Fill the request's blocks; yields after each forward pass."""
-        cache = self._engine.cache
-        assert cache is not None
-        holder = f"{self._engine.id}/blend/worker/{step.request_id}"
+    def _resume(self, job: _Job) -> Together:
         try:
-            self._prepare(step)
-            leases = [self._lease(step, segment, holder) if segment.is_held else None for segment in step.segments]
-            missing = [number for number, lease in enumerate(leases) if lease is None]
-            for numbers in self._fitting(step, missing):
-                self._compute_alone(step, [step.segments[number] for number in numbers], holder)
-                for number in numbers:
-                    leases[number] = self._lease(step, step.segments[number], holder)
-                yield
-            reused = [(segment, lease) for segment, lease in zip(step.segments, leases, strict=True) if lease]
-            keys = {segment: self._place(step, segment, lease) for segment, lease in reused}
-            are_good = [cache.release(lease) for _, lease in reused]  # each of them, whatever the first says
-            if not all(are_good):
-                raise _FailedError("segments left the cache while they were read")
-            places = tuple((segment.first, segment.end) for segment, _ in reused)
-            selection = Selection(step.plan, places, step.computed)
-            if step.plan.select == "first":
-                selected = selection.first()
-            elif step.plan.share:
-                deviation = torch.zeros(step.plan.end)
-                for _ in self._deviate(step, keys, deviation):
-                    yield
-                selected = selection.deviating(deviation)
-            else:
-                selected = []
-            for batch in selection.batches(selected, self._limits.tokens, self._limits.entries):
-                self._compute([BatchEntry(step.blocks, step.tokens[first:end], first, first) for first, end in batch])
-                yield
-        finally:
-            cache.end(holder)
+            if job.step.space_id != self._space_id:
+                raise CannotBlendError("the engine's weights have changed")
+            return job.filling.send(job.result)
+        except StopIteration:
+            return _FILLED
+        except CannotBlendError as error:
+            _log.warning("request %s is not blended and will be computed whole: %s", job.step.request_id, error)
+        except Exception:  # noqa: BLE001  # whatever it is, it is our bug, and must not reach the engine
+            _log.exception("request %s is not blended and will be computed whole", job.step.request_id)
+        return _FAILED
 
-    def _prepare(self, step: BlendStep) -> None:
-        """Reach the model, and prove how it rotates its keys, in blocks of this request that are not filled yet."""
-        if self._why_not:
-            raise _FailedError(self._why_not)
-        if self._rotations:
-            return
-        blocks = self._scratch(step)
-        if len(blocks) * self._block_tokens < PROBE_TOKENS:
-            raise _FailedError(f"its {len(blocks)} blocks are too few to try how keys move; a later one will have more")
-        tokens = (list(step.tokens) * PROBE_TOKENS)[:PROBE_TOKENS]
+    def _act(self, job: _Job) -> None:
+        assert job.wanted is not None
         try:
-            self._forward = EngineForward(self._block_tokens)
-            distance = min(DISTANCE, self._limits.max_position - PROBE_TOKENS)
-            head_dim = self._group.row_shape[1]
-            proven = prove_rotations(self._forward, self._layers, head_dim, (blocks, tokens), distance=distance)
-        except (CannotMoveError, LookupError) as error:
-            self._why_not = str(error)
-            raise _FailedError(self._why_not) from None
-        self._rotations = [proven[name] for name in self._layers]
+            job.result = job.wanted.act()
+            job.wanted = None
+        except CannotBlendError as error:
+            _log.warning("request %s is not blended and will be computed whole: %s", job.step.request_id, error)
+            job.wanted = _FAILED
+        except Exception:  # noqa: BLE001  # as above
+            _log.exception("request %s is not blended and will be computed whole", job.step.request_id)
+            job.wanted = _FAILED
 
-    def _scratch(self, step: BlendStep) -> Sequence[int]:
-        """The request's blocks that are not filled yet. Those before them may be shared with other requests."""
-        return step.blocks[-(-step.computed // self._block_tokens) :]
-
-    # Segments in the cache.
-
-    def _keys(self, step: BlendStep, segment: SegmentStep) -> list[ChunkKey]:
-        return keys_in(step.space_id, segment.digests, shards=(self._engine.share.shard,), tenant=step.tenant)
-
-    def _lease(self, step: BlendStep, segment: SegmentStep, holder: str) -> ReadLease | None:
-        assert self._engine.cache is not None
-        match self._engine.cache.load(self._keys(step, segment), holder, lasting=True):
-            case LoadFailed():
-                return None
-            case lease:
-                return lease
-
-    def _fitting(self, step: BlendStep, missing: Sequence[int]) -> Iterator[list[int]]:
-        """Those of the missing segments, by number, that can be computed behind their context at the same time. One
-        that has no room is left out: it is computed in its place, for this request only."""
-        room = len(self._scratch(step))
-        batch: list[int] = []
-        blocks = tokens = 0
-        for number in missing:
-            needed = step.plan.context_tokens + step.segments[number].end - step.segments[number].first
-            needed_blocks = -(-needed // self._block_tokens)
-            if needed_blocks > room or needed > self._limits.tokens:
-                continue
-            is_full = blocks + needed_blocks > room or tokens + needed > self._limits.tokens
-            if batch and (is_full or len(batch) == self._limits.entries):
-                yield batch
-                batch, blocks, tokens = [], 0, 0
-            batch.append(number)
-            blocks += needed_blocks
-            tokens += needed
-        if batch:
-            yield batch
-
-    def _compute_alone(self, step: BlendStep, segments: Sequence[SegmentStep], holder: str) -> None:
-        """Compute these segments behind their context, in one forward pass, and store them."""
-        context = list(step.tokens[: step.plan.context_tokens])
-        scratch, used = self._scratch(step), 0
-        entries = []
-        for segment in segments:
-            tokens = context + list(step.tokens[segment.first : segment.end])
-            blocks = scratch[used : used + -(-len(tokens) // self._block_tokens)]
-            used += len(blocks)
-            entries.append(BatchEntry(blocks, tokens, 0, 0))
-        self._compute(entries)
-        for segment, entry in zip(segments, entries, strict=True):
-            self._store(self._keys(step, segment), entry, len(context), holder)
-
-    def _store(self, keys: Sequence[ChunkKey], entry: BatchEntry, context: int, holder: str) -> None:
-        """Store the chunks of a segment; what the pool has no room for is not stored."""
-        cache, facts = self._engine.cache, self._engine.facts
-        assert cache is not None and facts is not None
-        chunk_tokens = facts.chunk_tokens
-        first_chunk = context // chunk_tokens
-        chunk_of = {key: number for number, key in enumerate(keys, first_chunk)}
-        lease = cache.begin_store(keys, holder)
-        events = []
-        for key, extent in zip(lease.keys, lease.extents, strict=True):
-            chunk = chunk_of[key]
-            plan = plan_transfer(
-                [extent],
-                entry.blocks,
-                chunk_tokens=chunk_tokens,
-                block_tokens=self._block_tokens,
-                first_token=chunk * chunk_tokens,
-                last_token=min((chunk + 1) * chunk_tokens, entry.end),
-                extents_from_chunk=chunk,
-            )
-            is_whole = plan.tokens == chunk_tokens
-            events.append(self._engine.copiers[0].store(plan if is_whole else plan.repeated()))
-        for event in events:
-            event.wait()
-        cache.commit(lease)
-
-    def _place(self, step: BlendStep, segment: SegmentStep, lease: ReadLease) -> torch.Tensor:
-        """Write a segment's KV to its place in the request. Returns the moved keys of the layer by which deviation is
-        measured, [tokens, heads, head_dim], from the first token that the engine lacks."""
-        cache, facts = self._engine.cache, self._engine.facts
-        assert cache is not None and facts is not None and self._forward is not None
-        heads, head_dim = self._group.row_shape
-        shape = (2, len(self._layers), facts.chunk_tokens, heads, head_dim)
-        context = step.plan.context_tokens
-        begin = max(segment.first, step.computed)
-        first_row = context % facts.chunk_tokens + begin - segment.first
-        rows = slice(first_row, first_row + segment.end - begin)
-        view, dtype = cache.pool.view, self._group.row_dtype
-        chunks = [
-            torch.frombuffer(view, dtype=dtype, count=extent.nbytes // dtype.itemsize, offset=extent.offset).view(shape)
-            for extent in lease.extents
-        ]
-        slots = self._forward.slots(step.blocks, begin, segment.end)
-        measured = torch.empty(0)
-        for number, rotation in enumerate(self._rotations):
-            keys, values = (
-                torch.cat([chunk[part, number] for chunk in chunks])[rows].to(slots.device) for part in (0, 1)
-            )
-            moved = rotation.moved(keys, segment.first - context)
-            self._group.update(number, {"k": moved, "v": values}, slots)
-            if number == self._measured_layer:
-                measured = moved
-        return measured
-
-    # What is computed.
-
-    def _compute(self, entries: Sequence[BatchEntry]) -> None:
-        assert self._forward is not None
-        self._forward.compute(entries)
-
-    @property
-    def _measured_layer(self) -> int:
-        """The second: keys of the first depend on nothing but the token itself."""
-        return min(1, len(self._layers) - 1)
-
-    def _deviate(
-        self, step: BlendStep, keys: Mapping[SegmentStep, torch.Tensor], deviation: torch.Tensor
-    ) -> Iterator[None]:
-        """Set the squared distance of each token's reused key from the one that it has in this request. Yields after
-        each forward pass, which ends at the layer that is measured."""
-        name = list(self._layers)[self._measured_layer]
-        for first in range(step.computed, step.plan.end, self._limits.tokens):
-            end = min(first + self._limits.tokens, step.plan.end)
-            with keys_of({name: self._layers[name]}, last=name) as found:
-                self._compute([BatchEntry(step.blocks, step.tokens[first:end], first, first)])
-            for segment, moved in keys.items():
-                begin = max(segment.first, step.computed)
-                low, high = max(begin, first), min(segment.end, end)
-                if low < high:
-                    fresh = found[name][low - first : high - first].reshape(high - low, *moved.shape[1:])
-                    difference = fresh.float() - moved[low - begin : high - begin].float()
-                    deviation[low:high] = difference.square().sum((1, 2)).cpu()
-            yield
+    def _drop(self, job: _Job) -> None:
+        self._jobs.popleft()
+        job.filling.close()

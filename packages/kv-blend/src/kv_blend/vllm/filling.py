@@ -1,0 +1,268 @@
+"""Fills one request's blocks up to its last segment.
+
+In this order: segments that the cache lacks are computed behind their context, as batch entries in the request's own
+blocks, which nobody reads yet, and stored. All segments are read from the pool, their keys moved to where they stand in
+this request, and written to its blocks. Then everything else, and the tokens selected in segments, are computed in
+their places.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kv_connect.engine import Engine
+from kv_core.keys import ChunkKey, keys_in
+from kv_core.service import LoadFailed, ReadLease
+from kv_core.transfer import plan_transfer
+from kv_cuda.canary import LayerGroup
+
+from kv_blend.rotary import Rotation
+from kv_blend.selection import Selection
+from kv_blend.vllm.forward import BatchEntry, EngineForward, keys_of
+from kv_blend.vllm.job import BlendStep, SegmentStep
+from kv_blend.vllm.ranks import Ranks
+from kv_blend.vllm.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, prove_rotations
+from kv_blend.vllm.worker import CannotBlendError, Filling, Together
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one forward pass: tokens, and entries. max_position: the longest sequence of the model."""
+
+    tokens: int
+    entries: int
+    max_position: int
+
+
+class Filler:
+    """Of one rank."""
+
+    def __init__(
+        self, engine: Engine, group: LayerGroup, layers: Mapping[str, torch.nn.Module], limits: Limits, ranks: Ranks
+    ) -> None:
+        """group: the model's one group of layers. layers: its attention layers by name, in the group's order."""
+        self._engine = engine
+        self._group = group
+        self._layers = dict(layers)
+        self._limits = limits
+        self._ranks = ranks
+        self._block_tokens = group.table_tokens or group.block_tokens
+        self._forward: EngineForward | None = None
+        self._rotations: list[Rotation] = []
+        self._why_not = ""
+
+    def fill(self, step: BlendStep) -> Filling:
+        """Fill the request's blocks."""
+        cache = self._engine.cache
+        assert cache is not None
+        holder = f"{self._engine.id}/blend/worker/{step.request_id}"
+        try:
+            yield from self._prepare(step)
+            leases = [self._lease(step, segment, holder) if segment.is_held else None for segment in step.segments]
+            leases = yield from self._leased_by_all(leases)
+            missing = [number for number, lease in enumerate(leases) if lease is None]
+            for numbers in self._fitting(step, missing):
+                yield from self._compute_alone(step, [step.segments[number] for number in numbers], holder)
+                for number in numbers:
+                    leases[number] = self._lease(step, step.segments[number], holder)
+            leases = yield from self._leased_by_all(leases)
+            reused = [(segment, lease) for segment, lease in zip(step.segments, leases, strict=True) if lease]
+            keys = {segment: self._place(step, segment, lease) for segment, lease in reused}
+            are_good = [cache.release(lease) for _, lease in reused]  # each of them, whatever the first says
+            if not all(are_good):
+                raise CannotBlendError("segments left the cache while they were read")
+            places = tuple((segment.first, segment.end) for segment, _ in reused)
+            selection = Selection(step.plan, places, step.computed)
+            if step.plan.select == "first":
+                selected = selection.first()
+            elif step.plan.share:
+                selected = selection.deviating((yield from self._deviations(step, keys)))
+            else:
+                selected = []
+            for batch in selection.batches(selected, self._limits.tokens, self._limits.entries):
+                yield self._pass(
+                    [BatchEntry(step.blocks, step.tokens[first:end], first, first) for first, end in batch]
+                )
+        finally:
+            cache.end(holder)
+
+    def _pass(
+        self, entries: Sequence[BatchEntry], context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> Together:
+        """A forward pass over these entries. Its result is what the context gives."""
+
+        def act() -> Any:
+            assert self._forward is not None
+            with context() as result:
+                self._forward.compute(entries)
+            return result
+
+        return Together(repr([(entry.row, entry.end) for entry in entries]).encode(), act, is_pass=True)
+
+    def _prepare(self, step: BlendStep) -> Filling:
+        """Reach the model, and prove how it rotates its keys, in blocks of this request that are not filled yet."""
+        if self._why_not:
+            raise CannotBlendError(self._why_not)
+        if self._rotations:
+            return
+        blocks = self._scratch(step)
+        if len(blocks) * self._block_tokens < PROBE_TOKENS:
+            raise CannotBlendError(
+                f"its {len(blocks)} blocks are too few to try how keys move; a later one will have more"
+            )
+        tokens = (list(step.tokens) * PROBE_TOKENS)[:PROBE_TOKENS]
+        distance = min(DISTANCE, self._limits.max_position - PROBE_TOKENS)
+        head_dim = self._group.row_shape[1]
+
+        def prove() -> None:
+            try:
+                forward = EngineForward(self._block_tokens)
+                proven = prove_rotations(forward, self._layers, head_dim, (blocks, tokens), distance=distance)
+            except (CannotMoveError, LookupError) as error:
+                self._why_not = str(error)
+                raise CannotBlendError(self._why_not) from None
+            self._forward, self._rotations = forward, [proven[name] for name in self._layers]
+
+        yield Together(b"prove rotations", prove, is_pass=True)
+
+    def _scratch(self, step: BlendStep) -> Sequence[int]:
+        """The request's blocks that are not filled yet. Those before them may be shared with other requests."""
+        return step.blocks[-(-step.computed // self._block_tokens) :]
+
+    # Segments in the cache.
+
+    def _keys(self, step: BlendStep, segment: SegmentStep) -> list[ChunkKey]:
+        return keys_in(step.space_id, segment.digests, shards=(self._engine.share.shard,), tenant=step.tenant)
+
+    def _lease(self, step: BlendStep, segment: SegmentStep, holder: str) -> ReadLease | None:
+        assert self._engine.cache is not None
+        match self._engine.cache.load(self._keys(step, segment), holder, lasting=True):
+            case LoadFailed():
+                return None
+            case lease:
+                return lease
+
+    def _leased_by_all(self, leases: Sequence[ReadLease | None]) -> Generator[Together, Any, list[ReadLease | None]]:
+        """These leases, without those of segments of which another rank has none."""
+        flags = [lease is not None for lease in leases]
+        shared = yield Together(b"segments held", lambda: self._ranks.in_all(flags))
+        return [lease if is_shared else None for lease, is_shared in zip(leases, shared, strict=True)]
+
+    def _fitting(self, step: BlendStep, missing: Sequence[int]) -> Iterator[list[int]]:
+        """Those of the missing segments, by number, that can be computed behind their context at the same time. One
+        that has no room is left out: it is computed in its place, for this request only."""
+        room = len(self._scratch(step))
+        batch: list[int] = []
+        blocks = tokens = 0
+        for number in missing:
+            needed = step.plan.context_tokens + step.segments[number].end - step.segments[number].first
+            needed_blocks = -(-needed // self._block_tokens)
+            if needed_blocks > room or needed > self._limits.tokens:
+                continue
+            is_full = blocks + needed_blocks > room or tokens + needed > self._limits.tokens
+            if batch and (is_full or len(batch) == self._limits.entries):
+                yield batch
+                batch, blocks, tokens = [], 0, 0
+            batch.append(number)
+            blocks += needed_blocks
+            tokens += needed
+        if batch:
+            yield batch
+
+    def _compute_alone(self, step: BlendStep, segments: Sequence[SegmentStep], holder: str) -> Filling:
+        """Compute these segments behind their context, in one forward pass, and store them."""
+        context = list(step.tokens[: step.plan.context_tokens])
+        scratch, used = self._scratch(step), 0
+        entries = []
+        for segment in segments:
+            tokens = context + list(step.tokens[segment.first : segment.end])
+            blocks = scratch[used : used + -(-len(tokens) // self._block_tokens)]
+            used += len(blocks)
+            entries.append(BatchEntry(blocks, tokens, 0, 0))
+        yield self._pass(entries)
+        for segment, entry in zip(segments, entries, strict=True):
+            self._store(self._keys(step, segment), entry, len(context), holder)
+
+    def _store(self, keys: Sequence[ChunkKey], entry: BatchEntry, context: int, holder: str) -> None:
+        """Store the chunks of a segment; what the pool has no room for is not stored."""
+        cache, facts = self._engine.cache, self._engine.facts
+        assert cache is not None and facts is not None
+        chunk_tokens = facts.chunk_tokens
+        first_chunk = context // chunk_tokens
+        chunk_of = {key: number for number, key in enumerate(keys, first_chunk)}
+        lease = cache.begin_store(keys, holder)
+        events = []
+        for key, extent in zip(lease.keys, lease.extents, strict=True):
+            chunk = chunk_of[key]
+            plan = plan_transfer(
+                [extent],
+                entry.blocks,
+                chunk_tokens=chunk_tokens,
+                block_tokens=self._block_tokens,
+                first_token=chunk * chunk_tokens,
+                last_token=min((chunk + 1) * chunk_tokens, entry.end),
+                extents_from_chunk=chunk,
+            )
+            is_whole = plan.tokens == chunk_tokens
+            events.append(self._engine.copiers[0].store(plan if is_whole else plan.repeated()))
+        for event in events:
+            event.wait()
+        cache.commit(lease)
+
+    def _place(self, step: BlendStep, segment: SegmentStep, lease: ReadLease) -> torch.Tensor:
+        """Write a segment's KV to its place in the request. Returns the moved keys of the layer by which deviation is
+        measured, [tokens, heads, head_dim], from the first token that the engine lacks."""
+        cache, facts = self._engine.cache, self._engine.facts
+        assert cache is not None and facts is not None and self._forward is not None
+        heads, head_dim = self._group.row_shape
+        shape = (2, len(self._layers), facts.chunk_tokens, heads, head_dim)
+        context = step.plan.context_tokens
+        begin = max(segment.first, step.computed)
+        first_row = context % facts.chunk_tokens + begin - segment.first
+        rows = slice(first_row, first_row + segment.end - begin)
+        view, dtype = cache.pool.view, self._group.row_dtype
+        chunks = [
+            torch.frombuffer(view, dtype=dtype, count=extent.nbytes // dtype.itemsize, offset=extent.offset).view(shape)
+            for extent in lease.extents
+        ]
+        slots = self._forward.slots(step.blocks, begin, segment.end)
+        measured = torch.empty(0)
+        for number, rotation in enumerate(self._rotations):
+            keys, values = (
+                torch.cat([chunk[part, number] for chunk in chunks])[rows].to(slots.device) for part in (0, 1)
+            )
+            moved = rotation.moved(keys, segment.first - context)
+            self._group.update(number, {"k": moved, "v": values}, slots)
+            if number == self._measured_layer:
+                measured = moved
+        return measured
+
+    # What is computed again.
+
+    @property
+    def _measured_layer(self) -> int:
+        """The second: keys of the first depend on nothing but the token itself."""
+        return min(1, len(self._layers) - 1)
+
+    def _deviations(
+        self, step: BlendStep, keys: Mapping[SegmentStep, torch.Tensor]
+    ) -> Generator[Together, Any, torch.Tensor]:
+        """The squared distance of each token's reused key from the one that it has in this request, in forward passes
+        that end at the layer that is measured."""
+        deviation = torch.zeros(step.plan.end)
+        name = list(self._layers)[self._measured_layer]
+        for first in range(step.computed, step.plan.end, self._limits.tokens):
+            end = min(first + self._limits.tokens, step.plan.end)
+            entry = BatchEntry(step.blocks, step.tokens[first:end], first, first)
+            found = yield self._pass([entry], lambda: keys_of({name: self._layers[name]}, last=name))
+            for segment, moved in keys.items():
+                begin = max(segment.first, step.computed)
+                low, high = max(begin, first), min(segment.end, end)
+                if low < high:
+                    fresh = found[name][low - first : high - first].reshape(high - low, *moved.shape[1:])
+                    difference = fresh.float() - moved[low - begin : high - begin].float()
+                    deviation[low:high] = difference.square().sum((1, 2)).cpu()
+        yield Together(b"add deviations", lambda: self._ranks.add(deviation))  # each rank has its own heads
+        return deviation
