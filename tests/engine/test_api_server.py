@@ -25,12 +25,17 @@ PROMPT = SHARED[:600]
 
 @contextmanager
 def api_server(
-    model: str, cache: dict[str, Any], directory: Path, runtime: Path, *arguments: str
+    model: str,
+    cache: dict[str, Any],
+    directory: Path,
+    runtime: Path,
+    *arguments: str,
+    connector: str = "KVTiersConnector",
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
     """A running server, where it listens, and its log. Whatever happens, nothing of it is left running."""
     log, port = directory / "server.log", free_port()
     transfer = {
-        "kv_connector": "KVTiersConnector",
+        "kv_connector": connector,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": cache,

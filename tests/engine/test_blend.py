@@ -108,7 +108,7 @@ def test_the_control_with_one_name_for_both(
         return (BlendPlan(**params[KEY]), "") if params and KEY in params else None
 
     monkeypatch.setattr(kv_blend.vllm.scheduler, "read_plan", without_salt)
-    plan = {"segments": SECOND.segments, "share": 0.0}
+    plan = {"tokens": len(SECOND.tokens), "segments": SECOND.segments, "share": 0.0}
     engine.blend([SECOND], fields={"cache_salt": "", "kv_transfer_params": {KEY: plan}})
     assert engine.reports[0]["segment_tokens"] == 1171
     assert engine.ask([SECOND.tokens]) != [exact[SECOND]]
@@ -127,7 +127,7 @@ def test_a_plan_without_its_salt_is_refused_and_its_request_exact(
     for salt in ("", "other"):
         assert engine.blend([SECOND], fields=fields | {"cache_salt": salt}) == [exact[SECOND]]
         assert "cache_salt is not this plan's" in engine.reports[0]["refused"]
-    broken = {"kv_transfer_params": {KEY: {"segments": [[9, 4]]}}, "cache_salt": "x"}
+    broken = {"kv_transfer_params": {KEY: {"tokens": len(SECOND.tokens), "segments": [[9, 4]]}}, "cache_salt": "x"}
     assert engine.blend([SECOND], fields=broken) == [exact[SECOND]]
     assert "segment 0 is [9, 4), which has no tokens" in engine.reports[0]["refused"]
 

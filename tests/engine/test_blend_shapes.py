@@ -56,7 +56,7 @@ def test_a_long_plan_takes_several_steps_and_others_go_on(tiny_llama: str, exact
         engine = Blending(inner.llm)
         assert engine.blend([FIRST, SECOND], share=1.0) == [exact[FIRST], exact[SECOND]]
         assert engine.blend([Prompt((0,))], share=0.0) == [exact[Prompt((0,))]]
-        long = request_fields([(40, 600)], tokens=1000)
+        long = request_fields([(40, 600)], tokens=len(FIRST.tokens))
         engine.blend([FIRST], fields=long)
         assert "a segment is 600 tokens long with its context" in engine.reports[0]["refused"]
         engine.assert_at_rest()

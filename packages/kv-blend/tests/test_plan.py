@@ -16,7 +16,7 @@ def read(fields: dict[str, Any], tokens: int = 600) -> tuple[BlendPlan, str] | N
 
 def test_what_is_asked_for_is_read() -> None:
     fields = request_fields(SEGMENTS, tokens=600, tenant="acme", share=0.3, select="first", behind="alone")
-    plan = BlendPlan(segments=((10, 300), (301, 500)), share=0.3, select="first", behind="alone")
+    plan = BlendPlan(tokens=600, segments=((10, 300), (301, 500)), share=0.3, select="first", behind="alone")
     assert read(fields) == (plan, "acme")
     assert (plan.end, plan.context_tokens, plan.recomputed(290)) == (500, 0, 87)
     assert msgspec.structs.replace(plan, behind="prefix").context_tokens == 10
@@ -24,7 +24,10 @@ def test_what_is_asked_for_is_read() -> None:
 
 def test_a_tenants_name_may_look_like_ours() -> None:
     tenant = request_fields(SEGMENTS, tokens=600)["cache_salt"]
-    assert read(request_fields(SEGMENTS, tokens=600, tenant=tenant)) == (BlendPlan(segments=tuple(SEGMENTS)), tenant)
+    assert read(request_fields(SEGMENTS, tokens=600, tenant=tenant)) == (
+        BlendPlan(tokens=600, segments=tuple(SEGMENTS)),
+        tenant,
+    )
 
 
 def test_a_request_without_a_plan_has_none() -> None:
@@ -40,11 +43,25 @@ def test_every_part_of_a_plan_is_in_its_salt(other: dict[str, Any]) -> None:
     assert request_fields([(10, 300), (302, 500)], tokens=600)["cache_salt"] != salt
 
 
-@pytest.mark.parametrize("salt", [None, "", "acme", "acme/kv-blend/", segment_salt("acme")])
+@pytest.mark.parametrize("salt", [None, "", "acme", "acme:kv-blend:", segment_salt("acme")])
 def test_a_plan_without_its_salt_is_refused(salt: str | None) -> None:
     params = request_fields(SEGMENTS, tokens=600, tenant="acme")["kv_transfer_params"]
     with pytest.raises(InputError, match="cache_salt is not this plan's"):
         read_plan(params, salt, 600)
+
+
+def test_salts_are_such_as_an_engine_takes() -> None:
+    """vLLM's server: at most 128 characters, none of them @, / or a backslash."""
+    salt = request_fields(SEGMENTS, tokens=600, tenant="t" * 86)["cache_salt"]
+    assert len(salt) == 128
+    assert not set(salt) & set("@/\\\0")
+    with pytest.raises(InputError, match="has 87 characters, and the plan's leaves room for 86"):
+        request_fields(SEGMENTS, tokens=600, tenant="t" * 87)
+
+
+def test_a_plan_for_another_prompt_is_refused() -> None:
+    with pytest.raises(InputError, match="for a prompt of 600 tokens, and this one has 601"):
+        read(request_fields(SEGMENTS, tokens=600), tokens=601)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +83,7 @@ def test_a_plan_without_its_salt_is_refused(salt: str | None) -> None:
 )
 def test_what_cannot_be_is_refused_by_name(plan: Any, why: str) -> None:
     with pytest.raises(InputError, match=why):
-        read_plan({KEY: plan}, "salt", 600)
+        read_plan({KEY: {"tokens": 600} | plan if isinstance(plan, dict) else plan}, "salt", 600)
     if isinstance(plan, dict):
         with pytest.raises(InputError, match=why):
             request_fields(**plan, tokens=600)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kv_blend.plan import BlendPlan
 from kv_blend.selection import Selection
 
-PLAN = BlendPlan(segments=((3, 13), (15, 19)), share=0.2)
+PLAN = BlendPlan(tokens=30, segments=((3, 13), (15, 19)), share=0.2)
 ALL = 1000
 
 
@@ -36,7 +36,9 @@ def test_what_lies_between_and_what_is_selected_is_computed() -> None:
 def test_batches_hold_every_token_once_in_order(flags: list[bool], most_tokens: int, most_runs: int) -> None:
     selected = [token for token, flag in enumerate(flags) if flag]
     whole = ((0, len(flags)),)
-    batches = list(Selection(BlendPlan(segments=whole), whole).batches(selected, most_tokens, most_runs))
+    batches = list(
+        Selection(BlendPlan(tokens=whole[-1][1] + 1, segments=whole), whole).batches(selected, most_tokens, most_runs)
+    )
     assert [token for batch in batches for first, end in batch for token in range(first, end)] == selected
     for batch in batches:
         assert len(batch) <= most_runs

@@ -17,7 +17,9 @@ from kv_core.errors import InputError
 KEY: Final = "kv_blend"
 """The plan's key in `kv_transfer_params`."""
 DEFAULT_SHARE: Final = 0.15
-_MARK: Final = "/kv-blend/"
+_MARK: Final = ":kv-blend:"
+_MAX_SALT: Final = 128
+"""Characters. vLLM's server takes no longer `cache_salt`, and none with one of @, / and \\."""
 _VERSION: Final = 1
 _MAX_SEGMENTS: Final = 256
 """Each is a lookup on the engine's scheduler thread."""
@@ -29,6 +31,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the caller asks for.
 
+    tokens: how many the prompt has. A plan made for another prompt is refused.
     segments: token ranges of the prompt, [first, end), in ascending order and without overlaps. Everything between them
         and behind them is computed for this request.
     share: how much of each segment is computed again in its new context; 0: nothing, 1: everything.
@@ -38,15 +41,16 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         (`prefix`), such as a system prompt.
     """
 
+    tokens: Position
     segments: tuple[tuple[Position, Position], ...]
     share: Share = DEFAULT_SHARE
     select: Literal["first", "deviation"] = "deviation"
     behind: Literal["alone", "prefix"] = "prefix"
 
-    def check(self, tokens: int) -> None:
+    def check(self) -> None:
         """
         Raises:
-            InputError: the segments are not ascending ranges of a prompt with this many tokens.
+            InputError: the segments are not ascending ranges of such a prompt.
         """
         if not 0 < len(self.segments) <= _MAX_SEGMENTS:
             raise InputError(f"{KEY} has {len(self.segments)} segments; it needs 1 to {_MAX_SEGMENTS}")
@@ -60,10 +64,10 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"{previous_end}: give them in the prompt's order, without overlaps"
                 )
             previous_end = end
-        if previous_end >= tokens:
+        if previous_end >= self.tokens:
             raise InputError(
-                f"{KEY}: the last segment ends at token {previous_end} of {tokens}; at least one token, such as the "
-                "question, must follow it"
+                f"{KEY}: the last segment ends at token {previous_end} of {self.tokens}; at least one token, such as "
+                "the question, must follow it"
             )
 
     @property
@@ -93,7 +97,9 @@ def read_plan(params: object, salt: str | None, tokens: int) -> tuple[BlendPlan,
         plan = msgspec.convert(params[KEY], BlendPlan)
     except msgspec.ValidationError as error:
         raise InputError(f"{KEY}: {error}") from None
-    plan.check(tokens)
+    if plan.tokens != tokens:
+        raise InputError(f"{KEY}: the plan is for a prompt of {plan.tokens} tokens, and this one has {tokens}")
+    plan.check()
     tenant, mark, digest = (salt or "").rpartition(_MARK)
     if not mark or digest != _digest(plan):
         raise InputError(
@@ -112,15 +118,21 @@ def request_fields(
     tenant has; segments are shared within it only.
 
     Raises:
-        InputError: the plan is invalid.
+        InputError: the plan is invalid, or the tenant's salt too long.
     """
     try:
-        plan = msgspec.convert({"segments": segments, **options}, BlendPlan)
+        plan = msgspec.convert({"tokens": tokens, "segments": segments, **options}, BlendPlan)
     except msgspec.ValidationError as error:
         raise InputError(f"{KEY}: {error}") from None
-    plan.check(tokens)
+    plan.check()
+    salt = f"{tenant}{_MARK}{_digest(plan)}"
+    if len(salt) > _MAX_SALT:
+        raise InputError(
+            f"{KEY}: the tenant's salt has {len(tenant)} characters, and the plan's leaves room for "
+            f"{_MAX_SALT - len(salt) + len(tenant)} of the {_MAX_SALT} that an engine takes"
+        )
     return {
-        "cache_salt": f"{tenant}{_MARK}{_digest(plan)}",
+        "cache_salt": salt,
         "kv_transfer_params": {KEY: msgspec.to_builtins(plan)},
     }
 
