@@ -1,6 +1,7 @@
 """Blending asked for over HTTP, in text: real vLLM's server with our middleware in front of it."""
 
 import json
+import re
 import tempfile
 import urllib.error
 import urllib.request
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from kv_blend.plan import KEY
+from kv_blend.vllm.stats import BLEND_FIGURES
 from kv_testing.wait import until
 from test_api_server import api_server
 
@@ -75,6 +77,22 @@ def test_documents_in_the_text_are_reused_in_any_order(url: str) -> None:
     assert report == {"segment_tokens": 600, "held_tokens": 600, "recomputed_tokens": 0}
     exact, _ = complete(url, prompt(1, 0))
     assert answer != exact  # with random weights any approximation shows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_was_reused_is_in_the_metrics(url: str) -> None:
+    def figures() -> dict[str, float]:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            lines = re.findall(r"^vllm:kv_tiers_(blend_\w+)_total\S* (\S+)$", answer.read().decode(), re.MULTILINE)
+        return {name: float(value) for name, value in lines}
+
+    complete(url, prompt(0, 2), share=0.25)
+    before = figures()
+    assert before.keys() == BLEND_FIGURES.keys()
+    complete(url, prompt(2, 0), share=0.25)
+    changes = [1, 0, 600, 600, 150]
+    until(lambda: [figures()[name] - before[name] for name in BLEND_FIGURES] == changes, 30)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from kv_connect.figures import ABOUT_TIER_TOKENS, FIGURES, PREFIX, TIER_TOKENS, Figure
 from kv_connect.halves.scheduler import SchedulerHalf
@@ -49,6 +49,7 @@ _OF_WORKER: Final[Mapping[str, str]] = {
     "dropped_chunks": "chunks_dropped",
 }
 """Figures of a worker half, by the fields of `WorkerCounts`."""
+_GAUGES: Final = {name for name, figure in FIGURES.items() if figure.kind == "gauge"}
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -66,7 +67,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are
                 sums = self.data.setdefault(name, {})
                 for tier, tokens in value.items():
                     sums[tier] = sums.get(tier, 0) + tokens
-            elif FIGURES[name].kind == "gauge":
+            elif name in _GAUGES:
                 self.data[name] = value
             else:
                 self.data[name] = self.data.get(name, 0) + value
@@ -156,6 +157,8 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The figures as metrics: `vllm:kv_tiers_` and the name, with vLLM's labels. By the `vllm` in their names, vLLM
     finds the metrics to unregister when an engine has ended, and `LLM.get_metrics` the metrics to return."""
 
+    figures: ClassVar[Mapping[str, Figure]] = FIGURES
+
     def __init__(
         self,
         vllm_config: Any,
@@ -164,14 +167,14 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._figures = {name: self._make_metric(name, figure, labelnames) for name, figure in FIGURES.items()}
+        made = {name: self._make_metric(name, figure, labelnames) for name, figure in self.figures.items()}
         self._by_tier = self._counter_cls(
             name=f"vllm:{PREFIX}{TIER_TOKENS}",
             documentation=ABOUT_TIER_TOKENS,
             labelnames=[*labelnames, "tier"],
         )
         self._of_engine = {
-            engine: {name: metric.labels(*values) for name, metric in self._figures.items()}
+            engine: {name: metric.labels(*values) for name, metric in made.items()}
             for engine, values in per_engine_labelvalues.items()
         }
 
@@ -181,7 +184,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             if name == TIER_TOKENS:
                 for tier, tokens in value.items():
                     self._by_tier.labels(*self.per_engine_labelvalues[engine_idx], tier).inc(tokens)
-            elif FIGURES[name].kind == "gauge":
+            elif name in _GAUGES:
                 metrics[name].set(value)
             else:
                 metrics[name].inc(value)

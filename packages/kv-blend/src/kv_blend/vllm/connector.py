@@ -14,6 +14,7 @@ from kv_connect.identity.adapters import Unsure
 from kv_cuda.canary import LayerGroup
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
+from kv_vllm.stats import Changes, PromMetrics, Stats
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -25,6 +26,7 @@ from kv_blend.vllm.forward import watch_runner
 from kv_blend.vllm.job import BlendMetadata
 from kv_blend.vllm.ranks import ranks_here
 from kv_blend.vllm.scheduler import BlendScheduler
+from kv_blend.vllm.stats import OF_COUNTS, BlendMetrics
 from kv_blend.vllm.worker import BlendWorker, refuse
 
 
@@ -75,6 +77,7 @@ class KVBlendConnector(KVTiersConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._blend: BlendScheduler | None = None
         self._blend_worker: BlendWorker | None = None
+        self._blend_figures: Changes | None = None
         self._blend_lost: set[str] = set()  # requests that wait for a worker that cannot blend
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
@@ -85,6 +88,7 @@ class KVBlendConnector(KVTiersConnector):
         if half is not None and cache is not None:
             most = vllm_config.scheduler_config.max_num_batched_tokens
             self._blend = BlendScheduler(cache, half.shape, name=self._engine.id, max_tokens=most)
+            self._blend_figures = Changes(self._blend.counts, OF_COUNTS)
 
         def read_exact(request: Any) -> RequestTokens | Unsure | None:
             return None if self._is_blended(request) else read(request)
@@ -147,6 +151,21 @@ class KVBlendConnector(KVTiersConnector):
     def shutdown(self) -> None:
         self._stop_blend()
         super().shutdown()
+
+    # Either half.
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        return self._with_figures(super().get_kv_connector_stats())
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return BlendMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The bodies of the hooks.
 
@@ -224,6 +243,11 @@ class KVBlendConnector(KVTiersConnector):
         if self._blend is not None:
             for request_id in finished:
                 self._blend.ended(request_id, failed=request_id in failed)
+
+    @guarded(lambda _self, exact: exact, even_off=True)
+    def _with_figures(self, exact: Stats | None) -> Stats | None:
+        figures = {} if self._blend_figures is None else self._blend_figures.take()
+        return Stats((exact.data if exact else {}) | figures) if figures else exact
 
     @guarded(lambda self, _request, answer: answer, even_off=True)
     def _with_report(self, request: Any, answer: tuple[bool, Any]) -> tuple[bool, dict[str, Any] | None]:

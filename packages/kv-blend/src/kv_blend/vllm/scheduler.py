@@ -14,6 +14,7 @@ from kv_core.shape import ConnectShape
 
 from kv_blend.plan import KEY, BlendPlan, read_plan, segment_salt
 from kv_blend.vllm.job import BlendStep, SegmentStep
+from kv_blend.vllm.stats import BlendCounts
 
 _log = limited_logger(__name__)
 
@@ -59,6 +60,7 @@ class BlendScheduler:
         self._reports: dict[str, dict[str, Any]] = {}
         self._steps: list[BlendStep] = []
         self._loading: set[str] = set()
+        self.counts = BlendCounts()
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -72,6 +74,7 @@ class BlendScheduler:
             except InputError as error:
                 _log.warning("request %s is computed as if it had no plan: %s", request_id, error)
                 self._reports[request_id] = {"refused": str(error)}
+                self.counts.refused += 1
                 self._requests[request_id] = None
         return self._requests[request_id] is not None
 
@@ -143,6 +146,11 @@ class BlendScheduler:
         if failed:
             blended.report = {"refused": "its segments could not be loaded; it was computed whole"}
             blended.has_failed = True  # it stays invisible to the exact half, as blocks before these may be blended
+            self.counts.refused += 1
+        else:
+            self.counts.requests += 1
+            for name, tokens in blended.report.items():
+                setattr(self.counts, name, getattr(self.counts, name) + tokens)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request. Returns the report for its answer; None: it had no plan."""
