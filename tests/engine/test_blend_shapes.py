@@ -1,5 +1,6 @@
 """Blending on engines of other shapes: small pools, small steps, a disk, restarts, processes of their own."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,31 @@ def test_an_engine_that_cannot_blend_says_why_and_is_exact(tiny_llama: str, exac
             {"refused": "kv_blend: this engine does not blend: its chunks have the format blocks, not canonical"}
         ]
         engine.assert_at_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["Gemma 3", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt-oss", "Llama 4"))]
+)
+def test_windows_and_chunked_attention_without_vllms_hybrid_manager(
+    name: str, spelling_model: Callable[[str], str]
+) -> None:
+    """With it the engine drops what is behind a window, so that nothing can be computed there; that is refused."""
+    model = spelling_model(name)
+    exact = exact_answers(model)
+    with started(model, cache=CACHE, connector="KVBlendConnector", disable_hybrid_kv_cache_manager=True) as inner:
+        engine = Blending(inner.llm)
+        for select in ("first", "deviation"):
+            assert engine.blend([FIRST, SECOND], share=1.0, select=select) == [exact[FIRST], exact[SECOND]]
+        assert engine.blend([Prompt((1,))], share=0.0) == [exact[Prompt((1,))]]
+        engine.blend([SECOND], share=0.0)
+        assert engine.reports == [{"segment_tokens": 1171, "held_tokens": 1171, "recomputed_tokens": 0}]
+        assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+        engine.assert_at_rest()
+    with started(model, cache=CACHE, connector="KVBlendConnector") as inner:
+        engine = Blending(inner.llm)
+        assert engine.blend([SECOND]) == [exact[SECOND]]
+        assert "start it with --disable-hybrid-kv-cache-manager" in engine.reports[0]["refused"]
 
 
 ROTATIONS: dict[str, dict[str, object]] = {

@@ -36,11 +36,13 @@ def test_a_request_without_a_plan_has_none() -> None:
 
 
 @pytest.mark.parametrize("other", [{"share": 0.2}, {"select": "first"}, {"behind": "alone"}])
-def test_every_part_of_a_plan_is_in_its_salt(other: dict[str, Any]) -> None:
-    """Or two requests with equal tokens and different KV would share the engine's blocks."""
+def test_whatever_decides_the_kv_is_in_its_salt(other: dict[str, Any]) -> None:
+    """Or two requests with equal tokens and different KV would share the engine's blocks. The next turn of a
+    conversation shares them."""
     salt = request_fields(SEGMENTS, tokens=600)["cache_salt"]
     assert request_fields(SEGMENTS, tokens=600, **other)["cache_salt"] != salt
     assert request_fields([(10, 300), (302, 500)], tokens=600)["cache_salt"] != salt
+    assert request_fields(SEGMENTS, tokens=700)["cache_salt"] == salt
 
 
 @pytest.mark.parametrize("salt", [None, "", "acme", "acme:kv-blend:", segment_salt("acme")])

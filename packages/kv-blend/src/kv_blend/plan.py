@@ -144,4 +144,6 @@ def segment_salt(tenant: str) -> str:
 
 
 def _digest(plan: BlendPlan) -> str:
-    return hashlib.sha256(msgspec.json.encode([_VERSION, plan])).hexdigest()[:32]
+    """Of all that decides the KV of the plan's prompt, so that a longer prompt with the same segments finds it."""
+    decides = (_VERSION, plan.segments, plan.share, plan.select, plan.behind)
+    return hashlib.sha256(msgspec.json.encode(decides)).hexdigest()[:32]

@@ -64,8 +64,8 @@ def why_not_blended(vllm_config: Any, engine: Any) -> str:
         "it serves LoRA adapters": vllm_config.lora_config is not None,
         "its model has latent attention (MLA)": model.use_mla,
         "its model's positions have several dimensions (M-RoPE)": model.uses_mrope,
-        "not all layers of its model attend to the whole prefix": [str(group.coverage) for group in facts.groups]
-        != ["all"],
+        "not all layers of its model keep the whole prefix (for sliding windows and chunked attention start it with "
+        "--disable-hybrid-kv-cache-manager)": [str(group.coverage) for group in facts.groups] != ["all"],
         f"its chunks have the format {', '.join(facts.formats)}, not canonical": set(facts.formats) != {"canonical"},
     }
     return "; ".join(f"this engine does not blend: {reason}" for reason, holds in reasons.items() if holds)
