@@ -1,11 +1,9 @@
-"""Blending on real vLLM with a trained model: the time to the first token, and how near answers are to full prefill's.
+"""What blending costs on real vLLM: the time to the first token, many requests at once, and how long others wait.
 
-    .venvs/vllm/bin/python benchmarks/blend.py --model "$(scripts/setup.sh smollm2 | tail -n 1)" [--sets 25] [--json]
+    .venvs/vllm/bin/python benchmarks/blend.py --model "$(scripts/setup.sh smollm2 | tail -n 1)" [--json]
 
-Documents are texts of this repository with a fact each, in an order that no request had before; the question is about
-one of them. One engine answers each prompt whole (nothing is loaded for it), and blended in each way. Agreement is
-counted only where full prefill answers rightly. KL is of the first answer token's distribution from full prefill's,
-over its twenty likeliest tokens. Rows of time are judged against full prefill in the same run.
+A prompt is eight documents of drawn tokens, in an order that no request had before, and a question. One engine computes
+each prompt whole (nothing is loaded for it), and blended. Every row is judged against full prefill in the same run.
 """
 
 import sys
@@ -13,51 +11,28 @@ import sys
 # This folder holds a copy.py, which must not stand in for the standard library's.
 sys.path[0] = __file__.rsplit("/benchmarks/", 1)[0]
 
-import json
-import math
 import os
 import random
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks import _engines
 from benchmarks._child import progress
 from benchmarks._report import Row, parser, report
 
-ROOT = Path(__file__).parents[1]
 WAYS: dict[str, dict[str, Any]] = {
-    "reused as they are, computed alone": {"share": 0.0, "behind": "alone"},
     "reused as they are, behind the system prompt": {"share": 0.0},
-    "first 5 %": {"share": 0.05, "select": "first"},
     "first 15 %": {"share": 0.15, "select": "first"},
-    "first 30 %": {"share": 0.3, "select": "first"},
-    "deviation 5 %": {"share": 0.05},
     "deviation 15 %": {"share": 0.15},
-    "deviation 30 %": {"share": 0.3},
-    "everything": {"share": 1.0},
 }
-DOCUMENTS, DOCUMENT_TOKENS, ANSWER_TOKENS = 4, 300, 5
-SYSTEM = "You are an assistant. Answer from these documents.\n\n"
-ANIMALS = ("fox", "otter", "heron", "badger", "lynx", "crane", "beaver", "falcon")
-COLOURS = ("red", "green", "blue", "white", "black", "golden", "silver", "violet")
 TIMED = {2048: 0.15, 6000: 0.08}
 """Tokens of a prompt of eight documents, and how much of full prefill's time its first token may take."""
 
 
-@dataclass(frozen=True)
-class Said:
-    """tokens: the answer. likely: the first token's likeliest, with log-probabilities. seconds: to the first token."""
-
-    tokens: tuple[int, ...]
-    likely: dict[int, float]
-    seconds: float
-
-
 class Asked:
-    """The engine, and its tokenizer."""
+    """The engine."""
 
     def __init__(self, model: str) -> None:
         from vllm.config import KVTransferConfig
@@ -68,143 +43,139 @@ class Asked:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"host": {"capacity_bytes": "4GiB"}, "chunk_tokens": 128},
         )
-        longest = max(TIMED) + 512
         self.llm = _engines.vllm(
             model,
             None,
             kv_transfer_config=transfer,
-            skip_tokenizer_init=False,
-            max_model_len=longest,
-            max_num_batched_tokens=longest,
+            max_model_len=max(TIMED) + 512,
+            max_num_batched_tokens=2048,
             gpu_memory_utilization=0.2,
         )
-        self.encode = self.llm.get_tokenizer().encode
 
-    def ask(self, tokens: list[int], fields: dict[str, Any], new_tokens: int) -> Said:
+    def ask(self, prompts: "list[Prompt]") -> float:
+        """Seconds until all of these, asked at once, have their first token."""
         from vllm import SamplingParams, TokensPrompt
 
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=new_tokens,
-            logprobs=20,
-            extra_args={"kv_transfer_params": fields["kv_transfer_params"]},
-        )
-        salt = {"cache_salt": fields["cache_salt"]} if "cache_salt" in fields else {}
         began_s = time.perf_counter()
-        (output,) = self.llm.generate([TokensPrompt(prompt_token_ids=tokens, **salt)], sampling, use_tqdm=False)
-        seconds = time.perf_counter() - began_s
-        said = output.outputs[0]
-        likely = {token: chance.logprob for token, chance in said.logprobs[0].items()}
-        return Said(tuple(said.token_ids), likely, seconds)
+        self.llm.generate(
+            [TokensPrompt(prompt_token_ids=each.tokens, **each.salt) for each in prompts],
+            [SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=each.extra) for each in prompts],
+            use_tqdm=False,
+        )
+        return time.perf_counter() - began_s
+
+    def longest_pause(self, prompts: "list[Prompt]") -> float:
+        """The longest step, in seconds, of a running request while these are computed."""
+        from vllm import SamplingParams, TokensPrompt
+
+        core = self.llm.llm_engine
+        running = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True, detokenize=False)
+        core.add_request("running", TokensPrompt(prompt_token_ids=[5, 6, 7]), running)
+        for _ in range(5):
+            core.step()
+        for number, each in enumerate(prompts):
+            sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=each.extra)
+            core.add_request(f"r{number}", TokensPrompt(prompt_token_ids=each.tokens, **each.salt), sampling)
+        longest_s, left = 0.0, len(prompts)
+        while left:
+            began_s = time.perf_counter()
+            left -= sum(output.finished for output in core.step())
+            longest_s = max(longest_s, time.perf_counter() - began_s)
+        core.abort_request(["running"])
+        while core.has_unfinished_requests():
+            core.step()
+        return longest_s
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """fields: of the request; those of `WHOLE` for full prefill."""
+
+    tokens: list[int]
+    fields: dict[str, Any]
+
+    @property
+    def salt(self) -> dict[str, str]:
+        return {"cache_salt": self.fields["cache_salt"]} if "cache_salt" in self.fields else {}
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {"kv_transfer_params": self.fields["kv_transfer_params"]}
 
 
 WHOLE = {"kv_transfer_params": {"kv_tiers": {"load": False, "store": False}}}
 
 
-def joined(parts: list[list[int]], system: list[int], question: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    tokens, segments = list(system), []
-    for part in parts:
-        segments.append((len(tokens), len(tokens) + len(part)))
-        tokens += part
-    return [*tokens, *question], segments
+class Texts:
+    """Documents of drawn tokens for prompts of one length."""
+
+    def __init__(self, length: int) -> None:
+        self._draw = random.Random(length)
+        self._documents = [self._tokens(length // 8) for _ in range(16)]
+        self._system, self._question = self._tokens(20), self._tokens(20)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._draw.randrange(1000, 40000) for _ in range(count)]
+
+    def prompts(self, count: int, way: str) -> list[Prompt]:
+        """Eight documents each, in an order of its own. way: of `WAYS`; empty: full prefill."""
+        return [self._prompt(self._draw.sample(self._documents, 8), way) for _ in range(count)]
+
+    def all_documents(self) -> list[Prompt]:
+        """Two prompts, blended, after which every document is held."""
+        way = next(iter(WAYS))
+        return [self._prompt(self._documents[first : first + 8], way) for first in (0, 8)]
+
+    def _prompt(self, documents: list[list[int]], way: str) -> Prompt:
+        from kv_blend import request_fields
+
+        tokens, segments = list(self._system), []
+        for document in documents:
+            segments.append((len(tokens), len(tokens) + len(document)))
+            tokens += document
+        tokens += self._question
+        return Prompt(tokens, request_fields(segments, tokens=len(tokens), **WAYS[way]) if way else WHOLE)
 
 
-def divergence(whole: dict[int, float], blended: dict[int, float]) -> float:
-    """KL over full prefill's likeliest tokens; one that is missing in the other counts with its least likely."""
-    floor = min(blended.values())
-    return sum(math.exp(chance) * (chance - blended.get(token, floor)) for token, chance in whole.items())
-
-
-def quality(asked: Asked, sets: int) -> dict[str, dict[str, float]]:
-    from kv_blend import request_fields
-
-    draw = random.Random(7)
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-    pieces = asked.encode(text)
-    system = asked.encode(SYSTEM)
-    found: dict[str, list[tuple[bool, bool, float]]] = {way: [] for way in WAYS}
-    right = 0
-    for number in range(sets):
-        progress(f"set {number + 1} of {sets}")
-        documents, facts = [], []
-        for at in range(DOCUMENTS):
-            name = f"{COLOURS[draw.randrange(8)]} {ANIMALS[at * 2 + draw.randrange(2)]}"
-            code = str(draw.randint(100, 999))
-            fact = asked.encode(f"\nThe access code of the {name} is {code}.\n")
-            begin = draw.randrange(len(pieces) - DOCUMENT_TOKENS)
-            split = draw.randrange(40, DOCUMENT_TOKENS - 40)
-            documents.append(pieces[begin : begin + split] + fact + pieces[begin + split : begin + DOCUMENT_TOKENS])
-            facts.append((name, code))
-        for options in WAYS.values():  # so that all segments are held, from other orders
-            tokens, segments = joined(documents, system, [system[0]])
-            asked.ask(tokens, request_fields(segments, tokens=len(tokens), **options), 1)
-        for about in range(DOCUMENTS):
-            name, code = facts[about]
-            question = asked.encode(f"\nThe access code of the {name} is")
-            order = draw.sample(documents, DOCUMENTS)
-            tokens, segments = joined(order, system, question)
-            whole = asked.ask(tokens, WHOLE, ANSWER_TOKENS)
-            answer = asked.llm.get_tokenizer().decode(whole.tokens)
-            is_right = code in answer
-            right += is_right
-            for way, options in WAYS.items():
-                said = asked.ask(tokens, request_fields(segments, tokens=len(tokens), **options), ANSWER_TOKENS)
-                found[way].append((is_right, said.tokens == whole.tokens, divergence(whole.likely, said.likely)))
-    progress(f"full prefill answers {right} of {sets * DOCUMENTS} rightly")
-    return {
-        way: {
-            "questions": sum(is_right for is_right, _, _ in each),
-            "equal": sum(is_right and equal for is_right, equal, _ in each) / max(1, right),
-            "kl": statistics.mean(kl for _, _, kl in each),
-            "equal of all": sum(equal for _, equal, _ in each) / len(each),
-        }
-        for way, each in found.items()
-    }
-
-
-def times(asked: Asked) -> list[Row]:
-    from kv_blend import request_fields
-
-    draw, rows = random.Random(11), []
+def measure(asked: Asked) -> list[Row]:
+    rows = []
     for length, target in TIMED.items():
-        documents = [[draw.randrange(1000, 40000) for _ in range(length // 8)] for _ in range(8)]
-        system, question = (
-            [draw.randrange(1000, 40000) for _ in range(20)],
-            [draw.randrange(1000, 40000) for _ in range(20)],
-        )
-        tokens, segments = joined(documents, system, question)
-        asked.ask(tokens, request_fields(segments, tokens=len(tokens)), 1)
-        ways = ("reused as they are, behind the system prompt", "first 15 %", "deviation 15 %")
-        seconds: dict[str, list[float]] = {way: [] for way in ("", *ways)}
-        for _ in range(3):
-            tokens, segments = joined(draw.sample(documents, 8), system, question)
-            seconds[""].append(asked.ask(tokens, WHOLE, 1).seconds)
-            for way in ways:
-                fields = request_fields(segments, tokens=len(tokens), **WAYS[way])
-                seconds[way].append(asked.ask(tokens, fields, 1).seconds)
+        texts = Texts(length)
+        asked.ask(texts.all_documents())
+        seconds: dict[str, list[float]] = {way: [] for way in ("", *WAYS)}
+        for number in range(5):
+            progress(f"{length} tokens, round {number + 1} of 5")
+            for way, taken in seconds.items():
+                taken.append(asked.ask(texts.prompts(1, way)))
         whole = statistics.median(seconds[""])
-        for way in ways:
+        for way in WAYS:
             blended = statistics.median(seconds[way])
-            name = f"first token of {length} tokens, 8 documents, {way}"
             is_judged = way.startswith("reused")
+            name = f"first token of {length} tokens, 8 documents, {way}"
             rows.append(Row(name, blended, "s", whole, blended / whole, target if is_judged else None, True))
+    texts = Texts(2048)
+    for way in WAYS:
+        progress(f"eight at once, {way}")
+        at_once = {each: asked.ask(texts.prompts(8, each)) for each in ("", way)}
+        pauses = {each: asked.longest_pause(texts.prompts(4, each)) for each in ("", way)}
+        times = at_once[""] / at_once[way]
+        rows.append(
+            Row(f"eight requests of 2048 tokens at once, {way}", times, "times as many", 1.0, times, 3.0, False)
+        )
+        pause = pauses[way] / pauses[""]
+        name = f"longest pause of a running request beside four such, {way}"
+        rows.append(Row(name, pauses[way], "s", pauses[""], pause, 1.5, True))
     return rows
 
 
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--model", required=True, help="a trained model's directory")
-    arguments.add_argument("--sets", type=int, default=25, help="sets of four documents, each with four questions")
     chosen = arguments.parse_args()
     quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | quiet)
     asked = Asked(chosen.model)
-    rows = times(asked)
-    for way, found in quality(asked, chosen.sets).items():
-        text = f"answers equal to full prefill's, {way} (KL {found['kl']:.3f}, {found['questions']:.0f} questions)"
-        rows.append(Row(text, found["equal"], "of those it answers rightly", 1.0, found["equal"], None, False))
-        print(json.dumps({"way": way} | found), file=sys.stderr)
-    return report(rows, as_json=chosen.json)
+    return report(measure(asked), as_json=chosen.json)
 
 
 if __name__ == "__main__":
