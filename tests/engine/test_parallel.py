@@ -105,7 +105,7 @@ def test_a_private_server_that_is_killed_costs_hits_until_its_successor_has_them
         until(lambda: engine.ask_in_turn(PROMPTS) == reference and engine.hits == WARM_HITS, within_s=60)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_with_stages_a_wrong_byte_of_either_changes_tokens(tiny_llama: str, reference: list[Answer]) -> None:
     """The control."""
     with shaped(tiny_llama, "PP=2", {"host": {"capacity_bytes": "128MiB"}}) as engine:

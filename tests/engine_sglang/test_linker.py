@@ -59,7 +59,7 @@ def test_what_hicache_stored_the_linker_finds_and_the_reverse(
         assert small.ask(PROMPTS) == reference
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_ranks_and_a_server_that_dies(tiny_llama: str, tmp_path: Path) -> None:
     apart = {"tp_size": 2, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
     with started(tiny_llama, **apart) as plain:
