@@ -17,10 +17,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-SIBLINGS = {
-    f"kv-{name}"
-    for name in ("core", "tiers", "observe", "codecs", "server", "connect", "cuda", "vllm", "sglang", "blend")
-}
+NAMES = "core eviction tiers remote observe codecs server connect cuda vllm sglang blend"
+SIBLINGS = {f"kv-{name}" for name in NAMES.split()}
 
 
 def described(package: Path) -> dict[str, object]:

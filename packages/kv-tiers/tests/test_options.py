@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 import pytest
+from kv_core import plugins
 from kv_core.errors import ConfigError
-from kv_tiers import plugins
 from kv_tiers.options import byte_count, nearest, read_options
 from kv_tiers.registry import TIERS, tier_factory
 
