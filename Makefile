@@ -23,7 +23,7 @@ ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/p
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 NO_ENGINE := packages tests --ignore tests/engine --ignore tests/engine_sglang
 ONE_THREAD := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
-SOURCES := $(patsubst %,packages/kv-%/src,core tiers observe codecs server connect cuda vllm sglang blend) tests/support
+SOURCES := $(patsubst %,packages/kv-%/src,core eviction tiers remote observe codecs server connect cuda vllm sglang blend) tests/support
 
 help: ## print this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | column -t -s '|'

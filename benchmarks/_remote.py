@@ -16,13 +16,13 @@ import redis
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
+from kv_remote.redis import RedisTier
+from kv_remote.redis_connection import Connection
+from kv_remote.redis_servers import RedisConfig
 from kv_testing.servers import ValkeyServer
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.tier import Read, TierContext, Write
-from kv_tiers.tiers.redis import RedisTier
-from kv_tiers.tiers.redis_connection import Connection
-from kv_tiers.tiers.redis_servers import RedisConfig
 
 from benchmarks._report import Row, paired_medians_s
 

@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from kv_connect.halves.engine_costs import EngineCosts
 from kv_core import ChunkKey
 from kv_core.coverage import ALL, PLAIN, STATE, ChunkShape, Coverage
+from kv_eviction import make_policy
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import LookedUp
-from kv_tiers.eviction import make_policy
 
 from benchmarks._report import Row, parser, report
 

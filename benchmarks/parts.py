@@ -31,10 +31,10 @@ from pathlib import Path
 
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
+from kv_eviction.registry import make_policy
 from kv_observe import sim_plot
 from kv_observe.trace_file import Trace, read_trace
 from kv_tiers import chunk_header
-from kv_tiers.eviction.registry import make_policy
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, TierContext, WhenFull, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for

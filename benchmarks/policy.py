@@ -19,10 +19,10 @@ import random
 from pathlib import Path
 
 from kv_core.keys import ChunkKey
+from kv_eviction import POLICY_NAMES
 from kv_observe import sim_plot
 from kv_observe.sim import TierPlan, optimum, simulate
 from kv_observe.trace_file import Trace, read_trace
-from kv_tiers.eviction import POLICY_NAMES
 
 from benchmarks._report import parser
 

@@ -28,8 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kv_core.keys import ChunkKey
+from kv_eviction import make_policy
 from kv_observe.trace_file import read_trace
-from kv_tiers.eviction import make_policy
 from kv_tiers.index.residency import Residency
 
 from benchmarks._report import parser

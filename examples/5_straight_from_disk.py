@@ -8,7 +8,7 @@ from kv_core.keys import KeySpace
 from kv_core.sequence import KeySequence
 from kv_cuda import split_parts
 from kv_cuda.files.direct import make_direct_copier
-from kv_tiers.eviction.lru import LruPolicy
+from kv_eviction.lru import LruPolicy
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 

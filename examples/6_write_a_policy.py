@@ -2,7 +2,7 @@
 recently used, but the first chunks of every prompt (system prompts, few-shot examples) leave last. In a package of
 yours, this in its pyproject.toml makes it known wherever the package is installed:
 
-    [project.entry-points."kv_tiers.policies"]
+    [project.entry-points."kv_eviction.policies"]
     heads_last = "your_package.your_module:make_heads_last"
 
 and settings say `policy: {name: heads_last, head_chunks: 8}`.
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
-from kv_tiers import EvictionPolicy
+from kv_eviction import EvictionPolicy
+from kv_eviction.testing import PolicyContract
 from kv_tiers.options import read_options
-from kv_tiers.testing.policy_contract import PolicyContract
 
 
 class HeadsLastConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

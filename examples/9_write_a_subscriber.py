@@ -13,7 +13,8 @@ import msgspec
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
-from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_eviction import LruPolicy
+from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import Committed, Evicted, LookedUp
 from kv_tiers.options import read_options

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layout.md"
 FROM_BELOW = (
     "kv-core",
+    "kv-eviction",
     "kv-tiers",
+    "kv-remote",
     "kv-observe",
     "kv-cuda",
     "kv-codecs",

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import msgspec
 import yaml
+from kv_remote.objects import ObjectsConfig
+from kv_remote.redis import RedisConfig
 from kv_server.peers.tier import PeersTierConfig
 from kv_tiers.config import LaneConfig
 from kv_tiers.options import read_options
 from kv_tiers.registry import tier_factory
 from kv_tiers.settings import Settings, load
 from kv_tiers.tiers.disk import DiskConfig
-from kv_tiers.tiers.objects import ObjectsConfig
-from kv_tiers.tiers.redis import RedisConfig
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

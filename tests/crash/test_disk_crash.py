@@ -23,8 +23,8 @@ from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
 from kv_tiers import chunk_header
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.side_by_side import side_by_side
 from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext, Write

@@ -16,10 +16,10 @@ from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.direct import DirectCopier
 from kv_cuda.files.host_files import HostFiles
+from kv_eviction.lru import LruPolicy
 from kv_testing.layouts import TOKENS, small_caches
 from kv_testing.wait import until
 from kv_tiers import HostConfig, LocalCache, build_local_cache, chunk_header
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for

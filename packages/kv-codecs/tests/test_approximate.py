@@ -16,6 +16,9 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
 from kv_core.service import ReadLease, WriteLease
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
+from kv_remote.redis import make_redis_tier
+from kv_remote.shared_fs import make_shared_fs_tier
 from kv_testing.faults import FaultyTier
 from kv_testing.redis_servers import VALKEY, end_all, running
 from kv_testing.wait import until
@@ -25,7 +28,6 @@ from kv_tiers.build import build_lane
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.refine import Refinements
 from kv_tiers.codec import Codec
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
@@ -34,8 +36,6 @@ from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.dram import DramTier
-from kv_tiers.tiers.redis import make_redis_tier
-from kv_tiers.tiers.shared_fs import make_shared_fs_tier
 
 RECORDED = (Path(__file__).parent / "recorded" / "smollm2.bfloat16").read_bytes()
 CONTEXT = TierContext(len(RECORDED), slot_bytes_for(len(RECORDED)), "approximations")

@@ -14,11 +14,12 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
+from kv_remote.shared_fs import make_shared_fs_tier
 from kv_testing.faults import FaultyTier
 from kv_tiers import chunk_header
 from kv_tiers.build import build_lane
 from kv_tiers.codec import Codec, CodecError
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
@@ -27,7 +28,6 @@ from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import ANY_CHUNKS, Read, Tier, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.dram import DramTier
-from kv_tiers.tiers.shared_fs import make_shared_fs_tier
 
 CHUNK_BYTES = 300_000
 CONTEXT = TierContext(CHUNK_BYTES, slot_bytes_for(CHUNK_BYTES), "codecs")

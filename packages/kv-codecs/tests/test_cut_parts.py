@@ -11,12 +11,12 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
 from kv_testing.wait import until
 from kv_tiers import HostConfig, build_local_cache, chunk_header
 from kv_tiers.approximate import fingerprint_above
 from kv_tiers.build import build_lane, check_settings
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for

@@ -16,6 +16,7 @@ from kv_core.cost import Costs, Measured
 from kv_core.keys import tenant_tag
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain, keys_of
+from kv_eviction import LruPolicy
 from kv_observe.metrics import Metrics
 from kv_server import RemoteCache, ServerConfig
 from kv_server.caches import cache_name
@@ -27,7 +28,7 @@ from kv_server.server import CacheServer
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
 from kv_testing.wait import joined, until
-from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers import HostPool, LocalCache
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig, HostConfig
 from kv_tiers.events import events

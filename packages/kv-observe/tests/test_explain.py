@@ -16,6 +16,7 @@ from kv_core.cost import Costs
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.testing import key_chain
+from kv_eviction import LruPolicy
 from kv_observe.chunk_state import ChunkState, GroupState
 from kv_observe.explain import Explanation, explain
 from kv_observe.history import MAX_KNOWN_KEY_SPACES, ChunkFate, History, Memory
@@ -28,7 +29,7 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for, shapes
 from kv_testing.tower import Tower
 from kv_testing.wait import until
-from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers import HostPool, LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.host_pool import slot_bytes_for
 

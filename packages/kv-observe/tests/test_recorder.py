@@ -13,13 +13,14 @@ from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain, keys_of
 from kv_core.tools.cli import main
+from kv_eviction import LruPolicy
 from kv_observe.build import build_bus
 from kv_observe.recorder import Recorder
 from kv_observe.trace_file import read_trace
 from kv_server.config import read_config
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
-from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers import HostPool, LocalCache
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError, InputError
 from kv_core.keys import ChunkKey
 from kv_core.tools.cli import main
+from kv_eviction import POLICY_NAMES
 from kv_observe import sim_plot
 from kv_observe.sim import TierPlan, optimum, simulate
 from kv_observe.trace_file import read_trace
-from kv_tiers.eviction import POLICY_NAMES
 
 SMALL = "a b c\nd e\na b x\nd e f\na b c\n"
 """Under LRU with 5 chunks: miss 3, miss 2, hit a b, (c leaves for x), hit d e, (x leaves for f), hit a b: 6 of 14."""

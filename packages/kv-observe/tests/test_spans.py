@@ -11,13 +11,14 @@ from kv_core.errors import ConfigError
 from kv_core.lookup import Ended
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_eviction import LruPolicy
 from kv_observe import spans
 from kv_observe.build import build_bus
 from kv_observe.spans import Spans
 from kv_testing.otlp import otlp_collector
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
-from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers import HostPool, LocalCache
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus

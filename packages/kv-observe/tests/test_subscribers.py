@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
+from kv_core import plugins
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
 from kv_observe.build import build_bus
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_tiers import plugins
 from kv_tiers.build import build_local_cache
 from kv_tiers.config import HostConfig
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber

@@ -40,7 +40,7 @@ def modules_after(statement: str) -> set[str]:
     """Of this package and of what serves HTTP, in a fresh process."""
     code = (
         f"import sys; {statement}\n"
-        "ours = 'kv_tiers', 'kv_observe', 'kv_server', 'starlette', 'uvicorn', 'yaml'\n"
+        "ours = 'kv_eviction', 'kv_tiers', 'kv_remote', 'kv_observe', 'kv_server', 'starlette', 'uvicorn', 'yaml'\n"
         "print(*[name for name in sys.modules if name.split('.')[0] in ours])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.outcome import Absent, Loaded, LoadOutcome
 from kv_core.testing import key_chain
+from kv_remote.redis import make_redis_tier
+from kv_remote.timed_socket import Buffer
 from kv_server import launch
 from kv_server.config import read_config
 from kv_server.drain.takers import MAX_OFFERED
@@ -52,8 +54,6 @@ from kv_testing.wait import joined, until
 from kv_tiers.config import PeersConfig
 from kv_tiers.messages import HEADER, Keys, pack_keys
 from kv_tiers.tier import TierContext
-from kv_tiers.tiers.redis import make_redis_tier
-from kv_tiers.tiers.timed_socket import Buffer
 
 pytestmark = pytest.mark.usefixtures("peers_in_process")
 CONTEXT = TierContext(CHUNK_BYTES, SLOT_BYTES, "f")

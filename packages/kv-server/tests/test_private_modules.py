@@ -13,11 +13,12 @@ from kv_server import launch
 from kv_server.process import environment, module_command
 from kv_testing.cache_servers import join_at, settings_for
 
-OTHERS = ["kv_core", "kv_tiers", "xxhash", "msgspec", "numpy", "yaml", "zstandard", "sitecustomize", "usercustomize"]
+OURS = ["kv_core", "kv_eviction", "kv_tiers", "kv_remote"]
+OTHERS = [*OURS, "xxhash", "msgspec", "numpy", "yaml", "zstandard", "sitecustomize", "usercustomize"]
 # Somebody else's file: it leaves a mark beside itself, and does what a module of its name would not.
 HOSTILE = "import pathlib; pathlib.Path(__file__ + '.ran').touch(); raise SystemExit('hostile')"
 POLICY = """
-from kv_tiers.eviction.lru import LruPolicy
+from kv_eviction.lru import LruPolicy
 
 def make(*args, **options):
     return LruPolicy()
@@ -56,7 +57,7 @@ def test_what_was_added_while_the_engine_ran_is_there(
     files = {
         "added_policy.py": POLICY,
         "added_policy-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: added-policy\nVersion: 1\n",
-        "added_policy-1.dist-info/entry_points.txt": "[kv_tiers.policies]\nadded = added_policy:make\n",
+        "added_policy-1.dist-info/entry_points.txt": "[kv_eviction.policies]\nadded = added_policy:make\n",
     }
     settings = settings_for(tmp_path)
     settings["host"] = {**settings["host"], "policy": "added"}  # type: ignore[dict-item]

@@ -12,6 +12,7 @@ import torch
 from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_core.clock import HandClock
 from kv_core.transfer import TransferPlan
+from kv_eviction import LruPolicy
 from kv_sglang.names import Names
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import describe
@@ -19,7 +20,7 @@ from kv_sglang.transfer.exchange import Exchange
 from kv_sglang.transfer.rooms import IncomingRoom, Lanes, OutgoingRoom
 from kv_testing.faults import FaultyTier
 from kv_testing.wait import joined, until
-from kv_tiers import HostConfig, HostPool, LocalCache, LruPolicy, build_local_cache, chunk_header
+from kv_tiers import HostConfig, HostPool, LocalCache, build_local_cache, chunk_header
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.tiers.dram import DramTier

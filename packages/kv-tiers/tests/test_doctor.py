@@ -2,7 +2,6 @@
 
 import errno
 import os
-from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,9 @@ MOUNTS = """\
 
 def test_every_finding_of_this_machine_that_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
     found = list(doctor.check(DoctorOptions(str(tmp_path), measure=True)))
-    assert {"shared memory", "NUMA", f"directory {tmp_path}", "kv-tiers", "optional libraries"} <= {
-        finding.what for finding in found
-    }
+    assert {"shared memory", "NUMA", f"directory {tmp_path}", "kv-tiers"} <= {finding.what for finding in found}
     assert all(finding.advice for finding in found if finding.state != "ok")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_it_knows_every_extra() -> None:
-    assert set(doctor._EXTRAS) == set(metadata("kv-tiers").get_all("Provides-Extra"))
 
 
 @pytest.mark.parametrize(

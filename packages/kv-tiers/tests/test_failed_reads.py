@@ -13,17 +13,17 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, ReadFailed, Refused, Stored, StoreOutcome, Unstorable
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
+from kv_remote.shared_fs import make_shared_fs_tier
 from kv_testing.media import full_device, slabs_of, unreadable_device
 from kv_testing.tower import leading
 from kv_tiers import chunk_header
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Health, Lane
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
-from kv_tiers.tiers.shared_fs import make_shared_fs_tier
 
 CONTEXT = TierContext(5000, 8192, "failed reads")
 FORM = chunk_header.format_id(CONTEXT.fingerprint)

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 import pytest
+from kv_core import plugins
 from kv_core.errors import ConfigError
-from kv_tiers import plugins
 from kv_tiers.options import byte_count, nearest, read_options
 from kv_tiers.registry import TIERS, tier_factory
 
@@ -114,3 +114,5 @@ def test_a_type_offered_twice_or_that_cannot_be_imported_says_so(
         ConfigError, match=r"'broken'; no installed package has any in its entry points kv_tiers\.tiers"
     ):
         tier_factory("broken")
+    with pytest.raises(ConfigError, match=r"the .*'redis' is not installed: pip install kv-remote"):
+        tier_factory("redis")

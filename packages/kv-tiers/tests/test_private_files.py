@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from kv_core.errors import ConfigError
+from kv_remote.objects import make_objects_tier
+from kv_remote.redis import make_redis_tier
+from kv_remote.shared_fs import make_shared_fs_tier
 from kv_server.address import Address
 from kv_server.http.token import read_token
 from kv_tiers import HostPool
@@ -22,9 +25,6 @@ from kv_tiers.settings import Settings
 from kv_tiers.tenants import read_tenants
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk_directory import DiskDirectory
-from kv_tiers.tiers.objects import make_objects_tier
-from kv_tiers.tiers.redis import make_redis_tier
-from kv_tiers.tiers.shared_fs import make_shared_fs_tier
 from kv_tiers.tiers.space import Geometry
 
 CONTEXT = TierContext(4096, 4096, "private files")

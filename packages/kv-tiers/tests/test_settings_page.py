@@ -8,6 +8,10 @@ import msgspec
 import pytest
 import yaml
 from kv_core.errors import ConfigError
+from kv_remote.mooncake import MooncakeConfig
+from kv_remote.objects import ObjectsConfig
+from kv_remote.redis import RedisConfig
+from kv_remote.shared_fs import SharedFsConfig
 from kv_server.directory.directory import DirectoryConfig
 from kv_server.peers.tier import PeersTierConfig
 from kv_tiers.config import LaneConfig, TenantConfig
@@ -15,10 +19,6 @@ from kv_tiers.options import read_options
 from kv_tiers.settings import Settings, load
 from kv_tiers.tiers.disk import DiskConfig
 from kv_tiers.tiers.dram import DramConfig
-from kv_tiers.tiers.mooncake import MooncakeConfig
-from kv_tiers.tiers.objects import ObjectsConfig
-from kv_tiers.tiers.redis import RedisConfig
-from kv_tiers.tiers.shared_fs import SharedFsConfig
 
 PAGE = (Path(__file__).parents[3] / "docs" / "settings.md").read_text()
 ROW = re.compile(r"^- ((?:`[\w.]+`(?:, )?)+) \((?:`([^`]*)`|required)\): .+$", re.MULTILINE)

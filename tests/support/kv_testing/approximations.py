@@ -11,11 +11,11 @@ from kv_core.lookup import Ended
 from kv_core.outcome import Loaded, LoadOutcome, Stored
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
 from kv_tiers import HostPool, LocalCache, chunk_header
 from kv_tiers.codec import Codec
 from kv_tiers.config import ColdConfig
 from kv_tiers.events.bus import EventBus
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.index.life import Life
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane

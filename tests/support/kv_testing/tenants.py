@@ -5,9 +5,9 @@ from functools import partial
 
 from kv_core.clock import Clock, HandClock
 from kv_core.keys import ChunkKey, tenant_tag
+from kv_eviction import make_policy
 from kv_tiers.cache.extension import Extension
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.eviction import make_policy
 from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
 
 from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up

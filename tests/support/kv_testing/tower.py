@@ -8,14 +8,14 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
+from kv_eviction.coverage import BoundedGroups
+from kv_eviction.lru import LruPolicy
 from kv_tiers import chunk_header
 from kv_tiers.cache.extension import Extension
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig
 from kv_tiers.events.bus import Source
-from kv_tiers.eviction.coverage import BoundedGroups
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.tier_contract import content

@@ -5,7 +5,14 @@ and becomes a miss. `InputError` and `ConfigError` are the caller's mistakes: th
 what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+from typing import Final
+
 from kv_core.log import on_one_line
+
+_LONGEST_NAME: Final = 100
+"""How much of a name is compared with others: some names come from an engine's clients, and may be of any length."""
 
 
 class KVError(Exception):
@@ -44,3 +51,10 @@ def shortened(value: object) -> str:
         return f"a number of {value.bit_length()} bits"  # the interpreter itself refuses the repr of a huge int
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The helpful half of an error about a name that is none: the one probably meant, or all that exist."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

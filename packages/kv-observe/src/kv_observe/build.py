@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.errors import ConfigError
+from kv_core.plugins import load_plugin
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import ObserveConfig
 from kv_tiers.events.bus import EventBus, Subscriber
-from kv_tiers.plugins import load_plugin
 
 from kv_observe.history import History
 from kv_observe.log import LogLines, log_json, log_text

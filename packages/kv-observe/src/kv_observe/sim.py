@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_core.keys import ChunkKey
-from kv_tiers.eviction import make_policy
+from kv_eviction import make_policy
 from kv_tiers.index.residency import Residency
 
 WARM_UP = 0.2

@@ -11,7 +11,7 @@ from typing import Any
 
 from kv_core.errors import InputError
 from kv_core.terminal import say
-from kv_tiers.eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
+from kv_eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.pool.machine import spelled
 
 from kv_observe.sim import WARM_UP, Served, TierCounts, TierPlan, optimum, simulate

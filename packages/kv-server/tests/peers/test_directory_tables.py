@@ -15,6 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_remote.redis_connection import Pool, _Resp3Parser
+from kv_remote.redis_servers import RedisAccess
+from kv_remote.resp import ErrorReply, ProtocolError
 from kv_server.directory.contents import Contents, KeySource
 from kv_server.directory.entries import MAX_CHANGES, MAX_ENTRY_BYTES, Entry, decode, encode
 from kv_server.directory.holders import NOBODY, HolderTable
@@ -22,9 +25,6 @@ from kv_server.directory.names import Names, names_of, no_sums, pack, root_of, s
 from kv_server.directory.stream import AT_ONCE, BEGINNING, KEPT, Stream
 from kv_testing.redis_servers import end_all, running
 from kv_tiers.index.journal import Journal
-from kv_tiers.tiers.redis_connection import Pool, _Resp3Parser
-from kv_tiers.tiers.redis_servers import RedisAccess
-from kv_tiers.tiers.resp import ErrorReply, ProtocolError
 from redis.exceptions import RedisError
 
 NAMES = st.sets(st.integers(0, 300) | st.integers((1 << 64) - 30, (1 << 64) - 1), max_size=200)

@@ -22,6 +22,7 @@ from kv_connect.open_cache import Format, check_replicas, open_in_process, open_
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
+from kv_core.plugins import extra_needed
 from kv_core.sequence import digests_of
 from kv_server.facts import CHUNK_TOKENS, READS_TOGETHER, REPEATS_LOOKUPS
 from kv_server.remote_cache import RemoteCache
@@ -29,7 +30,6 @@ from kv_server.supervised import SupervisedServer
 from kv_tiers import LocalCache
 from kv_tiers.approximate import is_approximate, uses_calibration
 from kv_tiers.events.bus import EventBus
-from kv_tiers.plugins import extra_needed
 from kv_tiers.settings import Settings
 from kv_tiers.verdict import demand
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from kv_tiers.cache.local import LocalCache
     from kv_tiers.clock import MonotonicClock
     from kv_tiers.config import ColdConfig, HostConfig
-    from kv_tiers.eviction import EvictionPolicy, LruPolicy
     from kv_tiers.pool.host_pool import HostPool
     from kv_tiers.tenants import Tenant
 else:
@@ -22,7 +21,6 @@ else:
             "kv_tiers.build": ("build_local_cache",),
             "kv_tiers.clock": ("MonotonicClock",),
             "kv_tiers.config": ("ColdConfig", "HostConfig"),
-            "kv_tiers.eviction": ("EvictionPolicy", "LruPolicy"),
             "kv_tiers.cache.local": ("LocalCache",),
             "kv_tiers.pool.host_pool": ("HostPool",),
             "kv_tiers.tenants": ("Tenant",),
@@ -31,11 +29,9 @@ else:
 
 __all__ = [
     "ColdConfig",
-    "EvictionPolicy",
     "HostConfig",
     "HostPool",
     "LocalCache",
-    "LruPolicy",
     "MonotonicClock",
     "Tenant",
     "build_local_cache",

@@ -10,6 +10,8 @@ from functools import partial
 import msgspec
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
+from kv_eviction.coverage import BoundedGroups
+from kv_eviction.registry import make_policy
 
 from kv_tiers import chunk_header
 from kv_tiers.approximate import check_approximate, check_parts, drops_parts, fingerprint_of_tier
@@ -20,8 +22,6 @@ from kv_tiers.cache.spill import WriteMode
 from kv_tiers.codec import Codec, DecodesPrefixes
 from kv_tiers.config import ColdConfig, HostConfig, LaneConfig, check_lease
 from kv_tiers.events.bus import Source
-from kv_tiers.eviction.coverage import BoundedGroups
-from kv_tiers.eviction.registry import make_policy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
 from kv_tiers.payload_sizes import PayloadSizes

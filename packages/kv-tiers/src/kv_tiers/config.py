@@ -8,8 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from kv_core.errors import ConfigError
-
-from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec
+from kv_eviction.registry import DEFAULT_POLICY, PolicySpec
 
 DEFAULT_CAPACITY_BYTES: Final = 4 << 30
 

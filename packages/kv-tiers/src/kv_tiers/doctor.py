@@ -1,4 +1,4 @@
-"""`kv doctor` on memory, file systems and the libraries of the tiers."""
+"""`kv doctor` on memory and file systems."""
 
 import os
 import sys
@@ -11,13 +11,6 @@ from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.tiers.disk_directory import try_place
 
-_EXTRAS = {
-    "redis": "redis",
-    "s3": "obstore",
-    "mooncake": "mooncake-transfer-engine-non-cuda",
-}
-"""By extra of kv-tiers, the optional package that it installs."""
-
 _NETWORKED = ("nfs", "nfs4", "lustre", "cifs", "smb3", "fuse", "ceph", "9p", "glusterfs", "beegfs")
 
 
@@ -26,7 +19,7 @@ def check(options: DoctorOptions) -> Iterator[Finding]:
     yield from _memory()
     yield from _numa(Path("/sys/devices/system/node"))
     yield from _directory(Path(options.path))
-    yield from _libraries()
+    yield Finding("ok", "kv-tiers", f"{version_of('kv-tiers')} on Python {sys.version.split()[0]}")
 
 
 def _memory() -> Iterator[Finding]:
@@ -93,13 +86,3 @@ def file_system_of(path: Path, mounts: Path) -> str:
         if path.is_relative_to(mounted_at) and len(mounted_at) >= len(longest_mount):
             longest_mount, kind = mounted_at, file_system.split()[0]
     return kind
-
-
-def _libraries() -> Iterator[Finding]:
-    yield Finding("ok", "kv-tiers", f"{version_of('kv-tiers')} on Python {sys.version.split()[0]}")
-    versions = {extra: version_of(distribution) for extra, distribution in _EXTRAS.items()}
-    installed = ", ".join(f"{_EXTRAS[extra]} {version}" for extra, version in versions.items() if version)
-    missing = [extra for extra, version in versions.items() if not version]
-    missing_text = f"; not installed: {', '.join(missing)}" if missing else ""
-    advice = f"only if you want them: pip install 'kv-tiers[{','.join(missing)}]'" if missing else ""
-    yield Finding("ok", "optional libraries", (installed or "none") + missing_text, advice)

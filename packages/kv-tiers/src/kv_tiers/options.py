@@ -3,14 +3,13 @@
 An option in bytes is named `…_bytes`; it may be an integer or text such as "4MiB".
 """
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, did_you_mean
 
 _UNITS: Final[Mapping[str, int]] = {
     "": 1,
@@ -36,8 +35,6 @@ BYTES_PATTERN: Final = (
 _IN_WORDS: dict[str, str] = {}
 _MATCHING: Final = re.compile(r"matching regex '(.*)'(?= - at |$)")
 _LIKE_A_FLOAT: Final = re.compile(r"[0-9]+(\.[0-9]*|(\.[0-9]*)?[eE]\+?[0-9]{1,2})")
-_LONGEST_NAME: Final = 100
-"""How much of a name is compared with others: some names come from an engine's clients, and may be of any length."""
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -126,11 +123,10 @@ def byte_count(value: int | str, where: str) -> int:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The helpful half of an error message: the new name, the one probably meant, or all that exist."""
-    known = sorted(known)
+    """As `did_you_mean`, of a setting: the new name of one that was renamed."""
+    known = set(known)
     section, dot, last = name.rpartition(".")
     new = f"{section}{dot}{_RENAMED.get(last, '')}"
     if new in known:
         return f"it is now {new!r}"
-    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    return did_you_mean(name, known)

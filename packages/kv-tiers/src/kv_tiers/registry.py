@@ -2,8 +2,9 @@
 
 from typing import Final
 
+from kv_core.plugins import load_plugin
+
 from kv_tiers.codec import CodecFactory
-from kv_tiers.plugins import load_plugin
 from kv_tiers.tier import TierFactory
 
 TIERS: Final = "kv_tiers.tiers"

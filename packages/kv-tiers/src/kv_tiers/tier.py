@@ -32,9 +32,9 @@ from kv_core.errors import TierDown
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, Refused, StoreOutcome, Unstorable
+from kv_eviction.coverage import BoundedGroups
 
 from kv_tiers.chunk_header import VERSION, decoded_bytes_in, format_id
-from kv_tiers.eviction.coverage import BoundedGroups
 from kv_tiers.index.journal import Journal
 from kv_tiers.tier_state import TierUsage as TierUsage  # noqa: PLC0414  # a part of the contract
 
@@ -124,7 +124,7 @@ class TierContext:
     slot_bytes: size of the pages that hold a chunk.
     fingerprint: identifies the format of the chunks' bytes.
     bounded: the groups of layers that do not need the whole prefix, as far as lookups have shown. For tiers that evict
-        (`kv_tiers.eviction.coverage`).
+        (`kv_eviction.coverage`).
     name: for messages of a tier while it is created; empty: it has none yet.
     """
 

@@ -15,13 +15,13 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.outcome import StoreOutcome
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
 from kv_testing.media import slabs_of, unreadable_device
 from kv_testing.servers import free_port
 from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache, chunk_header
 from kv_tiers.build import build_local_cache
 from kv_tiers.config import ColdConfig, HostConfig
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.testing.tier_contract import content
 from kv_tiers.tier import Write

@@ -6,8 +6,9 @@ from kv_core.coverage import ALL, STATE, ChunkShape, longest_hit
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import LoadFailed, ReadLease
+from kv_eviction import LruPolicy
 from kv_testing.shapes import CHUNK_TOKENS, keys_for, shapes
-from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers import HostPool, LocalCache
 from kv_tiers.cache.hits import needed_count
 
 

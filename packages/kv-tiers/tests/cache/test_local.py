@@ -7,8 +7,9 @@ from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.service import CacheService, ReadLease
 from kv_core.testing import key_chain
+from kv_eviction import LruPolicy
 from kv_testing.service_contract import CHUNK_BYTES, ServiceContract
-from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers import HostPool, LocalCache
 
 
 class TestInAnAnonymousPool(ServiceContract):

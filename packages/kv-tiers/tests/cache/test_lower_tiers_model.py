@@ -16,6 +16,7 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.service import ReadLease, WriteLease
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
 from kv_testing.faults import FAULTS, Fault, FaultyTier
 from kv_testing.model import SHAPES
 from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
@@ -24,7 +25,6 @@ from kv_tiers import chunk_header
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.config import ColdConfig
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.tier_contract import content

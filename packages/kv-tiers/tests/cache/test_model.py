@@ -6,10 +6,10 @@ from hypothesis import settings
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheService
+from kv_eviction import make_policy
 from kv_testing.model import ServiceMachine
 from kv_testing.service_contract import CHUNK_BYTES, GROUP_BYTES
 from kv_tiers import HostPool, LocalCache
-from kv_tiers.eviction import make_policy
 
 SETTINGS = settings(max_examples=150, stateful_step_count=40, deadline=None)
 

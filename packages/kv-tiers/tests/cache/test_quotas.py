@@ -11,9 +11,9 @@ from kv_core.errors import ConfigError
 from kv_core.keys import NO_TENANT, tenant_tag
 from kv_core.service import WriteLease
 from kv_core.testing import key_chain
+from kv_eviction import POLICY_NAMES
 from kv_testing.tenants import ANN, BEN, CYD, SLOT, cache_of, held, store, used
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.eviction import POLICY_NAMES
 
 
 def test_a_store_of_several_tenants_ends_where_one_of_them_has_no_room() -> None:

@@ -3,8 +3,9 @@
 import pytest
 from kv_core.keys import tenant_tag
 from kv_core.testing import key_chain
+from kv_eviction import LruPolicy
 from kv_testing.service_contract import CHUNK_BYTES
-from kv_tiers import HostPool, LocalCache, LruPolicy
+from kv_tiers import HostPool, LocalCache
 from kv_tiers.pool.host_pool import slot_bytes_for
 
 SLOTS = 8

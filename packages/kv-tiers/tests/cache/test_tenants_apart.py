@@ -13,11 +13,11 @@ from kv_core.errors import ConfigError
 from kv_core.keys import NO_TENANT, ChunkKey, tenant_tag
 from kv_core.service import ReadLease, WriteLease
 from kv_core.testing import key_chain
+from kv_eviction import POLICY_NAMES
 from kv_testing.service_contract import assert_adds_up
 from kv_testing.tenants import ANN, BEN, SLOT, cache_of, store, used
 from kv_testing.tower import Tower
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.eviction import POLICY_NAMES
 
 STEM = 3
 

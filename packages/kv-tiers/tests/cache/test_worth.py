@@ -14,6 +14,7 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
 from kv_server import RemoteCache, launch
 from kv_testing.throttled import ThrottledTier, offer
 from kv_testing.wait import until
@@ -23,7 +24,6 @@ from kv_tiers.cache.worth import Part, worth_waiting
 from kv_tiers.config import ColdConfig
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import LookedUp
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.tiers.dram import DramTier

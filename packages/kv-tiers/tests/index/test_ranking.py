@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
+from kv_eviction import POLICY_NAMES
 from kv_testing.cache_servers import SLOT_BYTES
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig
-from kv_tiers.eviction import POLICY_NAMES
 from kv_tiers.index.ranking import most_worth_first
 
 

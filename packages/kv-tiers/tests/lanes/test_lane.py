@@ -11,12 +11,12 @@ from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
 from kv_testing.faults import FaultyTier
 from kv_testing.threads import threads_left
 from kv_testing.tower import leading
 from kv_testing.wait import until
 from kv_tiers import chunk_header
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes import jobs
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Health, Lane

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey
+from kv_eviction.coverage import BoundedGroups
+from kv_eviction.lru import LruPolicy
 from kv_testing.shapes import CHUNK_TOKENS, keys_for
 from kv_testing.wait import until
 from kv_tiers import HostConfig, build_local_cache
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.eviction.coverage import BoundedGroups
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tiers.index import ExtentIndex
 from kv_tiers.tiers.space import Geometry

@@ -15,8 +15,8 @@ from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, Refused, Stored
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
 from kv_tiers import chunk_header
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, SupportsFileExtents, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for

@@ -16,13 +16,13 @@ import pytest
 from kv_core.errors import ConfigError, TierDown
 from kv_core.outcome import Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
+from kv_remote.shared_fs import SharedFsConfig, SharedFsTier
 from kv_testing.disk_box import CONTEXT, DiskBox, load, store, writes_of
 from kv_tiers.testing.tier_contract import TierContract
 from kv_tiers.tier import Tier, TierContext
 from kv_tiers.tiers.disk import DiskTier, make_disk_tier
 from kv_tiers.tiers.disk_chunks import bytes_for
 from kv_tiers.tiers.disk_files import File
-from kv_tiers.tiers.shared_fs import SharedFsConfig, SharedFsTier
 
 FILE_SYSTEMS = ["ext2", "ext3", "tmpfs", "overlay", "exfat-fuse", "bindfs"]
 FAT_OPTIONS = f"uid={os.geteuid()},dmask=077,fmask=177"

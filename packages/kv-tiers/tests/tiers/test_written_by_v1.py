@@ -11,13 +11,13 @@ import pytest
 import redis
 from kv_core.outcome import Absent, Damaged, Loaded, Stored
 from kv_core.testing import key_chain
+from kv_eviction.lru import LruPolicy
+from kv_remote.redis import make_redis_tier
 from kv_testing.servers import ValkeyServer
 from kv_tiers import chunk_header
-from kv_tiers.eviction.lru import LruPolicy
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, Tier, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
-from kv_tiers.tiers.redis import make_redis_tier
 
 WRITTEN = Path(__file__).with_name("written_by_v1")
 NAMESPACE = "f819a013ce2b560a9a32046689645921"

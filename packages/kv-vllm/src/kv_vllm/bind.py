@@ -10,10 +10,10 @@ from kv_connect.engine import Engine, EngineFacts
 from kv_connect.neighbours import StoredFormat
 from kv_connect.open_cache import Format
 from kv_core.log import limited_logger
+from kv_core.plugins import extra_needed
 from kv_cuda.bind import bind_groups, table_tokens_of
 from kv_cuda.canary import Refusal
 from kv_tiers.approximate import is_approximate, uses_calibration
-from kv_tiers.plugins import extra_needed
 from kv_tiers.settings import Setting, Settings
 from kv_tiers.verdict import demand
 

@@ -9,7 +9,8 @@ import logging
 from typing import Final
 
 _OUR_LOGGERS: Final = tuple(
-    f"kv_{name}" for name in ("core", "tiers", "observe", "codecs", "server", "connect", "cuda", "vllm")
+    f"kv_{name}"
+    for name in ("core", "eviction", "tiers", "remote", "observe", "codecs", "server", "connect", "cuda", "vllm")
 )
 
 

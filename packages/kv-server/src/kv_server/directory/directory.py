@@ -20,10 +20,10 @@ import msgspec
 from kv_core.errors import InputError, MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
+from kv_remote.redis_servers import RedisAccess
 from kv_tiers.config import MAX_SECONDS, SomeSeconds, Timeout
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.threads import start_thread
-from kv_tiers.tiers.redis_servers import RedisAccess
 
 from kv_server.directory.contents import Contents
 from kv_server.directory.entries import decode, encode

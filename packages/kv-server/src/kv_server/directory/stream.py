@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Final
 
 from kv_core.errors import TierDown
 from kv_core.log import limited_logger
-from kv_tiers.tiers.redis_servers import RedisAccess, Servers
-from kv_tiers.tiers.resp import ErrorReply, OversizedReplyError, Reply, command
+from kv_remote.redis_servers import RedisAccess, Servers
+from kv_remote.resp import ErrorReply, OversizedReplyError, Reply, command
 
 if TYPE_CHECKING:  # redis-py is imported when a directory is made
-    from kv_tiers.tiers.redis_connection import Connection
+    from kv_remote.redis_connection import Connection
 
 from kv_server.directory.entries import MAX_ENTRY_BYTES
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from kv_core.keys import ChunkKey
+from kv_eviction.shares import Share
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.lower_tiers import LowerTiers
-from kv_tiers.eviction.shares import Share
 from kv_tiers.index.residency import Residency
 
 from kv_server.drain.takers import OfferAnswer, OfferFate

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from kv_core.errors import ConfigError
+from kv_remote.tls_files import TlsFiles, load_certificate
 from kv_tiers.config import PeerSecurity
 from kv_tiers.host_port import HostPort
 from kv_tiers.pool.private_files import read_secret
-from kv_tiers.tiers.tls_files import TlsFiles, load_certificate
 
 _MIN_TOKEN_BYTES: Final = 16
 

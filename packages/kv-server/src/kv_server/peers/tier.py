@@ -18,13 +18,13 @@ import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
+from kv_remote.factories import factory_of
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.config import PeerSecurity, SomeSeconds, Timeout
 from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.options import read_options
 from kv_tiers.tier import Read, TierContext, TierUsage, Write
-from kv_tiers.tiers.factories import factory_of
 
 from kv_server.directory.contents import Contents
 from kv_server.directory.directory import Directory, DirectoryConfig

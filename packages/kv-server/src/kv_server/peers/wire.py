@@ -37,8 +37,8 @@ import xxhash
 from kv_core.errors import InputError
 from kv_core.keys import KEY_BYTES, ChunkKey
 from kv_core.log import on_one_line
+from kv_remote.timed_socket import TimedSocket
 from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
-from kv_tiers.tiers.timed_socket import TimedSocket
 
 from kv_server.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
 from kv_server.drain.takers import MAX_OFFERED

@@ -111,8 +111,8 @@ def _check_verdict(settings: Settings) -> None:
     Raises:
         ConfigError: it does not, or cannot be read.
     """
+    from kv_core.plugins import load_plugin
     from kv_tiers.approximate import CALIBRATED, is_approximate, uses_calibration
-    from kv_tiers.plugins import load_plugin
     from kv_tiers.verdict import check
 
     kinds: list[str] = [settings.format] if is_quantised_kind(settings.format) else []

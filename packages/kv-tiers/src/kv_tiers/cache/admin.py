@@ -14,13 +14,13 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended
 from kv_core.service import CacheService
+from kv_eviction.shares import Shares
 
 from kv_tiers.cache.hits import find_hit, fitting, needed_count
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import AT_ONCE, TIER, HostTier
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.events import events
-from kv_tiers.eviction.shares import Shares
 from kv_tiers.index.life import BEING_WRITTEN
 from kv_tiers.index.residency import Residency
 from kv_tiers.tier_state import Held

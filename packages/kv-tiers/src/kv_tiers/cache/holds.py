@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from kv_core.keys import ChunkKey
+from kv_eviction.shares import Shares
 
 from kv_tiers.cache.host import HostTier
-from kv_tiers.eviction.shares import Shares
 from kv_tiers.index.residency import Residency
 
 

@@ -17,13 +17,13 @@ from kv_core.errors import MisuseError
 from kv_core.keys import TENANT_AT, ChunkKey
 from kv_core.log import limited_logger
 from kv_core.service import Holder
+from kv_eviction.coverage import CoveragePolicy
+from kv_eviction.policy import policy_name
+from kv_eviction.shares import Share, Shares
 
 from kv_tiers.cache.chains import parents_of
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
-from kv_tiers.eviction.coverage import CoveragePolicy
-from kv_tiers.eviction.policy import policy_name
-from kv_tiers.eviction.shares import Share, Shares
 from kv_tiers.index.residency import Residency
 from kv_tiers.pool.directory import MAX_KEY_BYTES, NO_PARENT, least_worth_first
 from kv_tiers.pool.host_pool import HostPool

@@ -21,6 +21,10 @@ from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
+from kv_eviction.coverage import BoundedGroups, CoveragePolicy
+from kv_eviction.policy import EvictionPolicy
+from kv_eviction.registry import DEFAULT_POLICY, make_policy
+from kv_eviction.shares import Shares
 
 from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
 from kv_tiers.cache.extension import CacheParts, Extension
@@ -35,10 +39,6 @@ from kv_tiers.config import ColdConfig, check_lease
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED, Source
 from kv_tiers.events.changes import Changes
-from kv_tiers.eviction.coverage import BoundedGroups, CoveragePolicy
-from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.eviction.registry import DEFAULT_POLICY, make_policy
-from kv_tiers.eviction.shares import Shares
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.host_pool import HostPool

@@ -19,11 +19,11 @@ from typing import Final, Literal
 
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Stored, StoreOutcome
+from kv_eviction.shares import Share
 
 from kv_tiers.cache.chains import parents_of
 from kv_tiers.cache.host import HostTier
 from kv_tiers.events import events
-from kv_tiers.eviction.shares import Share
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane

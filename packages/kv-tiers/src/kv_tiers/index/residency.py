@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import Final
 
 from kv_core.keys import ChunkKey
+from kv_eviction.policy import EvictionPolicy
 
-from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.life import Event, Life, advance
 from kv_tiers.index.replaced import Replaced

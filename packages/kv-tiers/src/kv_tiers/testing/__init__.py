@@ -1,1 +1,1 @@
-"""Contracts of policies, tiers, codecs, as test classes to inherit."""
+"""Contracts of tiers, codecs, as test classes to inherit."""

@@ -1,1 +1,1 @@
-"""The built-in tiers: disk, memory, Redis, S3, Mooncake, a shared file system."""
+"""The tiers of this machine: disk, memory."""

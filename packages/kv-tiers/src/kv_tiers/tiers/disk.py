@@ -32,11 +32,11 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome
+from kv_eviction.policy import EvictionPolicy
+from kv_eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 
 from kv_tiers.chunk_header import HEADER_BYTES
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled

@@ -18,8 +18,8 @@ from kv_core.clock import Clock
 from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
+from kv_eviction.policy import EvictionPolicy
 
-from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.tier import TierContext

@@ -9,10 +9,10 @@ import numpy as np
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, Refused, Stored, StoreOutcome
+from kv_eviction.coverage import BoundedGroups
+from kv_eviction.policy import EvictionPolicy
+from kv_eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 
-from kv_tiers.eviction.coverage import BoundedGroups
-from kv_tiers.eviction.policy import EvictionPolicy
-from kv_tiers.eviction.registry import DEFAULT_POLICY, PolicySpec, make_policy
 from kv_tiers.options import read_options
 from kv_tiers.pool.host_pool import HostPool, check_capacity
 from kv_tiers.tier import (

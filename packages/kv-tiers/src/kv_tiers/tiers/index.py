@@ -3,7 +3,7 @@
 States, leases and policies are those of the host tier (`kv_tiers.index.residency`). A tier adds a lock, free space, and
 the parent of each chunk: unlike the host tier, which sees whole prompts at every lookup, it sees pieces of them, and
 follows parents so that heads do not leave before their tails. Windows and states age separately
-(`kv_tiers.eviction.coverage`), and each is the next to leave once its chunk of the prefix has left.
+(`kv_eviction.coverage`), and each is the next to leave once its chunk of the prefix has left.
 
 A chunk has an *entry*, a number that identifies it, and an *extent*, the units of its payload. A tier may have several
 media (directories): entry e and its units belong to medium e % n.
@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kv_core.keys import ChunkKey
+from kv_eviction.coverage import BoundedGroups, CoveragePolicy
+from kv_eviction.parts import PartsPolicy
+from kv_eviction.policy import EvictionPolicy
 
-from kv_tiers.eviction.coverage import BoundedGroups, CoveragePolicy
-from kv_tiers.eviction.parts import PartsPolicy
-from kv_tiers.eviction.policy import EvictionPolicy
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.ranking import most_worth_first
 from kv_tiers.index.residency import Residency

@@ -1,0 +1,59 @@
+"""What leaves of a model with windows and states: what no boundary asked for lately needs, and no full attention."""
+
+import hashlib
+
+import pytest
+from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
+from kv_core.keys import ChunkKey, KeySpace
+from kv_eviction import make_policy
+from kv_tiers import HostPool, LocalCache
+
+SESSIONS, TURNS, GROWN = 6, 20, 4
+WINDOWS = ChunkShape(16, (ALL, Coverage("window", 32)))
+STATES = ChunkShape(16, (ALL, STATE))
+FULL = SESSIONS * TURNS * GROWN
+"""Chunks of full attention that all sessions have in the end."""
+
+
+def prompt(session: int, turn: int, shape: ChunkShape) -> list[ChunkKey]:
+    space = KeySpace("m", "r", "f", "f", 1, "sha256:16")
+    digests = [hashlib.sha256(f"{session}/{chunk}".encode()).digest() for chunk in range(turn * GROWN)]
+    return space.keys(digests, groups=len(shape.groups))
+
+
+def play(cache: LocalCache, shape: ChunkShape) -> list[tuple[int, int]]:
+    """Sessions in turn, as an engine serves them. After each round: the chunks held of full attention, and others."""
+    held = []
+    for turn in range(1, TURNS + 1):
+        for session in range(SESSIONS):
+            keys = prompt(session, turn, shape)
+            hit = cache.lookup(keys, "r", shape=shape).chunks
+            assert hit == (turn - 1) * GROWN, "a session's state of its last turn has left"
+            for group in range(len(shape.groups)):
+                # An engine has of a window what the hit needed and what came since; a state it keeps at the end.
+                first = len(keys) // 2 - 1 if shape.groups[group] == STATE else shape.first_chunk(group, hit)
+                cache.commit(cache.begin_store(keys[group::2][first:], "w"))
+            cache.end("r")
+        groups = [key.group for key in cache.admin.resident_keys()]
+        held.append((groups.count(0), groups.count(1)))
+    return held
+
+
+@pytest.mark.parametrize("policy", ["prefix", "lru", "arc", "lfu", "fifo", "mru"])
+@pytest.mark.parametrize(("shape", "room"), [(WINDOWS, 60), (STATES, 12)])
+def test_twenty_turns_keep_all_full_attention_and_a_bounded_rest(policy: str, shape: ChunkShape, room: int) -> None:
+    """The pool has room for little more than the full attention, and every turn's hit is whole."""
+    slots = FULL + room
+    cache = LocalCache(HostPool.anonymous("sessions", 64, slots), policy=make_policy(policy, slots))
+    held = play(cache, shape)
+    assert held[-1] == (FULL, room)
+    cache.close()
+
+
+def test_without_a_policy_that_knows_coverages_windows_push_full_attention_out() -> None:
+    """What the test above is worth: the prefix policy by itself takes windows for prompts that come back."""
+    slots = FULL + 60
+    cache = LocalCache(HostPool.anonymous("sessions", 64, slots), policy=make_policy("prefix", slots))
+    cache._bounded.note = lambda keys, shape: None  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="has left"):
+        play(cache, WINDOWS)

@@ -1,0 +1,51 @@
+"""`Shares` keeps every promise of an `EvictionPolicy`, however many tenants have a share of their own."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from kv_core.keys import NO_TENANT, ChunkKey
+from kv_eviction import EvictionPolicy, make_policy
+from kv_eviction.shares import Shares
+from kv_eviction.testing import PolicyContract
+from kv_testing.tenants import ANN
+
+
+class Divided:
+    """`Shares` as whoever owns slots uses it: told of every slot before and after its chunk's time."""
+
+    def __init__(self, shares: Shares) -> None:
+        self.shares = shares
+        self.used, self.extended, self.victim = shares.used, shares.extended, shares.victim
+        self.exclude, self.reinsert = shares.exclude, shares.reinsert
+
+    def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for key, slot in zip(keys, slots, strict=True):
+            self.shares.took([slot], key.tenant)
+        self.shares.added(keys, slots)
+
+    def removed(self, slot: int) -> None:
+        self.shares.removed(slot)
+        self.shares.left(slot)
+
+
+class TestOfSharesNobodyHas(PolicyContract):
+    def make(self) -> EvictionPolicy:
+        return Divided(Shares(8, make_policy("prefix", 8), partial(make_policy, "prefix")))
+
+
+class TestOfSharesWhereOthersHaveOne(TestOfSharesNobodyHas):
+    """The contract's chunks are of no tenant, and so in the common share."""
+
+    def make(self) -> EvictionPolicy:
+        divided = Divided(Shares(16, make_policy("lru", 8), partial(make_policy, "prefix")))
+        divided.shares.set_quota(ANN, 8)
+        divided.shares.end_move()
+        return divided
+
+
+class TestOfAShareOfOnesOwn(TestOfSharesNobodyHas):
+    def make(self) -> EvictionPolicy:
+        divided = Divided(Shares(16, make_policy("lru", 8), partial(make_policy, "prefix")))
+        divided.shares.set_quota(NO_TENANT, 8)
+        divided.shares.end_move()
+        return divided

@@ -1,0 +1,1 @@
+"""Tiers in the services of other machines: Redis or Valkey, S3, Mooncake, a shared file system."""

@@ -1,0 +1,3 @@
+from kv_testing.fixtures import ending
+
+__all__ = ["ending"]
