@@ -1,5 +1,6 @@
 """Fixtures of the real engine. Without vLLM in the environment this folder is left out, and says so."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -34,6 +35,31 @@ if importlib.util.find_spec("vllm") is None:
 def _digests_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What weights' files hold is remembered for these tests, and not in the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _garbage_is_what_tests_leave(_digests_of_this_run: None) -> "Iterator[None]":
+    """An engine that starts and ends in this process collects garbage ten times, and each time looks at all that has
+    been imported: 2 s an engine. So that is left out, and what vLLM does for the same reason undoes nothing."""
+    from forked import import_vllm
+
+    import_vllm()
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
+        yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked(_digests_of_this_run: None) -> None:
+    import torch
+    from forked import fork_what_imports_vllm
+
+    if not torch.cuda.is_available():
+        fork_what_imports_vllm()
 
 
 @pytest.fixture(scope="session")
