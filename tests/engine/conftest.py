@@ -38,28 +38,18 @@ def _digests_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _garbage_is_what_tests_leave(_digests_of_this_run: None) -> "Iterator[None]":
-    """An engine that starts and ends in this process collects garbage ten times, and each time looks at all that has
-    been imported: 2 s an engine. So that is left out, and what vLLM does for the same reason undoes nothing."""
-    from forked import import_vllm
-
-    import_vllm()
-    gc.collect()
-    gc.freeze()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("freeze", "unfreeze"):
-            patch.setattr(gc, name, lambda: None)
-        yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _forked(_digests_of_this_run: None) -> None:
+def _quick_engines(_digests_of_this_run: None) -> "Iterator[None]":
+    """Engines start sooner, in this process and in others."""
     import torch
-    from forked import fork_what_imports_vllm
+    from forked import fork_what_imports_vllm, import_vllm, overlook_what_is_there
 
+    unfreeze = gc.unfreeze
+    import_vllm()
+    overlook_what_is_there()
     if not torch.cuda.is_available():
         fork_what_imports_vllm()
+    yield
+    unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ One difference is left: all hash as their nursery does. That ranks agree althoug
 shown by tests with real interpreters (`in_new_interpreters`).
 """
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -28,11 +29,12 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from multiprocessing import util
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 _REAL: Final[Callable[..., int]] = subprocess._fork_exec  # type: ignore[attr-defined]
 _flags: Final[Callable[[], list[str]]] = util._args_from_interpreter_flags  # type: ignore[attr-defined]
@@ -142,6 +144,15 @@ def import_vllm() -> None:
         importlib.import_module(name)
 
 
+def overlook_what_is_there() -> None:
+    """From now on garbage is looked for in what is made later. vLLM has it collected some ten times as an engine starts
+    and ends, each time among all that has been imported: 2 s an engine. What vLLM does for the same reason, and undoes
+    as the engine ends, is left out."""
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
 _nursery: _Nursery | None = None
 
 
@@ -223,8 +234,7 @@ def _main() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "vLLM starts threads as it is imported, and they cannot be forked"
     del sys.path[0]  # where this file is
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.collect()
-    gc.freeze()  # or collecting garbage would copy all of it
+    overlook_what_is_there()  # or each process would copy all of it as it collects garbage
     while True:
         asked, descriptors = _serve(control)
         control.close()
@@ -239,7 +249,7 @@ def _main() -> None:
         control = theirs
     theirs.close()
     _take(asked, descriptors, ours)
-    _run(asked.arguments)
+    _end_with(_run, asked.arguments)
 
 
 def _serve(control: socket.socket) -> tuple[_Asked, list[int]]:
@@ -292,7 +302,6 @@ def _take(asked: _Asked, descriptors: list[int], control: socket.socket) -> None
         sys.warnoptions.append(option)
         warnings._setoption(option)  # type: ignore[attr-defined]
     importlib.import_module("numpy").random.seed()
-    importlib.import_module("vllm.logger")._configure_vllm_root_logger()
     importlib.invalidate_caches()
     fork_what_imports_vllm(socket.socket(fileno=moved[-1]))
 
@@ -315,12 +324,35 @@ def _run(arguments: list[str]) -> None:
     elif first == "-c":
         sys.path.insert(0, "")
         sys.argv[:] = ["-c", *rest[1:]]
+        main.__loader__ = BuiltinImporter
         exec(rest[0], vars(main))
     else:
         sys.path.insert(0, str(Path(first).parent))
         sys.argv[:] = arguments
-        main.__file__ = first
+        main.__file__, main.__loader__ = first, SourceFileLoader("__main__", first)
         exec(compile(Path(first).read_bytes(), first, "exec"), vars(main))
+
+
+def _end_with(run: Callable[[list[str]], None], arguments: list[str]) -> NoReturn:
+    """As the interpreter ends, but for taking all modules apart, as Python ends what it forks."""
+    code: Any = 1
+    try:
+        run(arguments)
+        code = None
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 _BEFORE: Final = dict(os.environb)

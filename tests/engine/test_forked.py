@@ -73,6 +73,8 @@ def test_all_that_a_new_interpreter_has(tmp_path: Path) -> None:
         with in_new_interpreters():
             expected = described(**how)
         assert found.pop("imported") and not expected.pop("imported")
+        # Importing vLLM adds to it.
+        found["path"] = [entry for entry in found["path"] if entry in expected["path"]]
         assert found == expected
 
 
