@@ -1,5 +1,6 @@
 """Fixtures of the real engine. Without vLLM in the environment this folder is left out, and says so."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -34,6 +35,21 @@ if importlib.util.find_spec("vllm") is None:
 def _digests_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What weights' files hold is remembered for these tests, and not in the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_engines(_digests_of_this_run: None) -> "Iterator[None]":
+    """Engines start sooner, in this process and in others."""
+    import torch
+    from forked import fork_what_imports_vllm, import_vllm, overlook_what_is_there
+
+    unfreeze = gc.unfreeze
+    import_vllm()
+    overlook_what_is_there()
+    if not torch.cuda.is_available():
+        fork_what_imports_vllm()
+    yield
+    unfreeze()
 
 
 @pytest.fixture(scope="session")
