@@ -25,7 +25,7 @@ from benchmarks._report import Row, parser, report
 WAYS: dict[str, dict[str, Any]] = {
     "reused as they are, behind the system prompt": {"share": 0.0},
     "first 15 %": {"share": 0.15, "select": "first"},
-    "deviation 15 %": {"share": 0.15},
+    "deviation 15 %": {"share": 0.15, "select": "deviation"},
 }
 TIMED = {2048: 0.15, 6000: 0.08}
 """Tokens of a prompt of eight documents, and how much of full prefill's time its first token may take."""

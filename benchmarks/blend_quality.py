@@ -36,19 +36,32 @@ DOCUMENTS, DOCUMENT_TOKENS = 4, 256
 SYSTEM = "You are an assistant. Answer from these documents.\n\n"
 ANIMALS = ("fox", "otter", "heron", "badger", "lynx", "crane", "beaver", "falcon")
 COLOURS = ("red", "green", "blue", "white", "black", "golden", "silver", "violet")
-NOT_MOVED = "reused and not moved, alone"
-WAYS: dict[str, dict[str, Any]] = {
-    NOT_MOVED: {"share": 0.0, "behind": "alone"},
-    "reused, alone": {"share": 0.0, "behind": "alone"},
-    "reused, behind the system prompt": {"share": 0.0},
-    "first 4 tokens": {"share": 4 / 300, "select": "first"},
-    "first 16 tokens": {"share": 16 / 300, "select": "first"},
-    "first 15 %": {"share": 0.15, "select": "first"},
-    "deviation 5 %": {"share": 0.05},
-    "deviation 15 %": {"share": 0.15},
-    "first 30 %": {"share": 0.3, "select": "first"},
-    "deviation 30 %": {"share": 0.3},
-    "everything": {"share": 1.0},
+
+
+@dataclass(frozen=True)
+class Way:
+    """options: of the plan. is_moved: whether reused keys are. layer: by whose keys deviation is measured; None: it is
+    drawn at random."""
+
+    options: dict[str, Any]
+    is_moved: bool = True
+    layer: int | None = 1
+
+
+WAYS = {
+    "reused and not moved, alone": Way({"share": 0.0, "behind": "alone"}, is_moved=False),
+    "reused, alone": Way({"share": 0.0, "behind": "alone"}),
+    "reused, behind the system prompt": Way({"share": 0.0}),
+    "first 4 tokens": Way({"share": 4 / 280, "select": "first"}),
+    "first 16 tokens": Way({"share": 16 / 280, "select": "first"}),
+    "first 15 %": Way({"share": 0.15, "select": "first"}),
+    "first 30 %": Way({"share": 0.3, "select": "first"}),
+    "deviation 5 %": Way({"share": 0.05, "select": "deviation"}),
+    "deviation 15 %": Way({"share": 0.15, "select": "deviation"}),
+    "deviation 30 %": Way({"share": 0.3, "select": "deviation"}),
+    "deviation 30 %, of layer 12": Way({"share": 0.3, "select": "deviation"}, layer=12),
+    "drawn 30 %": Way({"share": 0.3, "select": "deviation"}, layer=None),
+    "everything": Way({"share": 1.0}),
 }
 TOKENS = {"inside": 5, "across": 14, "open": 24}
 """Of an answer, by the kind of its question."""
@@ -118,17 +131,28 @@ class Asked:
 
 
 @contextmanager
-def not_moved(way: str) -> Iterator[None]:
-    """Reused keys stay as they were rotated, if this way says so."""
+def patched(way: Way) -> Iterator[None]:
+    """What no plan can ask for."""
+    import torch
     from kv_blend.rotary import Rotation
+    from kv_blend.selection import Selection
+    from kv_blend.vllm.filling import Filler
 
-    moved = Rotation.moved
-    if way == NOT_MOVED:
+    def drawn(self: Selection, deviation: torch.Tensor) -> list[int]:
+        return deviating(self, torch.rand(deviation.shape, generator=torch.Generator().manual_seed(1)))
+
+    moved, deviating, measured = Rotation.moved, Selection.deviating, Filler._measured_layer
+    if not way.is_moved:
         Rotation.moved = lambda _self, keys, _distance: keys  # type: ignore[method-assign]
+    if way.layer is None:
+        Selection.deviating = drawn  # type: ignore[method-assign]
+    else:
+        Filler._measured_layer = property(lambda _self: way.layer)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        Rotation.moved = moved  # type: ignore[method-assign]
+        Rotation.moved, Selection.deviating = moved, deviating  # type: ignore[method-assign]
+        Filler._measured_layer = measured  # type: ignore[method-assign]
 
 
 def divergence(whole: Distribution, blended: Distribution) -> float:
@@ -206,7 +230,7 @@ def measure(asked: Asked, questions: int, minutes: float, seed: int) -> dict[str
     from kv_blend import request_fields
 
     texts = Texts(asked, seed)
-    cells = {kind: {way: Cell() for way in WAYS} for kind in TOKENS}
+    cells = {kind: {name: Cell() for name in WAYS} for kind in TOKENS}
     tried = dict.fromkeys(TOKENS, 0)
     until_s = time.monotonic() + 60 * minutes
     tokens, segments = texts.prompt(texts.documents()[0], "\n")
@@ -225,12 +249,12 @@ def measure(asked: Asked, questions: int, minutes: float, seed: int) -> dict[str
             tried[ask.kind] += 1
             if not ask.is_answered_by(asked.tokenizer.decode(answer)):
                 continue
-            for way, options in WAYS.items():
-                fields = request_fields(segments, tokens=len(tokens), **options)
-                with not_moved(way):
+            for name, way in WAYS.items():
+                fields = request_fields(segments, tokens=len(tokens), **way.options)
+                with patched(way):
                     _, blended = asked.ask(tokens, fields, len(answer), answer)
                 agree = [likeliest(at) == token for at, token in zip(blended, answer, strict=True)]
-                cell = cells[ask.kind][way]
+                cell = cells[ask.kind][name]
                 cell.equal.append(all(agree))
                 cell.agree += agree
                 cell.kl += [divergence(*pair) for pair in zip(whole, blended, strict=True)]

@@ -112,7 +112,8 @@ def interleave(engine: Blending, exact: dict[Prompt, Answer], rounds: int, seed:
     wrong = asked = 0
     for _ in range(rounds):
         blended = draw.choices(prompts, k=draw.randint(1, 3))
-        engine.blend(blended, share=draw.choice([0.0, 0.15]), behind=draw.choice(["prefix", "alone"]))
+        select = draw.choice(["first", "deviation"])
+        engine.blend(blended, share=draw.choice([0.0, 0.15]), behind=draw.choice(["prefix", "alone"]), select=select)
         plain = draw.choices(prompts, k=draw.randint(1, 3))
         answers = engine.ask([prompt.tokens for prompt in plain])
         wrong += sum(exact[prompt] != answer for prompt, answer in zip(plain, answers, strict=True))

@@ -35,7 +35,7 @@ def test_a_request_without_a_plan_has_none() -> None:
     assert read_plan({"kv_tiers": {}}, None, 10) is None
 
 
-@pytest.mark.parametrize("other", [{"share": 0.2}, {"select": "first"}, {"behind": "alone"}])
+@pytest.mark.parametrize("other", [{"share": 0.2}, {"select": "deviation"}, {"behind": "alone"}])
 def test_whatever_decides_the_kv_is_in_its_salt(other: dict[str, Any]) -> None:
     """Or two requests with equal tokens and different KV would share the engine's blocks. The next turn of a
     conversation shares them."""

@@ -44,7 +44,7 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens: Position
     segments: tuple[tuple[Position, Position], ...]
     share: Share = DEFAULT_SHARE
-    select: Literal["first", "deviation"] = "deviation"
+    select: Literal["first", "deviation"] = "first"
     behind: Literal["alone", "prefix"] = "prefix"
 
     def check(self) -> None:
