@@ -66,7 +66,8 @@ _SIZE: Final = 8
 @dataclass(frozen=True)
 class _Asked:
     """What a process is to be. arguments: those of the interpreter. numbers: of its descriptors, in the order in which
-    they are sent. processors: where it may run."""
+    they are sent. processors: where it may run. ignores_interrupts: as a shell's background jobs do, and what they
+    start."""
 
     arguments: list[str]
     environ: dict[bytes, bytes]
@@ -74,6 +75,7 @@ class _Asked:
     numbers: list[int]
     processors: set[int]
     in_new_session: bool
+    ignores_interrupts: bool
 
 
 class _Nursery:
@@ -126,6 +128,7 @@ class _Nursery:
             list(descriptors),
             os.sched_getaffinity(0),
             bool(in_new_session),
+            signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         )
         return asked, list(descriptors.values())
 
@@ -296,7 +299,8 @@ def _take(asked: _Asked, descriptors: list[int], control: socket.socket) -> None
     os.chdir(asked.folder)
     os.environ.clear()
     os.environb.update(asked.environ)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not asked.ignores_interrupts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.sched_setaffinity(0, _processors(asked))
     for option in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
         sys.warnoptions.append(option)
