@@ -42,7 +42,7 @@ test: lint test-packages test-engine test-sglang ## everything but `test-slow`: 
 
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
-	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "not gpu and not slow"
+	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "not gpu and not slow"
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
@@ -62,7 +62,7 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	@scripts/setup.sh browser
 	@scripts/setup.sh arm64
 	@scripts/setup.sh mooncake
-	$(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "slow and not gpu"
+	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "slow and not gpu"
 	@$(MAKE) --no-print-directory test-engines
 
 test-engines: ## slow tests of both engines, of prefixes from one to the other, and a soak: half an hour
@@ -80,7 +80,7 @@ test-long: ## what of both engines CI has no time for: most of the tables of mod
 
 test-deep: ## the packages' state machines with 20 times their examples (EXAMPLES=20): an hour or more
 	@scripts/setup.sh workspace
-	KV_EXAMPLES=$(or $(EXAMPLES),20) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -k runTest
+	$(ONE_THREAD) KV_EXAMPLES=$(or $(EXAMPLES),20) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -k runTest
 
 test-gpu: ## on a machine with an NVIDIA GPU: its copies, and real vLLM there
 	@scripts/setup.sh workspace
