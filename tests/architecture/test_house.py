@@ -20,6 +20,8 @@ def words(text: str) -> set[str]:
     return set(text.split())
 
 
+MOST_LINES = 15_000
+"""Of Python and C in a package. Before kv-eviction and kv-remote left it, kv-tiers had 19,984."""
 MOST_METHODS = 12
 MOST_ATTRIBUTES = 10
 MOST_FILES_OF_AN_OPTION = 4
@@ -174,6 +176,20 @@ def without_one_idea(modules: Sources) -> set[str]:
         if not sentence or (name.endswith(".__init__") and joined):
             found.add(name)
     return found
+
+
+def test_no_package_is_too_large_to_read() -> None:
+    packages = sorted((Path(__file__).parents[2] / "packages").iterdir())
+    lines = {
+        package.name: sum(
+            path.read_text(encoding="utf-8").count("\n")
+            for path in (package / "src").rglob("*")
+            if path.suffix in (".py", ".c", ".h")
+        )
+        for package in packages
+    }
+    assert len(lines) > 10
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_a_word_has_one_meaning() -> None:
