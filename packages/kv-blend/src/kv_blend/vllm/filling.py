@@ -116,11 +116,16 @@ class Filler:
         distance = min(DISTANCE, self._limits.max_position - PROBE_TOKENS)
         head_dim = self._group.row_shape[1]
 
+        try:
+            forward = EngineForward(self._block_tokens)
+        except LookupError as error:
+            self._why_not = str(error)
+            raise CannotBlendError(self._why_not) from None
+
         def prove() -> None:
             try:
-                forward = EngineForward(self._block_tokens)
                 proven = prove_rotations(forward, self._layers, head_dim, (blocks, tokens), distance=distance)
-            except (CannotMoveError, LookupError) as error:
+            except CannotMoveError as error:
                 self._why_not = str(error)
                 raise CannotBlendError(self._why_not) from None
             self._forward, self._rotations = forward, [proven[name] for name in self._layers]
