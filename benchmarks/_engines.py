@@ -67,6 +67,19 @@ def vllm(
     return LLM(model, **chosen | arguments)
 
 
+def blending(model: str, **arguments: Any) -> Any:
+    """A `vllm.LLM` that blends requests which ask for it."""
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector="KVBlendConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"host": {"capacity_bytes": "4GiB"}, "chunk_tokens": 128},
+    )
+    return vllm(model, None, kv_transfer_config=transfer, gpu_memory_utilization=0.2, **arguments)
+
+
 def own_offloading(capacity_bytes: int, directory: str = "") -> dict[str, Any]:
     """Settings of vLLM's own offloading. directory: of its file tier below; empty: none."""
     extra: dict[str, Any] = {

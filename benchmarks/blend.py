@@ -35,22 +35,7 @@ class Asked:
     """The engine."""
 
     def __init__(self, model: str) -> None:
-        from vllm.config import KVTransferConfig
-
-        transfer = KVTransferConfig(
-            kv_connector="KVBlendConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"host": {"capacity_bytes": "4GiB"}, "chunk_tokens": 128},
-        )
-        self.llm = _engines.vllm(
-            model,
-            None,
-            kv_transfer_config=transfer,
-            max_model_len=max(TIMED) + 512,
-            max_num_batched_tokens=2048,
-            gpu_memory_utilization=0.2,
-        )
+        self.llm = _engines.blending(model, max_model_len=max(TIMED) + 512, max_num_batched_tokens=2048)
 
     def ask(self, prompts: "list[Prompt]") -> float:
         """Seconds until all of these, asked at once, have their first token."""

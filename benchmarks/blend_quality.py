@@ -90,25 +90,9 @@ class Asked:
     """The engine, and its tokenizer."""
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        from vllm.config import KVTransferConfig
-
         from benchmarks._forced import Forced
 
-        transfer = KVTransferConfig(
-            kv_connector="KVBlendConnector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"host": {"capacity_bytes": "4GiB"}, "chunk_tokens": 128},
-        )
-        self.llm = _engines.vllm(
-            model,
-            None,
-            kv_transfer_config=transfer,
-            skip_tokenizer_init=False,
-            gpu_memory_utilization=0.2,
-            logits_processors=[Forced],
-            **arguments,
-        )
+        self.llm = _engines.blending(model, skip_tokenizer_init=False, logits_processors=[Forced], **arguments)
         self.tokenizer = self.llm.get_tokenizer()
 
     def encode(self, text: str) -> list[int]:

@@ -33,7 +33,7 @@ class Server:
             news.cancel()
             asked = json.loads(body)
             text = asked.get("prompt") or " ".join(each["content"] for each in asked["messages"])
-            tokens = [WORDS[word] for word in text.split()]
+            tokens = [WORDS[word] for word in text.replace("\x00", " ").split()]
             answer = json.dumps({"tokens": tokens}).encode()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": answer})
@@ -104,11 +104,14 @@ def test_other_requests_pass_as_they_came(body: Any) -> None:
     ("prompt", "options", "why"),
     [
         ("sys | one", {"separator": "|"}, "the prompt has 1 separators '|'"),
-        ("sys | one || two | ask", {"separator": "|"}, "the 4 separators '|' are not to be found"),
+        ("sys | one || two | ask", {"separator": "|"}, "the 4 separators '|' cannot be found"),
         ("sys | | ask", {"separator": "|"}, "0 segments"),
         ("sys | one |", {"separator": "|", "share": 2}, "Expected `float` <= 1"),
         ("sys | one | ask", {}, "kv_blend.separator is not a text"),
         ("sys | one | ask", {"separator": ""}, "kv_blend.separator is not a text"),
+        ("sys | one | ask", {"separator": " \n"}, "or is only white space"),
+        ("sys \x00 one \x00 ask", {"separator": "\x00"}, "cannot be found"),  # of which this tokenizer makes nothing
+        ("sys | one | ask", {"separator": "|", "tenant": "acme"}, "tenant cannot be given together"),
         ("sys | one | ask", {"separator": "|", "segments": [(0, 1)]}, "segments cannot be given together"),
         ("sys | one | ask", "all", "kv_blend is not an object"),
         ([1, 2, 3], {"separator": "|"}, "the prompt has 0 separators"),
@@ -118,3 +121,10 @@ def test_what_cannot_be_is_refused_by_name(prompt: Any, options: Any, why: str) 
     status, answer = post({"prompt": prompt, "kv_blend": options})
     assert status == 400
     assert why in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": 5}, {"kv_transfer_params": "all"}])
+def test_other_fields_of_the_wrong_kind_are_refused(other: dict[str, Any]) -> None:
+    status, answer = post({"prompt": "sys | one | ask", "kv_blend": {"separator": "|"}} | other)
+    assert status == 400
+    assert "cache_salt is not a text, or kv_transfer_params is not an object" in answer["error"]["message"]

@@ -11,7 +11,8 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import suppress
 from typing import Any, Final
 
 from kv_core.errors import InputError
@@ -25,7 +26,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _TOKENIZE: Final = "/tokenize"
-_OF_TOKENIZE: Final = (
+_TOKENIZE_FIELDS: Final = (
     "add_generation_prompt",
     "add_special_tokens",
     "chat_template",
@@ -36,10 +37,12 @@ _OF_TOKENIZE: Final = (
     "prompt",
     "tools",
 )
-"""What of a request decides its prompt's tokens, and vLLM's `/tokenize` takes as well."""
-_OF_TEMPLATE: Final = ("documents", "reasoning_effort")
-"""What vLLM passes on to the chat template by these names."""
+"""Fields of a request that decide its prompt's tokens and that vLLM's `/tokenize` also accepts."""
+_TEMPLATE_FIELDS: Final = ("documents", "reasoning_effort")
+"""Fields of a chat request that vLLM passes to the chat template."""
 _MAX_SEPARATOR: Final = 256
+_RESERVED: Final = {"segments", "tenant", "tokens"}
+"""What the middleware fills in itself."""
 
 
 class SegmentsMiddleware:
@@ -50,8 +53,8 @@ class SegmentsMiddleware:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path = str(scope.get("path", ""))
-        served = next((each for each in _PATHS if path.endswith(each)), "")
-        if scope["type"] != "http" or scope.get("method") != "POST" or not served:
+        endpoint = next((each for each in _PATHS if path.endswith(each)), "")
+        if scope["type"] != "http" or scope.get("method") != "POST" or not endpoint:
             await self._app(scope, receive, send)
             return
         body = await _read(receive)
@@ -59,7 +62,7 @@ class SegmentsMiddleware:
             return
         if f'"{KEY}"'.encode() in body:
             try:
-                body = await self._planned(scope, path.removesuffix(served), body)
+                body = await self._planned(scope, path.removesuffix(endpoint), body)
             except InputError as error:
                 await _refuse(send, str(error))
                 return
@@ -73,51 +76,55 @@ class SegmentsMiddleware:
         """
         try:
             request = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return body  # vLLM says what is wrong with it
         if not isinstance(request, dict) or KEY not in request:
             return body
         options = request.pop(KEY)
+        tenant, params = request.get("cache_salt") or "", request.get("kv_transfer_params") or {}
         if not isinstance(options, dict):
             raise InputError(f"{KEY} is not an object")
+        if not isinstance(tenant, str) or not isinstance(params, dict):
+            raise InputError("cache_salt is not a text, or kv_transfer_params is not an object")
         separator = options.pop("separator", None)
-        if not isinstance(separator, str) or not 0 < len(separator) <= _MAX_SEPARATOR:
-            raise InputError(f"{KEY}.separator is not a text of 1 to {_MAX_SEPARATOR} characters")
-        if reserved := {"segments", "tokens"} & options.keys():
+        if not isinstance(separator, str) or not separator.strip() or len(separator) > _MAX_SEPARATOR:
+            raise InputError(
+                f"{KEY}.separator is not a text of 1 to {_MAX_SEPARATOR} characters, or is only white space"
+            )
+        if reserved := _RESERVED & options.keys():
             raise InputError(f"{KEY}: {', '.join(sorted(reserved))} cannot be given together with a separator")
-        given = [*_texts(request.get("messages")), *_texts(request.get("prompt"))]
-        marks = sum(text.count(separator) for text in given)
+        marks = sum(text.count(separator) for text in _texts(request))
         if marks < 2:
             raise InputError(
                 f"the prompt has {marks} separators {separator!r}; there is one before and one behind each document"
             )
         tokens = await self._tokens(scope, root, _for_tokenize(request))
         for text in _forms(separator):
-            asked = {"model": request.get("model"), "prompt": text, "add_special_tokens": False}
-            mark = await self._tokens(scope, root, asked)
+            query = {"model": request.get("model"), "prompt": text, "add_special_tokens": False}
+            mark = await self._tokens(scope, root, query)
             places = list(_places(tokens, mark))
             if len(places) == marks:
                 break
         else:
             raise InputError(
-                f"the {marks} separators {separator!r} are not to be found among the prompt's tokens, where they are "
-                "joined to the text around them: use one that the tokenizer keeps apart, such as a line of its own or "
-                "a special token"
+                f"the {marks} separators {separator!r} cannot be found among the prompt's tokens, because the "
+                "tokenizer joins them to the text around them: use one that it keeps apart, such as a line of its "
+                "own or a special token"
             )
         between = itertools.pairwise(places)
         segments = [(first + len(mark), end) for first, end in between if end > first + len(mark)]
-        fields = request_fields(segments, tokens=len(tokens), tenant=request.get("cache_salt") or "", **options)
+        fields = request_fields(segments, tokens=len(tokens), tenant=tenant, **options)
         request["cache_salt"] = fields["cache_salt"]
-        request["kv_transfer_params"] = (request.get("kv_transfer_params") or {}) | fields["kv_transfer_params"]
+        request["kv_transfer_params"] = params | fields["kv_transfer_params"]
         return json.dumps(request).encode()
 
-    async def _tokens(self, scope: MutableMapping[str, Any], root: str, asked: dict[str, Any]) -> list[int]:
+    async def _tokens(self, scope: MutableMapping[str, Any], root: str, query: dict[str, Any]) -> list[int]:
         """What the server answers at `/tokenize`.
 
         Raises:
             InputError: it refuses.
         """
-        body = json.dumps({name: value for name, value in asked.items() if value is not None}).encode()
+        body = json.dumps({name: value for name, value in query.items() if value is not None}).encode()
         inner = _with_length(scope, body) | {"path": root + _TOKENIZE, "raw_path": (root + _TOKENIZE).encode()}
         inner |= {"query_string": b"", "state": copy.copy(scope.get("state", {}))}
         status, answer = 0, bytearray()
@@ -128,7 +135,7 @@ class SegmentsMiddleware:
             answer.extend(message.get("body", b""))
 
         async def nothing_more() -> Message:
-            await asyncio.Event().wait()  # vLLM takes an answer for the news that its client has gone, and stops
+            await asyncio.Event().wait()  # vLLM reads any further message as a disconnect, and cancels
             raise AssertionError
 
         await self._app(inner, _replay(body, nothing_more), keep)
@@ -144,39 +151,46 @@ class SegmentsMiddleware:
 
 
 def _for_tokenize(request: dict[str, Any]) -> dict[str, Any]:
-    asked = {name: request.get(name) for name in _OF_TOKENIZE}
-    if "messages" in request and (of_template := {name: request[name] for name in _OF_TEMPLATE if request.get(name)}):
-        asked["chat_template_kwargs"] = of_template | (asked["chat_template_kwargs"] or {})
-    return asked
+    """The body of a request to `/tokenize` for the same prompt."""
+    query = {name: request.get(name) for name in _TOKENIZE_FIELDS}
+    in_template = {name: request[name] for name in _TEMPLATE_FIELDS if request.get(name)}
+    if "messages" in request and in_template:
+        query["chat_template_kwargs"] = in_template | (query["chat_template_kwargs"] or {})
+    return query
 
 
-def _texts(given: Any) -> Iterator[str]:
-    """All texts that a prompt or messages consist of."""
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, dict):
-        for name in ("content", "text"):
-            yield from _texts(given.get(name))
-    elif isinstance(given, list):
-        for each in given:
-            yield from _texts(each)
+def _texts(request: dict[str, Any]) -> Iterator[str]:
+    """The texts of a prompt, and of messages' contents and their parts."""
+    messages = request.get("messages")
+    contents = (
+        [message.get("content") for message in messages if isinstance(message, dict)]
+        if isinstance(messages, list)
+        else []
+    )
+    for content in (request.get("prompt"), *contents):
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
 
 
 def _forms(separator: str) -> Iterator[str]:
-    """What of a separator may be tokens of its own: tokenizers join white space to what is around it."""
+    """The separator, and with other white space around it: tokenizers join white space to the text beside it."""
     core = separator.strip()
-    yield from dict.fromkeys(text for text in (separator, core, f" {core}", f"\n{core}") if text)
+    yield from dict.fromkeys((separator, core, f" {core}", f"\n{core}"))
 
 
-def _places(tokens: Sequence[int], mark: Sequence[int]) -> Iterator[int]:
-    """Where the mark stands, without overlaps."""
+def _places(tokens: list[int], mark: list[int]) -> Iterator[int]:
+    """Where the mark stands, without overlaps. None if the mark is empty."""
     at = 0
-    while at + len(mark) <= len(tokens):
-        if tokens[at : at + len(mark)] == mark:
-            yield at
-            at += len(mark)
-        else:
-            at += 1
+    with suppress(ValueError):  # there is no further one
+        while mark:
+            at = tokens.index(mark[0], at)
+            if tokens[at : at + len(mark)] == mark:
+                yield at
+                at += len(mark)
+            else:
+                at += 1
 
 
 async def _read(receive: Receive) -> bytes | None:

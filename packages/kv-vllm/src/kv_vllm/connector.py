@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from kv_connect.engine import engine_of, release
@@ -112,6 +112,8 @@ def _unknown_sources(self: "KVTiersConnector", request: Any, tokens: int) -> dic
 
 class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM's connector to the tiers. One object in the scheduler, one in each worker."""
+
+    prom_metrics: ClassVar[type[PromMetrics]] = PromMetrics
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError for settings that cannot be honoured: better no engine than one with a different cache."""
@@ -240,7 +242,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return cls.prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Scheduler half.
 

@@ -14,7 +14,7 @@ from kv_connect.identity.adapters import Unsure
 from kv_cuda.canary import LayerGroup
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
-from kv_vllm.stats import Changes, PromMetrics, Stats
+from kv_vllm.stats import Changes, Stats
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -73,6 +73,8 @@ def why_not_blended(vllm_config: Any, engine: Any) -> str:
 
 class KVBlendConnector(KVTiersConnector):
     """One object in the scheduler, one in the worker."""
+
+    prom_metrics = BlendMetrics
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._blend: BlendScheduler | None = None
@@ -156,16 +158,6 @@ class KVBlendConnector(KVTiersConnector):
 
     def get_kv_connector_stats(self) -> Stats | None:
         return self._with_figures(super().get_kv_connector_stats())
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> PromMetrics:
-        return BlendMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The bodies of the hooks.
 

@@ -110,29 +110,30 @@ class BlendWorker:
         return given_up
 
     def _resume(self, job: _Job) -> Together:
-        try:
+        def resume() -> Together:
             if job.step.space_id != self._space_id:
                 raise CannotBlendError("the engine's weights have changed")
             return job.filling.send(job.result)
+
+        wanted: Together = self._attempt(job, resume)
+        return wanted
+
+    def _act(self, job: _Job) -> None:
+        assert job.wanted is not None
+        job.result = self._attempt(job, job.wanted.act)
+        job.wanted = _FAILED if job.result is _FAILED else None
+
+    def _attempt(self, job: _Job, call: Callable[[], Any]) -> Any:
+        """What the call returns; `_FILLED` if the job has ended, `_FAILED` if it cannot go on."""
+        try:
+            return call()
         except StopIteration:
             return _FILLED
         except CannotBlendError as error:
             _log.warning("request %s is not blended and will be computed whole: %s", job.step.request_id, error)
-        except Exception:  # noqa: BLE001  # whatever it is, it is our bug, and must not reach the engine
+        except Exception:  # noqa: BLE001  # vLLM's model runs in here, which may raise anything; the engine must go on
             _log.exception("request %s is not blended and will be computed whole", job.step.request_id)
         return _FAILED
-
-    def _act(self, job: _Job) -> None:
-        assert job.wanted is not None
-        try:
-            job.result = job.wanted.act()
-            job.wanted = None
-        except CannotBlendError as error:
-            _log.warning("request %s is not blended and will be computed whole: %s", job.step.request_id, error)
-            job.wanted = _FAILED
-        except Exception:  # noqa: BLE001  # as above
-            _log.exception("request %s is not blended and will be computed whole", job.step.request_id)
-            job.wanted = _FAILED
 
     def _drop(self, job: _Job) -> None:
         self._jobs.popleft()
