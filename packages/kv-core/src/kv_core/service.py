@@ -84,7 +84,7 @@ class CacheCounts:
     chunks_evicted: chunks evicted to make room.
     chunks_forgotten: chunks removed on request.
     chunks_adopted: chunks taken over from an earlier process with a named pool.
-    chunks_refused: chunks that got no slot.
+    chunks_refused: chunks that got no slot: there was no room, or they were worth less than what is held.
     chunks_damaged: chunks with a wrong checksum.
     leases_expired: leases that were not released in time.
     tokens_saved: tokens of those hits that the engines were advised to load: neither computed nor in their own blocks.

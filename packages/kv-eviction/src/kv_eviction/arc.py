@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from kv_core.keys import ChunkKey
 
 from kv_eviction.links import Links
+from kv_eviction.policy import EvictionPolicy
 
 _ONCE, _AGAIN = 0, 1
 
 
-class ArcPolicy:
+class ArcPolicy(EvictionPolicy):
     """Offer the oldest chunk of the list that is longer than it should be. O(1) a chunk; as many ghosts as chunks."""
 
     def __init__(self, capacity_chunks: int) -> None:
@@ -29,6 +30,11 @@ class ArcPolicy:
         self._chunks = [0, 0]  # of each list, with those that wait or are excluded
         self._links = Links()
         self._offered: int | None = None
+
+    @property
+    def once_share(self) -> float:
+        """The part of the tier that chunks requested once should have."""
+        return self._once_target / self._capacity
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         self._offered = None

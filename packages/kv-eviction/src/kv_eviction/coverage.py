@@ -84,8 +84,9 @@ class CoveragePolicy:
         self._recent.added((), recent[::-1])
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        is_miss = not slots
         recent, keys, slots = self._partition(keys, slots)
-        if slots:
+        if slots or is_miss:
             self.policy.used(keys, slots)
         self._recent.used((), recent[::-1])
 
@@ -112,6 +113,9 @@ class CoveragePolicy:
         if oldest_bounded is None or victim is None:
             return victim if oldest_bounded is None else oldest_bounded
         return oldest_bounded if self._used_at(oldest_bounded) <= self._used_at(victim) else victim
+
+    def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
+        return not self._bounded and self.policy.refuses(key, is_last=is_last)
 
     def demote(self, slots: Sequence[int]) -> None:
         """Make these chunks of bounded groups the next victims, because the chunk that they need is gone."""

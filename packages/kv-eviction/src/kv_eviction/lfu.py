@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
+from kv_eviction.policy import EvictionPolicy
 
-class LfuPolicy:
+
+class LfuPolicy(EvictionPolicy):
     """Offer the chunk that was requested least often since it arrived; among equals, the least recently used.
 
     O(1) per chunk; a victim takes the logarithm of the number of different counts. Counts never decay, so chunks that

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from kv_core.keys import ChunkKey
 
 from kv_eviction.links import Links
+from kv_eviction.policy import EvictionPolicy
 
 
-class MruPolicy:
+class MruPolicy(EvictionPolicy):
     """Offer the most recently used chunk of those that no resident chunk follows. O(1) per chunk."""
 
     def __init__(self) -> None:

@@ -2,8 +2,10 @@
 
 from collections import OrderedDict
 
+from kv_eviction.policy import EvictionPolicy
 
-class OneOrder:
+
+class OneOrder(EvictionPolicy):
     """Offers the oldest chunk. The policy decides which that is, and where reinserted ones go."""
 
     def __init__(self) -> None:

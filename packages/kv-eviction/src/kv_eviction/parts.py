@@ -52,6 +52,9 @@ class PartsPolicy:
     def victim(self) -> int | None:
         return next((slot for order in self._orders if (slot := order.victim()) is not None), None)
 
+    def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
+        return False  # there are parts of others to be dropped first
+
     def exclude(self, slot: int) -> None:
         self._orders[self.step(slot)].exclude(slot)
 

@@ -21,8 +21,8 @@ class EvictionPolicy(Protocol):
         """These chunks have become resident."""
 
     def used(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """A request looked up `keys`, of which the leading ones are held, in `slots`. Excluded chunks may be among
-        them.
+        """A request looked up `keys`, of which the leading ones are held, in `slots`: perhaps none. Excluded chunks may
+        be among them. Neither list changes later.
         """
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
@@ -37,6 +37,13 @@ class EvictionPolicy(Protocol):
 
     def victim(self) -> int | None:
         """The slot to empty first; the same one until it is removed or excluded. None: nothing can be offered."""
+
+    def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
+        """Whether this chunk is worth less than the victim, whose place it would take: then it is not stored.
+
+        Asked by a tier that may refuse, for chunks that the latest request lacked. is_last: it is the last of these.
+        """
+        return False
 
     def exclude(self, slot: int) -> None:
         """The chunk offered last is leased: do not offer it again until it is reinserted.

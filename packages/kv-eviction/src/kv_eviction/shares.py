@@ -224,6 +224,9 @@ class Shares:
         offers = (share.policy.victim() for share in (self.common, *self._quota_shares.values()))
         return next((slot for slot in offers if slot is not None), None)
 
+    def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
+        return self.of(key.tenant).policy.refuses(key, is_last=is_last)
+
     def exclude(self, slot: int) -> None:
         self.at(slot).policy.exclude(slot)
 

@@ -233,7 +233,7 @@ def _from_counts(caches: Sequence[tuple[str, LocalCache, CacheCounts]]) -> Itera
 
 _TOTALS: Final = {
     "chunks_committed": "Chunks stored in the host pool",
-    "chunks_refused": "Chunks that were not stored because there was no room",
+    "chunks_refused": "Chunks that were not stored: there was no room, or they were worth less than what is held",
     "chunks_forgotten": "Chunks forgotten on request",
     "chunks_adopted": "Chunks of an earlier process found in a named pool",
     "leases_expired": "Promises and read leases that expired because their holder had gone silent",

@@ -14,7 +14,7 @@ from kv_core.terminal import say
 from kv_eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.pool.machine import spelled
 
-from kv_observe.sim import WARM_UP, Served, TierCounts, TierPlan, optimum, simulate
+from kv_observe.sim import WARM_UP, PrefillCost, Served, TierCounts, TierPlan, optimum, simulate
 from kv_observe.trace_file import Trace, read_trace
 
 _ABOUT = """\
@@ -33,9 +33,10 @@ examples:
   kv sim requests.jsonl --capacity 1%,2%,5%,10%,20%,40% --policy lru,arc,opt --plot hits.svg
   kv sim requests.jsonl --capacity 5% --below disk=40% --bandwidth disk=6 --json
 
-The hit ratio is by tokens: the leading chunks of each prompt that are held, over all chunks requested. opt is Belady's
-optimum, which knows the future: no policy exceeds it. With several tiers, a hit counts for the fastest that has the
-chunk, and chunks that one tier evicts are demoted to the next.
+The hit ratio is by tokens: the leading chunks of each prompt that are held, over all chunks requested. Saved is the
+part of all seconds of prefill that they save. opt is Belady's optimum, which knows the future: no policy has more
+hits. With several tiers, a hit counts for the fastest that has the chunk, and chunks that one tier evicts are demoted
+to the next.
 
 The exit status is 0, or 2 if an input or option is wrong; the text on standard error says what to do.
 """
@@ -52,12 +53,9 @@ _PROGRESS_EVERY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """served: None for the optimum, for which only the ratio is known."""
-
     policy: str
     capacity_chunks: int
-    hit_ratio: float
-    served: Served | None
+    served: Served
 
 
 def register(commands: Any) -> None:
@@ -110,6 +108,13 @@ def register(commands: Any) -> None:
         metavar="NAME=GB/S",
         help="what a tier reads and writes per second, in 10^9 bytes; repeatable (default: host=40, any other 3)",
     )
+    cost.add_argument(
+        "--prefill",
+        default="40,1.31",
+        metavar="US,NS",
+        help="what the engine computes a prompt in: microseconds a token, and nanoseconds more for each token before "
+        "it (default: 40,1.31, about an 8B model on one GPU)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object per line for each policy and capacity")
     output.add_argument("--plot", metavar="FILE", help="draw hit ratio over capacity; .svg, .png or .pdf")
@@ -138,6 +143,7 @@ def _sim(args: argparse.Namespace) -> int:
     names = ["host", *(plan.name for plan in lower)]
     if len(set(names)) < len(names):
         raise InputError(f"--below: the tiers' names must differ, and not be host: {', '.join(names)}")
+    prefill = _prefill(args.prefill)
     gbps = _bandwidths(args.bandwidth, names)
     if lower and _OPT in policies:
         raise InputError("opt is for one tier; leave out --below, or opt")
@@ -146,11 +152,15 @@ def _sim(args: argparse.Namespace) -> int:
     for policy in policies:
         for capacity in capacities:
             if policy == _OPT:
-                runs.append(_Run(policy, capacity, optimum(trace.prompts, capacity, warm_up=warm_up), None))
+                best = optimum(trace.prompts, capacity, warm_up=warm_up, cost=prefill, chunk_tokens=chunk_tokens)
+                runs.append(_Run(policy, capacity, best))
             else:
                 plans = [TierPlan("host", capacity, policy), *lower]
-                served = simulate(trace.prompts, plans, warm_up=warm_up, progress=clock.progress)
-                runs.append(_Run(policy, capacity, served.hit_ratio, served))
+                served = simulate(
+                    trace.prompts, plans,
+                    warm_up=warm_up, progress=clock.progress, cost=prefill, chunk_tokens=chunk_tokens,
+                )  # fmt: skip
+                runs.append(_Run(policy, capacity, served))
             clock.finish(len(trace.prompts))
     if args.json:
         for run in runs:
@@ -158,7 +168,7 @@ def _sim(args: argparse.Namespace) -> int:
     else:
         _print_table(runs, trace, chunk_bytes, gbps)
     if args.plot is not None:
-        lines = {name: [(r.capacity_chunks, r.hit_ratio) for r in runs if r.policy == name] for name in policies}
+        lines = {name: [(r.capacity_chunks, r.served.hit_ratio) for r in runs if r.policy == name] for name in policies}
         sim_plot.draw(args.plot, {trace.name: (trace.chunks_unique, lines)})
     return 0
 
@@ -175,22 +185,33 @@ def _sizes(trace: Trace, tokens_option: int | None, bytes_option: str | None) ->
     return tokens, _bytes(bytes_option or _DEFAULT_KV, "--token-bytes") * tokens
 
 
+def _prefill(text: str) -> PrefillCost:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)", text)
+    if match is None or float(match[1]) <= 0:
+        raise InputError(f"--prefill {text}: give microseconds and nanoseconds, such as 40,1.31")
+    return PrefillCost(float(match[1]) * 1e-6, float(match[2]) * 1e-9)
+
+
 def _print_table(runs: Sequence[_Run], trace: Trace, chunk_bytes: int, gbps: dict[str, float]) -> None:
     span = "" if trace.span_s is None else f" in {trace.span_s:.0f} s"
     say(f"{trace.name}: {len(trace.prompts)} requests{span}, {trace.chunks_unique} unique chunks", end="")
     say(f" of {spelled(chunk_bytes)}: {spelled(trace.chunks_unique * chunk_bytes)}")
-    say(f"{'policy':<8} {'chunks':>9} {'share':>7} {'hit ratio':>9}", end="")
+    say(f"{'policy':<8} {'chunks':>9} {'share':>7} {'hit ratio':>9} {'saved':>7}", end="")
     say(f"  {'tier':<8} {'hit ratio':>9} {'read':>10} {'in':>9} {'written':>10} {'in':>9}")
     for run in runs:
         share = run.capacity_chunks / trace.chunks_unique
-        say(f"{run.policy:<8} {run.capacity_chunks:>9} {share:>7.2%} {run.hit_ratio:>9.4f}", end="")
-        if run.served is None:
+        say(
+            f"{run.policy:<8} {run.capacity_chunks:>9} {share:>7.2%}",
+            f"{run.served.hit_ratio:>9.4f} {run.served.saved_ratio:>7.4f}",
+            end="",
+        )
+        if run.policy == _OPT:
             say()
             continue
         for place, tier in enumerate(run.served.tiers):
             cost = _Cost.of(tier, chunk_bytes, gbps)
             ratio = tier.chunks_hit / max(1, run.served.chunks_asked)
-            say(" " * 36 if place else "", end="")
+            say(" " * 44 if place else "", end="")
             say(f"  {tier.name:<8} {ratio:>9.4f} {spelled(cost.bytes_read):>10} {cost.read_s:>7.1f} s", end="")
             say(f" {spelled(cost.bytes_written):>10} {cost.write_s:>7.1f} s")
 
@@ -204,9 +225,11 @@ def _described(
         "capacity_chunks": run.capacity_chunks,
         "capacity_bytes": run.capacity_chunks * chunk_bytes,
         "capacity_share": run.capacity_chunks / trace.chunks_unique,
-        "hit_ratio": run.hit_ratio,
+        "hit_ratio": run.served.hit_ratio,
+        "prefill_saved_ratio": run.served.saved_ratio,
+        "prefill_saved_s": run.served.saved_s,
     }
-    if run.served is not None:
+    if run.policy != _OPT:
         described["requests"] = run.served.requests
         described["tokens_asked"] = run.served.chunks_asked * chunk_tokens
         described["tokens_hit"] = run.served.chunks_hit * chunk_tokens

@@ -14,6 +14,7 @@ equal ids mean equal prefixes: an id stands for its chunk and everything before 
 """
 
 import gzip
+import hashlib
 import json
 import math
 import re
@@ -88,12 +89,12 @@ def read_trace(path: str) -> Trace:
             raise InputError(f"{where}: a request without chunks; delete the line")
         if len(set(ids)) < len(ids):
             raise InputError(f"{where}: a chunk id appears twice; chained ids all differ along a prompt")
-        prompt = [key_of.setdefault(id_, ChunkKey(id_.encode())) for id_ in ids]
+        prompt = [key_of.setdefault(id_, trace_key(id_)) for id_ in ids]
         parent = None
-        for key in prompt:
+        for id_, key in zip(ids, prompt, strict=True):
             if parent_of.setdefault(key, parent) != parent:
                 raise InputError(
-                    f"{where}: chunk {key.decode()} follows a different chunk than before; an id must stand for its "
+                    f"{where}: chunk {id_} follows a different chunk than before; an id must stand for its "
                     "whole prefix: chain the ids, so that chunks after different prefixes have different ones"
                 )
             parent = key
@@ -104,6 +105,11 @@ def read_trace(path: str) -> Trace:
         raise InputError(f"{path}: it has no requests; write one per line, its chunk ids separated by spaces")
     span_s = last_s - first_s if first_s is not None and last_s is not None else None
     return Trace(Path(path).name, prompts, len(key_of), span_s, *(sizes or (0, 0)), half_lines)
+
+
+def trace_key(id_: str) -> ChunkKey:
+    """A key as evenly spread as the cache's own, of which policies take a sample."""
+    return ChunkKey(hashlib.blake2b(id_.encode(), digest_size=16).digest())
 
 
 def _whole_record(line: str) -> str:

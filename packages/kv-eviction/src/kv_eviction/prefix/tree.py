@@ -4,30 +4,31 @@ A new prompt adds a segment below the one that it shares (`attach`); where it di
 segment is split. A segment that no longer differs from its only child takes over the child's chunks (`join_parent`).
 Chunks whose parents were unknown, as after a restart, get their place when they are requested (`relink`).
 
-What segments are worth is not the tree's concern: splits and joins only keep their queues and observations up to date.
+What segments are worth is not the tree's concern: splits and joins only keep their order up to date.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from kv_eviction.prefix.queues import SegmentQueues
+from kv_eviction.prefix.order import SegmentOrder
 from kv_eviction.prefix.segment import Segment
 
 
 class PrefixTree:
     """Amortised constant time per chunk: a call takes time per segment, of which a session has about one per turn."""
 
-    def __init__(
-        self, queues: SegmentQueues, watch: Callable[[Segment], None], unwatch: Callable[[Segment], None]
-    ) -> None:
-        """watch, unwatch: begin and end the observation of a segment."""
-        self._queues, self._watch, self._unwatch = queues, watch, unwatch
+    def __init__(self, order: SegmentOrder) -> None:
+        self._order = order
         self._segment_of: dict[int, Segment] = {}
         self.now = 0
-        """The time, in chunks ever added."""
+        """The time, in chunks requested."""
 
     def segment_of(self, slot: int) -> Segment:
         return self._segment_of[slot]
+
+    def segments(self) -> Iterable[Segment]:
+        """The segment of each chunk."""
+        return self._segment_of.values()
 
     def take(self, slot: int) -> Segment:
         """Remove a slot from the index; the segment that it was in still lists it."""
@@ -62,7 +63,7 @@ class PrefixTree:
             # An ancestor may hold this slot already: chunks that were excluded come back in another order.
             if segment.parent is not parent and segment not in parent.path():
                 if segment.parent is not None and segment.slots:
-                    self._queues.child_emptied(segment.parent)
+                    self._order.child_emptied(segment.parent)
                 if not parent.ends_with(slots[position - 1]) and slots[position - 1] in parent.slots:
                     parent = self.split(parent, slots[:position])
                 segment.end += position - segment.start
@@ -76,13 +77,16 @@ class PrefixTree:
         """Cut `segment` after the last of `prefix_slots`, which hold the beginning of a prompt that diverges there.
         Returns the upper part, which is new.
 
-        The upper part takes the history, because the prompt that diverges has used it. The lower part is stale.
+        Both have the same history until the prompt that diverges uses the upper part.
         """
         upper = Segment(segment.parent, segment.start, self.now)
         upper.end, upper.first_key, upper.branches = len(prefix_slots), segment.first_key, 1
-        upper.turns, upper.length, upper.grown_by = segment.turns, segment.length, segment.grown_by
-        upper.uses = max(1, segment.uses)
-        upper.gap = self.now - segment.last_use if segment.gap is None else segment.gap
+        upper.uses, upper.last_use, upper.chunk_class, upper.again = (
+            segment.uses,
+            segment.last_use,
+            segment.chunk_class,
+            segment.again,
+        )
         upper_slots = [slot for slot in prefix_slots if self._segment_of[slot] is segment]
         first_resident = next((slot for slot in upper_slots if slot in segment.slots), None)
         preceding: Iterable[int] = ()
@@ -95,10 +99,10 @@ class PrefixTree:
                 upper.slots[slot] = None
         upper.children = int(bool(segment.slots))  # 0 if all chunks of the lower part are excluded
         if upper.parent is not None and upper.children and not upper.slots:
-            self._queues.child_emptied(upper.parent)  # `segment` counted as its child; `upper`, without slots, does not
-        segment.parent, segment.start, segment.is_stale, segment.first_key = upper, len(prefix_slots), True, None
-        self._watch(segment)
-        self._watch(upper)
+            self._order.child_emptied(upper.parent)  # `segment` counted as its child; `upper`, without slots, does not
+        segment.parent, segment.start, segment.first_key = upper, len(prefix_slots), None
+        self._order.add(segment)
+        self._order.add(upper)
         return upper
 
     def join_parent(self, segment: Segment) -> Segment:
@@ -108,10 +112,8 @@ class PrefixTree:
             return segment
         if parent.children != 1 or parent.branches > (not segment.is_last):
             return segment
-        self._queues.remove(segment)
-        self._unwatch(segment)
         slots, segment.slots = segment.slots, {}
         self.assign(slots, parent)
         parent.end, parent.children, parent.branches = segment.end, 0, 0
-        self._queues.add(parent)
+        self._order.add(parent)
         return parent

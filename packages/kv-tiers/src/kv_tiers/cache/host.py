@@ -161,6 +161,10 @@ class HostTier:
             self._index.extend(keys, slots)
         return slots
 
+    def has_victim(self, tenant: bytes, protected: Collection[int], skipped: set[int]) -> bool:
+        """Whether a chunk could be evicted for one of this tenant. skipped: as for `Residency.victim`."""
+        return self._index.victim(protected, skipped, self._shares.of(tenant).policy) is not None
+
     def why_full(self, tenant: bytes) -> str:
         """Why `reserve` has found no room for a chunk of this tenant."""
         share = self._shares.of(tenant)
@@ -173,7 +177,14 @@ class HostTier:
         used = "is being read, written or moved to another tier, or holds an earlier chunk of the same prompt"
         return f"each of {whose} {used}"
 
-    def reserve(self, keys: Sequence[ChunkKey], protected: Collection[int], skipped: set[int]) -> list[int]:
+    def reserve(
+        self,
+        keys: Sequence[ChunkKey],
+        protected: Collection[int],
+        skipped: set[int],
+        *,
+        may_refuse: bool = False,
+    ) -> list[int]:
         """Reserve slots for chunks whose bytes are still to come, evicting where necessary, up to the first that finds
         no room.
 
@@ -182,14 +193,16 @@ class HostTier:
 
         keys: as for `Residency.reserve`.
         skipped: as for `Residency.victim`.
+        may_refuse: the policy may find that these chunks are not worth their victims' places.
         """
         slots: list[int] = []
         for tenant, tenant_keys in groupby(keys, key=itemgetter(TENANT_AT)):
-            wanted = sum(1 for _ in tenant_keys)
-            tenant_slots = self._slots_for(tenant, wanted, protected, skipped)
+            wanted = list(tenant_keys)
+            arriving = wanted if may_refuse else ()
+            tenant_slots = self._slots_for(tenant, len(wanted), protected, skipped, arriving)
             self._shares.took(tenant_slots, tenant)
             slots += tenant_slots
-            if len(tenant_slots) < wanted:
+            if len(tenant_slots) < len(wanted):
                 break
         self._index.reserve(keys[: len(slots)], slots)
         self._totals.chunks_reserved_ever += len(slots)
@@ -378,19 +391,33 @@ class HostTier:
             self.free([slot])
         return True
 
-    def _slots_for(self, tenant: bytes, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
+    def _slots_for(
+        self,
+        tenant: bytes,
+        wanted: int,
+        protected: Collection[int],
+        skipped: set[int],
+        arriving: Sequence[ChunkKey] = (),
+    ) -> list[int]:
         share = self._shares.of(tenant)
         if share.slots_used > share.slots:  # a quota was lowered, and leases of that time have ended
             self.free(self._make_room(share, min(AT_ONCE, share.slots_used - share.slots), protected, skipped))
         room = max(0, share.slots - share.slots_used)
         slots = list(islice(iter(self.pool.allocate, None), min(room, wanted)))
         if share.slots_used <= share.slots:
-            slots += self._make_room(share, wanted - len(slots), protected, skipped)
+            slots += self._make_room(share, wanted - len(slots), protected, skipped, arriving[len(slots) :])
         return slots
 
-    def _make_room(self, share: Share, wanted: int, protected: Collection[int], skipped: set[int]) -> list[int]:
+    def _make_room(
+        self,
+        share: Share,
+        wanted: int,
+        protected: Collection[int],
+        skipped: set[int],
+        arriving: Sequence[ChunkKey] = (),
+    ) -> list[int]:
         """Empty up to this many slots of this share for the caller, which then calls `publish_evicted`."""
-        evicted = self._index.evict(wanted, protected, skipped, share.policy)
+        evicted = self._index.evict(wanted, protected, skipped, share.policy, arriving)
         self._note_evicted(evicted)
         return list(evicted)
 

@@ -217,13 +217,21 @@ class LocalCache:
             prompt_slots = self._host.touch(chain)
             missing = self._index.not_held(chain) if len(prompt_slots) < len(chain) else []
             skipped: set[int] = set()
-            slots = [] if self._refuses_new else self._host.reserve(missing, frozenset(prompt_slots), skipped)
+            protected = frozenset(prompt_slots)
+            # What a lower tier may take, or another engine waits for, is stored whatever it is worth.
+            by_worth = hold_s <= 0 and not self.lower.any_of(lower)
+            slots = []
+            if not self._refuses_new:
+                slots = self._host.reserve(missing, protected, skipped, may_refuse=by_worth)
+            refused = len(missing) - len(slots)
+            is_worth_less = bool(
+                refused and by_worth and self._host.has_victim(missing[len(slots)].tenant, protected, skipped)
+            )
             self._host.publish_evicted("store", holder)
             if skipped:
                 self._index.reinsert([slot for slot in dict.fromkeys(prompt_slots) if slot in skipped])
-            refused = len(missing) - len(slots)
             self._totals.chunks_refused += refused
-            why = self._host.why_full(missing[len(slots)].tenant) if refused else ""
+            why = self._host.why_full(missing[len(slots)].tenant) if refused and not is_worth_less else ""
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
             write.lower = lower
             if hold_s > 0:
@@ -231,14 +239,17 @@ class LocalCache:
                 self._hold(list(dict.fromkeys(prompt_slots)), chain, now_s, hold_s)
             # After the hold, because it may evict chunks that are not held to keep slots free.
             self._spills.allow(prompt_slots, chain, lower)
-        if refused:
-            why = self._refuses_new or f"no room for {refused} of {len(chain)} chunks: {why}"
+        if self._refuses_new and refused:
+            why = self._refuses_new
+        elif why:
+            why = f"no room for {refused} of {len(chain)} chunks: {why}"
         if unbacked_slots := self.pool.back(slots):
             unbacked = self._give_up_from(write, min(map(slots.index, unbacked_slots)))
             why = f"the file system of pool {self.pool.name} has no memory left for {unbacked} of {len(chain)} chunks"
         if self.events.on:
-            refused_keys = missing[len(write.keys) :] if why else ()
-            self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, refused_keys, why))
+            told = why or ("worth less than what the pool holds" if is_worth_less else "")
+            refused_keys = missing[len(write.keys) :] if told else ()
+            self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, refused_keys, told))
         return WriteLease(LeaseId(write.number), tuple(write.keys), self.pool.extents(write.keys, write.slots), why)
 
     def commit(self, lease: WriteLease) -> None:
@@ -440,6 +451,8 @@ class LocalCache:
         # While the lock was free, the promise may have ended, or some of its chunks may have been forgotten.
         if promise is not None and promise.slots is hit.slots and not self._index.any_forgotten(hit.slots):
             self._index.touch(hit.keys, hit.slots)
+        elif not hit.slots and shape.is_plain:
+            self._index.touch(keys, ())  # policies learn from misses
 
     def _promise(self, hit: Hit, shape: ChunkShape, holder: Holder, now_s: float, costs: Costs | None) -> LookupPlan:
         slots = hit.slots

@@ -299,16 +299,25 @@ class Residency:
             self.journal.note([key])
 
     def evict(
-        self, wanted: int, protected: Container[int], skipped: set[int], policy: EvictionPolicy | None = None
+        self,
+        wanted: int,
+        protected: Container[int],
+        skipped: set[int],
+        policy: EvictionPolicy | None = None,
+        arriving: Sequence[ChunkKey] = (),
     ) -> dict[int, ChunkKey]:
         """Evict up to this many chunks, the best victims first, fewer if the others are leased or in `protected`.
         Returns the key that was in each slot.
 
         skipped, policy: as for `victim`.
+        arriving: the chunks that take the victims' places, which the policy may refuse: it evicts none for the first
+            that it refuses, nor for those behind it.
         """
         policy = self._policy if policy is None else policy
         slots: list[int] = []
         while len(slots) < wanted and (slot := self.victim(protected, skipped, policy)) is not None:
+            if arriving and policy.refuses(arriving[len(slots)], is_last=len(slots) == len(arriving) - 1):
+                break
             policy.removed(slot)
             slots.append(slot)
         self._move(slots, Event.EVICT)
