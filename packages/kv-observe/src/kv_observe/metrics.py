@@ -24,7 +24,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import (
     Committed,
-    Damaged,
+    DamageFound,
     EngineMeasured,
     Evicted,
     LoadEnded,
@@ -146,7 +146,7 @@ class Metrics(Subscriber):
                     self._add_transfer((cache, spilled.tier, "store"), spilled.nbytes, spilled.seconds)
                 case Evicted() as evicted:
                     self._evictions[cache, evicted.tier, evicted.cause] += len(evicted.keys)
-                case Damaged() as damaged:
+                case DamageFound() as damaged:
                     self._damaged[cache, damaged.tier] += len(damaged.keys)
 
     def _add_transfer(self, labels: Labels, nbytes: int, seconds: float) -> None:

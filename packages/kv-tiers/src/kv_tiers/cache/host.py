@@ -365,7 +365,7 @@ class HostTier:
                 self._doubtful.pop(slot, None)
             self.unlease(self._index.bytes_at(list(doubts), doubtful.since), of_bytes=True)
             if damaged_keys and self.events.on:
-                self.events.publish(events.Damaged(TIER, damaged_keys, "its checksum is wrong"))
+                self.events.publish(events.DamageFound(TIER, damaged_keys, "its checksum is wrong"))
         return damaged_keys
 
     def _forget(self, key: ChunkKey) -> bool:

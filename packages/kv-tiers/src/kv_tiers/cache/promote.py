@@ -34,7 +34,7 @@ from kv_tiers.cache.hits import columns_of, fitting, last_boundary, needed_count
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
-from kv_tiers.cache.promotion import Job, PromoteCounts, Promotion, View, Wait
+from kv_tiers.cache.promotion import Job, PromoteCounts, Promotion, PromotionWait, View
 from kv_tiers.cache.refine import Refinements
 from kv_tiers.cache.spill import Spills
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
@@ -80,7 +80,7 @@ class Promotions:
         self._max_slots = max_slots
         self._batch_bytes = batch_bytes
         self._clock = clock
-        self._waits: OrderedDict[Holder, Wait] = OrderedDict()
+        self._waits: OrderedDict[Holder, PromotionWait] = OrderedDict()
         self._arriving: dict[ChunkKey, Job] = {}  # key → the load that is to deliver it
         self._given_up_slots = 0  # still reserved by loads whose chunks others may deliver
         self._probes = [Probes() for _ in self._lanes]
@@ -240,13 +240,13 @@ class Promotions:
             for slot in slots:
                 self._source.pop(slot, None)
 
-    def _wait_of(self, holder: Holder, now_s: float) -> Wait:
+    def _wait_of(self, holder: Holder, now_s: float) -> PromotionWait:
         wait = self._waits.get(holder)
         if wait is None:
-            wait = self._waits[holder] = Wait(Answers(now_s), now_s + self._wait_s)
+            wait = self._waits[holder] = PromotionWait(Answers(now_s), now_s + self._wait_s)
         return wait
 
-    def _end_wait(self, wait: Wait) -> None:
+    def _end_wait(self, wait: PromotionWait) -> None:
         """Under the lock."""
         wait.over = True
         slots, wait.slots = wait.slots, []
@@ -261,7 +261,7 @@ class Promotions:
         writing = {key for key, is_there in zip(keys, in_pool, strict=True) if not is_there and is_held(key)}
         return View(keys, in_pool, writing)
 
-    def _best_boundary(self, view: View, shape: ChunkShape, wait: Wait, now_s: float) -> int:
+    def _best_boundary(self, view: View, shape: ChunkShape, wait: PromotionWait, now_s: float) -> int:
         """The longest boundary that the pool and the tiers can serve, as far as these have answered. Groups that need
         the whole prefix are queried first: their chunks limit what is worth querying for the others."""
         stride = shape.keys_per_chunk
@@ -289,7 +289,7 @@ class Promotions:
             best, _ = last_boundary(shape, fitting(shape, best, room), view.has)
         return best
 
-    def _query(self, view: View, places: Sequence[int], wait: Wait, now_s: float) -> None:
+    def _query(self, view: View, places: Sequence[int], wait: PromotionWait, now_s: float) -> None:
         missing = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
         if missing:
             tier_of, all_answered = self._presence.find(missing, wait.answers, now_s)
@@ -448,7 +448,7 @@ class Promotions:
         job: Job,
         arrivals: Sequence[Arrival],
         is_usable: Sequence[bool],
-        wait: Wait | None,
+        wait: PromotionWait | None,
     ) -> None:
         """Under the lock. is_usable: for each of the job's chunks, whether it arrived and can be used."""
         pairs = list(zip(job.keys, job.slots, strict=True))

@@ -100,7 +100,7 @@ class View:
 
 
 @dataclass(slots=True)
-class Wait:
+class PromotionWait:
     """One holder's wait.
 
     answers: what the tiers have answered, and when the wait began.

@@ -30,7 +30,7 @@ from kv_tiers import chunk_header
 from kv_tiers.cache.host import HostTier
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
-from kv_tiers.lanes.jobs import Arrival, FirstBytes, Rest
+from kv_tiers.lanes.jobs import Arrival, FirstBytes, LoadRemainder
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read, ReadsRests
 
@@ -71,7 +71,7 @@ class _OngoingRefinement:
     approximation: Approximation
     slot: int
     lent: int
-    rest: Rest
+    rest: LoadRemainder
     began_s: float
     is_paused: bool = False
 
@@ -175,7 +175,7 @@ class Refinements:
             if self._wanted[tier]:
                 self._lanes[tier].has_rests()
 
-    def _next(self, tier: int) -> Rest | None:
+    def _next(self, tier: int) -> LoadRemainder | None:
         """On the lane's thread, without the lock: what to read now."""
         pool = self._host.pool
         with self._host.lock:
@@ -211,7 +211,7 @@ class Refinements:
             pool = self._host.pool
             header = bytearray(chunk_header.HEADER_BYTES)
             read = Read(approximation.key, header, pool.pages(lent), pool.chunk_bytes, pool.sizes.of(approximation.key))
-            rest = Rest(read, partial(self._arrived, tier))
+            rest = LoadRemainder(read, partial(self._arrived, tier))
             if approximation.first_bytes is not None:
                 rest.first_bytes = approximation.first_bytes
                 self._cache_first_bytes(approximation, None)

@@ -168,7 +168,7 @@ class Forgotten(msgspec.Struct, frozen=True):
     everything: bool = False
 
 
-class Damaged(msgspec.Struct, frozen=True):
+class DamageFound(msgspec.Struct, frozen=True):
     """Chunks had wrong bytes and were discarded from this tier."""
 
     tier: str
@@ -265,7 +265,7 @@ Event = (
     | HolderEnded
     | Evicted
     | Forgotten
-    | Damaged
+    | DamageFound
     | Promoted
     | Refined
     | Spilled

@@ -54,7 +54,7 @@ class Arrival:
 
     checksum: the checksum of its bytes if it was loaded (for `Read.as_stored`, of the payload).
     parts: the number of first parts from which alone it was decoded; 0: it was decoded from all of them.
-    first_bytes: these parts as they were read, if `Load.keeps`.
+    first_bytes: these parts as they were read, if `LoadChunks.keeps`.
     """
 
     key: ChunkKey
@@ -65,7 +65,7 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Load:
+class LoadChunks:
     """Load chunks.
 
     share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
@@ -79,7 +79,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Rest:
+class LoadRemainder:
     """Load the whole of one payload, in steps, while the lane has nothing else to do.
 
     done: receives the outcome. None: other work comes first; pass the rest to the lane again later to continue.
@@ -118,7 +118,7 @@ class Discard:
 
 
 @dataclass(slots=True)
-class Clear:
+class ClearTier:
     pass
 
 
@@ -131,9 +131,9 @@ class Probe:
     """Check whether a tier that failed is back."""
 
 
-Submitted = Load | Ask | Store
-Removal = Discard | Clear | ClearTenant
-Job = Submitted | Removal | Rest
+Submitted = LoadChunks | Ask | Store
+Removal = Discard | ClearTier | ClearTenant
+Job = Submitted | Removal | LoadRemainder
 
 
 class OnlyHidden:
@@ -180,9 +180,9 @@ class Jobs:
         self._hidden = OnlyHidden() if only_hides else None
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._max_stores = max_stores
-        self.rest: Rest | None = None
+        self.rest: LoadRemainder | None = None
         """The rest that is being read, which no request is waiting for."""
-        self._loads: deque[Load | Ask] = deque()
+        self._loads: deque[LoadChunks | Ask] = deque()
         self._stores: deque[Store] = deque()
         self._load_chunks = self._store_chunks = 0  # of jobs that wait or are in progress
         self._storing: dict[int, Store] = {}
@@ -311,7 +311,7 @@ class Jobs:
 
     def _next_removal(self) -> Removal | None:
         if self._clear_next and not self._storing and not self._clearing:
-            return Clear()
+            return ClearTier()
         if self._tenants_to_clear and not self.is_clearing:
             storing = {chunk.key.tenant for job in self._storing.values() for chunk in job.chunks}
             for tenant in self._tenants_to_clear:
@@ -338,7 +338,7 @@ class Jobs:
         match job:
             case Store():
                 self._storing[id(job)] = job
-            case Clear():
+            case ClearTier():
                 self._clearing, self._clear_next = True, False
             case Discard():
                 for key in job.keys:
@@ -347,7 +347,7 @@ class Jobs:
             case ClearTenant():
                 del self._tenants_to_clear[job.tenant]
                 self._clearing_tenants.add(job.tenant)
-            case Rest():
+            case LoadRemainder():
                 self.rest = job
 
     def end(self, job: Job) -> None:
@@ -355,13 +355,13 @@ class Jobs:
             case Store():
                 del self._storing[id(job)]
                 self._store_chunks -= len(job.chunks)
-            case Clear():
+            case ClearTier():
                 self._clearing = False
             case Discard():
                 self._discarding.difference_update(job.keys)
             case ClearTenant():
                 self._clearing_tenants.remove(job.tenant)
-            case Rest():
+            case LoadRemainder():
                 self.rest = None
             case _:
                 self._load_chunks -= _load_chunks(job)
@@ -376,7 +376,7 @@ class Jobs:
     def requeue(self, job: Job) -> None:
         """The tier was down: removals are sent to it again when it is back."""
         match job:
-            case Clear():
+            case ClearTier():
                 self._clear_next = True
             case Discard():
                 self._discards.update(dict.fromkeys(job.keys))
@@ -392,8 +392,10 @@ class Jobs:
             return False
         if isinstance(job, Ask):
             return any(map(self._is_being_cleared, job.keys))
-        return any(self._is_being_cleared(item.key) for item in (job.reads if isinstance(job, Load) else job.chunks))
+        return any(
+            self._is_being_cleared(item.key) for item in (job.reads if isinstance(job, LoadChunks) else job.chunks)
+        )
 
 
-def _load_chunks(job: Load | Ask) -> int:
-    return len(job.reads) if isinstance(job, Load) else 1
+def _load_chunks(job: LoadChunks | Ask) -> int:
+    return len(job.reads) if isinstance(job, LoadChunks) else 1

@@ -31,7 +31,20 @@ from kv_tiers.codec import PREFIX_SHARES, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.health import HealthTracker, release_frames
-from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Probe, Rest, Store
+from kv_tiers.lanes.jobs import (
+    Arrival,
+    Ask,
+    ClearTenant,
+    ClearTier,
+    Discard,
+    Job,
+    Jobs,
+    LoadChunks,
+    LoadRemainder,
+    Outgoing,
+    Probe,
+    Store,
+)
 from kv_tiers.lanes.moving import Moving, refuse
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.running import Running
@@ -76,7 +89,7 @@ class Lane:
         self.holds_is_local = tier.holds_is_local
         self.events = UNWATCHED
         """Where the tier's health and damage are published; set by the cache above."""
-        self.when_idle: Callable[[], Rest | None] = lambda: None
+        self.when_idle: Callable[[], LoadRemainder | None] = lambda: None
         """Called without a lock, on a thread of the lane, after `has_rests` and while the last call returned a rest."""
         self.when_done: Callable[[], object] = lambda: None
         """Called in the same way after every job: stores that were refused before may now be taken."""
@@ -134,9 +147,9 @@ class Lane:
     ) -> bool:
         """Load chunks. The memory of `reads` is in use until `done` is called, on another thread. False: refused.
 
-        share: of `shares`; None: the smallest part of each. keeps: as in `Load`.
+        share: of `shares`; None: the smallest part of each. keeps: as in `LoadChunks`.
         """
-        return self._submit(Load(list(reads), done, self._share(share), keeps))
+        return self._submit(LoadChunks(list(reads), done, self._share(share), keeps))
 
     def has_rests(self) -> None:
         """There may now be something to read when the lane is idle (`when_idle`)."""
@@ -274,11 +287,11 @@ class Lane:
             self._noticed = now
         return now
 
-    def _submit(self, job: Load | Ask | Store) -> bool:
+    def _submit(self, job: LoadChunks | Ask | Store) -> bool:
         with self._changed:
             if self._health() not in SERVING or not self._jobs.submit(job):
                 return False
-            if isinstance(job, Load):
+            if isinstance(job, LoadChunks):
                 self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s(), job.share)
             self._changed.notify()
             return True
@@ -313,7 +326,7 @@ class Lane:
 
     def _end(self, job: Job | Probe) -> None:
         self._running.ended(job)
-        if isinstance(job, Rest):
+        if isinstance(job, LoadRemainder):
             self._turns.ended(self._clock.now_s())
         if isinstance(job, Probe):
             self._tracker.is_probing = False
@@ -335,7 +348,7 @@ class Lane:
             self._run(job)
             del job  # or its memory stays in use while this thread waits for the next
 
-    def _take_rest(self) -> Rest | None:
+    def _take_rest(self) -> LoadRemainder | None:
         """Begin the rest that `when_idle` returns; None: it returned none, or there is other work by now."""
         rest = self._workers.call(self.when_idle)
         with self._changed:
@@ -356,11 +369,13 @@ class Lane:
             answer = self._do(job)
         except BaseException as error:  # noqa: BLE001  # a bug in a tier costs only its chunks, a Rust panic too
             answer = self._failed(job, error)
-        if isinstance(job, Rest):  # before the rest ends: `when_idle` may be called then, and needs the outcome
+        if isinstance(
+            job, LoadRemainder
+        ):  # before the rest ends: `when_idle` may be called then, and needs the outcome
             answer()
         with self._changed:
             self._end(job)
-        if not isinstance(job, Rest):
+        if not isinstance(job, LoadRemainder):
             answer()
         self._workers.call(self.when_done)
         return True
@@ -368,7 +383,7 @@ class Lane:
     def _do(self, job: Job | Probe) -> Callable[[], object]:
         began = self._clock.now_s()
         match job:
-            case Load():
+            case LoadChunks():
                 arrivals = self._moving.load(job)
                 failures = self._faults(arrivals)
                 with self._changed:
@@ -389,11 +404,11 @@ class Lane:
                     self._counts.seconds_storing += self._clock.now_s() - began
                 self._update_full()
                 return lambda: self._workers.call(job.done, outcomes)
-            case Rest():
+            case LoadRemainder():
                 arrival = self._moving.rest(job, lambda: not self._may_rest(self._turns.may_step))
                 failures = [] if arrival is None else self._faults([arrival])
                 return self._then(lambda: self._workers.call(job.done, arrival), failures)
-            case Clear():
+            case ClearTier():
                 self.tier.clear()
             case Discard():
                 self.tier.discard(job.keys)
@@ -431,7 +446,7 @@ class Lane:
         if damaged:
             if self.events.on:
                 reasons = "; ".join(sorted(set(damaged.values())))
-                self.events.publish(events.Damaged(self.name, list(damaged), reasons))
+                self.events.publish(events.DamageFound(self.name, list(damaged), reasons))
             self.discard(damaged)
         return failures
 
@@ -471,7 +486,9 @@ class Lane:
 
     def _failed(self, job: Job | Probe, error: BaseException) -> Callable[[], None]:
         why, tier = str(error), self.name
-        if isinstance(error, RemovalRefusedError) and not isinstance(job, Probe | Load | Ask | Store | Rest):
+        if isinstance(error, RemovalRefusedError) and not isinstance(
+            job, Probe | LoadChunks | Ask | Store | LoadRemainder
+        ):
             with self._changed:
                 hidden = self._jobs.refused_removal(job, self._clock.now_s())
             _log.warning("tier %s does not permit removals: %s; hidden instead until it does: %s", tier, why, hidden)
@@ -485,7 +502,7 @@ class Lane:
 
     def _refuse(self, job: Job, why: str) -> None:
         with self._changed:
-            if isinstance(job, Load):
+            if isinstance(job, LoadChunks):
                 self._speed.ended(id(job), self._clock.now_s(), brought=False)
             elif isinstance(job, Store):
                 self._counts.refused += len(job.chunks)

@@ -1,9 +1,10 @@
 """How a lane moves chunks to its tier and reads all of a payload, its first parts, or its rest, a step at a time.
 
-The rest of a payload is read while no request is waiting (`Rest`), so it is read in steps of at most `STEP_BYTES` if
-the tier can resume a read: a load requested meanwhile shares the medium with one step, and not with a whole chunk. A
-payload that was read in several steps is verified as a whole. It may be wrong although nothing is damaged, because the
-chunk was stored again in between; so only a payload that was read in one call is ever reported as damaged.
+The rest of a payload is read while no request is waiting (`LoadRemainder`), so it is read in steps of at most
+`STEP_BYTES` if the tier can resume a read: a load requested meanwhile shares the medium with one step, and not with a
+whole chunk. A payload that was read in several steps is verified as a whole. It may be wrong although nothing is
+damaged, because the chunk was stored again in between; so only a payload that was read in one call is ever reported as
+damaged.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome, Unstorable
 
 from kv_tiers import chunk_header
-from kv_tiers.lanes.jobs import Arrival, Ask, Job, Jobs, Load, Rest, Store
+from kv_tiers.lanes.jobs import Arrival, Ask, Job, Jobs, LoadChunks, LoadRemainder, Store
 from kv_tiers.lanes.payloads import Payloads, chunk_bytes, first_parts
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.tier import Read, ReadsPrefixes, ReadsRests, Tier
@@ -58,7 +59,7 @@ class Moving:
         """As in `Lane`."""
         return min(wanted, _DECODED_BYTES) if self.decodes else wanted
 
-    def load(self, job: Load) -> list[Arrival]:
+    def load(self, job: LoadChunks) -> list[Arrival]:
         """The outcome of each read."""
         with self._changed:
             # A load that is based on an answer from before a discard would bring the discarded chunks back.
@@ -77,14 +78,14 @@ class Moving:
             self._counts.approximate += sum(arrival.parts > 0 for arrival in arrivals)
         return arrivals
 
-    def learn(self, job: Load, arrivals: Sequence[Arrival], now_s: float) -> None:
+    def learn(self, job: LoadChunks, arrivals: Sequence[Arrival], now_s: float) -> None:
         """Learn how long the load took, and how large the stored payloads are. Under the lane's lock."""
         all_loaded = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
         stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if all_loaded else 0
         self.decodes = self.decodes or 0 < stored_bytes < sum(map(chunk_bytes, job.reads))
         self._speed.ended(id(job), now_s, brought=all_loaded, stored_bytes=stored_bytes)
 
-    def rest(self, rest: Rest, must_stop: Callable[[], bool]) -> Arrival | None:
+    def rest(self, rest: LoadRemainder, must_stop: Callable[[], bool]) -> Arrival | None:
         """Read the rest; its outcome. None: it had to stop early. must_stop: called before every step, under the
         lock."""
         if (first_bytes := rest.first_bytes) is not None:
@@ -127,7 +128,7 @@ class Moving:
         return outcomes
 
     def _load_reads(
-        self, job: Load, wanted: Sequence[Read], was_read: Callable[[Sequence[LoadOutcome]], None]
+        self, job: LoadChunks, wanted: Sequence[Read], was_read: Callable[[Sequence[LoadOutcome]], None]
     ) -> dict[int, Arrival]:
         """The outcomes of these reads of a load, by the id of the read. was_read: called with each answer."""
         arrivals: dict[int, Arrival] = {}
@@ -145,7 +146,7 @@ class Moving:
             )
         return arrivals
 
-    def _step(self, rest: Rest) -> Arrival | None:
+    def _step(self, rest: LoadRemainder) -> Arrival | None:
         """Read one step of the payload. None: there is more to read."""
         read = rest.read
         if rest.in_one or not isinstance(self._tier, ReadsRests) or not isinstance(self._tier, ReadsPrefixes):
@@ -176,11 +177,11 @@ class Moving:
 def refuse(job: Job, why: str) -> None:
     """Answer a job that is not done."""
     match job:
-        case Load():
+        case LoadChunks():
             job.done([Arrival(read.key, Absent()) for read in job.reads])
         case Ask():
             job.done([False] * len(job.keys))
-        case Rest():
+        case LoadRemainder():
             job.done(Arrival(job.read.key, Absent()))
         case Store():
             job.done([Refused(why)] * len(job.chunks))

@@ -94,7 +94,7 @@ class Payloads:
         """The outcomes for chunks whose `first_parts` were read, by the id of the read. A read that is missing has no
         first part that can be used alone: read it whole.
 
-        keeps: as in `Load`.
+        keeps: as in `LoadChunks`.
         """
         arrivals = {
             id(read): self.approximation(read, outcome, keeps=keeps)

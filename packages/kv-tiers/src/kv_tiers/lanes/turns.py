@@ -1,8 +1,8 @@
 """When a lane reads the rest of a payload: while there is nothing else to do, and otherwise a tenth of the time.
 
-No request waits for a rest (`Rest`), so other jobs come first. But a lane that is never idle, because one prompt
-follows another, would leave its approximations as they are for good. So once `LEAST_S` have passed, and nine times as
-long as the last step took, one step comes before the queued jobs.
+No request waits for a rest (`LoadRemainder`), so other jobs come first. But a lane that is never idle, because one
+prompt follows another, would leave its approximations as they are for good. So once `LEAST_S` have passed, and nine
+times as long as the last step took, one step comes before the queued jobs.
 """
 
 import math

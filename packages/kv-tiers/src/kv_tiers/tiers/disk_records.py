@@ -19,7 +19,7 @@ from kv_tiers.pool.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.tiers.disk_directory import DiskDirectory
 from kv_tiers.tiers.disk_files import File
 from kv_tiers.tiers.disk_record import Found, pack_record, shortened
-from kv_tiers.tiers.extents import Extent, Place, Stored
+from kv_tiers.tiers.extents import Extent, Place, RecoveredChunk
 from kv_tiers.tiers.space import PackedUnits, pack
 
 
@@ -46,7 +46,7 @@ class ChunkRecords:
         """By directory: wipes up to this number are durable."""
         self._next_number = 0
 
-    def take_over(self, *, cut: bool) -> Iterator[Stored]:
+    def take_over(self, *, cut: bool) -> Iterator[RecoveredChunk]:
         """Every recorded chunk, those worth least first. Call it once.
 
         cut: include chunks of which only first parts are left; otherwise their records are wiped.
@@ -81,7 +81,7 @@ class ChunkRecords:
             parent_key = keys.get(parent_of[entry])
             if parent_key is None and parent is not None:
                 parent_key = ChunkKey(parent)
-            yield Stored(keys[entry], parent_key, entry, stored_bytes, units, decoded_bytes, share)
+            yield RecoveredChunk(keys[entry], parent_key, entry, stored_bytes, units, decoded_bytes, share)
 
     def write(self, chunks: Sequence[tuple[Place, bytes]]) -> None:
         """Write the records of chunks whose headers and payloads are in their places."""

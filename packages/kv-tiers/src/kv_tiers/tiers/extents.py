@@ -26,7 +26,7 @@ class Extent(NamedTuple):
     stored_bytes: int
 
 
-class Stored(NamedTuple):
+class RecoveredChunk(NamedTuple):
     """A chunk found at a restart. share: what is left of it, one of `CUTS`. decoded_bytes: as for `reserve`."""
 
     key: ChunkKey
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
     share: int = 1
 
 
-class Room(NamedTuple):
+class RoomMade(NamedTuple):
     """What was done to make room.
 
     places: for each chunk its place, or None.
