@@ -26,7 +26,7 @@ from kv_tiers import HostConfig, build, build_local_cache, chunk_header
 from kv_tiers.approximate import exact_fingerprint, fingerprint_above
 from kv_tiers.build import build_lane
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.cache.refine import Refinements
+from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.codec import Codec
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane
@@ -162,7 +162,7 @@ def test_what_a_load_would_take_is_known_for_every_share_with_its_decoding() -> 
             clock.advance(nbytes / 400)
             lane._speed.was_read(number, nbytes // 4, clock.now_s())
             clock.advance(nbytes / 800)
-            lane._speed.ended(number, clock.now_s(), brought=True, stored_bytes=nbytes * 3 // 4)
+            lane._speed.ended(number, clock.now_s(), loaded=True, stored_bytes=nbytes * 3 // 4)
         assert lane.shares == ((1, 2, 4) if approximate else (1,))
         link_s, decode_s = {4: 2.0, 2: 4.0, 1: 6.0}, {4: 1.0, 2: 2**0.5, 1: 2.0}
         for share in lane.shares:
@@ -242,12 +242,12 @@ def test_fingerprints() -> None:
 
 
 @pytest.fixture
-def unrefined(monkeypatch: pytest.MonkeyPatch) -> None:
+def unupgraded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read in part stays as it is, so that it can be looked at."""
-    monkeypatch.setattr(Refinements, "_begin", lambda self, tier: self._wanted[tier].clear())
+    monkeypatch.setattr(Upgrades, "_begin", lambda self, tier: self._wanted[tier].clear())
 
 
-@pytest.mark.usefixtures("unrefined")
+@pytest.mark.usefixtures("unupgraded")
 def test_a_cache_reads_approximations_of_what_an_exact_one_stored(tmp_path: Path) -> None:
     """The exact one's chunks are found, by the exact fingerprint; what was read never goes down as exact."""
     tier = {"type": "shared_fs", "directory": str(tmp_path)}
@@ -271,7 +271,7 @@ def test_a_cache_reads_approximations_of_what_an_exact_one_stored(tmp_path: Path
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
-@pytest.mark.usefixtures("unrefined")
+@pytest.mark.usefixtures("unupgraded")
 def test_what_a_quick_link_pays_for_is_read_whole(tmp_path: Path) -> None:
     """With an engine whose computing takes far longer than any load; before it is known, a quarter."""
     tier = {"type": "shared_fs", "directory": str(tmp_path)}
@@ -366,7 +366,7 @@ def test_a_private_server_has_approximations_and_one_that_engines_join_has_none(
 def test_a_worker_of_a_private_server_keeps_what_it_reads_and_then_gets_the_exact_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process sees leases and no slots: where a chunk is after it was refined, each new lease says."""
+    """Its process sees leases and no slots: where a chunk is after it was upgraded, each new lease says."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}
     exact = cache_over([disk | {"codec": "progressive"}])

@@ -334,6 +334,6 @@ _TIER: Final[Table[TierState]] = {
         "Loaded chunks of which only the first parts were read",
         lambda of: of.lane.approximate,
     ),
-    "refined_chunks": (counter, "Times that such a chunk in the pool was refined", lambda of: of.refined),
+    "upgraded_chunks": (counter, "Times that such a chunk in the pool was upgraded", lambda of: of.upgraded),
     "lost_chunks": (counter, "Chunks evicted before they were stored in the tier", lambda of: of.spill.lost),
 }

@@ -50,7 +50,7 @@ class Link:
             now_s = self.now_s + slower * when_s
             if is_end:
                 stored_bytes = int(CHUNK_BYTES * STORED[1])
-                self._speed.ended(self._number + at, now_s, brought=True, stored_bytes=stored_bytes)
+                self._speed.ended(self._number + at, now_s, loaded=True, stored_bytes=stored_bytes)
             else:
                 self._speed.was_read(self._number + at, int(CHUNK_BYTES * STORED[share]), now_s)
         self._number += chunks

@@ -35,8 +35,8 @@ from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
 from kv_tiers.cache.promotion import Job, PromoteCounts, Promotion, PromotionWait, View
-from kv_tiers.cache.refine import Refinements
 from kv_tiers.cache.spill import Spills
+from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
@@ -58,7 +58,7 @@ class Promotions:
         index: Residency,
         lanes: Sequence[Lane],
         spills: Spills,
-        refinements: Refinements,
+        upgrades: Upgrades,
         *,
         wait_s: float,
         keep_s: float,
@@ -74,7 +74,7 @@ class Promotions:
         self._index = index
         self._lanes = list(lanes)
         self._spills = spills
-        self._refinements = refinements
+        self._upgrades = upgrades
         self._wait_s, self._keep_s = wait_s, keep_s
         self._presence = Presence(self._lanes, host.lock, clock, wait_s)
         self._max_slots = max_slots
@@ -419,7 +419,7 @@ class Promotions:
         lane = self._lanes[job.tier]
         nbytes = pool.sizes.total(job.keys)
         job.estimated_s = lane.load_s(nbytes, promotion.share)
-        keeps = self._refinements.keeps(job.tier, nbytes)
+        keeps = self._upgrades.keeps(job.tier, nbytes)
 
         return lane.load(reads, partial(self._arrived, promotion, job), share=promotion.share, keeps=keeps)
 
@@ -461,7 +461,7 @@ class Promotions:
             chain = job.chain[: job.start + len(job.keys)]
             arrivals = [arrival for arrival, ok in zip(arrivals, is_usable, strict=True) if ok]
             self._host.commit(keys, slots, chain, [arrival.checksum for arrival in arrivals])
-            self._refinements.came(job.tier, slots, arrivals, promotion.share)
+            self._upgrades.came(job.tier, slots, arrivals, promotion.share)
             self._host.touch(chain[job.touched_from :])
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)

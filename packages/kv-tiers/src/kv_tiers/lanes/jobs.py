@@ -82,7 +82,7 @@ class LoadChunks:
 class LoadRemainder:
     """Load the whole of one payload, in steps, while the lane has nothing else to do.
 
-    done: receives the outcome. None: other work comes first; pass the rest to the lane again later to continue.
+    done: receives the outcome. None: other work comes first; pass the remainder to the lane again later to continue.
     bytes_read: how many of the payload's first bytes are in the pages of `read`, with its header.
     first_bytes: bytes that were read earlier and are still to be copied into these pages.
     in_one: whether to read the payload again from its beginning in one call, because the result of steps was wrong.
@@ -180,8 +180,8 @@ class Jobs:
         self._hidden = OnlyHidden() if only_hides else None
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._max_stores = max_stores
-        self.rest: LoadRemainder | None = None
-        """The rest that is being read, which no request is waiting for."""
+        self.remainder: LoadRemainder | None = None
+        """The remainder that is being read, which no request is waiting for."""
         self._loads: deque[LoadChunks | Ask] = deque()
         self._stores: deque[Store] = deque()
         self._load_chunks = self._store_chunks = 0  # of jobs that wait or are in progress
@@ -348,7 +348,7 @@ class Jobs:
                 del self._tenants_to_clear[job.tenant]
                 self._clearing_tenants.add(job.tenant)
             case LoadRemainder():
-                self.rest = job
+                self.remainder = job
 
     def end(self, job: Job) -> None:
         match job:
@@ -362,7 +362,7 @@ class Jobs:
             case ClearTenant():
                 self._clearing_tenants.remove(job.tenant)
             case LoadRemainder():
-                self.rest = None
+                self.remainder = None
             case _:
                 self._load_chunks -= _load_chunks(job)
 

@@ -6,8 +6,8 @@ nothing more. `kv_tiers.lanes.jobs` has the order of jobs, and which chunks are 
 Chunks get headers and are encoded on the way out; on the way back they are verified and decoded (`payloads`). A wrong
 one is discarded at once, so that the next lookup is a miss and not the same fault again. Events report what happens.
 
-An idle lane checks whether the rest of some payload is wanted (`when_idle`), and interrupts reading it as soon as there
-is other work. A lane that is never idle reads a step of it now and then (`RestTurns`).
+An idle lane checks whether the remainder of some payload is wanted (`when_idle`), and interrupts reading it as soon as
+there is other work. A lane that is never idle reads a step of it now and then (`RemainderTurns`).
 
 A tier that raises is down: nothing is sent to it until a probe succeeds; probes become rarer, up to a limit. A job that
 does not return within `stuck_s` (see `Running`) has the same effect until it does; its memory stays in use, as its
@@ -49,7 +49,7 @@ from kv_tiers.lanes.moving import Moving, refuse
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.running import Running
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.lanes.turns import RestTurn, RestTurns
+from kv_tiers.lanes.turns import RemainderTurn, RemainderTurns
 from kv_tiers.lanes.workers import Workers
 from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
 from kv_tiers.tier_state import SERVING, Health, LaneCounts
@@ -90,10 +90,10 @@ class Lane:
         self.events = UNWATCHED
         """Where the tier's health and damage are published; set by the cache above."""
         self.when_idle: Callable[[], LoadRemainder | None] = lambda: None
-        """Called without a lock, on a thread of the lane, after `has_rests` and while the last call returned a rest."""
+        """Called without a lock, on a thread of the lane, after `has_remainders` and while it returns one."""
         self.when_done: Callable[[], object] = lambda: None
         """Called in the same way after every job: stores that were refused before may now be taken."""
-        self._turns = RestTurns()
+        self._turns = RemainderTurns()
         self._noticed = Health.UP
         payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
         self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
@@ -151,7 +151,7 @@ class Lane:
         """
         return self._submit(LoadChunks(list(reads), done, self._share(share), keeps))
 
-    def has_rests(self) -> None:
+    def has_remainders(self) -> None:
         """There may now be something to read when the lane is idle (`when_idle`)."""
         with self._changed:
             self._turns.wanted(self._clock.now_s())
@@ -180,7 +180,7 @@ class Lane:
         return self._moving.batch_bytes(wanted)
 
     def is_idle(self) -> bool:
-        """No load, store or query is queued, and nothing but a rest is running."""
+        """No load, store or query is queued, and nothing but a remainder is running."""
         with self._changed:
             return not self._jobs.queued and not self._is_busy()
 
@@ -274,7 +274,7 @@ class Lane:
                     return False
                 self._begin(job)
             if self._run(job):
-                return True  # else it was a rest's turn and there was no rest; something else may be waiting
+                return True  # else it was a remainder's turn and there was no remainder; something else may be waiting
 
     # Under `_changed`.
 
@@ -297,25 +297,25 @@ class Lane:
             return True
 
     def _is_busy(self) -> bool:
-        """Whether something other than a rest is running."""
-        return len(self._running) > (self._jobs.rest is not None)
+        """Whether something other than a remainder is running."""
+        return len(self._running) > (self._jobs.remainder is not None)
 
-    def _choose(self) -> Job | Probe | RestTurn | None:
+    def _choose(self) -> Job | Probe | RemainderTurn | None:
         """The job to begin now, or None."""
-        if self._may_rest(self._turns.may_ask):
-            return RestTurn()
+        if self._may_read_remainder(self._turns.may_ask):
+            return RemainderTurn()
         if self._tracker.is_closed:
             return None
         if self._tracker.retry_at_s is not None:
             return Probe() if self._tracker.may_probe() else None
         return self._jobs.next(self._clock.now_s())
 
-    def _may_rest(self, may: Callable[[float, bool], bool]) -> bool:
+    def _may_read_remainder(self, may: Callable[[float, bool], bool]) -> bool:
         now_s, is_down = self._clock.now_s(), self._tracker.is_closed or self._tracker.retry_at_s is not None
         return not is_down and may(now_s, not self._is_busy() and not self._jobs.has_any(now_s))
 
-    def _begin(self, job: Job | Probe | RestTurn) -> None:
-        if isinstance(job, RestTurn):
+    def _begin(self, job: Job | Probe | RemainderTurn) -> None:
+        if isinstance(job, RemainderTurn):
             self._turns.asks()
             return
         self._running.began(job, self._clock.now_s())
@@ -348,22 +348,22 @@ class Lane:
             self._run(job)
             del job  # or its memory stays in use while this thread waits for the next
 
-    def _take_rest(self) -> LoadRemainder | None:
-        """Begin the rest that `when_idle` returns; None: it returned none, or there is other work by now."""
-        rest = self._workers.call(self.when_idle)
+    def _take_remainder(self) -> LoadRemainder | None:
+        """Begin the remainder that `when_idle` returns; None: it returned none, or there is other work by now."""
+        remainder = self._workers.call(self.when_idle)
         with self._changed:
-            self._turns.answered(was_there=rest is not None)
-            if rest is not None and self._may_rest(self._turns.may_ask):
+            self._turns.answered(was_there=remainder is not None)
+            if remainder is not None and self._may_read_remainder(self._turns.may_ask):
                 self._turns.begins()
-                self._begin(rest)
-                return rest
-        if rest is not None:
-            self._workers.call(rest.done, None)
+                self._begin(remainder)
+                return remainder
+        if remainder is not None:
+            self._workers.call(remainder.done, None)
         return None
 
-    def _run(self, chosen: Job | Probe | RestTurn) -> bool:
+    def _run(self, chosen: Job | Probe | RemainderTurn) -> bool:
         """Do a job and answer it. False: there was nothing to do."""
-        if (job := self._take_rest() if isinstance(chosen, RestTurn) else chosen) is None:
+        if (job := self._take_remainder() if isinstance(chosen, RemainderTurn) else chosen) is None:
             return False
         try:
             answer = self._do(job)
@@ -371,7 +371,7 @@ class Lane:
             answer = self._failed(job, error)
         if isinstance(
             job, LoadRemainder
-        ):  # before the rest ends: `when_idle` may be called then, and needs the outcome
+        ):  # before the remainder ends: `when_idle` may be called then, and needs the outcome
             answer()
         with self._changed:
             self._end(job)
@@ -405,7 +405,7 @@ class Lane:
                 self._update_full()
                 return lambda: self._workers.call(job.done, outcomes)
             case LoadRemainder():
-                arrival = self._moving.rest(job, lambda: not self._may_rest(self._turns.may_step))
+                arrival = self._moving.remainder(job, lambda: not self._may_read_remainder(self._turns.may_step))
                 failures = [] if arrival is None else self._faults([arrival])
                 return self._then(lambda: self._workers.call(job.done, arrival), failures)
             case ClearTier():
@@ -503,7 +503,7 @@ class Lane:
     def _refuse(self, job: Job, why: str) -> None:
         with self._changed:
             if isinstance(job, LoadChunks):
-                self._speed.ended(id(job), self._clock.now_s(), brought=False)
+                self._speed.ended(id(job), self._clock.now_s(), loaded=False)
             elif isinstance(job, Store):
                 self._counts.refused += len(job.chunks)
         self._workers.call(refuse, job, why)

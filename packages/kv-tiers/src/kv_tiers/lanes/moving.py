@@ -1,6 +1,6 @@
-"""How a lane moves chunks to its tier and reads all of a payload, its first parts, or its rest, a step at a time.
+"""How a lane moves chunks to its tier and reads all of a payload, its first parts, or its remainder, a step at a time.
 
-The rest of a payload is read while no request is waiting (`LoadRemainder`), so it is read in steps of at most
+The remainder of a payload is read while no request is waiting (`LoadRemainder`), so it is read in steps of at most
 `STEP_BYTES` if the tier can resume a read: a load requested meanwhile shares the medium with one step, and not with a
 whole chunk. A payload that was read in several steps is verified as a whole. It may be wrong although nothing is
 damaged, because the chunk was stored again in between; so only a payload that was read in one call is ever reported as
@@ -21,7 +21,7 @@ from kv_tiers import chunk_header
 from kv_tiers.lanes.jobs import Arrival, Ask, Job, Jobs, LoadChunks, LoadRemainder, Store
 from kv_tiers.lanes.payloads import Payloads, chunk_bytes, first_parts
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.tier import Read, ReadsPrefixes, ReadsRests, Tier
+from kv_tiers.tier import Read, ReadsPrefixes, ReadsRemainders, Tier
 from kv_tiers.tier_state import LaneCounts
 
 _log = limited_logger(__name__)
@@ -83,23 +83,23 @@ class Moving:
         all_loaded = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
         stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if all_loaded else 0
         self.decodes = self.decodes or 0 < stored_bytes < sum(map(chunk_bytes, job.reads))
-        self._speed.ended(id(job), now_s, brought=all_loaded, stored_bytes=stored_bytes)
+        self._speed.ended(id(job), now_s, loaded=all_loaded, stored_bytes=stored_bytes)
 
-    def rest(self, rest: LoadRemainder, must_stop: Callable[[], bool]) -> Arrival | None:
-        """Read the rest; its outcome. None: it had to stop early. must_stop: called before every step, under the
+    def remainder(self, remainder: LoadRemainder, must_stop: Callable[[], bool]) -> Arrival | None:
+        """Read the remainder; its outcome. None: it had to stop early. must_stop: called before every step, under the
         lock."""
-        if (first_bytes := rest.first_bytes) is not None:
-            rest.read.header[:], rest.first_bytes = first_bytes.header, None
-            rest.bytes_read = len(first_bytes.payload)
-            rest.read.pages[: rest.bytes_read] = first_bytes.payload
+        if (first_bytes := remainder.first_bytes) is not None:
+            remainder.read.header[:], remainder.first_bytes = first_bytes.header, None
+            remainder.bytes_read = len(first_bytes.payload)
+            remainder.read.pages[: remainder.bytes_read] = first_bytes.payload
         arrival: Arrival | None = None
         while arrival is None:
             with self._changed:
                 if must_stop():
                     return None
-                if self._jobs.is_clearing or self._jobs.is_hidden(rest.read.key):
-                    return Arrival(rest.read.key, Absent())
-            arrival = self._step(rest)
+                if self._jobs.is_clearing or self._jobs.is_hidden(remainder.read.key):
+                    return Arrival(remainder.read.key, Absent())
+            arrival = self._step(remainder)
         return arrival
 
     def faults(self, arrivals: Sequence[Arrival]) -> tuple[dict[ChunkKey, str], list[str]]:
@@ -146,25 +146,27 @@ class Moving:
             )
         return arrivals
 
-    def _step(self, rest: LoadRemainder) -> Arrival | None:
+    def _step(self, remainder: LoadRemainder) -> Arrival | None:
         """Read one step of the payload. None: there is more to read."""
-        read = rest.read
-        if rest.in_one or not isinstance(self._tier, ReadsRests) or not isinstance(self._tier, ReadsPrefixes):
+        read = remainder.read
+        if remainder.in_one or not isinstance(self._tier, ReadsRemainders) or not isinstance(self._tier, ReadsPrefixes):
             return self._arrival(read, self._tier.load([read])[0])
-        if rest.bytes_read:
-            upto_bytes = min(rest.bytes_read + STEP_BYTES, chunk_header.stored_bytes_in(read.header))
-            outcome = self._tier.load_rests([replace(read, wanted_bytes=upto_bytes, from_bytes=rest.bytes_read)])[0]
+        if remainder.bytes_read:
+            upto_bytes = min(remainder.bytes_read + STEP_BYTES, chunk_header.stored_bytes_in(read.header))
+            outcome = self._tier.load_remainders(
+                [replace(read, wanted_bytes=upto_bytes, from_bytes=remainder.bytes_read)]
+            )[0]
         else:
             upto_bytes = chunk_header.prefix_bytes(min(STEP_BYTES, chunk_bytes(read)), chunk_bytes(read))
             outcome = self._tier.load_prefixes([replace(read, wanted_bytes=upto_bytes)])[0]
         if not isinstance(outcome, Loaded):
             return Arrival(read.key, outcome)
-        rest.bytes_read = outcome.nbytes
+        remainder.bytes_read = outcome.nbytes
         if outcome.nbytes == upto_bytes and upto_bytes < _stored_bytes(read):
             return None
         arrival = self._arrival(read, Loaded(outcome.nbytes))
         if isinstance(arrival.outcome, Damaged):
-            rest.in_one = True
+            remainder.in_one = True
             return None
         return arrival
 

@@ -102,17 +102,17 @@ class LoadSpeed:
         load.upto_bytes += nbytes
         load.read_s = now_s
 
-    def ended(self, number: int, now_s: float, *, brought: bool, stored_bytes: int = 0) -> None:
+    def ended(self, number: int, now_s: float, *, loaded: bool, stored_bytes: int = 0) -> None:
         """The load has ended.
 
-        brought: whether all its chunks were loaded. Loads that failed or were refused are ignored.
+        loaded: whether all its chunks were loaded. Loads that failed or were refused are ignored.
         stored_bytes: size of the chunks' whole payloads; 0: not known.
         """
         if (load := self._under_way.pop(number, None)) is None:
             return
         if load.read_s is None:
             self._bytes -= load.link_bytes
-        if not brought:
+        if not loaded:
             return
         read_s = now_s if load.read_s is None else load.read_s
         self._not_counted += 1
