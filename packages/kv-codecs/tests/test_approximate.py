@@ -106,7 +106,7 @@ def store(tier: Tier, keys: list[ChunkKey], codec: Codec | None) -> None:
 
 
 def load(
-    tier: Tier, keys: list[ChunkKey], *, approximate: bool = True, share: int | None = None
+    tier: Tier, keys: list[ChunkKey], *, approximate: bool = True, divisor: int | None = None
 ) -> tuple[list[LoadOutcome], list[bytes], Lane]:
     lane = Lane(tier, FORM, find_codec=CODECS.__getitem__, approximate=approximate, threads=0)
     reads = [
@@ -114,7 +114,7 @@ def load(
         for key in keys
     ]
     arrivals: list[Arrival] = []
-    assert lane.load(reads, arrivals.extend, share=share)
+    assert lane.load(reads, arrivals.extend, divisor=divisor)
     assert lane.step()
     return [arrival.outcome for arrival in arrivals], [bytes(read.room) for read in reads], lane
 
@@ -138,13 +138,13 @@ def test_a_quarter_is_read_and_decodes_to_the_approximation(tier: CountingTier) 
 
 def test_a_half_is_read_where_that_much_is_wanted_and_decodes_to_two_parts(tier: CountingTier) -> None:
     store(tier, KEYS, CODECS["progressive"])
-    outcomes, chunks, lane = load(tier, KEYS, share=2)
+    outcomes, chunks, lane = load(tier, KEYS, divisor=2)
     assert outcomes == [Loaded(len(RECORDED))] * 3
     assert chunks == [expected(2)] * 3
     assert expected(2) not in (expected(1), RECORDED)
     assert tier.brought_bytes == 3 * len(RECORDED) / 2
     assert lane.counts().approximate == 3
-    outcomes, chunks, lane = load(tier, KEYS, share=1)
+    outcomes, chunks, lane = load(tier, KEYS, divisor=1)
     assert chunks == [RECORDED] * 3
     assert lane.counts().approximate == 0
 
@@ -163,13 +163,13 @@ def test_what_a_load_would_take_is_known_for_every_share_with_its_decoding() -> 
             lane._speed.was_read(number, nbytes // 4, clock.now_s())
             clock.advance(nbytes / 800)
             lane._speed.ended(number, clock.now_s(), loaded=True, stored_bytes=nbytes * 3 // 4)
-        assert lane.shares == ((1, 2, 4) if approximate else (1,))
+        assert lane.divisors == ((1, 2, 4) if approximate else (1,))
         link_s, decode_s = {4: 2.0, 2: 4.0, 1: 6.0}, {4: 1.0, 2: 2**0.5, 1: 2.0}
-        for share in lane.shares:
-            assert lane.load_s(800, share) == pytest.approx(link_s[share] + decode_s[share], rel=0.05)
-            ten_loads_s = 10 * link_s[share] + decode_s[share]  # the others decode while the next are read
-            assert lane.load_s(8000, share, 800) == pytest.approx(ten_loads_s, rel=0.05)
-        assert lane.load_s(800) == lane.load_s(800, lane.shares[-1])
+        for divisor in lane.divisors:
+            assert lane.load_s(800, divisor) == pytest.approx(link_s[divisor] + decode_s[divisor], rel=0.05)
+            ten_loads_s = 10 * link_s[divisor] + decode_s[divisor]  # the others decode while the next are read
+            assert lane.load_s(8000, divisor, 800) == pytest.approx(ten_loads_s, rel=0.05)
+        assert lane.load_s(800) == lane.load_s(800, lane.divisors[-1])
         lane.close()
 
 

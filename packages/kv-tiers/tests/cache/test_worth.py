@@ -301,7 +301,7 @@ class Simulated:
     """A lane whose loads take what a bandwidth and some noise make of them, in no time at all."""
 
     name = "simulated"
-    shares = (1,)
+    divisors = (1,)
 
     def __init__(self, seed: int) -> None:
         self.now_s = 1000.0
@@ -311,7 +311,7 @@ class Simulated:
         self._rng = random.Random(seed)
         self._number = 0
 
-    def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
+    def load_s(self, nbytes: int, divisor: int | None = None, last_bytes: int | None = None) -> float | None:
         return self.speed.seconds(nbytes, self.now_s)
 
     def bring(self, nbytes: int) -> float:

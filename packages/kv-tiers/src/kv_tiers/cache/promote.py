@@ -133,7 +133,7 @@ class Promotions:
         if not view.all_answered:
             # Whole-prefix groups need their chunks whatever the others answer; windows and states need only the last.
             jobs = [job for job in jobs if job.is_whole]
-        limit_s, share = self._wait_s, None
+        limit_s, divisor = self._wait_s, None
         if costs is not None and costs.compute is not None:
             worth = self._worth(view, shape, jobs, costs, have=have, best=best)
             wait.skipped, wait.awaited = worth.skipped, worth.awaited
@@ -144,7 +144,7 @@ class Promotions:
                     self._end_wait(wait)
                 self._load_unawaited(Promotion(holder, requested, lower=lower), jobs, costs, now_s)
                 return False
-            best, limit_s, share = worth.chunks, worth.limit_s, worth.share
+            best, limit_s, divisor = worth.chunks, worth.limit_s, worth.divisor
             jobs = [job for job in jobs if job.start < best]
         wait.needed = {key for job in jobs for key in job.keys}
         wait.needed.update(self._arriving_of(view, shape, best))
@@ -153,7 +153,7 @@ class Promotions:
         wait.tiers.update(job.tier for job in jobs)
         tiers_limit_s = max(self._presence.limit_s[tier] for tier in wait.tiers)
         wait.until_s = wait.answers.began_s + min(self._wait_s, tiers_limit_s, limit_s)
-        return self._start(Promotion(holder, requested, share, lower=lower), jobs)
+        return self._start(Promotion(holder, requested, divisor, lower=lower), jobs)
 
     def bring(
         self,
@@ -418,10 +418,10 @@ class Promotions:
         ]
         lane = self._lanes[job.tier]
         nbytes = pool.sizes.total(job.keys)
-        job.estimated_s = lane.load_s(nbytes, promotion.share)
+        job.estimated_s = lane.load_s(nbytes, promotion.divisor)
         keeps = self._upgrades.keeps(job.tier, nbytes)
 
-        return lane.load(reads, partial(self._arrived, promotion, job), share=promotion.share, keeps=keeps)
+        return lane.load(reads, partial(self._arrived, promotion, job), divisor=promotion.divisor, keeps=keeps)
 
     def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: empty if the lane refused the job, which it may take later if it serves."""
@@ -461,7 +461,7 @@ class Promotions:
             chain = job.chain[: job.start + len(job.keys)]
             arrivals = [arrival for arrival, ok in zip(arrivals, is_usable, strict=True) if ok]
             self._host.commit(keys, slots, chain, [arrival.checksum for arrival in arrivals])
-            self._upgrades.came(job.tier, slots, arrivals, promotion.share)
+            self._upgrades.came(job.tier, slots, arrivals, promotion.divisor)
             self._host.touch(chain[job.touched_from :])
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)

@@ -95,7 +95,7 @@ class Upgrades:
         self.counts = [0 for _ in lanes]
         """By tier, how often a chunk in the pool got better bytes."""
         for number, lane in enumerate(self._lanes):
-            if len(lane.shares) > 1:
+            if len(lane.divisors) > 1:
                 host.watcher = self
                 lane.when_idle = partial(self._next, number)
         self._adopt()
@@ -113,19 +113,19 @@ class Upgrades:
     def keeps(self, tier: int, nbytes: int) -> bool:
         """Whether first parts of this many bytes of chunks are worth caching, and there is room for them."""
         lane = self._lanes[tier]
-        is_of_use = len(lane.shares) > 1 and isinstance(lane.tier, ReadsRemainders)
-        return is_of_use and self._cached_bytes + nbytes // lane.shares[-1] <= KEPT_BYTES
+        is_of_use = len(lane.divisors) > 1 and isinstance(lane.tier, ReadsRemainders)
+        return is_of_use and self._cached_bytes + nbytes // lane.divisors[-1] <= KEPT_BYTES
 
-    def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], share: int | None) -> None:
+    def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], divisor: int | None) -> None:
         """These have become resident.
 
-        share: how much of each was requested. If all of it was, there is no more to read.
+        divisor: how much of each was requested. If all of it was, there is no more to read.
         """
         for slot, arrival in zip(slots, arrivals, strict=True):
             if arrival.parts and self._index.key_at(slot) == arrival.key:
                 approximation = self._by_slot[slot] = Approximation(arrival.key, tier, arrival.parts)
                 self._host.is_approximate(slot, arrival.parts)
-                if share != 1 and not self._stopped:
+                if divisor != 1 and not self._stopped:
                     self._wanted[tier][slot] = approximation
                     self._cache_first_bytes(approximation, arrival.first_bytes)
         self._wake_lanes([tier])
@@ -162,7 +162,7 @@ class Upgrades:
         """Request the remainder of adopted approximations from the first tier that has parts, as their own tier is not
         known. Without the lock, before the cache is in use.
         """
-        tier = next((number for number, lane in enumerate(self._lanes) if len(lane.shares) > 1), None)
+        tier = next((number for number, lane in enumerate(self._lanes) if len(lane.divisors) > 1), None)
         for slot, parts in self._host.adopted_parts.items():
             key = self._index.key_at(slot)
             if tier is not None and key is not None:

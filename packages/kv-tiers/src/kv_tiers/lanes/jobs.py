@@ -68,13 +68,13 @@ class Arrival:
 class LoadChunks:
     """Load chunks.
 
-    share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
+    divisor: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
     keeps: whether to return `Arrival.first_bytes`.
     """
 
     reads: list[Read]
     done: Callable[[list[Arrival]], None]
-    share: int = 1
+    divisor: int = 1
     keeps: bool = False
 
 

@@ -27,7 +27,7 @@ from kv_core.log import limited_logger, on_one_line, traceback_of
 from kv_core.outcome import Loaded, StoreOutcome
 
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.codec import PREFIX_SHARES, Codec
+from kv_tiers.codec import PREFIX_DIVISORS, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.health import HealthTracker, release_frames
@@ -96,9 +96,9 @@ class Lane:
         self._turns = RemainderTurns()
         self._noticed = Health.UP
         payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
-        self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
-        """How much of a chunk may be read: one of this many equal shares of its size; 1, the first, is all."""
-        self._least_share = self.shares[-1]
+        self.divisors: Sequence[int] = (1, *PREFIX_DIVISORS) if approximate else (1,)
+        """How much of a chunk may be read: one of this many equal parts of its size; 1, the first, is all."""
+        self._least_divisor = self.divisors[-1]
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
             max_load_chunks=max_load_chunks,
@@ -142,14 +142,14 @@ class Lane:
         reads: Sequence[Read],
         done: Callable[[list[Arrival]], None],
         *,
-        share: int | None = None,
+        divisor: int | None = None,
         keeps: bool = False,
     ) -> bool:
         """Load chunks. The memory of `reads` is in use until `done` is called, on another thread. False: refused.
 
-        share: of `shares`; None: the smallest part of each. keeps: as in `LoadChunks`.
+        divisor: of `divisors`; None: the smallest part of each. keeps: as in `LoadChunks`.
         """
-        return self._submit(LoadChunks(list(reads), done, self._share(share), keeps))
+        return self._submit(LoadChunks(list(reads), done, self._divisor(divisor), keeps))
 
     def has_remainders(self) -> None:
         """There may now be something to read when the lane is idle (`when_idle`)."""
@@ -161,18 +161,18 @@ class Lane:
         """Store chunks of one prompt, in its order. Their memory is in use until `done` is called. False: refused."""
         return self._submit(Store(list(chunks), done))
 
-    def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
+    def load_s(self, nbytes: int, divisor: int | None = None, last_bytes: int | None = None) -> float | None:
         """The expected time to load chunks of these sizes, if requested now, with decoding; None while unknown.
 
-        share: as for `load`. last_bytes: as for `LoadSpeed.seconds`.
+        divisor: as for `load`. last_bytes: as for `LoadSpeed.seconds`.
         """
         with self._changed:
-            return self._speed.seconds(nbytes, self._clock.now_s(), self._share(share), last_bytes)
+            return self._speed.seconds(nbytes, self._clock.now_s(), self._divisor(divisor), last_bytes)
 
     def load_cost(self, *, trust: bool = False) -> tuple[float, float] | None:
         """Seconds per load and per byte, with nothing queued before; None: not known yet. trust: few loads suffice."""
         with self._changed:
-            return self._speed.coefficients(self._least_share, trust=trust)
+            return self._speed.coefficients(self._least_divisor, trust=trust)
 
     def batch_bytes(self, wanted: int) -> int:
         """How many bytes of chunks one load should have: `wanted` if they need no decoding. With several smaller loads,
@@ -292,7 +292,7 @@ class Lane:
             if self._health() not in SERVING or not self._jobs.submit(job):
                 return False
             if isinstance(job, LoadChunks):
-                self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s(), job.share)
+                self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s(), job.divisor)
             self._changed.notify()
             return True
 
@@ -450,9 +450,9 @@ class Lane:
             self.discard(damaged)
         return failures
 
-    def _share(self, share: int | None) -> int:
-        """A share that this lane may read: the smallest part if `None` or a smaller one is requested."""
-        return self._least_share if share is None else min(share, self._least_share)
+    def _divisor(self, divisor: int | None) -> int:
+        """A divisor of what this lane may read: the smallest part if `None` or a smaller one is requested."""
+        return self._least_divisor if divisor is None else min(divisor, self._least_divisor)
 
     def _update_full(self) -> None:
         full = self.tier.usage().full

@@ -132,9 +132,9 @@ class Moving:
     ) -> dict[int, Arrival]:
         """The outcomes of these reads of a load, by the id of the read. was_read: called with each answer."""
         arrivals: dict[int, Arrival] = {}
-        if job.share > 1 and wanted:
+        if job.divisor > 1 and wanted:
             assert isinstance(self._tier, ReadsPrefixes)
-            prefixes = self._tier.load_prefixes([first_parts(read, job.share) for read in wanted])
+            prefixes = self._tier.load_prefixes([first_parts(read, job.divisor) for read in wanted])
             was_read(prefixes)
             arrivals = self._payloads.approximations(wanted, prefixes, keeps=job.keeps)
             wanted = [read for read in wanted if id(read) not in arrivals]

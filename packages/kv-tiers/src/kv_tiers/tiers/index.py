@@ -97,7 +97,7 @@ class ExtentIndex:
         self._parts = PartsPolicy(self._policy, len(CUTS) - 1) if drops_parts else None
         self._residency = Residency(0, self._parts or self._policy)
         self._decoded_bytes: dict[int, int] = {}  # of the chunks that can be cut
-        self._cut: dict[int, int] = {}  # by entry of a cut chunk: the share of `CUTS` that is left
+        self._cut: dict[int, int] = {}  # by entry of a cut chunk: by which of `CUTS`
         self._parents: list[ChunkKey | None] = []
         self._stored_bytes = array("q")
         self._units: list[PackedUnits] = []
@@ -141,7 +141,7 @@ class ExtentIndex:
             self._withheld = None
             self._decoded_bytes.clear()
             self._cut.clear()
-            for key, parent, entry, stored_bytes, units, decoded_bytes, share in chunks:
+            for key, parent, entry, stored_bytes, units, decoded_bytes, divisor in chunks:
                 number, medium = divmod(entry, self._media)
                 taken[medium].append(units)
                 used[medium].add(number)
@@ -151,9 +151,9 @@ class ExtentIndex:
                 self._units[entry], self._stored_bytes[entry] = units, stored_bytes
                 if self._parts is not None and decoded_bytes:
                     self._decoded_bytes[entry] = decoded_bytes
-                    if share > 1:
-                        self._parts.lower(entry, CUTS.index(share))
-                        self._cut[entry] = share
+                    if divisor > 1:
+                        self._parts.lower(entry, CUTS.index(divisor))
+                        self._cut[entry] = divisor
             for medium, space in enumerate(self._spaces):
                 space.adopt(taken[medium])
                 self._untouched_entries[medium] = end = max(used[medium], default=-1) + 1
@@ -395,7 +395,7 @@ class ExtentIndex:
         if search.skipped:
             self._residency.reinsert([entry for entry in search.prompt if entry in search.skipped])
         # Without those that were evicted after all, whatever their entries are used for now.
-        cut = {entry: share for entry in search.cut if (share := self._cut.get(entry)) is not None}
+        cut = {entry: divisor for entry in search.cut if (divisor := self._cut.get(entry)) is not None}
         return RoomMade(places, search.evicted, cut)
 
     def _shrink(self, entry: int, cut: set[int], *, last: bool = False) -> bool:
