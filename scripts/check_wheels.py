@@ -7,6 +7,7 @@ are not installed, so what needs one is only named. Prints a table; ends with 1 
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,9 +20,10 @@ import importlib
 package, names = importlib.import_module({package!r}), {names!r}
 for name, module in names + [(name, {package!r}) for name in getattr(package, "__all__", ())]:
     try:
-        getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("vllm", "sglang"):
+        found = importlib.import_module(module)
+        name in ("", module) or getattr(found, name)
+    except Exception as error:
+        if getattr(error, "name", None) not in ("vllm", "sglang") and "pip install" not in str(error):
             raise
         print(name, end=" ")
 """
@@ -33,10 +35,17 @@ def pythons(package: Path) -> list[str]:
 
 
 def public_names(package: Path) -> list[tuple[str, str]]:
-    """Of the README's list, names that say which module they are in."""
+    """The Python names in the README's list, with their modules: modules themselves, names that say which one they are
+    in, and other names of classes, which are the package's own. Names of codecs, types and commands are none."""
     module = package.name.replace("-", "_")
-    found = re.findall(r"^- `(\w+)` in `([\w.]+)`", (package / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    return [(name, where if where.startswith(module) else f"{module}.{where}") for name, where in found]
+    found = []
+    for line in re.findall(r"^- `.*", (package / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
+        placed = re.findall(r"`(\w+)` in `([\w.]+)`", line)
+        found += [(name, where if where.startswith(module) else f"{module}.{where}") for name, where in placed]
+        head = re.findall(r"`([\w.]+)`", line.partition(": ")[0])
+        found += [(name, name) for name in head if re.fullmatch(module + r"[.a-z_]+", name)]
+        found += [(name, module) for name in head if re.fullmatch(r"[A-Z]\w+", name) and not placed]
+    return found
 
 
 def example(package: Path) -> str:
@@ -68,7 +77,7 @@ def tried(uv: str, python: str, package: Path, wheels: Path) -> tuple[bool, str]
             elif ran.returncode:
                 return False, f"{step}: {(ran.stderr.strip() or 'no message').splitlines()[-1]}"
             elif step == "import" and ran.stdout:
-                said.append(f"need an engine: {ran.stdout.strip()}")
+                said.append(f"need an engine or an extra: {ran.stdout.strip()}")
     return True, "; ".join(["ok", *said])
 
 
@@ -77,10 +86,11 @@ def main() -> int:
     parser.add_argument("--uv", default="uv", help="the program (default: %(default)s)")
     parser.add_argument("--directory", default=Path("dist"), type=Path, help="of the wheels (default: %(default)s)")
     options = parser.parse_args()
+    uv = str(Path(shutil.which(options.uv) or options.uv).absolute())
     is_good = True
     for package in sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")):
         for python in pythons(package):
-            went_well, said = tried(options.uv, python, package, options.directory.resolve())
+            went_well, said = tried(uv, python, package, options.directory.resolve())
             is_good = is_good and went_well
             print(f"{package.name:12} {python:5} {said}", flush=True)
     return 0 if is_good else 1
