@@ -104,7 +104,7 @@ def serve(model: str, dtype: str, cache: dict[str, Any] | None, windows: list[li
 
         caches = [inner.cache for inner in engines().values()]
     for kept in caches:
-        kept.lower.refinements.stop()  # what is measured is what was read, not what it is made into later
+        kept.lower.upgrades.stop()  # what is measured is what was read, not what it is made into later
     rows = []
     for context, continuation in windows:
         _engines.ask_vllm(engine, [*context, continuation[0]], 1)  # it is stored, or brought from the tier

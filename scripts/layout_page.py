@@ -81,9 +81,9 @@ def files_passed() -> str:
     said = []
     for what, files in passed().items():
         by_folder = groupby(sorted(files, key=folder_of), folder_of)
-        listed = [f"`{folder}` {', '.join(Path(file).stem for file in inside)}" for folder, inside in by_folder]
-        said.append(f"**{what.capitalize()}** passes {len(files)} files: {'; '.join(listed)}.\n")
-    return "\n".join(said)
+        counted = [f"`{folder}` {len(list(inside))}" for folder, inside in by_folder]
+        said.append(f"- {what} passes {len(files)} files: {', '.join(counted)}\n")
+    return "".join(said)
 
 
 def between(text: str, name: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import in_pool, started
-from kv_tiers.cache.refine import Refinements
+from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.tier import TierContext
 from kv_tiers.tiers.disk import bytes_for
 
@@ -55,7 +55,7 @@ def after_a_restart(model: str, cache: dict[str, Any]) -> tuple[list[int], dict[
 def test_a_full_disk_that_drops_parts_finds_every_prompt_and_one_that_drops_chunks_does_not(
     tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Refinements, "_begin", lambda self, tier: self._wanted[tier].clear())  # what is cut stays so
+    monkeypatch.setattr(Upgrades, "_begin", lambda self, tier: self._wanted[tier].clear())  # what is cut stays so
     hits, errors, lane = after_a_restart(tiny_llama, over(tmp_path / "chunks"))  # the control
     print(f"chunks dropped: hits {hits}, errors up to {max(errors.values()):.4f}, {lane}")
     assert 0 < sum(hits) < sum(FOUND) * 2 // 3

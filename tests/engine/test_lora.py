@@ -74,12 +74,12 @@ def test_an_adapter_is_what_vllm_loaded_and_not_what_was_written_over_it_before_
     tiny_llama: str, tmp_path: Path
 ) -> None:
     """`--lora-modules` and `/v1/load_lora_adapter` load it when nobody has asked for it yet."""
-    from kv_vllm.weights import Weights
+    from kv_vllm.weights import VllmWeights
     from vllm.lora.request import LoRARequest
 
     oracle = Oracle(tiny_llama)
     weights = oracle.engine.weights
-    assert isinstance(weights, Weights)
+    assert isinstance(weights, VllmWeights)
     adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", seed=1)))
     weights.called("add_lora", (adapter,))
     assert weights.adapters.wait(30)
@@ -98,12 +98,12 @@ def test_a_request_that_comes_after_the_files_of_its_adapter_changed_is_not_take
     tiny_llama: str, tmp_path: Path
 ) -> None:
     """vLLM may have put the adapter away since its last request, and reads its files again for this one."""
-    from kv_vllm.weights import Weights
+    from kv_vllm.weights import VllmWeights
     from vllm.lora.request import LoRARequest
 
     oracle, clock = Oracle(tiny_llama), HandClock()
     weights, cache, scheduler = oracle.engine.weights, oracle.engine.cache, oracle.engine.scheduler
-    assert isinstance(weights, Weights) and cache is not None and scheduler is not None
+    assert isinstance(weights, VllmWeights) and cache is not None and scheduler is not None
     weights.adapters._clock = clock
     adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", seed=1)))
     weights.called("add_lora", (adapter,))
@@ -130,13 +130,13 @@ def test_an_adapter_of_the_hub_is_the_commit_that_vllm_fetches_when_it_loads_it(
     tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
-    from kv_vllm.weights import Weights
+    from kv_vllm.weights import VllmWeights
     from vllm.lora.request import LoRARequest
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     oracle = Oracle(tiny_llama)
     weights = oracle.engine.weights
-    assert isinstance(weights, Weights)
+    assert isinstance(weights, VllmWeights)
     adapter = LoRARequest("one", 1, "org/helper")
     weights.called("add_lora", (adapter,))
     assert weights.adapters.wait(30)
@@ -154,13 +154,13 @@ def test_an_adapter_in_the_users_home_is_its_files(
     tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM takes `~` for it."""
-    from kv_vllm.weights import Weights
+    from kv_vllm.weights import VllmWeights
     from vllm.lora.request import LoRARequest
 
     monkeypatch.setenv("HOME", str(tmp_path))
     oracle = Oracle(tiny_llama)
     weights = oracle.engine.weights
-    assert isinstance(weights, Weights)
+    assert isinstance(weights, VllmWeights)
     path = write_adapter(tmp_path / "one", seed=1)
     spelled = [LoRARequest("one", 1, "~/one"), LoRARequest("one", 2, str(path))]
     assert [weights.adapter(each) for each in spelled] == [None, None]
@@ -176,12 +176,12 @@ def test_nothing_is_stored_of_a_request_whose_adapter_is_replaced_under_it(
 ) -> None:
     """vLLM goes by the adapter's number, so it goes on with the new weights: from the same path, or from another one.
     A request that was sent with the old path is computed with them, too."""
-    from kv_vllm.weights import Weights
+    from kv_vllm.weights import VllmWeights
     from vllm.lora.request import LoRARequest
 
     oracle = Oracle(tiny_llama, batch_tokens=96)
     weights, cache = oracle.engine.weights, oracle.engine.cache
-    assert isinstance(weights, Weights) and cache is not None
+    assert isinstance(weights, VllmWeights) and cache is not None
     old = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", seed=1)))
     weights.called("add_lora", (old,))
     assert weights.adapters.wait(30)

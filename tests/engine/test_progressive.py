@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from engines import PROMPTS, WARM_HITS, Answer, started
-from kv_tiers.verdict import FIRST_PARTS, Finding, Verdict, write_verdict
+from kv_tiers.verdict import FIRST_PARTS, FormatQuality, Verdict, write_verdict
 
 BOUND = 0.01
 
@@ -14,7 +14,7 @@ BOUND = 0.01
 def verdict(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `kv judge` writes it, of a model such as `tiny_llama`."""
     path = tmp_path_factory.mktemp("verdict") / "verdict.json"
-    finding = Finding(FIRST_PARTS, 4.0, BOUND, 0.98, 0.001, 0.9, 0.1, 1.0, 1.0)
+    finding = FormatQuality(FIRST_PARTS, 4.0, BOUND, 0.98, 0.001, 0.9, 0.1, 1.0, 1.0)
     write_verdict(path, Verdict("tiny", ((2, 32),), "bfloat16", 512, (finding,)))
     return path
 

@@ -26,7 +26,7 @@ from kv_tiers import HostConfig, build, build_local_cache, chunk_header
 from kv_tiers.approximate import exact_fingerprint, fingerprint_above
 from kv_tiers.build import build_lane
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.cache.refine import Refinements
+from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.codec import Codec
 from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.lanes.lane import Lane
@@ -106,7 +106,7 @@ def store(tier: Tier, keys: list[ChunkKey], codec: Codec | None) -> None:
 
 
 def load(
-    tier: Tier, keys: list[ChunkKey], *, approximate: bool = True, share: int | None = None
+    tier: Tier, keys: list[ChunkKey], *, approximate: bool = True, divisor: int | None = None
 ) -> tuple[list[LoadOutcome], list[bytes], Lane]:
     lane = Lane(tier, FORM, find_codec=CODECS.__getitem__, approximate=approximate, threads=0)
     reads = [
@@ -114,7 +114,7 @@ def load(
         for key in keys
     ]
     arrivals: list[Arrival] = []
-    assert lane.load(reads, arrivals.extend, share=share)
+    assert lane.load(reads, arrivals.extend, divisor=divisor)
     assert lane.step()
     return [arrival.outcome for arrival in arrivals], [bytes(read.room) for read in reads], lane
 
@@ -138,13 +138,13 @@ def test_a_quarter_is_read_and_decodes_to_the_approximation(tier: CountingTier) 
 
 def test_a_half_is_read_where_that_much_is_wanted_and_decodes_to_two_parts(tier: CountingTier) -> None:
     store(tier, KEYS, CODECS["progressive"])
-    outcomes, chunks, lane = load(tier, KEYS, share=2)
+    outcomes, chunks, lane = load(tier, KEYS, divisor=2)
     assert outcomes == [Loaded(len(RECORDED))] * 3
     assert chunks == [expected(2)] * 3
     assert expected(2) not in (expected(1), RECORDED)
     assert tier.brought_bytes == 3 * len(RECORDED) / 2
     assert lane.counts().approximate == 3
-    outcomes, chunks, lane = load(tier, KEYS, share=1)
+    outcomes, chunks, lane = load(tier, KEYS, divisor=1)
     assert chunks == [RECORDED] * 3
     assert lane.counts().approximate == 0
 
@@ -162,14 +162,14 @@ def test_what_a_load_would_take_is_known_for_every_share_with_its_decoding() -> 
             clock.advance(nbytes / 400)
             lane._speed.was_read(number, nbytes // 4, clock.now_s())
             clock.advance(nbytes / 800)
-            lane._speed.ended(number, clock.now_s(), brought=True, stored_bytes=nbytes * 3 // 4)
-        assert lane.shares == ((1, 2, 4) if approximate else (1,))
+            lane._speed.ended(number, clock.now_s(), loaded=True, stored_bytes=nbytes * 3 // 4)
+        assert lane.divisors == ((1, 2, 4) if approximate else (1,))
         link_s, decode_s = {4: 2.0, 2: 4.0, 1: 6.0}, {4: 1.0, 2: 2**0.5, 1: 2.0}
-        for share in lane.shares:
-            assert lane.load_s(800, share) == pytest.approx(link_s[share] + decode_s[share], rel=0.05)
-            ten_loads_s = 10 * link_s[share] + decode_s[share]  # the others decode while the next are read
-            assert lane.load_s(8000, share, 800) == pytest.approx(ten_loads_s, rel=0.05)
-        assert lane.load_s(800) == lane.load_s(800, lane.shares[-1])
+        for divisor in lane.divisors:
+            assert lane.load_s(800, divisor) == pytest.approx(link_s[divisor] + decode_s[divisor], rel=0.05)
+            ten_loads_s = 10 * link_s[divisor] + decode_s[divisor]  # the others decode while the next are read
+            assert lane.load_s(8000, divisor, 800) == pytest.approx(ten_loads_s, rel=0.05)
+        assert lane.load_s(800) == lane.load_s(800, lane.divisors[-1])
         lane.close()
 
 
@@ -242,12 +242,12 @@ def test_fingerprints() -> None:
 
 
 @pytest.fixture
-def unrefined(monkeypatch: pytest.MonkeyPatch) -> None:
+def unupgraded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read in part stays as it is, so that it can be looked at."""
-    monkeypatch.setattr(Refinements, "_begin", lambda self, tier: self._wanted[tier].clear())
+    monkeypatch.setattr(Upgrades, "_begin", lambda self, tier: self._wanted[tier].clear())
 
 
-@pytest.mark.usefixtures("unrefined")
+@pytest.mark.usefixtures("unupgraded")
 def test_a_cache_reads_approximations_of_what_an_exact_one_stored(tmp_path: Path) -> None:
     """The exact one's chunks are found, by the exact fingerprint; what was read never goes down as exact."""
     tier = {"type": "shared_fs", "directory": str(tmp_path)}
@@ -271,7 +271,7 @@ def test_a_cache_reads_approximations_of_what_an_exact_one_stored(tmp_path: Path
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
-@pytest.mark.usefixtures("unrefined")
+@pytest.mark.usefixtures("unupgraded")
 def test_what_a_quick_link_pays_for_is_read_whole(tmp_path: Path) -> None:
     """With an engine whose computing takes far longer than any load; before it is known, a quarter."""
     tier = {"type": "shared_fs", "directory": str(tmp_path)}
@@ -366,7 +366,7 @@ def test_a_private_server_has_approximations_and_one_that_engines_join_has_none(
 def test_a_worker_of_a_private_server_keeps_what_it_reads_and_then_gets_the_exact_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process sees leases and no slots: where a chunk is after it was refined, each new lease says."""
+    """Its process sees leases and no slots: where a chunk is after it was upgraded, each new lease says."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}
     exact = cache_over([disk | {"codec": "progressive"}])

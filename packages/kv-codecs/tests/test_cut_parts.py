@@ -62,7 +62,7 @@ def store(tier: Tier, keys: list[ChunkKey]) -> None:
 
 
 def load(
-    tier: Tier, keys: list[ChunkKey], share: int, *, exact: bool = False, as_stored: bool = False
+    tier: Tier, keys: list[ChunkKey], divisor: int, *, exact: bool = False, as_stored: bool = False
 ) -> tuple[list[LoadOutcome], list[bytes], Lane]:
     allows = not exact
     lane = Lane(tier, FORM, find_codec=lambda name: CODEC, approximate=allows, drops_parts=allows, threads=0)
@@ -77,7 +77,7 @@ def load(
         for key in keys
     ]
     arrivals: list[Arrival] = []
-    assert lane.load(reads, arrivals.extend, share=share)
+    assert lane.load(reads, arrivals.extend, divisor=divisor)
     while lane.step():
         pass
     return [arrival.outcome for arrival in arrivals], [bytes(read.room) for read in reads], lane
@@ -101,16 +101,16 @@ def parts_of(tier: Tier) -> dict[ChunkKey, int]:
     return {key: BY_PARTS[chunk] for key, chunk in zip(held, chunks, strict=True)}
 
 
-@pytest.mark.parametrize("share", [1, 2, 4])
-def test_what_is_left_is_decoded_and_never_more_than_was_wanted(tier: Tier, share: int) -> None:
+@pytest.mark.parametrize("divisor", [1, 2, 4])
+def test_what_is_left_is_decoded_and_never_more_than_was_wanted(tier: Tier, divisor: int) -> None:
     seen = set()
     for last in range(3, 9):
         store(tier, KEYS[last - 1 : last] if last > 3 else KEYS[:3])
         parts = parts_of(tier)
         seen |= set(parts.values())
-        outcomes, chunks, lane = load(tier, list(parts), share)
+        outcomes, chunks, lane = load(tier, list(parts), divisor)
         assert outcomes == [Loaded(len(RECORDED))] * len(parts)
-        wanted = {1: 3, 2: 2, 4: 1}[share]
+        wanted = {1: 3, 2: 2, 4: 1}[divisor]
         assert [BY_PARTS[chunk] for chunk in chunks] == [min(wanted, have) for have in parts.values()]
         assert lane.counts().approximate == sum(min(wanted, have) < 3 for have in parts.values())
         assert tier.usage().cut_chunks == sum(have < 3 for have in parts.values())

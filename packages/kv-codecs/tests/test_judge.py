@@ -18,7 +18,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
 from kv_core.tools.cli import main
 from kv_testing.layouts import reach
-from kv_tiers.verdict import FIRST_PARTS, Finding, Verdict, demand, read_verdict, write_verdict
+from kv_tiers.verdict import FIRST_PARTS, FormatQuality, Verdict, demand, read_verdict, write_verdict
 
 BOUND = {"int8": 1 / 254, "fp8": 1 / 16}
 LAST_ROUNDING = 2.0**-8
@@ -120,11 +120,11 @@ def test_rivals_take_the_bytes_and_make_the_errors_that_their_papers_say(
     assert bits[0] < 8 * rival.cost.stored_bytes / rival.cost.numbers - sinks < bits[1]
 
 
-def finding(kl: float, name: str = "int8") -> Finding:
-    return Finding(name, 8.5, kl, 0.98, 0.001, 0.9, 0.004, 1.0, 2.0)
+def finding(kl: float, name: str = "int8") -> FormatQuality:
+    return FormatQuality(name, 8.5, kl, 0.98, 0.001, 0.9, 0.004, 1.0, 2.0)
 
 
-def verdict(*findings: Finding) -> Verdict:
+def verdict(*findings: FormatQuality) -> Verdict:
     return Verdict("a model", ((3, 64), (3, 64)), "bfloat16", 512, findings)
 
 

@@ -31,7 +31,7 @@ from kv_testing.drawn_kv import (
     position_in,
 )
 from kv_tiers.chunk_header import Header, format_id, read_header
-from kv_tiers.codec import Codec, CodesShares
+from kv_tiers.codec import Codec, CodesShards
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.payloads import Payloads
 from kv_tiers.tier import Read, TierContext
@@ -61,7 +61,7 @@ def shares(drawn: Drawn, division: Division) -> list[tuple[int, int, list[int], 
 
 
 def codec_of(codec: DividedKvtc, group: int, shard: int) -> KvtcCodec:
-    found = codec.of_share(group, shard)
+    found = codec.of_shard(group, shard)
     assert isinstance(found, KvtcCodec)
     return found
 
@@ -281,7 +281,7 @@ def test_a_lane_encodes_each_group_by_its_own_layers_and_leaves_states_alone() -
     drawn = Drawn(layers=6, heads=4, thetas=GEMMAS)
     division = Division(((0, 1, 3, 4), None, (2, 5)))
     codec = DividedKvtc(_small(), division)
-    assert isinstance(codec, CodesShares)
+    assert isinstance(codec, CodesShards)
     lane, chunk = Lane(codec), drawn.chunk(512, 256)
     states = np.random.default_rng(1).bytes(50_000)
     header, payload = lane.stored(states, 1)
@@ -331,8 +331,8 @@ def test_the_factory_takes_the_division_from_the_fingerprint(tmp_path: Path) -> 
     divided = made(Division(((0, 1), None), stages=3, shards=2))
     assert isinstance(divided, DividedKvtc)
     assert codec_of(divided, 0, 5).calibration.name == calibration.part((4, 5), range(2, 4)).name
-    assert divided.of_share(1, 0) is divided.of_share(0, 6) is divided.of_share(2, 0) is None
-    assert divided.of_share(0, 5) is divided.of_share(0, 5)  # none is made while an engine waits
+    assert divided.of_shard(1, 0) is divided.of_shard(0, 6) is divided.of_shard(2, 0) is None
+    assert divided.of_shard(0, 5) is divided.of_shard(0, 5)  # none is made while an engine waits
     for wrong in (
         Division(((0, 6),)),
         Division(((0,),), stages=4),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.request import HOLDING, NEXT, Event, Phase, advance
+from kv_connect.halves.request import HOLDING, NEXT, Phase, RequestEvent, advance
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import LoadStep, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf
@@ -25,7 +25,7 @@ SHAPE = ConnectShape(ChainScheme(chunk_tokens=CHUNK), SPACE, (GroupShape(BLOCK),
 
 
 def test_a_life_goes_only_where_the_table_says() -> None:
-    for phase, event in itertools.product(Phase, Event):
+    for phase, event in itertools.product(Phase, RequestEvent):
         if (phase, event) in NEXT:
             assert advance(phase, event) is NEXT[phase, event]
         else:

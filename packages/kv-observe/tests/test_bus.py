@@ -420,7 +420,7 @@ def test_a_tier_that_fails_and_comes_back_is_told_twice_and_damage_names_its_chu
         ("UP", "DOWN"),
         ("DOWN", "UP"),
     ]
-    (damaged, *_) = gathered.of(events.Damaged)
+    (damaged, *_) = gathered.of(events.DamageFound)
     assert damaged.tier == "tier0" and damaged.keys[0] in keys and "checksum" in damaged.reason
 
 

@@ -48,11 +48,11 @@ def test_a_tier_that_fails_and_one_that_is_back_are_always_told() -> None:
 
 def test_damage_is_told_once_a_minute_with_what_was_kept_back() -> None:
     lines = Lines()
-    damaged = events.Damaged("disk", key_chain(3), "a wrong checksum")
+    damaged = events.DamageFound("disk", key_chain(3), "a wrong checksum")
     assert lines.tell(damaged) == ["cache c: 3 damaged chunks were discarded in disk: a wrong checksum"]
     for _ in range(100):
         assert lines.tell(damaged) == []
-    assert len(lines.tell(events.Damaged("redis", key_chain(1), "x"))) == 1  # another tier's is another matter
+    assert len(lines.tell(events.DamageFound("redis", key_chain(1), "x"))) == 1  # another tier's is another matter
     lines.clock.advance(61)
     (text,) = lines.tell(damaged)
     assert text.endswith("(100 more like this before)")

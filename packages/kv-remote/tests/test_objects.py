@@ -103,7 +103,7 @@ class TestObjects(PersistentTierContract):
         self.tier.store([self.write(key, stored_bytes=8192)])
         for start in (4096, 8192, 12_288):
             reads = [self.read(key, from_bytes=start)]
-            assert self.tier.load_rests(reads) == [Loaded(max(start, 8192))]  # type: ignore[attr-defined]
+            assert self.tier.load_remainders(reads) == [Loaded(max(start, 8192))]  # type: ignore[attr-defined]
 
     def objects(self) -> tuple[ObjectsTier, list[str]]:
         assert isinstance(self.tier, ObjectsTier)

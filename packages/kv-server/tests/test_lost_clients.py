@@ -31,7 +31,7 @@ LOST = """
 import socket, sys
 from kv_core.testing import key_chain
 from kv_server import wire
-from kv_server.connection import Connection, Opening
+from kv_server.connection import Opening
 from kv_server.mapped import MappedPool
 from pathlib import Path
 

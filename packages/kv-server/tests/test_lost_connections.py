@@ -29,7 +29,7 @@ from kv_server import RemoteCache, launch, wire
 from kv_server import connection as connection_module
 from kv_server import connections as clients_module
 from kv_server import orphans as orphans_module
-from kv_server.connection import Connection, Opening, ask_server
+from kv_server.connection import Opening, ServerConnection, ask_server
 from kv_server.mapped import MappedPool
 from kv_testing.cache_servers import (
     SLOT_BYTES,
@@ -68,7 +68,7 @@ def test_a_closed_connection_gives_back_what_was_read_at_once(served: ThreadedSe
 def test_an_answer_that_has_come_counts_however_late_its_reader_runs(
     served: ThreadedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection = Connection(served.path, 0.2)
+    connection = ServerConnection(served.path, 0.2)
     now_s = [0.0]
     monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     read = connection._read

@@ -14,7 +14,7 @@ from kv_core.lookup import Ended
 from kv_core.service import CacheService
 from kv_core.testing import key_chain, keys_of
 from kv_server import ServerProcess, launch, wire
-from kv_server.connection import Connection, ask_server
+from kv_server.connection import ServerConnection, ask_server
 from kv_testing.cache_servers import ThreadedServer, fill, join_at, raw_session, read, store
 from kv_testing.connect import DictCopier
 from kv_testing.model import ServiceMachine
@@ -153,7 +153,7 @@ def test_a_client_knows_how_long_leases_last_at_its_server(home: Path) -> None:
 def test_where_nobody_watches_blocks_are_not_told() -> None:
     quiet = ThreadedServer(observe=ObserveConfig(history_keys=0))
     cache = quiet.join()
-    with mock.patch.object(Connection, "send", autospec=True, side_effect=Connection.send) as sent:
+    with mock.patch.object(ServerConnection, "send", autospec=True, side_effect=ServerConnection.send) as sent:
         cache.allocated({"one": 5})
         assert sent.call_count == 0
         cache.counts()
@@ -209,13 +209,13 @@ def test_the_stores_of_all_groups_of_a_step_are_two_messages(served: ThreadedSer
     states = tuple(StateBlock(2, 1 + chunk, chunk) for chunk in range(2))
     step = StoreStep("r", digests, NO_TENANT, (table, table, ()), states)
     messages: list[str] = []
-    real = Connection.ask
+    real = ServerConnection.ask
 
-    def ask(self: Connection, request: wire.Request) -> wire.Answer:
+    def ask(self: ServerConnection, request: wire.Request) -> wire.Answer:
         messages.append(type(request).__name__)
         return real(self, request)
 
-    with mock.patch.object(Connection, "ask", ask):
+    with mock.patch.object(ServerConnection, "ask", ask):
         worker.start_stores(StepPlan(stores=(step,), space_id=SPACE.fingerprint))
         worker.finish_stores()
     assert messages == ["BeginStore", "Commit"]

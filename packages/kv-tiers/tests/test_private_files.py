@@ -15,7 +15,7 @@ from kv_core.errors import ConfigError
 from kv_remote.objects import make_objects_tier
 from kv_remote.redis import make_redis_tier
 from kv_remote.shared_fs import make_shared_fs_tier
-from kv_server.address import Address
+from kv_server.address import ListeningSocket
 from kv_server.http.token import read_token
 from kv_tiers import HostPool
 from kv_tiers.build import build_lane
@@ -163,7 +163,7 @@ def _pool(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MAKERS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
-    "socket": lambda directory, _: Address(directory / "s").close(),
+    "socket": lambda directory, _: ListeningSocket(directory / "s").close(),
     "pool": _pool,
     "disk": lambda directory, _: DiskDirectory(
         str(directory.parent), directory.name, slots=1, geometry=Geometry.of(8192), direct="never"
@@ -228,7 +228,7 @@ def test_a_file_system_without_locks_is_named_as_such(
     disk = {"type": "disk", "directory": str(tmp_path / "disk"), "capacity_bytes": "64MiB"}
     places: list[Callable[[], object]] = [
         lambda: build_lane(disk, TierContext(4096, 4096, "f"), where="t"),
-        lambda: Address(tmp_path / "kv.sock"),
+        lambda: ListeningSocket(tmp_path / "kv.sock"),
         lambda: HostPool.named(f"unlockable-{os.getpid()}", 4096, 4),
     ]
     for place in places:

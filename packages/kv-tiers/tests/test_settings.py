@@ -578,7 +578,7 @@ def test_a_verdict_that_an_engine_would_refuse_is_refused_before_it_starts(
 ) -> None:
     verdict_module = pytest.importorskip("kv_tiers.verdict")
     path = tmp_path / "verdict.json"
-    finding = verdict_module.Finding("fp8", 8.5, 0.002, 0.99, 0.0, 1.0, 0.1, 1.0, 1.0)
+    finding = verdict_module.FormatQuality("fp8", 8.5, 0.002, 0.99, 0.0, 1.0, 0.1, 1.0, 1.0)
     verdict_module.write_verdict(path, verdict_module.Verdict("m", ((8, 64),), "bfloat16", 100, (finding,)))
     named = {None: str(tmp_path / "none.json"), "": "", "here": str(path)}[verdict]
     extra = {"format": "fp8", "judge": {"verdict": named, "max_kl": kl}}

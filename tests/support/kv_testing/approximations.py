@@ -29,7 +29,7 @@ from kv_testing.service_contract import assert_adds_up
 from kv_testing.wait import until
 
 CHUNK_BYTES = 1 << 16
-FORM = chunk_header.format_id("refined")
+FORM = chunk_header.format_id("upgraded")
 CODEC = ProgressiveCodec()
 KEYS = key_chain(3)
 
@@ -65,9 +65,9 @@ class Counting(FaultyTier):
     def load_prefixes(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._counted(reads, super().load_prefixes(reads))
 
-    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+    def load_remainders(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         self.before_rest()
-        return self._counted(reads, super().load_rests(reads))
+        return self._counted(reads, super().load_remainders(reads))
 
     def _counted(self, reads: Sequence[Read], outcomes: list[LoadOutcome]) -> list[LoadOutcome]:
         for read, one in zip(reads, outcomes, strict=True):
@@ -124,8 +124,8 @@ class Small:
         assert outcomes == [Stored()] * len(keys)
 
     @property
-    def refined(self) -> int:
-        return self.cache.lower.states()[0].refined
+    def upgraded(self) -> int:
+        return self.cache.lower.states()[0].upgraded
 
     def fetch(self, keys: list[ChunkKey], holder: str = "r") -> None:
         """Promote and promise them, with as few steps of the lane as that takes."""
@@ -158,20 +158,20 @@ class Small:
         self.cache.end("r")
         return found
 
-    def refine(self) -> None:
+    def upgrade(self) -> None:
         while self.lane.step():
             pass
 
     def at_rest(self) -> None:
         """Nothing is kept that should be free."""
-        refinements = self.cache.lower.refinements
-        assert refinements._under_way == [None] and not self.cache._index.replaced
+        upgrades = self.cache.lower.upgrades
+        assert upgrades._under_way == [None] and not self.cache._index.replaced
         counts = self.cache.counts()
         assert_adds_up(counts)
         assert counts.slots_used == counts.chunks_resident
         assert Life.LENT not in self.cache._index._life
-        kept = [one.first_bytes for one in refinements._by_slot.values() if one.first_bytes is not None]
-        assert refinements._cached_bytes == sum(len(first.payload) for first in kept)
+        kept = [one.first_bytes for one in upgrades._by_slot.values() if one.first_bytes is not None]
+        assert upgrades._cached_bytes == sum(len(first.payload) for first in kept)
 
     def close(self) -> None:
         self.cache.close()

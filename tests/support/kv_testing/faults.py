@@ -8,7 +8,16 @@ from typing import Final, Literal, get_args
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, LoadOutcome, ReadFailed, Refused, StoreOutcome
-from kv_tiers.tier import ClearsTenants, Read, ReadsPrefixes, ReadsRests, RemovalRefusedError, Tier, TierUsage, Write
+from kv_tiers.tier import (
+    ClearsTenants,
+    Read,
+    ReadsPrefixes,
+    ReadsRemainders,
+    RemovalRefusedError,
+    Tier,
+    TierUsage,
+    Write,
+)
 
 Fault = Literal[
     "", "refuse", "delay", "truncate", "flip", "swap", "lie", "hang", "unreadable", "add_only", "down", "bug", "panic"
@@ -66,11 +75,11 @@ class FaultyTier:
         assert isinstance(self._tier, ReadsPrefixes)
         return self._spoil(reads, self._tier.load_prefixes(reads))
 
-    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        """Only around a tier that `ReadsRests`."""
-        self._fail("load_rests")
-        assert isinstance(self._tier, ReadsRests)
-        return self._spoil(reads, self._tier.load_rests(reads))
+    def load_remainders(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """Only around a tier that `ReadsRemainders`."""
+        self._fail("load_remainders")
+        assert isinstance(self._tier, ReadsRemainders)
+        return self._spoil(reads, self._tier.load_remainders(reads))
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         self._fail("store")

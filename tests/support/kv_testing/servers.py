@@ -5,10 +5,11 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+
+from kv_testing.wait import until
 
 
 class ValkeyServer:
@@ -38,11 +39,10 @@ class ValkeyServer:
     def run(self, arguments: Sequence[str]) -> None:
         """The binary with these, until it answers."""
         self.process = subprocess.Popen([self.binary, *arguments], stdout=subprocess.DEVNULL)  # ours
-        until = time.monotonic() + 10
-        while not self.answers():
-            if time.monotonic() > until or self.process.poll() is not None:
-                raise RuntimeError(f"{self.binary} does not start")
-            time.sleep(0.01)
+        started = self.process
+        until(lambda: self.answers() or started.poll() is not None)
+        if started.poll() is not None:
+            raise RuntimeError(f"{self.binary} does not start")
 
     def answers(self) -> bool:
         """Anything but that it is still loading."""

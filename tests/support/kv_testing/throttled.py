@@ -10,7 +10,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, StoreOutcome
 from kv_tiers.options import read_options
 from kv_tiers.registry import tier_factory
-from kv_tiers.tier import NamesChunks, Read, ReadsPrefixes, ReadsRests, Tier, TierContext, TierUsage, Write
+from kv_tiers.tier import NamesChunks, Read, ReadsPrefixes, ReadsRemainders, Tier, TierContext, TierUsage, Write
 
 
 class ThrottledConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,10 +61,10 @@ class ThrottledTier:
         assert isinstance(self._tier, ReadsPrefixes)
         return self._throttled(self._tier.load_prefixes, reads)
 
-    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
-        """Only around a tier that `ReadsRests`."""
-        assert isinstance(self._tier, ReadsRests)
-        return self._throttled(self._tier.load_rests, reads)
+    def load_remainders(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+        """Only around a tier that `ReadsRemainders`."""
+        assert isinstance(self._tier, ReadsRemainders)
+        return self._throttled(self._tier.load_remainders, reads)
 
     def _throttled(
         self, load: Callable[[Sequence[Read]], list[LoadOutcome]], reads: Sequence[Read]

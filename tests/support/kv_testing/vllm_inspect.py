@@ -60,8 +60,8 @@ class Inspect:
         engine = _only_engine()
         if isinstance(engine.cache, LocalCache):
             engine.cache.lower.drain(10)
-            refinements = engine.cache.lower.refinements
-            until(lambda: refinements.is_at_rest)
+            upgrades = engine.cache.lower.upgrades
+            until(lambda: upgrades.is_at_rest)
 
     def kv_know_weights(self) -> bool:
         """Wait until it is known which weights and adapters the engine has; whether it is."""

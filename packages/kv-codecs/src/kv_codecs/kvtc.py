@@ -91,7 +91,7 @@ class DividedKvtc:
                 codecs[part.id] = KvtcCodec(part)
             self._codecs[group, shard] = codecs[part.id]
 
-    def of_share(self, group: int, shard: int) -> Codec | None:
+    def of_shard(self, group: int, shard: int) -> Codec | None:
         return self._codecs.get((group, shard))
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:

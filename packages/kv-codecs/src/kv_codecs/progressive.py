@@ -3,7 +3,7 @@
 A number is split by a step, a power of two chosen for each block of 256 numbers: into the number of whole steps, the
 next four bits, and the remaining bits. The first part contains signs and the whole steps, the latter entropy coded, two
 numbers at a time; steps are chosen coarse enough for it to end within a quarter of the chunk's size. Each further part
-refines all numbers, and all parts together are exact. docs/formats/progressive.md specifies the bytes, docs/quality.md
+upgrades all numbers, and all parts together are exact. docs/formats/progressive.md specifies the bytes, docs/quality.md
 what the first part costs.
 
 The step of each block follows the mean of its exponents, so that a channel that is far larger than its neighbours does

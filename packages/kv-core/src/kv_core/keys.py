@@ -116,10 +116,10 @@ class ChunkKey(bytes):
         return cls.from_bytes(_unhex(text, "a chunk key", {2 * nbytes for nbytes in KEY_BYTES}))
 
     def path(self) -> str:
-        """A relative path with /, safe on every file system: space, tenant, shares, two digits to spread, digest."""
-        shares = f"{self.group}-{self.shard}" + ("" if self.layer is None else f"-{self.layer}")
+        """A relative path with /, safe on every file system: space, tenant, places, two digits to spread, digest."""
+        places = f"{self.group}-{self.shard}" + ("" if self.layer is None else f"-{self.layer}")
         digest = self.digest.hex()
-        return f"{self[0]}-{self.space_id.hex()}/{self.tenant.hex()}/{shares}/{digest[:2]}/{digest}"
+        return f"{self[0]}-{self.space_id.hex()}/{self.tenant.hex()}/{places}/{digest[:2]}/{digest}"
 
     @classmethod
     def from_path(cls, path: str) -> "ChunkKey":
@@ -131,11 +131,11 @@ class ChunkKey(bytes):
         if not isinstance(path, str) or len(path) > 160:
             raise InputError(f"not the path of a chunk key: {shortened(path)}")
         parts = path.split("/")
-        shares = parts[2].split("-") if len(parts) == 5 else []
-        if len(shares) not in (2, 3) or not all(_DECIMAL.fullmatch(share) for share in shares):
+        places = parts[2].split("-") if len(parts) == 5 else []
+        if len(places) not in (2, 3) or not all(_DECIMAL.fullmatch(place) for place in places):
             raise InputError(f"not the path of a chunk key: {shortened(path)}")
         version, _, space = parts[0].partition("-")
-        group, shard, layer = [int(share) for share in shares] + [ALL_LAYERS] * (3 - len(shares))
+        group, shard, layer = [int(place) for place in places] + [ALL_LAYERS] * (3 - len(places))
         if version != str(KEY_VERSION) or max(group, shard, layer) > ALL_LAYERS:
             raise InputError(f"not the path of a chunk key of version {KEY_VERSION}: {shortened(path)}")
         key = cls.from_bytes(
@@ -211,7 +211,7 @@ class KeySpace:
         return hashlib.sha256(message).digest()[:16]
 
     def key(self, digest: bytes, group: int = 0, shard: int = 0, *, tenant: bytes = NO_TENANT) -> ChunkKey:
-        """The key of one share of the chunk that `digest` names."""
+        """The key of one shard of the chunk that `digest` names."""
         return self.keys([digest], groups=(group,), shards=(shard,), tenant=tenant)[0]
 
     def keys(
@@ -222,7 +222,7 @@ class KeySpace:
         shards: int | Iterable[int] | None = None,
         tenant: bytes = NO_TENANT,
     ) -> list[ChunkKey]:
-        """The keys of every share of every chunk: for each digest, for each group, for each shard.
+        """The keys of every shard of every chunk: for each digest, for each group, for each shard.
 
         groups, shards: how many, counted from 0, or which ones; by default all `world` shards.
         tenant: `tenant_tag` of the salt that the digests' chain began with.

@@ -14,7 +14,7 @@ from typing import Final, Literal
 from kv_core.keys import ChunkKey, by_chain
 from kv_tiers.cache.host import TIER
 from kv_tiers.events.bus import Occurred, Subscriber
-from kv_tiers.events.events import Aborted, Committed, Damaged, Evicted, Forgotten, Promoted, Spilled, StoreBegun
+from kv_tiers.events.events import Aborted, Committed, DamageFound, Evicted, Forgotten, Promoted, Spilled, StoreBegun
 
 What = Literal["stored", "promoted", "evicted", "forgotten", "damaged", "refused", "aborted"]
 
@@ -195,7 +195,7 @@ class History(Subscriber):
                 memory.change(keys, lambda before: _inherited(before, ChunkFate("aborted", at_s)))
             case Evicted(tier, keys, cause, _, policy):
                 memory.change(keys, lambda before: _inherited(before, ChunkFate("evicted", at_s, tier, cause, policy)))
-            case Damaged(tier, keys, reason):
+            case DamageFound(tier, keys, reason):
                 memory.change(keys, lambda before: _inherited(before, ChunkFate("damaged", at_s, tier, reason)))
             case Spilled(tier=tier, keys=keys):
                 memory.change(keys, lambda before: _spilled(before, tier, at_s))

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kv_core.log import RateLimit, on_one_line
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
-from kv_tiers.events.events import Damaged, LeaseExpired, StoreBegun, TierHealth
+from kv_tiers.events.events import DamageFound, LeaseExpired, StoreBegun, TierHealth
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class LogLines(Subscriber):
                     text += f" ({suppressed} changes were suppressed before)"
                 level = logging.INFO if is_up or now == "CLOSED" else logging.WARNING
                 self._log_line(occurred, level, text, event="tier_health", tier=tier, was=was, now=now, why=why)
-            case Damaged(tier, keys, reason):
+            case DamageFound(tier, keys, reason):
                 text = f"{len(keys)} damaged chunks were discarded in {tier}: {reason}"
                 self._log_limited(occurred, text, event="damaged", tier=tier, chunks=len(keys), why=reason)
             case StoreBegun(reserved=reserved, refused=refused, why=why):

@@ -24,7 +24,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.events.events import (
     Committed,
-    Damaged,
+    DamageFound,
     EngineMeasured,
     Evicted,
     LoadEnded,
@@ -146,7 +146,7 @@ class Metrics(Subscriber):
                     self._add_transfer((cache, spilled.tier, "store"), spilled.nbytes, spilled.seconds)
                 case Evicted() as evicted:
                     self._evictions[cache, evicted.tier, evicted.cause] += len(evicted.keys)
-                case Damaged() as damaged:
+                case DamageFound() as damaged:
                     self._damaged[cache, damaged.tier] += len(damaged.keys)
 
     def _add_transfer(self, labels: Labels, nbytes: int, seconds: float) -> None:
@@ -334,6 +334,6 @@ _TIER: Final[Table[TierState]] = {
         "Loaded chunks of which only the first parts were read",
         lambda of: of.lane.approximate,
     ),
-    "refined_chunks": (counter, "Times that such a chunk in the pool was refined", lambda of: of.refined),
+    "upgraded_chunks": (counter, "Times that such a chunk in the pool was upgraded", lambda of: of.upgraded),
     "lost_chunks": (counter, "Chunks evicted before they were stored in the tier", lambda of: of.spill.lost),
 }

@@ -15,9 +15,9 @@ from typing import Final
 _SAMPLES: Final = 4096
 _HIGH: Final = 0.95
 _LOW: Final = 0.85
-"""What is removed brings the files down to this share of the capacity, because others store while a pass lasts."""
+"""What is removed brings the files down to this fraction of the capacity, because others store while a pass lasts."""
 _STORED_A_PASS: Final = 0.02
-"""A host that has stored this share of the capacity since its last pass makes the next."""
+"""A host that has stored this fraction of the capacity since its last pass makes the next."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class LeastUsed:
         self._evict_before_s = -math.inf
         if self.is_nearly_full and ended.nbytes:
             excess = (ended.nbytes + self._stored_bytes - self.capacity_bytes * _LOW) / ended.nbytes
-            self._evict_before_s = min(latest_s, _age_of_share(sorted(ended.sample), excess))
+            self._evict_before_s = min(latest_s, _age_of_fraction(sorted(ended.sample), excess))
 
     def cleared(self) -> None:
         with self._lock:
@@ -116,9 +116,9 @@ class LeastUsed:
             self._evict_before_s = -math.inf
 
 
-def _age_of_share(sample: list[tuple[float, int]], share: float) -> float:
-    """The time before which files with this share of all bytes were last used. sample: those used longest ago first."""
-    wanted_bytes, older_bytes = share * sum(nbytes for _, nbytes in sample), 0.0
+def _age_of_fraction(sample: list[tuple[float, int]], fraction: float) -> float:
+    """The time before which files with this fraction of all bytes were last used. sample: longest ago first."""
+    wanted_bytes, older_bytes = fraction * sum(nbytes for _, nbytes in sample), 0.0
     for used_at_s, nbytes in sample:
         if older_bytes >= wanted_bytes:
             return used_at_s

@@ -155,7 +155,7 @@ class ObjectsTier:
     def load(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         return self._run_each(reads, self._load)
 
-    load_prefixes = load_rests = load
+    load_prefixes = load_remainders = load
 
     def some_keys(self, count: int) -> list[ChunkKey]:
         batches = self._obstore.list(self._store, self._prefix, chunk_size=_DELETED_AT_ONCE)

@@ -233,7 +233,7 @@ class _UnixConnection(Connection, UnixDomainSocketConnection):
     pass
 
 
-class Pool(ConnectionPool):
+class RedisPool(ConnectionPool):
     """The connections to one server. Safe to use from any thread; further ones are opened when all are in use."""
 
     def __init__(self, host: str, port: int, *, keep: int, **options: Any) -> None:

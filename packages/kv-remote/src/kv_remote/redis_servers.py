@@ -28,7 +28,7 @@ from kv_remote.resp import ErrorReply, Reply
 from kv_remote.tls_files import TlsFiles, load_certificate
 
 if TYPE_CHECKING:  # redis-py is imported when a tier is made
-    from kv_remote.redis_connection import Connection, Pool
+    from kv_remote.redis_connection import Connection, RedisPool
 
 T = TypeVar("T")
 
@@ -157,11 +157,11 @@ class Servers:
             what = "is empty" if config.password_env in os.environ else "does not exist"
             raise ConfigError(f"{where}: password_env: the environment variable {config.password_env} {what}")
         self._slot_of = key_slot
-        self._make_pool = redis_connection.Pool
+        self._make_pool = redis_connection.RedisPool
         has_password = config.password_file or config.password_env
         self._credentials = redis_connection.Credentials(self._read_credentials) if has_password else None
         self._lock = threading.Lock()
-        self._pools: dict[Address, Pool] = {}
+        self._pools: dict[Address, RedisPool] = {}
         self._closed = False
         # Under a separate lock, because finding the servers waits for them.
         self._finding = threading.Lock()
@@ -201,7 +201,7 @@ class Servers:
             self._pool(self._url.addresses[0]).disconnect(inuse_connections=False)
 
     def talk(self, address: Address, work: "Callable[[Connection], T]") -> T:
-        """The result of a conversation with this server (`Pool.talk`). Raises `TierDown`."""
+        """The result of a conversation with this server (`RedisPool.talk`). Raises `TierDown`."""
         try:
             return self._pool(address).talk(work)
         except TierDown:
@@ -241,7 +241,7 @@ class Servers:
                 pool.keep = 0
                 pool.disconnect(inuse_connections=False)
 
-    def _pool(self, address: Address) -> "Pool":
+    def _pool(self, address: Address) -> "RedisPool":
         with self._lock:
             if address not in self._pools:
                 # Sentinels have neither users nor databases.

@@ -29,7 +29,7 @@ def user_directory(parent: Path) -> Path:
     return parent / f"kv-tiers-{os.geteuid()}"
 
 
-class Address:
+class ListeningSocket:
     """A listening socket and the lock that goes with it."""
 
     def __init__(self, path: Path) -> None:

@@ -29,7 +29,7 @@ class NobodyListens(TierDown):
     """There is no server at that socket: its process has ended, or it has stopped listening and is about to end."""
 
 
-class Connection:
+class ServerConnection:
     """Not safe to use from several threads at once."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
@@ -163,9 +163,9 @@ class Opening:
     def __init__(self, path: Path, timeout_s: float, register: wire.Register) -> None:
         """
         Raises:
-            TierDown, ConfigError: as for `Connection`.
+            TierDown, ConfigError: as for `ServerConnection`.
         """
-        self.connection = Connection(path, timeout_s)
+        self.connection = ServerConnection(path, timeout_s)
         self.register = register
         self.is_greeted = False
         """The server answers: if there is no pool yet, it is opening its tiers."""
@@ -207,7 +207,7 @@ def ask_server(path: Path, request: wire.Request, *, timeout_s: float = 1.0) -> 
         ConfigError: it refuses, or belongs to another user.
     """
     until_s = time.monotonic() + timeout_s
-    connection = Connection(path, timeout_s)
+    connection = ServerConnection(path, timeout_s)
     try:
         greeting = connection.receive(max(0.0, until_s - time.monotonic()))
         if isinstance(greeting, wire.Failed):

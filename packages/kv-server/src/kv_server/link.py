@@ -16,7 +16,7 @@ from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.log import limited_logger
 
 from kv_server import wire
-from kv_server.connection import Connection, NobodyListens, Opening
+from kv_server.connection import NobodyListens, Opening, ServerConnection
 
 _log = limited_logger(__name__)
 
@@ -60,7 +60,7 @@ class Link:
         self._on_connected = on_connected
         self._on_reconnected = on_reconnected
         self._on_disconnected = on_disconnected
-        self.connection: Connection | None = None
+        self.connection: ServerConnection | None = None
         self.nobody_listens = False
         """The last attempt found no server at the socket."""
         self._why_refused = ""

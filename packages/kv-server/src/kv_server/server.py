@@ -29,7 +29,7 @@ from kv_tiers.host_port import HostPort
 
 from kv_server import facts, wire
 from kv_server.accepting import Acceptor
-from kv_server.address import Address
+from kv_server.address import ListeningSocket
 from kv_server.caches import Caches, Format, Opened
 from kv_server.config import ServerConfig
 from kv_server.connection import PACKAGE
@@ -81,7 +81,7 @@ class CacheServer:
         )
         """The events of all of its caches; it is closed with them."""
         try:
-            self._address = Address(config.socket_path())
+            self._address = ListeningSocket(config.socket_path())
         except ConfigError:
             self.bus.close()
             raise

@@ -17,7 +17,7 @@ import pytest
 from kv_core.clock import HandClock
 from kv_server import ServerConfig, ServerProcess, launch
 from kv_server.http import connections as connections_module
-from kv_server.http.connections import BoundedProtocol, Room, peer_of
+from kv_server.http.connections import BoundedProtocol, HttpConnections, peer_of
 from kv_server.http.start import open_http
 from kv_server.server import CacheServer
 from kv_testing.wait import until
@@ -252,19 +252,19 @@ class Held(BoundedProtocol):
 
 
 @pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+def room(monkeypatch: pytest.MonkeyPatch) -> HttpConnections:
     for name, value in (("MAX_CONNECTIONS", 6), ("MAX_OF_A_PEER", 4), ("HEALTH_CONNECTIONS", 2)):
         monkeypatch.setattr(connections_module, name, value)
-    return Room(HandClock(100.0).now_s)
+    return HttpConnections(HandClock(100.0).now_s)
 
 
-def fill(room: Room, *held: Held) -> tuple[Held, ...]:
+def fill(room: HttpConnections, *held: Held) -> tuple[Held, ...]:
     for one in held:
         room.enter(one)
     return held
 
 
-def test_who_waits_longest_of_the_most_crowded_address_makes_room(room: Room) -> None:
+def test_who_waits_longest_of_the_most_crowded_address_makes_room(room: HttpConnections) -> None:
     held = fill(room, *(Held("a", at) for at in (9.0, 5.0, None)), *(Held("b", 1.0) for _ in range(2)))
     assert room.admit("c") is False
     fill(room, Held("c", 99.9))
@@ -272,7 +272,7 @@ def test_who_waits_longest_of_the_most_crowded_address_makes_room(room: Room) ->
     assert [one.is_given_up for one in held] == [False, True, False, False, False]
 
 
-def test_an_address_with_its_share_takes_no_place_from_others(room: Room) -> None:
+def test_an_address_with_its_share_takes_no_place_from_others(room: HttpConnections) -> None:
     mine = fill(room, *(Held("a", None) for _ in range(3)), Held("a", 50.0))
     yours = fill(room, Held("b", 1.0))
     assert room.admit("a") is False
@@ -285,13 +285,13 @@ def test_an_address_with_its_share_takes_no_place_from_others(room: Room) -> Non
     assert yours[0].is_given_up
 
 
-def test_nobody_is_given_up_who_is_worked_for_or_came_just_now(room: Room) -> None:
+def test_nobody_is_given_up_who_is_worked_for_or_came_just_now(room: HttpConnections) -> None:
     held = fill(room, *(Held(peer, since) for peer in "abc" for since in (None, 99.5)))
     assert room.admit("d") is True
     assert not any(one.is_given_up for one in held)
 
 
-def test_in_the_reserve_the_first_makes_room(room: Room) -> None:
+def test_in_the_reserve_the_first_makes_room(room: HttpConnections) -> None:
     fill(room, *(Held(peer, None) for peer in "abcdef"))
     reserve = fill(room, Held("a", 99.9, is_health_only=True), Held("a", 99.8, is_health_only=True))
     assert room.admit("b") is True

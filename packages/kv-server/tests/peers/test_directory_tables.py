@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
-from kv_remote.redis_connection import Pool, _Resp3Parser
+from kv_remote.redis_connection import RedisPool, _Resp3Parser
 from kv_remote.redis_servers import RedisAccess
 from kv_remote.resp import ErrorReply, ProtocolError
 from kv_server.directory.contents import Contents, KeySource
@@ -250,7 +250,7 @@ def reply_to(sent: bytes, directory: Path) -> object:
         listener.bind(f"{directory}/socket")
         listener.listen()
         listener.settimeout(30)
-        with closing(Pool(f"{directory}/socket", 0, keep=1, timeout_s=0.2, tls=None, protocol=2)) as pool:
+        with closing(RedisPool(f"{directory}/socket", 0, keep=1, timeout_s=0.2, tls=None, protocol=2)) as pool:
             connection = pool.get_connection()
             if sent[:1] in b"_%>":
                 connection.set_parser(_Resp3Parser)

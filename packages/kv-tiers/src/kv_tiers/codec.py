@@ -41,10 +41,10 @@ class Codec(Protocol):
         """
 
 
-PREFIX_SHARES: Final = (2, 4)
+PREFIX_DIVISORS: Final = (2, 4)
 """A payload's first part ends within a quarter of the chunk's size, its first two within half, so that a reader knows
 how much to request."""
-APPROXIMATE_SHARE: Final = PREFIX_SHARES[-1]
+APPROXIMATE_SHARE: Final = PREFIX_DIVISORS[-1]
 """The first part ends within the chunk's size divided by this."""
 
 
@@ -71,11 +71,11 @@ class EncodesFirst(Protocol):
 
 
 @runtime_checkable
-class CodesShares(Protocol):
+class CodesShards(Protocol):
     """Optional capability of a `Codec`: chunks of each group of layers and each shard have a codec of their own. The
     lane looks it up for every chunk, and never calls this codec's `encode` and `decode`."""
 
-    def of_share(self, group: int, shard: int) -> Codec | None:
+    def of_shard(self, group: int, shard: int) -> Codec | None:
         """The codec for chunks with this group and shard in their keys. None: they are stored unencoded."""
 
 

@@ -84,7 +84,7 @@ class Read:
     chunk_bytes: for the lane: size of this chunk, which is the payload's size unless a codec encoded it. 0: the
         largest.
     as_stored: for the lane: return the payload verified but not decoded.
-    from_bytes: for `ReadsRests`: how many of the payload's first bytes are in `pages` already, a multiple of 4096.
+    from_bytes: for `ReadsRemainders`: how many of the payload's first bytes are in `pages` already, a multiple of 4096.
     """
 
     key: ChunkKey
@@ -226,10 +226,10 @@ class ReadsPrefixes(Protocol):
 
 
 @runtime_checkable
-class ReadsRests(Protocol):
+class ReadsRemainders(Protocol):
     """Optional capability of a `Tier` that `ReadsPrefixes`: resuming where an earlier read ended."""
 
-    def load_rests(self, reads: Sequence[Read]) -> list[LoadOutcome]:
+    def load_remainders(self, reads: Sequence[Read]) -> list[LoadOutcome]:
         """Like `load_prefixes`, but reads only the part of each payload behind its first `from_bytes` bytes, and no
         header.
 

@@ -111,7 +111,7 @@ class TierState:
     lane: the counters of its lane.
     spill: the counters of spilling to it.
     load_cost: seconds per load, and seconds per byte, as measured; None: not known yet.
-    refined: how often a chunk in the pool that came from it got better bytes from it.
+    upgraded: how often a chunk in the pool that came from it got better bytes from it.
     """
 
     name: str
@@ -121,4 +121,4 @@ class TierState:
     lane: LaneCounts
     spill: SpillCounts
     load_cost: tuple[float, float] | None = None
-    refined: int = 0
+    upgraded: int = 0

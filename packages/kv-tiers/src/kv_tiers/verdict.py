@@ -15,7 +15,7 @@ judged `int8` and `fp8` with only scales of rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class FormatQuality:
     """One format on one model.
 
     format: its name in the settings.
@@ -54,9 +54,9 @@ class Verdict:
     heads: tuple[tuple[int, int], ...]
     dtype: str
     tokens: int
-    findings: tuple[Finding, ...]
+    findings: tuple[FormatQuality, ...]
 
-    def of(self, name: str) -> Finding | None:
+    def of(self, name: str) -> FormatQuality | None:
         """The findings on this format, if it was measured."""
         return next((finding for finding in self.findings if finding.format == name), None)
 
@@ -84,7 +84,7 @@ def read_verdict(path: Path) -> Verdict:
                 f"judge.verdict {path} was written for other versions of the formats; write it again with `kv judge`"
             )
         findings = tuple(
-            Finding(finding.pop("format"), **{name: float(number) for name, number in finding.items()})
+            FormatQuality(finding.pop("format"), **{name: float(number) for name, number in finding.items()})
             for finding in fields.pop("findings")
         )
         heads = tuple((int(count), int(dim)) for count, dim in fields.pop("heads"))

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.testing import key_chain
-from kv_tiers.cache.leases import Leases, Read, Write
+from kv_tiers.cache.leases import Leases, ReadEntry, WriteEntry
 
 LEASE_S = 10.0
 HOLDERS = ("ann", "ben", "cyd")
@@ -68,12 +68,12 @@ class LeasesMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.leases = Leases(LEASE_S)
         self.now_s = 0.0
-        self.reads: list[Read] = []
-        self.writes: list[Write] = []
+        self.reads: list[ReadEntry] = []
+        self.writes: list[WriteEntry] = []
         self.given: Counter[int] = Counter()
         """By number, how often a lease was given back."""
 
-    def gone(self, *ended: Read | Write) -> None:
+    def gone(self, *ended: ReadEntry | WriteEntry) -> None:
         self.given.update(lease.number for lease in ended)
         self.reads = [read for read in self.reads if read not in ended]
         self.writes = [write for write in self.writes if write not in ended]

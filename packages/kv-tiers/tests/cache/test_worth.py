@@ -203,10 +203,7 @@ def test_a_tier_that_becomes_slow_and_quick_again_is_followed(monkeypatch: pytes
         assert max(seconds for _, seconds in served) < 2 * PROMPT * CHUNK_S  # however it finds out
         assert served[-1][0].chunks < PROMPT
         made.tier.load_bytes_per_s = FAST
-        deadline = time.monotonic() + 20
-        while made.serve(16)[0].chunks < PROMPT:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: made.serve(16)[0].chunks == PROMPT, within_s=20)
         assert made.serve(17)[0].chunks == PROMPT
 
 
@@ -254,7 +251,7 @@ def test_a_queue_is_part_of_what_is_expected() -> None:
     speed = LoadSpeed()
     for number in range(6):
         speed.began(number, 1 << 20, float(number))
-        speed.ended(number, number + 0.1, brought=True)
+        speed.ended(number, number + 0.1, loaded=True)
     alone = speed.seconds(1 << 20, 10.0)
     assert alone == pytest.approx(0.1, rel=0.3)
     for number in range(10, 14):
@@ -271,7 +268,7 @@ def test_of_an_unknown_tier_a_load_that_does_not_come_says_something() -> None:
     speed.began(1, 1000, 0.0)
     assert speed.seconds(1000, 0.01) is None
     assert speed.seconds(1000, 1.0) == pytest.approx(2.0)
-    speed.ended(1, 2.0, brought=False)
+    speed.ended(1, 2.0, loaded=False)
     assert speed.seconds(1000, 2.0) is None
 
 
@@ -281,7 +278,7 @@ def test_a_load_that_brought_nothing_says_nothing_before_it_has_ended() -> None:
     speed.began(1, 1000, 0.0)
     speed.was_read(1, 0, 0.9)
     assert speed.seconds(1000, 1.0) is None
-    speed.ended(1, 1.0, brought=False)
+    speed.ended(1, 1.0, loaded=False)
     assert speed.seconds(1000, 1.0) is None
 
 
@@ -304,7 +301,7 @@ class Simulated:
     """A lane whose loads take what a bandwidth and some noise make of them, in no time at all."""
 
     name = "simulated"
-    shares = (1,)
+    divisors = (1,)
 
     def __init__(self, seed: int) -> None:
         self.now_s = 1000.0
@@ -314,7 +311,7 @@ class Simulated:
         self._rng = random.Random(seed)
         self._number = 0
 
-    def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
+    def load_s(self, nbytes: int, divisor: int | None = None, last_bytes: int | None = None) -> float | None:
         return self.speed.seconds(nbytes, self.now_s)
 
     def bring(self, nbytes: int) -> float:
@@ -322,7 +319,7 @@ class Simulated:
         took_s = (0.0005 + nbytes / self.bytes_per_s) * self._rng.lognormvariate(0.0, 0.2)
         self._number += 1
         self.speed.began(self._number, nbytes, self.now_s)
-        self.speed.ended(self._number, self.now_s + took_s, brought=True)
+        self.speed.ended(self._number, self.now_s + took_s, loaded=True)
         return took_s
 
     def serve(self, chunks: int, costs: Costs, max_wait_s: float = 10.0) -> tuple[float, float]:

@@ -26,41 +26,41 @@ class Link:
 
     def __init__(self, bytes_per_s: float, decode_bytes_per_s: float, seed: int = 0, noise: float = 0.0) -> None:
         self.bytes_per_s, self.decode_bytes_per_s = bytes_per_s, decode_bytes_per_s
-        self.shares = (1, 2, 4)
+        self.divisors = (1, 2, 4)
         self.now_s = 1000.0
         self._speed = LoadSpeed()
         self._rng, self._noise = random.Random(seed), noise
         self._number = 0
 
-    def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
-        return self._speed.seconds(nbytes, self.now_s, self.shares[-1] if share is None else share, last_bytes)
+    def load_s(self, nbytes: int, divisor: int | None = None, last_bytes: int | None = None) -> float | None:
+        return self._speed.seconds(nbytes, self.now_s, self.divisors[-1] if divisor is None else divisor, last_bytes)
 
-    def takes_s(self, chunks: int, share: int) -> float:
+    def takes_s(self, chunks: int, divisor: int) -> float:
         """Without noise. Two threads: each reads a chunk, one at a time on the link, and decodes it."""
-        return self._times(chunks, share)[-1][2]
+        return self._times(chunks, divisor)[-1][2]
 
-    def bring(self, chunks: int, share: int) -> float:
+    def bring(self, chunks: int, divisor: int) -> float:
         slower = self._rng.lognormvariate(0.0, self._noise)
-        times = self._times(chunks, share)
+        times = self._times(chunks, divisor)
         for at in range(chunks):
-            self._speed.began(self._number + at, CHUNK_BYTES, self.now_s, share)
+            self._speed.began(self._number + at, CHUNK_BYTES, self.now_s, divisor)
         happened = [(read_s, 0, at) for at, (_, read_s, _) in enumerate(times)]
         happened += [(end_s, 1, at) for at, (_, _, end_s) in enumerate(times)]
         for when_s, is_end, at in sorted(happened):
             now_s = self.now_s + slower * when_s
             if is_end:
                 stored_bytes = int(CHUNK_BYTES * STORED[1])
-                self._speed.ended(self._number + at, now_s, brought=True, stored_bytes=stored_bytes)
+                self._speed.ended(self._number + at, now_s, loaded=True, stored_bytes=stored_bytes)
             else:
-                self._speed.was_read(self._number + at, int(CHUNK_BYTES * STORED[share]), now_s)
+                self._speed.was_read(self._number + at, int(CHUNK_BYTES * STORED[divisor]), now_s)
         self._number += chunks
         self.now_s += slower * times[-1][2]
         return slower * times[-1][2]
 
-    def _times(self, chunks: int, share: int) -> list[tuple[float, float, float]]:
+    def _times(self, chunks: int, divisor: int) -> list[tuple[float, float, float]]:
         """When each began to be read, had been read, and was there."""
-        read_s = 0.0005 + CHUNK_BYTES * STORED[share] / self.bytes_per_s
-        decode_s = CHUNK_BYTES / self.decode_bytes_per_s * DECODED_S[share]
+        read_s = 0.0005 + CHUNK_BYTES * STORED[divisor] / self.bytes_per_s
+        decode_s = CHUNK_BYTES / self.decode_bytes_per_s * DECODED_S[divisor]
         threads, link_s = [0.0, 0.0], 0.0
         times = []
         for _ in range(chunks):
@@ -89,7 +89,7 @@ class Link:
         compute_s = costs.compute_s(0, chunks * 256) or 0.0
         took_s = compute_s
         if worth.chunks:
-            bring_s = self.bring(worth.chunks, worth.share or self.shares[-1])
+            bring_s = self.bring(worth.chunks, worth.divisor or self.divisors[-1])
             rest_s = compute_s - (costs.compute_s(0, worth.chunks * 256) or 0.0)
             took_s = bring_s + rest_s if bring_s <= worth.limit_s else worth.limit_s + compute_s
         self.now_s += 1.0
@@ -102,13 +102,13 @@ COSTS = Costs(0, (COMPUTE_S / 256, 0.0), (0.0, 0.0))
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "share"),
+    ("bytes_per_s", "divisor"),
     [(1e10, 1), (2e9, 1), (2e8, 4), (5e7, 4)],
 )
-def test_a_quick_link_brings_every_bit_and_a_slow_one_a_quarter(bytes_per_s: float, share: int) -> None:
+def test_a_quick_link_brings_every_bit_and_a_slow_one_a_quarter(bytes_per_s: float, divisor: int) -> None:
     link = Link(bytes_per_s, 2e9)
     worths = [link.serve(6, COSTS)[1] for _ in range(12)]
-    assert [worth.share for worth in worths[4:]] == [share] * 8
+    assert [worth.divisor for worth in worths[4:]] == [divisor] * 8
     assert all(worth.chunks == 6 for worth in worths)
 
 
@@ -124,7 +124,7 @@ def test_a_wait_lasts_as_long_as_what_is_read_is_expected_to_take() -> None:
     link = Link(2e8, 1e9)
     for _ in range(12):
         _, worth = link.serve(6, COSTS)
-    assert worth.share == 4
+    assert worth.divisor == 4
     assert worth.limit_s == pytest.approx(link.takes_s(6, 4) + 0.25 * 6 * COMPUTE_S, rel=0.2)
     assert worth.awaited is not None and worth.awaited.load_s == pytest.approx(link.takes_s(6, 4), rel=0.2)
 
@@ -139,11 +139,11 @@ def test_never_later_than_the_best_of_computing_and_any_share(
     link = Link(bytes_per_s, decode_bytes_per_s, seed, noise=0.05)
     costs = Costs(0, (compute_s / 256, 0.0), (0.0, 0.0))
     took = [link.serve(chunks, costs)[0] for _ in range(40)][15:]
-    best_s = min(chunks * compute_s, *(link.takes_s(chunks, share) for share in link.shares))
+    best_s = min(chunks * compute_s, *(link.takes_s(chunks, divisor) for divisor in link.divisors))
     tie_s = 0.02 * chunks * compute_s
     assert sum(took) / len(took) <= 1.15 * best_s + tie_s
 
 
 def test_what_is_not_measured_is_measured_by_as_little_as_may_be() -> None:
     link = Link(1e9, 1e9)
-    assert link.choose(6, COSTS).share is None
+    assert link.choose(6, COSTS).divisor is None

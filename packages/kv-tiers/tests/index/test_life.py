@@ -4,22 +4,22 @@ import itertools
 
 import pytest
 from kv_core.errors import MisuseError
-from kv_tiers.index.life import Event, Life, advance
+from kv_tiers.index.life import Life, LifeEvent, advance
 
 # Said a second time and differently: what each state allows.
 ALLOWED = {
-    Life.ABSENT: {Event.RESERVE: Life.RESERVED, Event.ADOPT: Life.RESIDENT, Event.LEND: Life.LENT},
-    Life.RESERVED: {Event.COMMIT: Life.RESIDENT, Event.ABORT: Life.ABSENT, Event.FORGET: Life.ORPHANED},
-    Life.RESIDENT: {Event.EVICT: Life.ABSENT, Event.FORGET: Life.LEAVING},
-    Life.LEAVING: {Event.GONE: Life.ABSENT},
-    Life.ORPHANED: {Event.COMMIT: Life.ABSENT, Event.ABORT: Life.ABSENT},
-    Life.LENT: {Event.RETURN: Life.ABSENT, Event.REPLACE: Life.REPLACED},
-    Life.REPLACED: {Event.GONE: Life.ABSENT, Event.FORGET: Life.LEAVING},
+    Life.ABSENT: {LifeEvent.RESERVE: Life.RESERVED, LifeEvent.ADOPT: Life.RESIDENT, LifeEvent.LEND: Life.LENT},
+    Life.RESERVED: {LifeEvent.COMMIT: Life.RESIDENT, LifeEvent.ABORT: Life.ABSENT, LifeEvent.FORGET: Life.ORPHANED},
+    Life.RESIDENT: {LifeEvent.EVICT: Life.ABSENT, LifeEvent.FORGET: Life.LEAVING},
+    Life.LEAVING: {LifeEvent.GONE: Life.ABSENT},
+    Life.ORPHANED: {LifeEvent.COMMIT: Life.ABSENT, LifeEvent.ABORT: Life.ABSENT},
+    Life.LENT: {LifeEvent.RETURN: Life.ABSENT, LifeEvent.REPLACE: Life.REPLACED},
+    Life.REPLACED: {LifeEvent.GONE: Life.ABSENT, LifeEvent.FORGET: Life.LEAVING},
 }
 
 
-@pytest.mark.parametrize(("now", "event"), list(itertools.product(Life, Event)), ids=lambda value: value.name)
-def test_a_state_takes_its_events_and_no_others(now: Life, event: Event) -> None:
+@pytest.mark.parametrize(("now", "event"), list(itertools.product(Life, LifeEvent)), ids=lambda value: value.name)
+def test_a_state_takes_its_events_and_no_others(now: Life, event: LifeEvent) -> None:
     life = [Life.RESIDENT, now, now]
     if event in ALLOWED[now]:
         advance(life, [1, 2], event)
@@ -32,7 +32,7 @@ def test_a_state_takes_its_events_and_no_others(now: Life, event: Event) -> None
 
 def test_a_chunk_is_found_only_after_a_commit_or_an_adoption() -> None:
     ways_in = {event for now in Life for event, then in ALLOWED[now].items() if then is Life.RESIDENT}
-    assert ways_in == {Event.COMMIT, Event.ADOPT}
+    assert ways_in == {LifeEvent.COMMIT, LifeEvent.ADOPT}
 
 
 def test_every_life_can_end() -> None:

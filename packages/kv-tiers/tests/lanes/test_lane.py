@@ -498,7 +498,7 @@ def test_a_bug_in_what_waits_for_a_job_is_logged_and_the_tier_goes_on(caplog: py
     until(lambda: bench.outcomes() == [Loaded, Loaded])
     assert caplog.text.count("in told") == 1
     bench.lane.when_idle = lambda: told(None)
-    bench.lane.has_rests()
+    bench.lane.has_remainders()
     until(lambda: caplog.text.count("in told") == 2)
     bench.tier.fault = "hang"
     bench.load(keys)

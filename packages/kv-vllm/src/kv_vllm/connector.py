@@ -59,7 +59,7 @@ from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigur
 from kv_vllm.steps import StepReader
 from kv_vllm.translate import request_reader
 from kv_vllm.trials import Trials
-from kv_vllm.weights import Weights, before_loading, note_resets
+from kv_vllm.weights import VllmWeights, before_loading, note_resets
 
 _log = limited_logger(__name__)
 
@@ -360,7 +360,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if not self.off:  # otherwise the reason has been logged
                 self._scheduler = self._engine.start_scheduler(
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
-                    lambda space: Weights(space, self._vllm_config, self._requests),
+                    lambda space: VllmWeights(space, self._vllm_config, self._requests),
                     before=before_loading(self._vllm_config),
                 )
                 assert self._engine.cache is not None

@@ -79,7 +79,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are
         return {name: value for name, value in self.data.items() if name != TIER_TOKENS} | by_tier
 
 
-class Changes:
+class CounterDeltas:
     """Some counters of one half under the names of figures, as changes since the last call."""
 
     def __init__(self, counts: object, named: Mapping[str, str]) -> None:
@@ -104,7 +104,7 @@ class SchedulerFigures:
 
     def __init__(self, half: SchedulerHalf, cache: LocalCache | RemoteCache) -> None:
         self._half, self._cache = half, cache
-        self._changes = Changes(half.counts, _OF_SCHEDULER)
+        self._changes = CounterDeltas(half.counts, _OF_SCHEDULER)
         self._tokens_by_tier: dict[str, int] = {}
         self._pool_at_s = 0.0
         self._pool_is_old = False
@@ -145,7 +145,7 @@ class WorkerFigures:
     """The figures that a worker half reports once per step."""
 
     def __init__(self, half: WorkerHalf) -> None:
-        self._changes = Changes(half.counts, _OF_WORKER)
+        self._changes = CounterDeltas(half.counts, _OF_WORKER)
 
     def take(self) -> Stats | None:
         """None: nothing has changed."""

@@ -70,12 +70,12 @@ DECLARATION: Final = "kv_leaves_weights_alone"
 
 _BEFORE: Final[dict[str, Origins]] = {}
 """The origins of the weights of this process's engines, before they were loaded, by vLLM's engine id."""
-_WATCHES: "dict[str, Weights]" = {}
+_WATCHES: "dict[str, VllmWeights]" = {}
 """The watches of this process by vLLM's engine id."""
 _LOCK: Final = threading.Lock()
 
 
-class Weights(EngineWeights):
+class VllmWeights(EngineWeights):
     """The weights of a vLLM engine."""
 
     def __init__(self, space: LiveKeySpace, vllm_config: Any, requests: dict[str, tuple[Any, RequestTokens]]) -> None:
@@ -157,7 +157,7 @@ def before_loading(vllm_config: Any) -> Origins | None:
 
 def adapter_identity(weights: EngineWeights | None) -> Callable[[Any, str], str | Unsure | None] | None:
     """The function that names the content of an adapter, for the request of this id; None: adapters have no names."""
-    return weights.adapter if isinstance(weights, Weights) else None
+    return weights.adapter if isinstance(weights, VllmWeights) else None
 
 
 def note_resets(kv_cache_manager: Any, engine: Engine, ours: Callable[[], set[int]]) -> None:

@@ -14,7 +14,7 @@ from kv_connect.identity.adapters import Unsure
 from kv_cuda.canary import LayerGroup
 from kv_vllm.connector import KVTiersConnector
 from kv_vllm.layouts import read_groups
-from kv_vllm.stats import Changes, Stats
+from kv_vllm.stats import CounterDeltas, Stats
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -79,7 +79,7 @@ class KVBlendConnector(KVTiersConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._blend: BlendScheduler | None = None
         self._blend_worker: BlendWorker | None = None
-        self._blend_figures: Changes | None = None
+        self._blend_figures: CounterDeltas | None = None
         self._blend_lost: set[str] = set()  # requests that wait for a worker that cannot blend
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
@@ -90,7 +90,7 @@ class KVBlendConnector(KVTiersConnector):
         if half is not None and cache is not None:
             most = vllm_config.scheduler_config.max_num_batched_tokens
             self._blend = BlendScheduler(cache, half.shape, name=self._engine.id, max_tokens=most)
-            self._blend_figures = Changes(self._blend.counts, OF_COUNTS)
+            self._blend_figures = CounterDeltas(self._blend.counts, OF_COUNTS)
 
         def read_exact(request: Any) -> RequestTokens | Unsure | None:
             return None if self._is_blended(request) else read(request)

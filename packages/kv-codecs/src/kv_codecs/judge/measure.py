@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from kv_core.errors import ConfigError
-from kv_tiers.verdict import Finding, Verdict
+from kv_tiers.verdict import FormatQuality, Verdict
 
 from kv_codecs.judge.roundtrip import Layers, Trip
 
@@ -269,9 +269,9 @@ def _count_leading_same(answer: Sequence[int], other: Sequence[int]) -> int:
     return len(answer)
 
 
-def _finding(trip: Trip, sums: _Sums) -> Finding:
+def _finding(trip: Trip, sums: _Sums) -> FormatQuality:
     cost = trip.cost
-    return Finding(
+    return FormatQuality(
         format=trip.name,
         bits=8 * cost.stored_bytes / max(1, cost.numbers),
         kl=sums.kl / sums.positions,

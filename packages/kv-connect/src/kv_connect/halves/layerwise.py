@@ -22,7 +22,7 @@ _log = limited_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Batch:
+class _StepLoads:
     """The layerwise loads of one step.
 
     requests: the requests whose chunks are loaded.
@@ -64,14 +64,14 @@ class LayerLoads:
 
     def __init__(self, copier: LayerwiseCopier) -> None:
         self._copier = copier
-        self._current: _Batch | None = None
-        self._ending: list[_Batch] = []
+        self._current: _StepLoads | None = None
+        self._ending: list[_StepLoads] = []
         self.expected: set[str] = set()
 
     def start(self, requests: Sequence[str], plan: TransferPlan) -> None:
         """Start copying, before the forward pass. All requests in one plan, so that every request's first layer comes
         before any request's second."""
-        batch = self._current = _Batch(tuple(requests), plan)
+        batch = self._current = _StepLoads(tuple(requests), plan)
         try:
             batch.layers = self._copier.load_layers(plan)
             batch.copies.add(batch.layers)
@@ -80,7 +80,7 @@ class LayerLoads:
 
     def refuse(self, requests: Sequence[str], why: str) -> None:
         """The loads of these requests could not be planned."""
-        self._current = _Batch(tuple(requests), failure=why)
+        self._current = _StepLoads(tuple(requests), failure=why)
 
     def wait_for(self, layer: int | None) -> None:
         """The forward pass reads this layer next; None: it may read any layer."""
@@ -139,7 +139,7 @@ class LayerLoads:
         self.expected -= {request for batch in self._ending for request in batch.requests}  # they must not be reported
         return not self._ending
 
-    def _copy_again(self, batch: _Batch, failed: Exception) -> None:
+    def _copy_again(self, batch: _StepLoads, failed: Exception) -> None:
         """Copy the same chunks to the same blocks again, and wait, before anything is computed from them. The step is
         late, but correct."""
         if batch.is_retried or batch.plan is None:
@@ -159,6 +159,6 @@ class LayerLoads:
         except Exception as error:  # noqa: BLE001  # then the step's blocks are reported
             batch.failure = str(error)
 
-    def _note_failure(self, batch: _Batch) -> None:
+    def _note_failure(self, batch: _StepLoads) -> None:
         if batch.copies.failure is not None:
             batch.failure = batch.failure or str(batch.copies.failure)

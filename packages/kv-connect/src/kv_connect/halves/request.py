@@ -25,7 +25,7 @@ class Phase(Enum):
     GONE = "neither the engine nor the cache tracks it any longer"
 
 
-class Event(Enum):
+class RequestEvent(Enum):
     __hash__ = object.__hash__
     PROMISE = "a lookup found something to load"
     MISS = "a lookup found nothing to load"
@@ -37,34 +37,34 @@ class Event(Enum):
     FINISH = "the engine is done with it, for whatever reason"
 
 
-NEXT: Final[Mapping[tuple[Phase, Event], Phase]] = {
-    (Phase.WAITING, Event.PROMISE): Phase.PROMISED,
-    (Phase.WAITING, Event.MISS): Phase.WAITING,
-    (Phase.WAITING, Event.PEND): Phase.PENDING,
-    (Phase.WAITING, Event.ADMIT): Phase.RUNNING,
-    (Phase.WAITING, Event.FINISH): Phase.GONE,
-    (Phase.PENDING, Event.PEND): Phase.PENDING,
-    (Phase.PENDING, Event.PROMISE): Phase.PROMISED,
-    (Phase.PENDING, Event.MISS): Phase.WAITING,  # the promotion brought nothing
-    (Phase.PENDING, Event.ADMIT): Phase.RUNNING,  # the engine did not wait for the answer
-    (Phase.PENDING, Event.FINISH): Phase.GONE,
-    (Phase.PROMISED, Event.PROMISE): Phase.PROMISED,  # looked up again while it waits for blocks
-    (Phase.PROMISED, Event.PEND): Phase.PENDING,  # the promise has ended, and other nodes are queried again
-    (Phase.PROMISED, Event.MISS): Phase.WAITING,  # the engine has as much in its own blocks by now
-    (Phase.PROMISED, Event.LOAD): Phase.LOADING,
-    (Phase.PROMISED, Event.FILL): Phase.FILLING,
-    (Phase.PROMISED, Event.ADMIT): Phase.RUNNING,  # the engine declined what we offered
-    (Phase.PROMISED, Event.FINISH): Phase.GONE,
-    (Phase.LOADING, Event.LOADED): Phase.WAITING,
-    (Phase.LOADING, Event.FINISH): Phase.DRAINING,
-    (Phase.FILLING, Event.LOADED): Phase.RUNNING,
-    (Phase.FILLING, Event.FINISH): Phase.DRAINING,
-    (Phase.RUNNING, Event.ADMIT): Phase.RUNNING,
-    (Phase.RUNNING, Event.PROMISE): Phase.PROMISED,  # preempted, and what it had computed is still held
-    (Phase.RUNNING, Event.MISS): Phase.WAITING,  # preempted
-    (Phase.RUNNING, Event.PEND): Phase.PENDING,  # preempted
-    (Phase.RUNNING, Event.FINISH): Phase.GONE,
-    (Phase.DRAINING, Event.LOADED): Phase.GONE,
+NEXT: Final[Mapping[tuple[Phase, RequestEvent], Phase]] = {
+    (Phase.WAITING, RequestEvent.PROMISE): Phase.PROMISED,
+    (Phase.WAITING, RequestEvent.MISS): Phase.WAITING,
+    (Phase.WAITING, RequestEvent.PEND): Phase.PENDING,
+    (Phase.WAITING, RequestEvent.ADMIT): Phase.RUNNING,
+    (Phase.WAITING, RequestEvent.FINISH): Phase.GONE,
+    (Phase.PENDING, RequestEvent.PEND): Phase.PENDING,
+    (Phase.PENDING, RequestEvent.PROMISE): Phase.PROMISED,
+    (Phase.PENDING, RequestEvent.MISS): Phase.WAITING,  # the promotion brought nothing
+    (Phase.PENDING, RequestEvent.ADMIT): Phase.RUNNING,  # the engine did not wait for the answer
+    (Phase.PENDING, RequestEvent.FINISH): Phase.GONE,
+    (Phase.PROMISED, RequestEvent.PROMISE): Phase.PROMISED,  # looked up again while it waits for blocks
+    (Phase.PROMISED, RequestEvent.PEND): Phase.PENDING,  # the promise has ended, and other nodes are queried again
+    (Phase.PROMISED, RequestEvent.MISS): Phase.WAITING,  # the engine has as much in its own blocks by now
+    (Phase.PROMISED, RequestEvent.LOAD): Phase.LOADING,
+    (Phase.PROMISED, RequestEvent.FILL): Phase.FILLING,
+    (Phase.PROMISED, RequestEvent.ADMIT): Phase.RUNNING,  # the engine declined what we offered
+    (Phase.PROMISED, RequestEvent.FINISH): Phase.GONE,
+    (Phase.LOADING, RequestEvent.LOADED): Phase.WAITING,
+    (Phase.LOADING, RequestEvent.FINISH): Phase.DRAINING,
+    (Phase.FILLING, RequestEvent.LOADED): Phase.RUNNING,
+    (Phase.FILLING, RequestEvent.FINISH): Phase.DRAINING,
+    (Phase.RUNNING, RequestEvent.ADMIT): Phase.RUNNING,
+    (Phase.RUNNING, RequestEvent.PROMISE): Phase.PROMISED,  # preempted, and what it had computed is still held
+    (Phase.RUNNING, RequestEvent.MISS): Phase.WAITING,  # preempted
+    (Phase.RUNNING, RequestEvent.PEND): Phase.PENDING,  # preempted
+    (Phase.RUNNING, RequestEvent.FINISH): Phase.GONE,
+    (Phase.DRAINING, RequestEvent.LOADED): Phase.GONE,
 }
 
 HOLDING: Final = frozenset({Phase.PENDING, Phase.PROMISED, Phase.LOADING, Phase.FILLING, Phase.DRAINING})
@@ -73,7 +73,7 @@ AWAITED: Final = frozenset({Phase.LOADING, Phase.FILLING, Phase.DRAINING})
 """The phases in which workers owe the report of a load."""
 
 
-def advance(now: Phase, event: Event) -> Phase:
+def advance(now: Phase, event: RequestEvent) -> Phase:
     """The phase after this event.
 
     Raises:

@@ -21,7 +21,7 @@ from kv_connect.halves.engine_costs import EngineCosts
 from kv_connect.halves.handover import HandOvers
 from kv_connect.halves.inputs import RequestTokens, Scheduled
 from kv_connect.halves.layerwise_promises import LayerwiseRule
-from kv_connect.halves.request import AWAITED, HOLDING, Event, Phase, advance
+from kv_connect.halves.request import AWAITED, HOLDING, Phase, RequestEvent, advance
 from kv_connect.halves.step import NO_SPACE, LoadStep, StateBlock, StepPlan, StoreStep
 from kv_connect.halves.tracked import Tracked
 
@@ -86,7 +86,7 @@ class SchedulerHalf:
         offered = 0
         if self._space is None:
             # Without a key space its chunks have no keys, so nothing of it is held or promised.
-            self._move(request.request_id, tracked, Event.MISS)
+            self._move(request.request_id, tracked, RequestEvent.MISS)
             return 0
         in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
         may_load = self._shape.loads and request.controls.loads and usable - computed_tokens >= worthwhile
@@ -101,10 +101,10 @@ class SchedulerHalf:
                 tracked.promised_chunks, tracked.tiers = plan.chunks, plan.tiers
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
                 if plan.ended is Ended.PENDING:  # the lookup goes on: ending it here would begin it anew in every step
-                    self._move(request.request_id, tracked, Event.PEND)
+                    self._move(request.request_id, tracked, RequestEvent.PEND)
                     return None
                 if self._handovers.awaits(request, tracked, self.costs):
-                    self._move(request.request_id, tracked, Event.PEND)
+                    self._move(request.request_id, tracked, RequestEvent.PEND)
                     self._service.end(self._holder(request.request_id))  # only a new lookup asks the lower tiers again
                     return None
                 tracked.may_wait = False
@@ -116,14 +116,14 @@ class SchedulerHalf:
         if self._handovers.is_taken(request, tracked):
             self._service.taken(self._prompt_keys(request, tracked))
         if offered < worthwhile:
-            self._move(request.request_id, tracked, Event.MISS, had_promise=tracked.promised_chunks > 0)
+            self._move(request.request_id, tracked, RequestEvent.MISS, had_promise=tracked.promised_chunks > 0)
             return 0
         is_another = (tracked.offered_from, tracked.offered_tokens) != (computed_tokens, offered)
         tracked.offered_from, tracked.offered_tokens = computed_tokens, offered
         if is_another or tracked.layerwise is None:
             self._drop_layerwise(tracked)
             tracked.layerwise = self._lease_layerwise(request, tracked)
-        self._move(request.request_id, tracked, Event.PROMISE)
+        self._move(request.request_id, tracked, RequestEvent.PROMISE)
         return offered
 
     def is_layerwise(self, request_id: str) -> bool:
@@ -147,7 +147,7 @@ class SchedulerHalf:
         self._blocks[self._holder(request_id)] = sum(map(len, blocks))
         if external_tokens == 0:
             if tracked.phase is not Phase.LOADING:
-                self._move(request_id, tracked, Event.ADMIT)
+                self._move(request_id, tracked, RequestEvent.ADMIT)
             return
         if tracked.phase is not Phase.PROMISED:
             # No promise, no lease: there is nothing to load, and the engine must be told.
@@ -159,13 +159,13 @@ class SchedulerHalf:
         ends = [len(table) * block_tokens for table, block_tokens in zip(blocks, tables, strict=False) if block_tokens]
         fits = len(blocks) >= len(tables) and min(ends) >= last
         layerwise = tracked.layerwise
-        self._move(request_id, tracked, Event.LOAD if layerwise is None else Event.FILL)
+        self._move(request_id, tracked, RequestEvent.LOAD if layerwise is None else RequestEvent.FILL)
         tracked.has_loaded = True
         if external_tokens != tracked.offered_tokens or not fits:
             if layerwise is None:
                 self._refused.append(request_id)
             else:  # no worker will report it: the engine goes by its own record of what the step was to fill
-                self._move(request_id, tracked, Event.LOADED)
+                self._move(request_id, tracked, RequestEvent.LOADED)
             self.counts.loads_refused += 1
             return
         chunk_tokens = self._shape.chunk_tokens
@@ -257,7 +257,7 @@ class SchedulerHalf:
             if request_id in awaited:
                 tracked = self._tracked[request_id]
                 self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
-                self._move(request_id, tracked, Event.LOADED)
+                self._move(request_id, tracked, RequestEvent.LOADED)
 
     def not_filled(self, request_id: str, first_token: int, *, judged: int) -> None:
         """Another connector has not filled the request's blocks from this token on, which the engine has computed with:
@@ -290,7 +290,7 @@ class SchedulerHalf:
         """The engine is done with the request: finished, aborted or failed. Idempotent."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.phase is not Phase.DRAINING:
-            self._move(request_id, tracked, Event.FINISH)
+            self._move(request_id, tracked, RequestEvent.FINISH)
 
     @property
     def shape(self) -> ConnectShape:
@@ -514,7 +514,7 @@ class SchedulerHalf:
         self.counts.states_refused += not admitted
         return admitted
 
-    def _move(self, request_id: str, tracked: Tracked, event: Event, *, had_promise: bool = False) -> None:
+    def _move(self, request_id: str, tracked: Tracked, event: RequestEvent, *, had_promise: bool = False) -> None:
         """Advance the request's phase, and release its promise where the table ends it."""
         previous = tracked.phase
         tracked.phase = advance(previous, event)

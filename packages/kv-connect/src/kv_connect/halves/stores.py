@@ -45,7 +45,7 @@ class _Gather:
 
 
 @dataclass(slots=True)
-class _Part:
+class _StorePart:
     """One group's part of a store.
 
     by_layers: gathers single layers; None: the copier takes all at once.
@@ -75,7 +75,7 @@ class _Store:
     nbytes: int
     tokens: int
     trial: int
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_StorePart] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
 
     @property
@@ -241,11 +241,13 @@ class Stores:
             if not isinstance(error, KVError):
                 raise
 
-    def _part(self, gather: _Gather, extents: Iterable[tuple[int, HostExtent]]) -> _Part:
+    def _part(self, gather: _Gather, extents: Iterable[tuple[int, HostExtent]]) -> _StorePart:
         plans = [gather.plan(chunk, extent) for chunk, extent in extents]
         copies = tuple(copy for chunk_plan in plans for copy in chunk_plan.copies)
         plan = TransferPlan(copies, plans[0].chunk_tokens)
-        return _Part(gather.group, plan, self._copiers[gather.group].store_layers(plan) if self._by_layers else None)
+        return _StorePart(
+            gather.group, plan, self._copiers[gather.group].store_layers(plan) if self._by_layers else None
+        )
 
     def _gather(self, store: _Store, gather: Callable[[], Iterable[CopyEvent]]) -> None:
         """Does nothing after a failure; copies in flight end before the slots are released."""
@@ -261,7 +263,7 @@ class Stores:
         self._counts.layers_stored_early += 1
         return [by_layers.gather((layer,))]
 
-    def _gather_rest(self, part: _Part) -> list[CopyEvent]:
+    def _gather_rest(self, part: _StorePart) -> list[CopyEvent]:
         if part.by_layers is None or not part.gathered:
             return [self._copiers[part.group].store(part.plan)]
         remaining = [layer for layer in range(part.by_layers.layers) if layer not in part.gathered]

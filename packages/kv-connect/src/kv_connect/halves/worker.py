@@ -50,7 +50,7 @@ class _Load:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _LoadPart:
     """One group's part of a load.
 
     first_token: where filling its blocks begins.
@@ -216,7 +216,7 @@ class WorkerHalf:
         """This shard's extents among those of all shards."""
         return extents[self._shard :: self._shape.shards]
 
-    def _part(self, space_id: bytes, step: LoadStep, group: int) -> _Part | None:
+    def _part(self, space_id: bytes, step: LoadStep, group: int) -> _LoadPart | None:
         """None: this group needs nothing of what is loaded."""
         first_token = load_from(self._shape.groups[group], step.first_token, step.last_token)
         if first_token >= step.last_token:
@@ -224,9 +224,9 @@ class WorkerHalf:
         chunk = first_token // self._shape.chunk_tokens
         digests = step.digests[chunk - step.first_chunk :]
         keys = keys_in(space_id, digests, groups=(group,), shards=(self._shard,), tenant=step.tenant)
-        return _Part(group, first_token, chunk, keys)
+        return _LoadPart(group, first_token, chunk, keys)
 
-    def _plan_load(self, step: LoadStep, part: _Part, extents: Sequence[HostExtent]) -> TransferPlan:
+    def _plan_load(self, step: LoadStep, part: _LoadPart, extents: Sequence[HostExtent]) -> TransferPlan:
         group = self._shape.groups[part.group]
         table = step.blocks[group.table]
         if group.coverage.kind == "all":
@@ -254,7 +254,7 @@ class WorkerHalf:
             if load.copies.have_stopped():
                 self._finish(load)
 
-    def _start_copies(self, load: _Load, lease: ReadLease, parts: Sequence[_Part]) -> None:
+    def _start_copies(self, load: _Load, lease: ReadLease, parts: Sequence[_LoadPart]) -> None:
         offset = 0
         for part in parts:
             extents = lease.extents[offset : offset + len(part.keys)]

@@ -43,7 +43,7 @@ IS_HEALTH_ONLY: Final = "kv_is_health_only"
 """In `state` of a request's scope, about its connection: its answer ends it; it may request health only."""
 
 
-class Room:
+class HttpConnections:
     """The connections of HTTP. Used on HTTP's event loop only."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -105,7 +105,7 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's protocol, which by itself waits forever for a request's head, for its answer to be read, and for a
     connection to end."""
 
-    def __init__(self, *arguments: Any, room: Room, peer: str, is_health_only: bool, **options: Any) -> None:
+    def __init__(self, *arguments: Any, room: HttpConnections, peer: str, is_health_only: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.app_state = {IS_LAST: is_health_only, IS_HEALTH_ONLY: is_health_only}
         self.peer = peer

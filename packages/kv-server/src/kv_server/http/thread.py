@@ -19,7 +19,7 @@ from kv_tiers.threads import must_start
 
 from kv_server.accepting import Acceptor, listen_at
 from kv_server.http.app import make_app
-from kv_server.http.connections import HEAD_BYTES, IDLE_S, BoundedProtocol, Room, peer_of
+from kv_server.http.connections import HEAD_BYTES, IDLE_S, BoundedProtocol, HttpConnections, peer_of
 from kv_server.http.relay import Relay
 from kv_server.http.tenants import TenantNames
 from kv_server.http.token import read_token
@@ -134,7 +134,7 @@ class _HttpListener:
         self._listener = listener
         self._config = server.config
         self._state = server.server_state
-        self._room = Room()
+        self._room = HttpConnections()
         self._entering: set[asyncio.Task[object]] = set()
         self._acceptor = Acceptor(listener, greet=self._greet, turn_away=_turn_away)
         self._is_closed = False

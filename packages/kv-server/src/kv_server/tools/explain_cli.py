@@ -54,7 +54,7 @@ _CAUSES = {
     "promotion": "to make room for chunks being promoted",
     "watermark": "to keep slots free",
     "quota": "to keep within its tenant's quota",
-    "refinement": "to make other chunks exact",
+    "upgrade": "to make other chunks exact",
 }
 
 _GROUPS = {

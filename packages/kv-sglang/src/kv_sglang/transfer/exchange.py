@@ -65,7 +65,7 @@ class Exchange:
         if in_doubt or not keys or self._in_doubt():
             return "the weights have changed, and the engine's caches were not emptied since"
         tail = keys[-1] if names.tail_tokens and last == len(names.hashes) else None
-        away, full = _Waiting(max(_AWAY_S, self._wait_s)), _Waiting(self._wait_s)
+        away, full = _PollPauses(max(_AWAY_S, self._wait_s)), _PollPauses(self._wait_s)
         while is_wanted():
             refused = self._put(before, dict(zip(keys, slots, strict=True)), tail, names.tail_tokens, is_wanted)
             # Pages that another thread is storing are found once it has committed them.
@@ -98,15 +98,15 @@ class Exchange:
         keys = self._store.keys(names.hashes[first : first + len(slots)], given_by)
         if not keys:
             return "the weights of the engine are not known"
-        cache, pending = self._store.cache, _Waiting(max(self._hold_s, self._wait_s))
-        away, missing = _Waiting(max(_AWAY_S, self._wait_s)), _Waiting(self._wait_s)
+        cache, pending = self._store.cache, _PollPauses(max(self._hold_s, self._wait_s))
+        away, missing = _PollPauses(max(_AWAY_S, self._wait_s)), _PollPauses(self._wait_s)
         try:
             while is_wanted():
                 plan = cache.lookup(keys, self._name, wait_for_promotion=True)
                 if plan.chunks == len(keys) and (lease := self._store.lease(keys, self._name)) is not None:
                     return self._get(lease, slots, is_wanted, lock, dict(zip(keys, plan.tiers, strict=True)))
                 if plan.ended is Ended.PENDING:
-                    waiting, missing = pending, _Waiting(self._wait_s)
+                    waiting, missing = pending, _PollPauses(self._wait_s)
                 else:
                     waiting = away if plan.ended is Ended.REFUSED else missing
                 if not waiting.again():
@@ -191,7 +191,7 @@ class Exchange:
         return "" if is_good else "pages left the cache while they were read"
 
 
-class _Waiting:
+class _PollPauses:
     """Growing pauses until the time is over, which begins with the first."""
 
     def __init__(self, most_s: float) -> None:

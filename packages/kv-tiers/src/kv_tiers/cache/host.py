@@ -35,7 +35,7 @@ TIER = "host"
 AT_ONCE: Final = 256
 """Chunks that a new quota moves or evicts before it yields the lock: well under a millisecond's work."""
 _EVICTS_FROM: Final = 8
-"""From this many slots on, a share evicts one chunk so that others can be refined. For a smaller share that is too
+"""From this many slots on, a share evicts one chunk so that others can be upgraded. For a smaller share that is too
 much."""
 
 
@@ -361,7 +361,7 @@ class HostTier:
         """Accept or discard each; returns those that were discarded. Without the lock: it reads the bytes, and takes
         the lock itself.
 
-        A chunk that was refined meanwhile is no longer doubtful, so it does not matter which of its bytes were read.
+        A chunk that was upgraded meanwhile is no longer doubtful, so it does not matter which of its bytes were read.
         """
         doubts = doubtful.doubts
         wrong = [slot for slot, doubt in doubts.items() if self._checksum(slot, doubt.nbytes) != doubt.checksum]
@@ -378,7 +378,7 @@ class HostTier:
                 self._doubtful.pop(slot, None)
             self.unlease(self._index.bytes_at(list(doubts), doubtful.since), of_bytes=True)
             if damaged_keys and self.events.on:
-                self.events.publish(events.Damaged(TIER, damaged_keys, "its checksum is wrong"))
+                self.events.publish(events.DamageFound(TIER, damaged_keys, "its checksum is wrong"))
         return damaged_keys
 
     def _forget(self, key: ChunkKey) -> bool:

@@ -18,7 +18,7 @@ from kv_core.service import Holder
 
 
 @dataclass(slots=True)
-class Read:
+class ReadEntry:
     """A promise or a read lease.
 
     number: unique among all leases, read or write.
@@ -42,7 +42,7 @@ class Read:
 
 
 @dataclass(slots=True)
-class Write:
+class WriteEntry:
     """Slots in which chunks are being written.
 
     number: unique among all leases, read or write.
@@ -79,9 +79,9 @@ class Leases:
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self._reads: OrderedDict[int, Read] = OrderedDict()  # by deadline
-        self._lasting: dict[int, Read] = {}  # and those without one
-        self._writes: dict[int, Write] = {}
+        self._reads: OrderedDict[int, ReadEntry] = OrderedDict()  # by deadline
+        self._lasting: dict[int, ReadEntry] = {}  # and those without one
+        self._writes: dict[int, WriteEntry] = {}
         self._holdings: dict[Holder, _Holding] = {}
         self._last_number = 0
 
@@ -98,7 +98,7 @@ class Leases:
         """Holders that have any lease."""
         return set(self._holdings)
 
-    def promise(self, holder: Holder, slots: list[int], now_s: float) -> Read | None:
+    def promise(self, holder: Holder, slots: list[int], now_s: float) -> ReadEntry | None:
         """Replace the holder's promise with these slots; returns the previous promise. No slots: no promise."""
         holding = self._holdings.get(holder)
         previous = None if holding is None or holding.promise is None else self._reads.pop(holding.promise)
@@ -109,33 +109,33 @@ class Leases:
             self._drop_if_empty(holder, holding)
         return previous
 
-    def promise_of(self, holder: Holder) -> Read | None:
+    def promise_of(self, holder: Holder) -> ReadEntry | None:
         holding = self._holdings.get(holder)
         return None if holding is None or holding.promise is None else self._reads[holding.promise]
 
-    def renew(self, promise: Read, now_s: float) -> None:
+    def renew(self, promise: ReadEntry, now_s: float) -> None:
         """Restart its time."""
         promise.deadline_s = now_s + self.lease_s
         self._reads.move_to_end(promise.number)
 
-    def open_read(self, holder: Holder, slots: list[int], now_s: float, *, lasting: bool = False) -> Read:
+    def open_read(self, holder: Holder, slots: list[int], now_s: float, *, lasting: bool = False) -> ReadEntry:
         read = self._open(holder, slots, "load", now_s, lasting=lasting)
         self._holding(holder).reads.add(read.number)
         return read
 
     def open_write(
         self, holder: Holder, keys: list[ChunkKey], slots: list[int], chain: list[ChunkKey], now_s: float
-    ) -> Write:
-        write = Write(self._next_number(), holder, keys, slots, chain, now_s)
+    ) -> WriteEntry:
+        write = WriteEntry(self._next_number(), holder, keys, slots, chain, now_s)
         self._writes[write.number] = write
         self._holding(holder).writes.add(write.number)
         return write
 
-    def is_writing(self, write: Write) -> bool:
+    def is_writing(self, write: WriteEntry) -> bool:
         """It is still open."""
         return write.number in self._writes
 
-    def close_read(self, number: int) -> Read | None:
+    def close_read(self, number: int) -> ReadEntry | None:
         """None: it is not open (any more)."""
         read = self._reads.pop(number, None) or self._lasting.pop(number, None)
         if read is not None:
@@ -146,7 +146,7 @@ class Leases:
             self._drop_if_empty(read.holder, holding)
         return read
 
-    def close_write(self, number: int) -> Write | None:
+    def close_write(self, number: int) -> WriteEntry | None:
         """None: it is not open (any more)."""
         write = self._writes.pop(number, None)
         if write is not None:
@@ -155,7 +155,7 @@ class Leases:
             self._drop_if_empty(write.holder, holding)
         return write
 
-    def end(self, holder: Holder) -> tuple[list[Read], list[Write]]:
+    def end(self, holder: Holder) -> tuple[list[ReadEntry], list[WriteEntry]]:
         """End and return all leases of the holder."""
         holding = self._holdings.pop(holder, None)
         if holding is None:
@@ -165,9 +165,9 @@ class Leases:
         reads = [(self._lasting if number in self._lasting else self._reads).pop(number) for number in numbers]
         return reads, [self._writes.pop(number) for number in sorted(holding.writes)]
 
-    def expire(self, now_s: float) -> Sequence[Read]:
+    def expire(self, now_s: float) -> Sequence[ReadEntry]:
         """Remove and return the leases that have expired, the oldest first."""
-        expired: list[Read] = []
+        expired: list[ReadEntry] = []
         while self._reads:
             oldest = next(iter(self._reads.values()))
             if oldest.deadline_s > now_s:
@@ -176,7 +176,7 @@ class Leases:
             expired.append(oldest)
         return expired
 
-    def clear(self) -> list[Write]:
+    def clear(self) -> list[WriteEntry]:
         """End everything; returns the writes."""
         writes = list(self._writes.values())
         self._reads.clear()
@@ -187,8 +187,8 @@ class Leases:
 
     def _open(
         self, holder: Holder, slots: list[int], kind: Literal["promise", "load"], now_s: float, *, lasting: bool = False
-    ) -> Read:
-        read = Read(self._next_number(), holder, slots, kind, now_s, math.inf if lasting else now_s + self.lease_s)
+    ) -> ReadEntry:
+        read = ReadEntry(self._next_number(), holder, slots, kind, now_s, math.inf if lasting else now_s + self.lease_s)
         (self._lasting if lasting else self._reads)[read.number] = read
         return read
 

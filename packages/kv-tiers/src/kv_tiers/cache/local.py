@@ -31,7 +31,7 @@ from kv_tiers.cache.extension import CacheParts, Extension
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
-from kv_tiers.cache.leases import Leases, Read, Write
+from kv_tiers.cache.leases import Leases, ReadEntry, WriteEntry
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.clock import MonotonicClock
@@ -488,23 +488,23 @@ class LocalCache:
             self.events.publish(events.LoadBegun(holder, number, keys, 0))
         return ReadLease(LeaseId(number), tuple(keys), self.pool.extents(keys, slots))
 
-    def _give_back(self, read: Read) -> None:
+    def _give_back(self, read: ReadEntry) -> None:
         if read.kind == "load":
             self._host.unlease(self._index.bytes_at(read.slots, read.since), of_bytes=True)
         else:
             self._host.unlease(read.slots)
 
-    def _publish_end(self, read: Read, now_s: float, how: events.LoadEnding) -> None:
+    def _publish_end(self, read: ReadEntry, now_s: float, how: events.LoadEnding) -> None:
         if self.events.on_requests:
             seconds = now_s - read.began_s
             self.events.publish(events.LoadEnded(read.holder, read.number, len(read.slots), read.nbytes, seconds, how))
 
-    def _abort(self, write: Write) -> None:
+    def _abort(self, write: WriteEntry) -> None:
         self._host.abort(write.keys, write.slots)
         if self.events.on:
             self.events.publish(events.Aborted(write.holder, write.number, write.keys))
 
-    def _give_up_from(self, write: Write, first: int) -> int:
+    def _give_up_from(self, write: WriteEntry, first: int) -> int:
         """Abort a new write lease's chunks from `first` on; returns how many there are. Takes the lock itself."""
         with self._lock:
             keys, slots = write.keys[first:], write.slots[first:]

@@ -12,8 +12,8 @@ from kv_core.log import limited_logger
 from kv_tiers.cache.boot import BootMeasurement
 from kv_tiers.cache.host import HostTier
 from kv_tiers.cache.promote import Promotions
-from kv_tiers.cache.refine import Refinements
 from kv_tiers.cache.spill import Spills, WriteMode
+from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
@@ -54,13 +54,13 @@ class LowerTiers:
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
         self.spills = Spills(host, index, lanes, part=config.spill_share, batch_chunks=batch_chunks)
-        self.refinements = Refinements(host, index, self._lanes, clock=clock)
+        self.upgrades = Upgrades(host, index, self._lanes, clock=clock)
         self.promotions = Promotions(
             host,
             index,
             self._lanes,
             self.spills,
-            self.refinements,
+            self.upgrades,
             wait_s=config.wait_s,
             keep_s=keep_s,
             max_slots=max(1, int(slots * config.prefetch_share)),
@@ -157,12 +157,12 @@ class LowerTiers:
 
     def states(self) -> list[TierState]:
         with self._host.lock:
-            spills, refined = self.spills.counts(), list(self.refinements.counts)
+            spills, upgraded = self.spills.counts(), list(self.upgrades.counts)
         states = []
-        for lane, spill, refinements in zip(self._lanes, spills, refined, strict=True):
+        for lane, spill, upgrades in zip(self._lanes, spills, upgraded, strict=True):
             health, why = lane.health()
             states.append(
-                TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), refinements)
+                TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), upgrades)
             )
         return states
 
@@ -175,7 +175,7 @@ class LowerTiers:
         if self._boot is not None:
             self._boot.stop()
         with self._host.lock:
-            self.refinements.stop()
+            self.upgrades.stop()
         self.drain(timeout_s)
         with self._host.lock:
             unspilled = self.spills.stop()

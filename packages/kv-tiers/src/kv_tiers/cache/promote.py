@@ -34,9 +34,9 @@ from kv_tiers.cache.hits import columns_of, fitting, last_boundary, needed_count
 from kv_tiers.cache.host import TIER, HostTier
 from kv_tiers.cache.presence import Answers, Presence
 from kv_tiers.cache.probes import Probes
-from kv_tiers.cache.promotion import Job, PromoteCounts, Promotion, View, Wait
-from kv_tiers.cache.refine import Refinements
+from kv_tiers.cache.promotion import Job, PromoteCounts, Promotion, PromotionWait, View
 from kv_tiers.cache.spill import Spills
+from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
@@ -58,7 +58,7 @@ class Promotions:
         index: Residency,
         lanes: Sequence[Lane],
         spills: Spills,
-        refinements: Refinements,
+        upgrades: Upgrades,
         *,
         wait_s: float,
         keep_s: float,
@@ -74,13 +74,13 @@ class Promotions:
         self._index = index
         self._lanes = list(lanes)
         self._spills = spills
-        self._refinements = refinements
+        self._upgrades = upgrades
         self._wait_s, self._keep_s = wait_s, keep_s
         self._presence = Presence(self._lanes, host.lock, clock, wait_s)
         self._max_slots = max_slots
         self._batch_bytes = batch_bytes
         self._clock = clock
-        self._waits: OrderedDict[Holder, Wait] = OrderedDict()
+        self._waits: OrderedDict[Holder, PromotionWait] = OrderedDict()
         self._arriving: dict[ChunkKey, Job] = {}  # key → the load that is to deliver it
         self._given_up_slots = 0  # still reserved by loads whose chunks others may deliver
         self._probes = [Probes() for _ in self._lanes]
@@ -133,7 +133,7 @@ class Promotions:
         if not view.all_answered:
             # Whole-prefix groups need their chunks whatever the others answer; windows and states need only the last.
             jobs = [job for job in jobs if job.is_whole]
-        limit_s, share = self._wait_s, None
+        limit_s, divisor = self._wait_s, None
         if costs is not None and costs.compute is not None:
             worth = self._worth(view, shape, jobs, costs, have=have, best=best)
             wait.skipped, wait.awaited = worth.skipped, worth.awaited
@@ -144,7 +144,7 @@ class Promotions:
                     self._end_wait(wait)
                 self._load_unawaited(Promotion(holder, requested, lower=lower), jobs, costs, now_s)
                 return False
-            best, limit_s, share = worth.chunks, worth.limit_s, worth.share
+            best, limit_s, divisor = worth.chunks, worth.limit_s, worth.divisor
             jobs = [job for job in jobs if job.start < best]
         wait.needed = {key for job in jobs for key in job.keys}
         wait.needed.update(self._arriving_of(view, shape, best))
@@ -153,7 +153,7 @@ class Promotions:
         wait.tiers.update(job.tier for job in jobs)
         tiers_limit_s = max(self._presence.limit_s[tier] for tier in wait.tiers)
         wait.until_s = wait.answers.began_s + min(self._wait_s, tiers_limit_s, limit_s)
-        return self._start(Promotion(holder, requested, share, lower=lower), jobs)
+        return self._start(Promotion(holder, requested, divisor, lower=lower), jobs)
 
     def bring(
         self,
@@ -240,13 +240,13 @@ class Promotions:
             for slot in slots:
                 self._source.pop(slot, None)
 
-    def _wait_of(self, holder: Holder, now_s: float) -> Wait:
+    def _wait_of(self, holder: Holder, now_s: float) -> PromotionWait:
         wait = self._waits.get(holder)
         if wait is None:
-            wait = self._waits[holder] = Wait(Answers(now_s), now_s + self._wait_s)
+            wait = self._waits[holder] = PromotionWait(Answers(now_s), now_s + self._wait_s)
         return wait
 
-    def _end_wait(self, wait: Wait) -> None:
+    def _end_wait(self, wait: PromotionWait) -> None:
         """Under the lock."""
         wait.over = True
         slots, wait.slots = wait.slots, []
@@ -261,7 +261,7 @@ class Promotions:
         writing = {key for key, is_there in zip(keys, in_pool, strict=True) if not is_there and is_held(key)}
         return View(keys, in_pool, writing)
 
-    def _best_boundary(self, view: View, shape: ChunkShape, wait: Wait, now_s: float) -> int:
+    def _best_boundary(self, view: View, shape: ChunkShape, wait: PromotionWait, now_s: float) -> int:
         """The longest boundary that the pool and the tiers can serve, as far as these have answered. Groups that need
         the whole prefix are queried first: their chunks limit what is worth querying for the others."""
         stride = shape.keys_per_chunk
@@ -289,7 +289,7 @@ class Promotions:
             best, _ = last_boundary(shape, fitting(shape, best, room), view.has)
         return best
 
-    def _query(self, view: View, places: Sequence[int], wait: Wait, now_s: float) -> None:
+    def _query(self, view: View, places: Sequence[int], wait: PromotionWait, now_s: float) -> None:
         missing = [key for place in places if not view.has(place) and (key := view.keys[place]) not in view.writing]
         if missing:
             tier_of, all_answered = self._presence.find(missing, wait.answers, now_s)
@@ -418,10 +418,10 @@ class Promotions:
         ]
         lane = self._lanes[job.tier]
         nbytes = pool.sizes.total(job.keys)
-        job.estimated_s = lane.load_s(nbytes, promotion.share)
-        keeps = self._refinements.keeps(job.tier, nbytes)
+        job.estimated_s = lane.load_s(nbytes, promotion.divisor)
+        keeps = self._upgrades.keeps(job.tier, nbytes)
 
-        return lane.load(reads, partial(self._arrived, promotion, job), share=promotion.share, keeps=keeps)
+        return lane.load(reads, partial(self._arrived, promotion, job), divisor=promotion.divisor, keeps=keeps)
 
     def _arrived(self, promotion: Promotion, job: Job, arrivals: Sequence[Arrival]) -> None:
         """On the lane's thread. arrivals: empty if the lane refused the job, which it may take later if it serves."""
@@ -448,7 +448,7 @@ class Promotions:
         job: Job,
         arrivals: Sequence[Arrival],
         is_usable: Sequence[bool],
-        wait: Wait | None,
+        wait: PromotionWait | None,
     ) -> None:
         """Under the lock. is_usable: for each of the job's chunks, whether it arrived and can be used."""
         pairs = list(zip(job.keys, job.slots, strict=True))
@@ -461,7 +461,7 @@ class Promotions:
             chain = job.chain[: job.start + len(job.keys)]
             arrivals = [arrival for arrival, ok in zip(arrivals, is_usable, strict=True) if ok]
             self._host.commit(keys, slots, chain, [arrival.checksum for arrival in arrivals])
-            self._refinements.came(job.tier, slots, arrivals, promotion.share)
+            self._upgrades.came(job.tier, slots, arrivals, promotion.divisor)
             self._host.touch(chain[job.touched_from :])
             self.counts.arrived += len(pairs)
             self._source.update((slot, (key, self._lanes[job.tier].name)) for key, slot in pairs)

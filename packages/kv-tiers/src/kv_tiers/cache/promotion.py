@@ -30,14 +30,14 @@ class Promotion:
 
     holder: whose lookup started them.
     broken_at: the first chunk that a group of the whole prefix did not get: everything from there on is worthless.
-    share: how much of each chunk is read (`Lane.shares`); None: as little as allowed.
+    divisor: of each chunk one of this many parts is read (`Lane.divisors`); None: the smallest.
     on_arrived: called under the lock with the slots of chunks that have arrived.
     lower: the numbers of the tiers that the chunks may be written to; None: all.
     """
 
     holder: Holder
     broken_at: int
-    share: int | None = None
+    divisor: int | None = None
     on_arrived: Callable[[Sequence[int]], object] | None = None
     lower: frozenset[int] | None = None
 
@@ -100,7 +100,7 @@ class View:
 
 
 @dataclass(slots=True)
-class Wait:
+class PromotionWait:
     """One holder's wait.
 
     answers: what the tiers have answered, and when the wait began.

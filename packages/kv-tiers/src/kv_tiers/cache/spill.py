@@ -91,7 +91,7 @@ class _LowerTier:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _SpillBatch:
     tier: _LowerTier
     share: Share
     slots: list[int]
@@ -220,7 +220,7 @@ class Spills:
                 self._host.free([slot])
                 continue
             for tier, waiting in lacking:
-                if not self._submit(_Batch(tier, share, [slot], [waiting], then_evict=True)):
+                if not self._submit(_SpillBatch(tier, share, [slot], [waiting], then_evict=True)):
                     return
                 tier.remove(slot)
 
@@ -278,9 +278,9 @@ class Spills:
                 return self._submit(batch)
         return False
 
-    def _next_of(self, tier: _LowerTier, share: Share, room: int) -> _Batch:
+    def _next_of(self, tier: _LowerTier, share: Share, room: int) -> _SpillBatch:
         """The next chunks of a share's queue: a few of one prompt, skipping those that are gone."""
-        batch = _Batch(tier, share, [], [], then_evict=False)
+        batch = _SpillBatch(tier, share, [], [], then_evict=False)
         while (queue := tier.queues.get(share)) and len(batch.slots) < room:
             slot, waiting = next(iter(queue.items()))
             if batch.chunks and waiting.parent != batch.chunks[-1].key:
@@ -300,7 +300,7 @@ class Spills:
         """How many more slots of the share may be leased for stores to this tier."""
         return max(1, self._part_of(share) // self._tiers_written) - tier.leased[share]
 
-    def _submit(self, batch: _Batch) -> bool:
+    def _submit(self, batch: _SpillBatch) -> bool:
         if self._stopped or len(batch.slots) > self._room_for(batch.tier, batch.share):
             return False
         pool = self._host.pool
@@ -318,7 +318,7 @@ class Spills:
         self._requeue(batch)
         return False
 
-    def _stored(self, batch: _Batch, outcomes: Sequence[StoreOutcome]) -> None:
+    def _stored(self, batch: _SpillBatch, outcomes: Sequence[StoreOutcome]) -> None:
         """On the lane's thread, without the lock."""
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
         is_down = stored < len(outcomes) and batch.tier.lane.health()[0] not in SERVING
@@ -338,7 +338,7 @@ class Spills:
                 self._publish(batch, outcomes, is_retried=is_down and not stored)
             self._submit_waiting(batch.share)
 
-    def _publish(self, batch: _Batch, outcomes: Sequence[StoreOutcome], *, is_retried: bool) -> None:
+    def _publish(self, batch: _SpillBatch, outcomes: Sequence[StoreOutcome], *, is_retried: bool) -> None:
         pairs = zip(batch.chunks, outcomes, strict=True)
         keys = [chunk.key for chunk, outcome in pairs if isinstance(outcome, Stored)]
         self._host.events.publish(
@@ -352,7 +352,7 @@ class Spills:
             )
         )
 
-    def _settle(self, batch: _Batch) -> None:
+    def _settle(self, batch: _SpillBatch) -> None:
         self._host.unlease(self._index.bytes_at(batch.slots, batch.since), of_bytes=True)
         batch.tier.leased[batch.share] -= len(batch.slots)
         batch.tier.emptying[batch.share] -= len(batch.slots) if batch.then_evict else 0
@@ -360,14 +360,14 @@ class Spills:
         if batch.share in batch.tier.queues:
             batch.tier.turns[batch.share] = None
 
-    def _requeue(self, batch: _Batch) -> None:
+    def _requeue(self, batch: _SpillBatch) -> None:
         """Put the chunks back at the head of the queue."""
         for slot, chunk in zip(reversed(batch.slots), reversed(batch.chunks), strict=True):
             if self._index.key_at(slot) == chunk.key and not self._stopped:
                 batch.tier.add(slot, chunk, batch.share)
                 batch.tier.queues[batch.share].move_to_end(slot, last=False)
 
-    def _evict(self, batch: _Batch) -> None:
+    def _evict(self, batch: _SpillBatch) -> None:
         for slot, chunk in zip(batch.slots, batch.chunks, strict=True):
             if self._index.key_at(slot) == chunk.key and not self._index.is_leased(slot):
                 self._host.evict(slot)

@@ -47,19 +47,19 @@ class Worth:
     limit_s: how long to wait for it at most.
     skipped: the chunks beyond it.
     awaited: the chunks up to it that slower tiers deliver.
-    share: how much of each chunk to read (`Lane.shares`); None: the smallest part.
+    divisor: of each chunk one of this many parts is read (`Lane.divisors`); None: the smallest.
     """
 
     chunks: int
     limit_s: float
     skipped: Skipped | None
     awaited: Skipped | None
-    share: int | None = None
+    divisor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The best choice if a given share of each chunk is read.
+    """The best choice if one of this many parts of each chunk is read.
 
     chosen: what is worth waiting for; None: nothing.
     won_s: seconds saved until the first token, compared with computing.
@@ -68,7 +68,7 @@ class _Plan:
     is_known: all of these tiers have been measured.
     """
 
-    share: int | None
+    divisor: int | None
     chosen: Wait | None
     won_s: float
     waiting: Mapping[int, float]
@@ -100,14 +100,14 @@ def worth_waiting(
     later_starts = [*accumulate((part.start for part in reversed(ordered)), min, initial=best)][-2::-1]
     is_boundary = [part.end <= later for part, later in zip(ordered, later_starts, strict=True)]
 
-    def plan(share: int | None) -> _Plan:
+    def plan(divisor: int | None) -> _Plan:
         waiting = dict(arriving)
         queued_bytes: dict[int, int] = {}
         waits: list[Wait] = []
         is_known = True
         for position, part in enumerate(ordered):
             queued_bytes[part.tier] = queued_bytes.get(part.tier, 0) + part.nbytes
-            load_s = lanes[part.tier].load_s(queued_bytes[part.tier], share, part.nbytes)
+            load_s = lanes[part.tier].load_s(queued_bytes[part.tier], divisor, part.nbytes)
             is_known = is_known and load_s is not None
             waiting[part.tier] = max(load_s or 0.0, arriving.get(part.tier, 0.0))
             if shape.is_plain and is_boundary[position] and have < part.end < best:
@@ -115,11 +115,11 @@ def worth_waiting(
         waits.append(Wait(best, max(waiting.values(), default=0.0)))
         chosen = choose_wait(costs, shape.chunk_tokens, have, waits, max_wait_s)
         won_s = 0.0 if chosen is None else won_by(costs, shape.chunk_tokens, have, chosen)
-        return _Plan(share, chosen, won_s, waiting, waits[-1].seconds, is_known)
+        return _Plan(divisor, chosen, won_s, waiting, waits[-1].seconds, is_known)
 
     least = plan(None)
-    shares = max((lanes[part.tier].shares for part in parts), key=len, default=())
-    plans = [plan(share) for share in shares] if shares and least.is_known else [least]
+    divisors = max((lanes[part.tier].divisors for part in parts), key=len, default=())
+    plans = [plan(divisor) for divisor in divisors] if divisors and least.is_known else [least]
     tie_s = _EXACTNESS_WORTH * (costs.compute_s(have * shape.chunk_tokens, best * shape.chunk_tokens) or 0.0)
     most_won_s = max(candidate.won_s for candidate in plans)
     ties = [candidate for candidate in plans if candidate.won_s >= most_won_s - tie_s]
@@ -151,7 +151,7 @@ def worth_waiting(
         limit_s,
         skipped(chosen.chunks, best, best_plan.all_s),
         skipped(have, chosen.chunks, chosen.seconds),
-        best_plan.share,
+        best_plan.divisor,
     )
 
 

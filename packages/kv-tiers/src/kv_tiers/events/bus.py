@@ -230,10 +230,7 @@ class EventBus:
                     continue
                 occurred = Occurred(*item)
                 for subscriber in subscribers:
-                    try:
-                        subscriber.take(occurred)
-                    except Exception:  # noqa: BLE001  # one subscriber's bug affects neither the others nor the cache
-                        self._count_failure(subscriber)
+                    self._call(subscriber, subscriber.take, occurred)
             self._flush_all(subscribers)
             if is_last and not queue:
                 return
@@ -255,10 +252,10 @@ class EventBus:
         for subscriber in subscribers:
             self._call(subscriber, subscriber.flush)
 
-    def _call(self, subscriber: Subscriber, call: Callable[[], None]) -> None:
+    def _call(self, subscriber: Subscriber, call: Callable[..., None], *arguments: Occurred) -> None:
         try:
-            call()
-        except Exception:  # noqa: BLE001  # as in `_deliver`
+            call(*arguments)
+        except Exception:  # noqa: BLE001  # one subscriber's bug affects neither the others nor the cache
             self._count_failure(subscriber)
 
     def _count_failure(self, subscriber: Subscriber) -> None:

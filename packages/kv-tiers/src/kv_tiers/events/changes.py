@@ -14,7 +14,7 @@ from typing import Final
 
 from kv_core.keys import ChunkKey
 
-from kv_tiers.events.events import Committed, Damaged, Event, Evicted, Forgotten, Promoted
+from kv_tiers.events.events import Committed, DamageFound, Event, Evicted, Forgotten, Promoted
 
 MAX_KEYS: Final = 1 << 18
 """About 6 MB."""
@@ -58,7 +58,7 @@ class ChangeLog:
         match event:
             case Committed(keys=keys) | Promoted(keys=keys) if keys:
                 self._append(Change(True, keys))
-            case Evicted(tier=tier, keys=keys) | Damaged(tier=tier, keys=keys) if keys and tier == POOL:
+            case Evicted(tier=tier, keys=keys) | DamageFound(tier=tier, keys=keys) if keys and tier == POOL:
                 self._append(Change(False, keys))
             case Forgotten(keys=keys, everything=everything) if keys or everything:
                 self._append(Change(False, keys))

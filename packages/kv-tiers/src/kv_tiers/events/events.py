@@ -14,7 +14,7 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder
 
-EvictedFor = Literal["store", "promotion", "watermark", "quota", "refinement"]
+EvictedFor = Literal["store", "promotion", "watermark", "quota", "upgrade"]
 """Why room was needed: for a store, for a promotion, for the slots that `write: back` keeps free, for a tenant's quota,
 or for better bytes of a chunk that is an approximation."""
 
@@ -168,7 +168,7 @@ class Forgotten(msgspec.Struct, frozen=True):
     everything: bool = False
 
 
-class Damaged(msgspec.Struct, frozen=True):
+class DamageFound(msgspec.Struct, frozen=True):
     """Chunks had wrong bytes and were discarded from this tier."""
 
     tier: str
@@ -195,7 +195,7 @@ class Promoted(msgspec.Struct, frozen=True):
     estimated_s: float | None = None
 
 
-class Refined(msgspec.Struct, frozen=True):
+class Upgraded(msgspec.Struct, frozen=True):
     """From now on chunks in the pool that were approximations have better bytes, usually the exact ones.
 
     tier: where those came from.
@@ -265,9 +265,9 @@ Event = (
     | HolderEnded
     | Evicted
     | Forgotten
-    | Damaged
+    | DamageFound
     | Promoted
-    | Refined
+    | Upgraded
     | Spilled
     | TierHealth
     | BlocksAllocated

@@ -27,7 +27,7 @@ class Life(IntEnum):  # of ints because they hash in C: a store of 512 chunks lo
     REPLACED = 6
 
 
-class Event(IntEnum):
+class LifeEvent(IntEnum):
     RESERVE = 0
     COMMIT = 1
     ABORT = 2
@@ -41,28 +41,28 @@ class Event(IntEnum):
 
 
 _NEXT: Final = {
-    (Life.ABSENT, Event.RESERVE): Life.RESERVED,  # a slot is ours, bytes still arriving
-    (Life.ABSENT, Event.ADOPT): Life.RESIDENT,  # a named pool's directory says that the bytes are there already
-    (Life.RESERVED, Event.COMMIT): Life.RESIDENT,  # only from here can a lookup find it
-    (Life.RESERVED, Event.ABORT): Life.ABSENT,
-    (Life.RESERVED, Event.FORGET): Life.ORPHANED,  # the bytes being written predate the forgetting
-    (Life.ORPHANED, Event.COMMIT): Life.ABSENT,
-    (Life.ORPHANED, Event.ABORT): Life.ABSENT,
-    (Life.RESIDENT, Event.EVICT): Life.ABSENT,  # needs zero leases
-    (Life.RESIDENT, Event.FORGET): Life.LEAVING,
-    (Life.LEAVING, Event.GONE): Life.ABSENT,  # the last lease has ended
-    (Life.ABSENT, Event.LEND): Life.LENT,
-    (Life.LENT, Event.RETURN): Life.ABSENT,  # with the worse bytes of the two, or with incomplete ones
-    (Life.LENT, Event.REPLACE): Life.REPLACED,  # with the worse bytes of the two, which are being read
-    (Life.REPLACED, Event.GONE): Life.ABSENT,  # they are no longer being read
-    (Life.REPLACED, Event.FORGET): Life.LEAVING,  # their chunk was forgotten, so reads of them are void
+    (Life.ABSENT, LifeEvent.RESERVE): Life.RESERVED,  # a slot is ours, bytes still arriving
+    (Life.ABSENT, LifeEvent.ADOPT): Life.RESIDENT,  # a named pool's directory says that the bytes are there already
+    (Life.RESERVED, LifeEvent.COMMIT): Life.RESIDENT,  # only from here can a lookup find it
+    (Life.RESERVED, LifeEvent.ABORT): Life.ABSENT,
+    (Life.RESERVED, LifeEvent.FORGET): Life.ORPHANED,  # the bytes being written predate the forgetting
+    (Life.ORPHANED, LifeEvent.COMMIT): Life.ABSENT,
+    (Life.ORPHANED, LifeEvent.ABORT): Life.ABSENT,
+    (Life.RESIDENT, LifeEvent.EVICT): Life.ABSENT,  # needs zero leases
+    (Life.RESIDENT, LifeEvent.FORGET): Life.LEAVING,
+    (Life.LEAVING, LifeEvent.GONE): Life.ABSENT,  # the last lease has ended
+    (Life.ABSENT, LifeEvent.LEND): Life.LENT,
+    (Life.LENT, LifeEvent.RETURN): Life.ABSENT,  # with the worse bytes of the two, or with incomplete ones
+    (Life.LENT, LifeEvent.REPLACE): Life.REPLACED,  # with the worse bytes of the two, which are being read
+    (Life.REPLACED, LifeEvent.GONE): Life.ABSENT,  # they are no longer being read
+    (Life.REPLACED, LifeEvent.FORGET): Life.LEAVING,  # their chunk was forgotten, so reads of them are void
 }
 
 
-_NEXT_BY_EVENT: Final = {event: {now: to for (now, on), to in _NEXT.items() if on is event} for event in Event}
+_NEXT_BY_EVENT: Final = {event: {now: to for (now, on), to in _NEXT.items() if on is event} for event in LifeEvent}
 
 
-def advance(life: list[Life], slots: Sequence[int], event: Event) -> None:
+def advance(life: list[Life], slots: Sequence[int], event: LifeEvent) -> None:
     """Change the states of these slots as the event demands.
 
     Raises:

@@ -20,14 +20,14 @@ from kv_core.keys import ChunkKey
 from kv_eviction.policy import EvictionPolicy
 
 from kv_tiers.index.journal import Journal
-from kv_tiers.index.life import Event, Life, advance
+from kv_tiers.index.life import Life, LifeEvent, advance
 from kv_tiers.index.replaced import Replaced
 
 _SHARE_AT: Final = slice(24, 28)
 """The part of a key that names its group and shard."""
 _CHAIN_BYTES: Final = _SHARE_AT.stop
 """The length of the beginning that all keys of one chain share."""
-_EVICT: Final = Event.EVICT  # reading a member of an enum takes five times as long, which counts once a chunk
+_EVICT: Final = LifeEvent.EVICT  # reading a member of an enum takes five times as long, which counts once a chunk
 _READ: Final = 1 << 32
 """A read lease counts as this much more than 1, so that one number contains the counts of both kinds."""
 
@@ -218,7 +218,7 @@ class Residency:
         """Reserve slots for chunks whose bytes are still to come. None of the keys is held, and none is repeated
         (`not_held`).
         """
-        self._move(slots, Event.RESERVE)
+        self._move(slots, LifeEvent.RESERVE)
         self._writing.update(zip(keys, slots, strict=True))
 
     def commit(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[int]:
@@ -231,7 +231,7 @@ class Residency:
         if freed:
             live_keys = [key for key, slot in zip(keys, slots, strict=True) if slot not in freed]
             live_slots = [slot for slot in slots if slot not in freed]
-        self._move(slots, Event.COMMIT)
+        self._move(slots, LifeEvent.COMMIT)
         for key, slot in zip(live_keys, live_slots, strict=True):
             del self._writing[key]
             self._key_at[slot] = key
@@ -251,23 +251,23 @@ class Residency:
                 self._orphans -= 1
             else:
                 del self._writing[key]
-        self._move(slots, Event.ABORT)
+        self._move(slots, LifeEvent.ABORT)
 
     def orphan(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """The chunks being written to these reserved slots count as forgotten, so that they can be reserved again."""
         for key, slot in zip(keys, slots, strict=True):
             if self._writing.get(key) == slot:  # else it was forgotten before
                 del self._writing[key]
-                self._move([slot], Event.FORGET)
+                self._move([slot], LifeEvent.FORGET)
                 self._orphans += 1
 
     def lend(self, slot: int) -> None:
         """Use a free slot for better bytes of a resident chunk."""
-        self._move([slot], Event.LEND)
+        self._move([slot], LifeEvent.LEND)
 
     def give_back(self, slot: int) -> None:
         """Free a lent slot."""
-        self._move([slot], Event.RETURN)
+        self._move([slot], LifeEvent.RETURN)
 
     def exchange(self, slot: int, lent: int) -> bool:
         """From now on a resident chunk has the better bytes of the lent slot, which gets the old ones with all read
@@ -279,7 +279,7 @@ class Residency:
             return True
         key = self._key_at[slot]
         assert key is not None
-        self._move([lent], Event.REPLACE)
+        self._move([lent], LifeEvent.REPLACE)
         self._leases[lent] = reads * (_READ + 1)
         self._leases[slot] -= reads * (_READ + 1)
         self._replaced.add(slot, key, lent)
@@ -290,7 +290,7 @@ class Residency:
 
     def adopt(self, key: ChunkKey, slot: int) -> None:
         """Add a chunk that an earlier process stored. Chunks adopted later count as used later."""
-        self._move([slot], Event.ADOPT)
+        self._move([slot], LifeEvent.ADOPT)
         self._slot_of[key] = slot
         self._resident_of[key[_SHARE_AT]] += 1
         self._key_at[slot] = key
@@ -320,7 +320,7 @@ class Residency:
                 break
             policy.removed(slot)
             slots.append(slot)
-        self._move(slots, Event.EVICT)
+        self._move(slots, LifeEvent.EVICT)
         return {slot: self._hide(slot) for slot in slots}
 
     def victim(self, protected: Container[int], skipped: set[int], policy: EvictionPolicy | None = None) -> int | None:
@@ -398,16 +398,16 @@ class Residency:
         """
         for old_slot in self._replaced.of(key) if self._replaced else ():
             if old_slot not in self._leaving:
-                self._move([old_slot], Event.FORGET)
+                self._move([old_slot], LifeEvent.FORGET)
                 self._leaving.add(old_slot)
         if (slot := self._writing.pop(key, None)) is not None:
-            self._move([slot], Event.FORGET)
+            self._move([slot], LifeEvent.FORGET)
             self._orphans += 1
             return None
         slot = self._slot_of.get(key)
         if slot is None:
             return None
-        self._move([slot], Event.FORGET)
+        self._move([slot], LifeEvent.FORGET)
         self._policy.removed(slot)
         self._hide(slot)
         self._excluded.discard(slot)
@@ -454,7 +454,7 @@ class Residency:
         self._leaving.discard(slot)
         if slot in self._replaced:
             self._replaced.drop(slot)
-        self._move([slot], Event.GONE)
+        self._move([slot], LifeEvent.GONE)
 
-    def _move(self, slots: Sequence[int], event: Event) -> None:
+    def _move(self, slots: Sequence[int], event: LifeEvent) -> None:
         advance(self._life, slots, event)

@@ -54,7 +54,7 @@ class Arrival:
 
     checksum: the checksum of its bytes if it was loaded (for `Read.as_stored`, of the payload).
     parts: the number of first parts from which alone it was decoded; 0: it was decoded from all of them.
-    first_bytes: these parts as they were read, if `Load.keeps`.
+    first_bytes: these parts as they were read, if `LoadChunks.keeps`.
     """
 
     key: ChunkKey
@@ -65,24 +65,24 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Load:
+class LoadChunks:
     """Load chunks.
 
-    share: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
+    divisor: read one of this many equal parts of each chunk's size, if chunks have parts; 1: all of it.
     keeps: whether to return `Arrival.first_bytes`.
     """
 
     reads: list[Read]
     done: Callable[[list[Arrival]], None]
-    share: int = 1
+    divisor: int = 1
     keeps: bool = False
 
 
 @dataclass(slots=True)
-class Rest:
+class LoadRemainder:
     """Load the whole of one payload, in steps, while the lane has nothing else to do.
 
-    done: receives the outcome. None: other work comes first; pass the rest to the lane again later to continue.
+    done: receives the outcome. None: other work comes first; pass the remainder to the lane again later to continue.
     bytes_read: how many of the payload's first bytes are in the pages of `read`, with its header.
     first_bytes: bytes that were read earlier and are still to be copied into these pages.
     in_one: whether to read the payload again from its beginning in one call, because the result of steps was wrong.
@@ -118,7 +118,7 @@ class Discard:
 
 
 @dataclass(slots=True)
-class Clear:
+class ClearTier:
     pass
 
 
@@ -131,9 +131,9 @@ class Probe:
     """Check whether a tier that failed is back."""
 
 
-Submitted = Load | Ask | Store
-Removal = Discard | Clear | ClearTenant
-Job = Submitted | Removal | Rest
+Submitted = LoadChunks | Ask | Store
+Removal = Discard | ClearTier | ClearTenant
+Job = Submitted | Removal | LoadRemainder
 
 
 class OnlyHidden:
@@ -180,9 +180,9 @@ class Jobs:
         self._hidden = OnlyHidden() if only_hides else None
         self._max_load_chunks, self._max_store_chunks = max_load_chunks, max_store_chunks
         self._max_stores = max_stores
-        self.rest: Rest | None = None
-        """The rest that is being read, which no request is waiting for."""
-        self._loads: deque[Load | Ask] = deque()
+        self.remainder: LoadRemainder | None = None
+        """The remainder that is being read, which no request is waiting for."""
+        self._loads: deque[LoadChunks | Ask] = deque()
         self._stores: deque[Store] = deque()
         self._load_chunks = self._store_chunks = 0  # of jobs that wait or are in progress
         self._storing: dict[int, Store] = {}
@@ -311,7 +311,7 @@ class Jobs:
 
     def _next_removal(self) -> Removal | None:
         if self._clear_next and not self._storing and not self._clearing:
-            return Clear()
+            return ClearTier()
         if self._tenants_to_clear and not self.is_clearing:
             storing = {chunk.key.tenant for job in self._storing.values() for chunk in job.chunks}
             for tenant in self._tenants_to_clear:
@@ -338,7 +338,7 @@ class Jobs:
         match job:
             case Store():
                 self._storing[id(job)] = job
-            case Clear():
+            case ClearTier():
                 self._clearing, self._clear_next = True, False
             case Discard():
                 for key in job.keys:
@@ -347,22 +347,22 @@ class Jobs:
             case ClearTenant():
                 del self._tenants_to_clear[job.tenant]
                 self._clearing_tenants.add(job.tenant)
-            case Rest():
-                self.rest = job
+            case LoadRemainder():
+                self.remainder = job
 
     def end(self, job: Job) -> None:
         match job:
             case Store():
                 del self._storing[id(job)]
                 self._store_chunks -= len(job.chunks)
-            case Clear():
+            case ClearTier():
                 self._clearing = False
             case Discard():
                 self._discarding.difference_update(job.keys)
             case ClearTenant():
                 self._clearing_tenants.remove(job.tenant)
-            case Rest():
-                self.rest = None
+            case LoadRemainder():
+                self.remainder = None
             case _:
                 self._load_chunks -= _load_chunks(job)
 
@@ -376,7 +376,7 @@ class Jobs:
     def requeue(self, job: Job) -> None:
         """The tier was down: removals are sent to it again when it is back."""
         match job:
-            case Clear():
+            case ClearTier():
                 self._clear_next = True
             case Discard():
                 self._discards.update(dict.fromkeys(job.keys))
@@ -392,8 +392,10 @@ class Jobs:
             return False
         if isinstance(job, Ask):
             return any(map(self._is_being_cleared, job.keys))
-        return any(self._is_being_cleared(item.key) for item in (job.reads if isinstance(job, Load) else job.chunks))
+        return any(
+            self._is_being_cleared(item.key) for item in (job.reads if isinstance(job, LoadChunks) else job.chunks)
+        )
 
 
-def _load_chunks(job: Load | Ask) -> int:
-    return len(job.reads) if isinstance(job, Load) else 1
+def _load_chunks(job: LoadChunks | Ask) -> int:
+    return len(job.reads) if isinstance(job, LoadChunks) else 1

@@ -6,8 +6,8 @@ nothing more. `kv_tiers.lanes.jobs` has the order of jobs, and which chunks are 
 Chunks get headers and are encoded on the way out; on the way back they are verified and decoded (`payloads`). A wrong
 one is discarded at once, so that the next lookup is a miss and not the same fault again. Events report what happens.
 
-An idle lane checks whether the rest of some payload is wanted (`when_idle`), and interrupts reading it as soon as there
-is other work. A lane that is never idle reads a step of it now and then (`RestTurns`).
+An idle lane checks whether the remainder of some payload is wanted (`when_idle`), and interrupts reading it as soon as
+there is other work. A lane that is never idle reads a step of it now and then (`RemainderTurns`).
 
 A tier that raises is down: nothing is sent to it until a probe succeeds; probes become rarer, up to a limit. A job that
 does not return within `stuck_s` (see `Running`) has the same effect until it does; its memory stays in use, as its
@@ -27,16 +27,29 @@ from kv_core.log import limited_logger, on_one_line, traceback_of
 from kv_core.outcome import Loaded, StoreOutcome
 
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.codec import PREFIX_SHARES, Codec
+from kv_tiers.codec import PREFIX_DIVISORS, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.health import HealthTracker, release_frames
-from kv_tiers.lanes.jobs import Arrival, Ask, Clear, ClearTenant, Discard, Job, Jobs, Load, Outgoing, Probe, Rest, Store
+from kv_tiers.lanes.jobs import (
+    Arrival,
+    Ask,
+    ClearTenant,
+    ClearTier,
+    Discard,
+    Job,
+    Jobs,
+    LoadChunks,
+    LoadRemainder,
+    Outgoing,
+    Probe,
+    Store,
+)
 from kv_tiers.lanes.moving import Moving, refuse
 from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
 from kv_tiers.lanes.running import Running
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.lanes.turns import RestTurn, RestTurns
+from kv_tiers.lanes.turns import RemainderTurn, RemainderTurns
 from kv_tiers.lanes.workers import Workers
 from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
 from kv_tiers.tier_state import SERVING, Health, LaneCounts
@@ -76,16 +89,16 @@ class Lane:
         self.holds_is_local = tier.holds_is_local
         self.events = UNWATCHED
         """Where the tier's health and damage are published; set by the cache above."""
-        self.when_idle: Callable[[], Rest | None] = lambda: None
-        """Called without a lock, on a thread of the lane, after `has_rests` and while the last call returned a rest."""
+        self.when_idle: Callable[[], LoadRemainder | None] = lambda: None
+        """Called without a lock, on a thread of the lane, after `has_remainders` and while it returns one."""
         self.when_done: Callable[[], object] = lambda: None
         """Called in the same way after every job: stores that were refused before may now be taken."""
-        self._turns = RestTurns()
+        self._turns = RemainderTurns()
         self._noticed = Health.UP
         payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
-        self.shares: Sequence[int] = (1, *PREFIX_SHARES) if approximate else (1,)
-        """How much of a chunk may be read: one of this many equal shares of its size; 1, the first, is all."""
-        self._least_share = self.shares[-1]
+        self.divisors: Sequence[int] = (1, *PREFIX_DIVISORS) if approximate else (1,)
+        """How much of a chunk may be read: one of this many equal parts of its size; 1, the first, is all."""
+        self._least_divisor = self.divisors[-1]
         # A store may take the medium's time to make things durable, and a load should not wait for that.
         self._jobs = Jobs(
             max_load_chunks=max_load_chunks,
@@ -129,16 +142,16 @@ class Lane:
         reads: Sequence[Read],
         done: Callable[[list[Arrival]], None],
         *,
-        share: int | None = None,
+        divisor: int | None = None,
         keeps: bool = False,
     ) -> bool:
         """Load chunks. The memory of `reads` is in use until `done` is called, on another thread. False: refused.
 
-        share: of `shares`; None: the smallest part of each. keeps: as in `Load`.
+        divisor: of `divisors`; None: the smallest part of each. keeps: as in `LoadChunks`.
         """
-        return self._submit(Load(list(reads), done, self._share(share), keeps))
+        return self._submit(LoadChunks(list(reads), done, self._divisor(divisor), keeps))
 
-    def has_rests(self) -> None:
+    def has_remainders(self) -> None:
         """There may now be something to read when the lane is idle (`when_idle`)."""
         with self._changed:
             self._turns.wanted(self._clock.now_s())
@@ -148,18 +161,18 @@ class Lane:
         """Store chunks of one prompt, in its order. Their memory is in use until `done` is called. False: refused."""
         return self._submit(Store(list(chunks), done))
 
-    def load_s(self, nbytes: int, share: int | None = None, last_bytes: int | None = None) -> float | None:
+    def load_s(self, nbytes: int, divisor: int | None = None, last_bytes: int | None = None) -> float | None:
         """The expected time to load chunks of these sizes, if requested now, with decoding; None while unknown.
 
-        share: as for `load`. last_bytes: as for `LoadSpeed.seconds`.
+        divisor: as for `load`. last_bytes: as for `LoadSpeed.seconds`.
         """
         with self._changed:
-            return self._speed.seconds(nbytes, self._clock.now_s(), self._share(share), last_bytes)
+            return self._speed.seconds(nbytes, self._clock.now_s(), self._divisor(divisor), last_bytes)
 
     def load_cost(self, *, trust: bool = False) -> tuple[float, float] | None:
         """Seconds per load and per byte, with nothing queued before; None: not known yet. trust: few loads suffice."""
         with self._changed:
-            return self._speed.coefficients(self._least_share, trust=trust)
+            return self._speed.coefficients(self._least_divisor, trust=trust)
 
     def batch_bytes(self, wanted: int) -> int:
         """How many bytes of chunks one load should have: `wanted` if they need no decoding. With several smaller loads,
@@ -167,7 +180,7 @@ class Lane:
         return self._moving.batch_bytes(wanted)
 
     def is_idle(self) -> bool:
-        """No load, store or query is queued, and nothing but a rest is running."""
+        """No load, store or query is queued, and nothing but a remainder is running."""
         with self._changed:
             return not self._jobs.queued and not self._is_busy()
 
@@ -261,7 +274,7 @@ class Lane:
                     return False
                 self._begin(job)
             if self._run(job):
-                return True  # else it was a rest's turn and there was no rest; something else may be waiting
+                return True  # else it was a remainder's turn and there was no remainder; something else may be waiting
 
     # Under `_changed`.
 
@@ -274,35 +287,35 @@ class Lane:
             self._noticed = now
         return now
 
-    def _submit(self, job: Load | Ask | Store) -> bool:
+    def _submit(self, job: LoadChunks | Ask | Store) -> bool:
         with self._changed:
             if self._health() not in SERVING or not self._jobs.submit(job):
                 return False
-            if isinstance(job, Load):
-                self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s(), job.share)
+            if isinstance(job, LoadChunks):
+                self._speed.began(id(job), sum(map(chunk_bytes, job.reads)), self._clock.now_s(), job.divisor)
             self._changed.notify()
             return True
 
     def _is_busy(self) -> bool:
-        """Whether something other than a rest is running."""
-        return len(self._running) > (self._jobs.rest is not None)
+        """Whether something other than a remainder is running."""
+        return len(self._running) > (self._jobs.remainder is not None)
 
-    def _choose(self) -> Job | Probe | RestTurn | None:
+    def _choose(self) -> Job | Probe | RemainderTurn | None:
         """The job to begin now, or None."""
-        if self._may_rest(self._turns.may_ask):
-            return RestTurn()
+        if self._may_read_remainder(self._turns.may_ask):
+            return RemainderTurn()
         if self._tracker.is_closed:
             return None
         if self._tracker.retry_at_s is not None:
             return Probe() if self._tracker.may_probe() else None
         return self._jobs.next(self._clock.now_s())
 
-    def _may_rest(self, may: Callable[[float, bool], bool]) -> bool:
+    def _may_read_remainder(self, may: Callable[[float, bool], bool]) -> bool:
         now_s, is_down = self._clock.now_s(), self._tracker.is_closed or self._tracker.retry_at_s is not None
         return not is_down and may(now_s, not self._is_busy() and not self._jobs.has_any(now_s))
 
-    def _begin(self, job: Job | Probe | RestTurn) -> None:
-        if isinstance(job, RestTurn):
+    def _begin(self, job: Job | Probe | RemainderTurn) -> None:
+        if isinstance(job, RemainderTurn):
             self._turns.asks()
             return
         self._running.began(job, self._clock.now_s())
@@ -313,7 +326,7 @@ class Lane:
 
     def _end(self, job: Job | Probe) -> None:
         self._running.ended(job)
-        if isinstance(job, Rest):
+        if isinstance(job, LoadRemainder):
             self._turns.ended(self._clock.now_s())
         if isinstance(job, Probe):
             self._tracker.is_probing = False
@@ -335,32 +348,34 @@ class Lane:
             self._run(job)
             del job  # or its memory stays in use while this thread waits for the next
 
-    def _take_rest(self) -> Rest | None:
-        """Begin the rest that `when_idle` returns; None: it returned none, or there is other work by now."""
-        rest = self._workers.call(self.when_idle)
+    def _take_remainder(self) -> LoadRemainder | None:
+        """Begin the remainder that `when_idle` returns; None: it returned none, or there is other work by now."""
+        remainder = self._workers.call(self.when_idle)
         with self._changed:
-            self._turns.answered(was_there=rest is not None)
-            if rest is not None and self._may_rest(self._turns.may_ask):
+            self._turns.answered(was_there=remainder is not None)
+            if remainder is not None and self._may_read_remainder(self._turns.may_ask):
                 self._turns.begins()
-                self._begin(rest)
-                return rest
-        if rest is not None:
-            self._workers.call(rest.done, None)
+                self._begin(remainder)
+                return remainder
+        if remainder is not None:
+            self._workers.call(remainder.done, None)
         return None
 
-    def _run(self, chosen: Job | Probe | RestTurn) -> bool:
+    def _run(self, chosen: Job | Probe | RemainderTurn) -> bool:
         """Do a job and answer it. False: there was nothing to do."""
-        if (job := self._take_rest() if isinstance(chosen, RestTurn) else chosen) is None:
+        if (job := self._take_remainder() if isinstance(chosen, RemainderTurn) else chosen) is None:
             return False
         try:
             answer = self._do(job)
         except BaseException as error:  # noqa: BLE001  # a bug in a tier costs only its chunks, a Rust panic too
             answer = self._failed(job, error)
-        if isinstance(job, Rest):  # before the rest ends: `when_idle` may be called then, and needs the outcome
+        if isinstance(
+            job, LoadRemainder
+        ):  # before the remainder ends: `when_idle` may be called then, and needs the outcome
             answer()
         with self._changed:
             self._end(job)
-        if not isinstance(job, Rest):
+        if not isinstance(job, LoadRemainder):
             answer()
         self._workers.call(self.when_done)
         return True
@@ -368,7 +383,7 @@ class Lane:
     def _do(self, job: Job | Probe) -> Callable[[], object]:
         began = self._clock.now_s()
         match job:
-            case Load():
+            case LoadChunks():
                 arrivals = self._moving.load(job)
                 failures = self._faults(arrivals)
                 with self._changed:
@@ -389,11 +404,11 @@ class Lane:
                     self._counts.seconds_storing += self._clock.now_s() - began
                 self._update_full()
                 return lambda: self._workers.call(job.done, outcomes)
-            case Rest():
-                arrival = self._moving.rest(job, lambda: not self._may_rest(self._turns.may_step))
+            case LoadRemainder():
+                arrival = self._moving.remainder(job, lambda: not self._may_read_remainder(self._turns.may_step))
                 failures = [] if arrival is None else self._faults([arrival])
                 return self._then(lambda: self._workers.call(job.done, arrival), failures)
-            case Clear():
+            case ClearTier():
                 self.tier.clear()
             case Discard():
                 self.tier.discard(job.keys)
@@ -431,13 +446,13 @@ class Lane:
         if damaged:
             if self.events.on:
                 reasons = "; ".join(sorted(set(damaged.values())))
-                self.events.publish(events.Damaged(self.name, list(damaged), reasons))
+                self.events.publish(events.DamageFound(self.name, list(damaged), reasons))
             self.discard(damaged)
         return failures
 
-    def _share(self, share: int | None) -> int:
-        """A share that this lane may read: the smallest part if `None` or a smaller one is requested."""
-        return self._least_share if share is None else min(share, self._least_share)
+    def _divisor(self, divisor: int | None) -> int:
+        """A divisor of what this lane may read: the smallest part if `None` or a smaller one is requested."""
+        return self._least_divisor if divisor is None else min(divisor, self._least_divisor)
 
     def _update_full(self) -> None:
         full = self.tier.usage().full
@@ -471,7 +486,9 @@ class Lane:
 
     def _failed(self, job: Job | Probe, error: BaseException) -> Callable[[], None]:
         why, tier = str(error), self.name
-        if isinstance(error, RemovalRefusedError) and not isinstance(job, Probe | Load | Ask | Store | Rest):
+        if isinstance(error, RemovalRefusedError) and not isinstance(
+            job, Probe | LoadChunks | Ask | Store | LoadRemainder
+        ):
             with self._changed:
                 hidden = self._jobs.refused_removal(job, self._clock.now_s())
             _log.warning("tier %s does not permit removals: %s; hidden instead until it does: %s", tier, why, hidden)
@@ -485,8 +502,8 @@ class Lane:
 
     def _refuse(self, job: Job, why: str) -> None:
         with self._changed:
-            if isinstance(job, Load):
-                self._speed.ended(id(job), self._clock.now_s(), brought=False)
+            if isinstance(job, LoadChunks):
+                self._speed.ended(id(job), self._clock.now_s(), loaded=False)
             elif isinstance(job, Store):
                 self._counts.refused += len(job.chunks)
         self._workers.call(refuse, job, why)

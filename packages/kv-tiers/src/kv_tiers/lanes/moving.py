@@ -1,9 +1,10 @@
-"""How a lane moves chunks to its tier and reads all of a payload, its first parts, or its rest, a step at a time.
+"""How a lane moves chunks to its tier and reads all of a payload, its first parts, or its remainder, a step at a time.
 
-The rest of a payload is read while no request is waiting (`Rest`), so it is read in steps of at most `STEP_BYTES` if
-the tier can resume a read: a load requested meanwhile shares the medium with one step, and not with a whole chunk. A
-payload that was read in several steps is verified as a whole. It may be wrong although nothing is damaged, because the
-chunk was stored again in between; so only a payload that was read in one call is ever reported as damaged.
+The remainder of a payload is read while no request is waiting (`LoadRemainder`), so it is read in steps of at most
+`STEP_BYTES` if the tier can resume a read: a load requested meanwhile shares the medium with one step, and not with a
+whole chunk. A payload that was read in several steps is verified as a whole. It may be wrong although nothing is
+damaged, because the chunk was stored again in between; so only a payload that was read in one call is ever reported as
+damaged.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +18,10 @@ from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Refused, Stored, StoreOutcome, Unstorable
 
 from kv_tiers import chunk_header
-from kv_tiers.lanes.jobs import Arrival, Ask, Job, Jobs, Load, Rest, Store
+from kv_tiers.lanes.jobs import Arrival, Ask, Job, Jobs, LoadChunks, LoadRemainder, Store
 from kv_tiers.lanes.payloads import Payloads, chunk_bytes, first_parts
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.tier import Read, ReadsPrefixes, ReadsRests, Tier
+from kv_tiers.tier import Read, ReadsPrefixes, ReadsRemainders, Tier
 from kv_tiers.tier_state import LaneCounts
 
 _log = limited_logger(__name__)
@@ -58,7 +59,7 @@ class Moving:
         """As in `Lane`."""
         return min(wanted, _DECODED_BYTES) if self.decodes else wanted
 
-    def load(self, job: Load) -> list[Arrival]:
+    def load(self, job: LoadChunks) -> list[Arrival]:
         """The outcome of each read."""
         with self._changed:
             # A load that is based on an answer from before a discard would bring the discarded chunks back.
@@ -77,28 +78,28 @@ class Moving:
             self._counts.approximate += sum(arrival.parts > 0 for arrival in arrivals)
         return arrivals
 
-    def learn(self, job: Load, arrivals: Sequence[Arrival], now_s: float) -> None:
+    def learn(self, job: LoadChunks, arrivals: Sequence[Arrival], now_s: float) -> None:
         """Learn how long the load took, and how large the stored payloads are. Under the lane's lock."""
         all_loaded = all(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
         stored_bytes = sum(chunk_header.stored_bytes_in(read.header) for read in job.reads) if all_loaded else 0
         self.decodes = self.decodes or 0 < stored_bytes < sum(map(chunk_bytes, job.reads))
-        self._speed.ended(id(job), now_s, brought=all_loaded, stored_bytes=stored_bytes)
+        self._speed.ended(id(job), now_s, loaded=all_loaded, stored_bytes=stored_bytes)
 
-    def rest(self, rest: Rest, must_stop: Callable[[], bool]) -> Arrival | None:
-        """Read the rest; its outcome. None: it had to stop early. must_stop: called before every step, under the
+    def remainder(self, remainder: LoadRemainder, must_stop: Callable[[], bool]) -> Arrival | None:
+        """Read the remainder; its outcome. None: it had to stop early. must_stop: called before every step, under the
         lock."""
-        if (first_bytes := rest.first_bytes) is not None:
-            rest.read.header[:], rest.first_bytes = first_bytes.header, None
-            rest.bytes_read = len(first_bytes.payload)
-            rest.read.pages[: rest.bytes_read] = first_bytes.payload
+        if (first_bytes := remainder.first_bytes) is not None:
+            remainder.read.header[:], remainder.first_bytes = first_bytes.header, None
+            remainder.bytes_read = len(first_bytes.payload)
+            remainder.read.pages[: remainder.bytes_read] = first_bytes.payload
         arrival: Arrival | None = None
         while arrival is None:
             with self._changed:
                 if must_stop():
                     return None
-                if self._jobs.is_clearing or self._jobs.is_hidden(rest.read.key):
-                    return Arrival(rest.read.key, Absent())
-            arrival = self._step(rest)
+                if self._jobs.is_clearing or self._jobs.is_hidden(remainder.read.key):
+                    return Arrival(remainder.read.key, Absent())
+            arrival = self._step(remainder)
         return arrival
 
     def faults(self, arrivals: Sequence[Arrival]) -> tuple[dict[ChunkKey, str], list[str]]:
@@ -127,13 +128,13 @@ class Moving:
         return outcomes
 
     def _load_reads(
-        self, job: Load, wanted: Sequence[Read], was_read: Callable[[Sequence[LoadOutcome]], None]
+        self, job: LoadChunks, wanted: Sequence[Read], was_read: Callable[[Sequence[LoadOutcome]], None]
     ) -> dict[int, Arrival]:
         """The outcomes of these reads of a load, by the id of the read. was_read: called with each answer."""
         arrivals: dict[int, Arrival] = {}
-        if job.share > 1 and wanted:
+        if job.divisor > 1 and wanted:
             assert isinstance(self._tier, ReadsPrefixes)
-            prefixes = self._tier.load_prefixes([first_parts(read, job.share) for read in wanted])
+            prefixes = self._tier.load_prefixes([first_parts(read, job.divisor) for read in wanted])
             was_read(prefixes)
             arrivals = self._payloads.approximations(wanted, prefixes, keeps=job.keeps)
             wanted = [read for read in wanted if id(read) not in arrivals]
@@ -145,25 +146,27 @@ class Moving:
             )
         return arrivals
 
-    def _step(self, rest: Rest) -> Arrival | None:
+    def _step(self, remainder: LoadRemainder) -> Arrival | None:
         """Read one step of the payload. None: there is more to read."""
-        read = rest.read
-        if rest.in_one or not isinstance(self._tier, ReadsRests) or not isinstance(self._tier, ReadsPrefixes):
+        read = remainder.read
+        if remainder.in_one or not isinstance(self._tier, ReadsRemainders) or not isinstance(self._tier, ReadsPrefixes):
             return self._arrival(read, self._tier.load([read])[0])
-        if rest.bytes_read:
-            upto_bytes = min(rest.bytes_read + STEP_BYTES, chunk_header.stored_bytes_in(read.header))
-            outcome = self._tier.load_rests([replace(read, wanted_bytes=upto_bytes, from_bytes=rest.bytes_read)])[0]
+        if remainder.bytes_read:
+            upto_bytes = min(remainder.bytes_read + STEP_BYTES, chunk_header.stored_bytes_in(read.header))
+            outcome = self._tier.load_remainders(
+                [replace(read, wanted_bytes=upto_bytes, from_bytes=remainder.bytes_read)]
+            )[0]
         else:
             upto_bytes = chunk_header.prefix_bytes(min(STEP_BYTES, chunk_bytes(read)), chunk_bytes(read))
             outcome = self._tier.load_prefixes([replace(read, wanted_bytes=upto_bytes)])[0]
         if not isinstance(outcome, Loaded):
             return Arrival(read.key, outcome)
-        rest.bytes_read = outcome.nbytes
+        remainder.bytes_read = outcome.nbytes
         if outcome.nbytes == upto_bytes and upto_bytes < _stored_bytes(read):
             return None
         arrival = self._arrival(read, Loaded(outcome.nbytes))
         if isinstance(arrival.outcome, Damaged):
-            rest.in_one = True
+            remainder.in_one = True
             return None
         return arrival
 
@@ -176,11 +179,11 @@ class Moving:
 def refuse(job: Job, why: str) -> None:
     """Answer a job that is not done."""
     match job:
-        case Load():
+        case LoadChunks():
             job.done([Arrival(read.key, Absent()) for read in job.reads])
         case Ask():
             job.done([False] * len(job.keys))
-        case Rest():
+        case LoadRemainder():
             job.done(Arrival(job.read.key, Absent()))
         case Store():
             job.done([Refused(why)] * len(job.chunks))

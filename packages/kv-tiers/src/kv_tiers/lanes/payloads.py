@@ -17,7 +17,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 
 from kv_tiers import chunk_header
 from kv_tiers.chunk_header import PAGE_BYTES, Header, WholeOnly, checksums_of, make_header, pack_header
-from kv_tiers.codec import Codec, CodecError, CodesShares, DecodesPrefixes, EncodesFirst
+from kv_tiers.codec import Codec, CodecError, CodesShards, DecodesPrefixes, EncodesFirst
 from kv_tiers.lanes.jobs import Arrival, FirstBytes, Outgoing
 from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import Read, Write
@@ -94,7 +94,7 @@ class Payloads:
         """The outcomes for chunks whose `first_parts` were read, by the id of the read. A read that is missing has no
         first part that can be used alone: read it whole.
 
-        keeps: as in `Load`.
+        keeps: as in `LoadChunks`.
         """
         arrivals = {
             id(read): self.approximation(read, outcome, keeps=keeps)
@@ -134,7 +134,7 @@ class Payloads:
 
     def _write(self, chunk: Outgoing, number: int) -> Write:
         chunk_view = chunk.pages[: chunk.nbytes]
-        codec = None if self._codec is None else _of_share(self._codec, chunk.key)
+        codec = None if self._codec is None else _of_shard(self._codec, chunk.key)
         if codec is not None and chunk.nbytes > PAGE_BYTES:
             out = self._buffer(number, len(chunk.pages))
             # The payload must be at least a page smaller, or nothing is saved on any medium.
@@ -158,7 +158,7 @@ class Payloads:
         return Write(chunk.key, chunk.parent, header_bytes, chunk.pages, chunk.nbytes)
 
     def _decode(self, model_codec: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
-        codec = _of_share(model_codec, read.key)
+        codec = _of_shard(model_codec, read.key)
         if codec is None:
             return Arrival(read.key, Damaged(f"{model_codec.name} encodes no chunks of group {read.key.group}"))
         try:
@@ -198,15 +198,15 @@ class Payloads:
         return buffers[number]
 
 
-def _of_share(codec: Codec, key: ChunkKey) -> Codec | None:
+def _of_shard(codec: Codec, key: ChunkKey) -> Codec | None:
     """The codec for this chunk; None: it is stored unencoded."""
-    return codec.of_share(key.group, key.shard) if isinstance(codec, CodesShares) else codec
+    return codec.of_shard(key.group, key.shard) if isinstance(codec, CodesShards) else codec
 
 
-def first_parts(read: Read, share: int) -> Read:
+def first_parts(read: Read, divisor: int) -> Read:
     """The same read, for one of this many equal parts of the chunk."""
     size = chunk_bytes(read)
-    return replace(read, wanted_bytes=chunk_header.prefix_bytes(size // share, size))
+    return replace(read, wanted_bytes=chunk_header.prefix_bytes(size // divisor, size))
 
 
 def chunk_bytes(read: Read) -> int:

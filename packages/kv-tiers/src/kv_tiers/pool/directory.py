@@ -81,7 +81,7 @@ def slots_least_worth_first(number_of: Mapping[int, int], parent_of: Mapping[int
     return sorted(newest_first, key=last_commit.__getitem__)  # stable: equals stay in that order
 
 
-class Directory:
+class PoolDirectory:
     """Header and records in the first `nbytes_for(slots)` bytes of a pool's mapping."""
 
     def __init__(

@@ -28,7 +28,7 @@ from kv_core.log import limited_logger
 
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.core_dumps import keep_out
-from kv_tiers.pool.directory import Directory, nbytes_for
+from kv_tiers.pool.directory import PoolDirectory, nbytes_for
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
 from kv_tiers.pool.places import PAGE_BYTES, Places, slot_bytes_for
 from kv_tiers.pool.populated import PopulatedPages
@@ -73,14 +73,14 @@ class HostPool:
         self.chunk_bytes = self.sizes.largest
         self.slot_bytes = slot_bytes_for(chunk_bytes)
         self.slots = slots
-        self.directory: Directory | None = None
+        self.directory: PoolDirectory | None = None
         self._mapping = mapping if core_dump else keep_out(mapping)
         self._file = file
         self._slots_offset = 0
         self._can_run_dry = file >= 0
         if keeps_directory:
             self._slots_offset = nbytes_for(slots)
-            self.directory = Directory(
+            self.directory = PoolDirectory(
                 mapping,
                 sizes=self.sizes,
                 slot_bytes=self.slot_bytes,

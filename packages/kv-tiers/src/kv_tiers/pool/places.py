@@ -1,7 +1,7 @@
 """Where chunks are in a pool: slots of one size, in whole pages, with room for the largest chunk.
 
 A slot's number names a chunk while it is there. Slots lie in the order of their numbers until two change places, which
-is how better bytes of a chunk replace its present ones (`kv_tiers.cache.refine`).
+is how better bytes of a chunk replace its present ones (`kv_tiers.cache.upgrade`).
 """
 
 from collections.abc import Iterable, Sequence

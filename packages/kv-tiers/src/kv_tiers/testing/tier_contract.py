@@ -284,17 +284,17 @@ class TierContract(ReadOnlyTierContract):
 
     def test_the_rest_comes_behind_first_bytes_that_are_there(self) -> None:
         self.use_prefixes()
-        if not isinstance(self.tier, tier.ReadsRests):
-            pytest.skip("this tier does not read on from somewhere (`ReadsRests`)")
+        if not isinstance(self.tier, tier.ReadsRemainders):
+            pytest.skip("this tier does not read on from somewhere (`ReadsRemainders`)")
         for key, size in zip(key_chain(2), (self.context.chunk_bytes, 70_000), strict=True):
-            assert self.tier.load_rests([self.read(key, from_bytes=4096)]) == [Absent()]
+            assert self.tier.load_remainders([self.read(key, from_bytes=4096)]) == [Absent()]
             self.tier.store([self.write(key, stored_bytes=size)])
             whole = self.read(key)
             assert self.tier.load([whole]) == [Loaded(size)]
             for start, end in ((4096, 8192), (4096, 50_000), (4096, size), (45_056, 57_344), (45_056, size)):
                 read = self.read(key, end, start)
                 read.pages[:] = bytes(len(read.pages))
-                assert self.tier.load_rests([read]) == [Loaded(end)]
+                assert self.tier.load_remainders([read]) == [Loaded(end)]
                 assert read.pages[:end] == bytes(start) + whole.pages[start:end]
 
     def test_damage_to_the_first_bytes_is_found_and_damage_behind_them_is_not_looked_at(self) -> None:

@@ -230,7 +230,7 @@ class DiskTier(LendsExtents, IndexedTier):
                 self._chunks.pass_over(failed)
         return outcomes
 
-    load_prefixes = load_rests = load
+    load_prefixes = load_remainders = load
 
     def some_keys(self, count: int) -> list[ChunkKey]:
         keys = self._index.all_keys()

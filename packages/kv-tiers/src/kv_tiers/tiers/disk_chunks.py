@@ -334,7 +334,7 @@ class DiskChunks:
 
     def _wipe(self, entries: Iterable[int], cut: Mapping[int, int]) -> None:
         """Wipe the records of these entries, and shorten the records of the cut ones."""
-        self._records.wipe(entries, {entry: (share, self.index.extent(entry)) for entry, share in cut.items()})
+        self._records.wipe(entries, {entry: (divisor, self.index.extent(entry)) for entry, divisor in cut.items()})
 
     def _wipe_if_possible(self, entries: Iterable[int], cut: Mapping[int, int] = MappingProxyType({})) -> bool:
         try:

@@ -22,7 +22,7 @@ from kv_tiers.tiers.space import MAX_UNITS, Geometry, PackedUnits
 RECORD_BYTES: Final = 512
 
 _MAGIC_OF: Final = dict(zip(CUTS, (b"kvslot\r\n", b"kvhalf\r\n", b"kvquar\r\n"), strict=True))
-_SHARE_OF: Final = {magic: share for share, magic in _MAGIC_OF.items()}
+_DIVISOR_OF: Final = {magic: divisor for divisor, magic in _MAGIC_OF.items()}
 _RECORD: Final = struct.Struct(f"<8sQQ{chunk_header.HEADER_BYTES}s{4 * MAX_UNITS}s")
 _UNITS: Final = tuple(struct.Struct(f"<{count}I") for count in range(MAX_UNITS + 1))
 _HEADER_AT: Final = 24
@@ -51,7 +51,7 @@ class Found(NamedTuple):
     stored_bytes: of the payload, or of what is left of it.
     units: empty if they are not all within allocated slots, as after a slab was lost.
     decoded_bytes: size of the chunk; 0 if it is stored unencoded, and so cannot be cut.
-    share: of `CUTS`.
+    divisor: of `CUTS`.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Found(NamedTuple):
     stored_bytes: int
     units: PackedUnits
     decoded_bytes: int
-    share: int
+    divisor: int
 
 
 def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) -> bytes:
@@ -69,15 +69,15 @@ def pack_record(entry: int, number: int, header: bytes, units: Sequence[int]) ->
     return seal(_RECORD.pack(_MAGIC_OF[1], number, entry, header, _UNITS[len(units)].pack(*units)))
 
 
-def shortened(record: bytes | bytearray, entry: int, share: int, units: Sequence[int]) -> bytes | None:
-    """The same record for a chunk of which only this share is left, in these units. None: the record is invalid."""
+def shortened(record: bytes | bytearray, entry: int, divisor: int, units: Sequence[int]) -> bytes | None:
+    """The same record for a chunk of which only this part is left, in these units. None: the record is invalid."""
     fields = unseal(record)
     if fields is None:
         return None
     magic, number, recorded_entry, header, _ = _RECORD.unpack(fields)
-    if magic not in _SHARE_OF or recorded_entry != entry:
+    if magic not in _DIVISOR_OF or recorded_entry != entry:
         return None
-    return seal(_RECORD.pack(_MAGIC_OF[share], number, entry, header, _UNITS[len(units)].pack(*units)))
+    return seal(_RECORD.pack(_MAGIC_OF[divisor], number, entry, header, _UNITS[len(units)].pack(*units)))
 
 
 def header_of(record: bytes | bytearray, entry: int) -> bytes | None:
@@ -108,14 +108,14 @@ class RecordReader:
         # Only plain objects: on others, the garbage collector would spend half a second per hundred thousand records.
         slot_units, unit_bytes = self._geometry.slot_units, self._geometry.unit_bytes
         records = np.frombuffer(piece, _LAYOUT)[:count]
-        is_record = np.isin(records["magic"], list(_SHARE_OF)) & (records["entry"] == np.arange(start, start + count))
+        is_record = np.isin(records["magic"], list(_DIVISOR_OF)) & (records["entry"] == np.arange(start, start + count))
         (rows,) = np.nonzero(is_record)
-        shares = [_SHARE_OF[magic] for magic in records["magic"][rows].tolist()]
+        divisors = [_DIVISOR_OF[magic] for magic in records["magic"][rows].tolist()]
         decoded, stored = (records[name][rows].astype(np.int64) for name in ("decoded_bytes", "stored_bytes"))
         encoded = np.where(stored < decoded, decoded, 0)
-        for row, share in enumerate(shares):
-            if share > 1:
-                stored[row] = min(stored[row], cut_bytes(int(decoded[row]), share))
+        for row, divisor in enumerate(divisors):
+            if divisor > 1:
+                stored[row] = min(stored[row], cut_bytes(int(decoded[row]), divisor))
         units = records["units"][rows, :slot_units]
         first = units[:, 0]
         slots = first // slot_units
@@ -137,13 +137,13 @@ class RecordReader:
         )
         values_of_rows = zip(
             *(column.tolist() for column in columns),
-            shares,
+            divisors,
             intact(memoryview(piece), starts.tolist(), RECORD_BYTES),
             strict=True,
         )
         data = bytes(piece)  # keys are slices of it, and slices of a bytearray would be bytearrays
         for row, values in enumerate(values_of_rows):
-            entry, begin, number, nbytes, unit_count, first_unit, is_whole, decoded_bytes, share, is_intact = values
+            entry, begin, number, nbytes, unit_count, first_unit, is_whole, decoded_bytes, divisor, is_intact = values
             if not is_intact:
                 continue
             packed_units: PackedUnits = first_unit
@@ -153,4 +153,4 @@ class RecordReader:
                 if unit_count > slot_units or not slots_of_units <= self._backed_slots:
                     packed_units = ()
             key, parent = names_in(data, begin + _HEADER_AT)
-            yield Found(number, entry, key, parent, nbytes, packed_units, decoded_bytes, share)
+            yield Found(number, entry, key, parent, nbytes, packed_units, decoded_bytes, divisor)

@@ -19,7 +19,7 @@ from kv_tiers.pool.directory import NO_PARENT, slots_least_worth_first
 from kv_tiers.tiers.disk_directory import DiskDirectory
 from kv_tiers.tiers.disk_files import File
 from kv_tiers.tiers.disk_record import Found, pack_record, shortened
-from kv_tiers.tiers.extents import Extent, Place, Stored
+from kv_tiers.tiers.extents import Extent, Place, RecoveredChunk
 from kv_tiers.tiers.space import PackedUnits, pack
 
 
@@ -46,7 +46,7 @@ class ChunkRecords:
         """By directory: wipes up to this number are durable."""
         self._next_number = 0
 
-    def take_over(self, *, cut: bool) -> Iterator[Stored]:
+    def take_over(self, *, cut: bool) -> Iterator[RecoveredChunk]:
         """Every recorded chunk, those worth least first. Call it once.
 
         cut: include chunks of which only first parts are left; otherwise their records are wiped.
@@ -65,8 +65,8 @@ class ChunkRecords:
         live: dict[int, Found] = {}
         claim = [_ClaimedSpace(self._slot_units).claim for _ in self._directories]
         for record in found:
-            _, entry, key, _, _, units, _, share = record
-            is_unusable = units == () or (share > 1 and not cut)
+            _, entry, key, _, _, units, _, divisor = record
+            is_unusable = units == () or (divisor > 1 and not cut)
             if key in entry_of or is_unusable or not claim[entry % count](units):
                 self._stale.add(entry)
                 continue
@@ -76,12 +76,12 @@ class ChunkRecords:
         parent_of = {entry: entry_of.get(record.parent, NO_PARENT) for entry, record in live.items()}
         keys = {entry: ChunkKey(record.key) for entry, record in live.items()}
         for entry in slots_least_worth_first(number_of, parent_of):
-            _, _, _, parent, stored_bytes, units, decoded_bytes, share = live[entry]
+            _, _, _, parent, stored_bytes, units, decoded_bytes, divisor = live[entry]
             # The parent's own key object, if the parent is here: half as many objects, and quick to compare.
             parent_key = keys.get(parent_of[entry])
             if parent_key is None and parent is not None:
                 parent_key = ChunkKey(parent)
-            yield Stored(keys[entry], parent_key, entry, stored_bytes, units, decoded_bytes, share)
+            yield RecoveredChunk(keys[entry], parent_key, entry, stored_bytes, units, decoded_bytes, divisor)
 
     def write(self, chunks: Sequence[tuple[Place, bytes]]) -> None:
         """Write the records of chunks whose headers and payloads are in their places."""
@@ -102,7 +102,7 @@ class ChunkRecords:
     def wipe(self, entries: Iterable[int], cut: Mapping[int, tuple[int, Extent]] = MappingProxyType({})) -> None:
         """Wipe the records of these entries, and those whose wipe failed before. No restart of this process finds them.
 
-        cut: entries whose records are shortened: the share of `extents.CUTS` that is left, and where. A record that
+        cut: entries whose records are shortened: by which of `extents.CUTS`, and where. A record that
             cannot be shortened is wiped.
         """
         self._stale.update(self._recorded.keys() & entries)
@@ -129,10 +129,10 @@ class ChunkRecords:
         count = len(self._directories)
         for number, directory in enumerate(self._directories):
             records = {}
-            for entry, (share, (units, _)) in cut.items():
+            for entry, (divisor, (units, _)) in cut.items():
                 if entry % count == number:
                     local = entry // count
-                    record = shortened(directory.record_at(local), local, share, units)
+                    record = shortened(directory.record_at(local), local, divisor, units)
                     if record is not None:
                         records[entry] = record
             if not records:

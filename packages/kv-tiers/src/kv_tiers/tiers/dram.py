@@ -108,7 +108,7 @@ class DramTier(IndexedTier):
         finally:
             self._index.end_load(entries)
 
-    load_prefixes = load_rests = load
+    load_prefixes = load_remainders = load
 
     def store(self, writes: Sequence[Write]) -> list[StoreOutcome]:
         if not writes:

@@ -6,16 +6,16 @@ from typing import Final, NamedTuple
 from kv_core.keys import ChunkKey
 
 from kv_tiers import chunk_header
-from kv_tiers.codec import PREFIX_SHARES
+from kv_tiers.codec import PREFIX_DIVISORS
 from kv_tiers.tiers.space import PackedUnits
 
-CUTS: Final = (1, *PREFIX_SHARES)
-"""The steps in which a chunk is cut, as divisors of its size: first the whole chunk, then ever smaller shares."""
+CUTS: Final = (1, *PREFIX_DIVISORS)
+"""The steps in which a chunk is cut, as divisors of its size: first the whole chunk, then ever smaller parts."""
 
 
-def cut_bytes(decoded_bytes: int, share: int) -> int:
-    """The size of what is left of a cut payload. decoded_bytes: size of the chunk. share: one of `CUTS`, but not 1."""
-    return chunk_header.prefix_bytes(decoded_bytes // share, decoded_bytes)
+def cut_bytes(decoded_bytes: int, divisor: int) -> int:
+    """The size of what is left of a cut payload. decoded_bytes: of the chunk. divisor: one of `CUTS`, but not 1."""
+    return chunk_header.prefix_bytes(decoded_bytes // divisor, decoded_bytes)
 
 
 class Extent(NamedTuple):
@@ -26,8 +26,8 @@ class Extent(NamedTuple):
     stored_bytes: int
 
 
-class Stored(NamedTuple):
-    """A chunk found at a restart. share: what is left of it, one of `CUTS`. decoded_bytes: as for `reserve`."""
+class RecoveredChunk(NamedTuple):
+    """A chunk found at a restart. divisor: it is cut by this one of `CUTS`. decoded_bytes: as for `reserve`."""
 
     key: ChunkKey
     parent: ChunkKey | None
@@ -35,15 +35,15 @@ class Stored(NamedTuple):
     stored_bytes: int
     units: PackedUnits
     decoded_bytes: int = 0
-    share: int = 1
+    divisor: int = 1
 
 
-class Room(NamedTuple):
+class RoomMade(NamedTuple):
     """What was done to make room.
 
     places: for each chunk its place, or None.
     evicted: entries whose chunks have left.
-    cut: by entry of which less is stored than before: the share of `CUTS` that is left.
+    cut: by entry of which less is stored than before: by which of `CUTS`.
     """
 
     places: list["Place | None"]

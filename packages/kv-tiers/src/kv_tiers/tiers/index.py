@@ -29,7 +29,7 @@ from kv_tiers.index.journal import Journal
 from kv_tiers.index.ranking import most_worth_first
 from kv_tiers.index.residency import Residency
 from kv_tiers.tier import RankedChunk
-from kv_tiers.tiers.extents import CUTS, Extent, Place, Room, Stored, cut_bytes
+from kv_tiers.tiers.extents import CUTS, Extent, Place, RecoveredChunk, RoomMade, cut_bytes
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits, Space, pack, unpack
 
 _GROWS_BY: Final = 1024
@@ -57,7 +57,7 @@ class _Search:
     protected: those of them that must stay.
     skipped: those of them that the policy offered; they are put back into its order when the call ends.
     no_room_for: a search for this many free units failed, and none have been freed since.
-    evicted: as for `Room`.
+    evicted: as for `RoomMade`.
     cut: entries of which less is stored than before; they may have been evicted since.
     """
 
@@ -97,7 +97,7 @@ class ExtentIndex:
         self._parts = PartsPolicy(self._policy, len(CUTS) - 1) if drops_parts else None
         self._residency = Residency(0, self._parts or self._policy)
         self._decoded_bytes: dict[int, int] = {}  # of the chunks that can be cut
-        self._cut: dict[int, int] = {}  # by entry of a cut chunk: the share of `CUTS` that is left
+        self._cut: dict[int, int] = {}  # by entry of a cut chunk: by which of `CUTS`
         self._parents: list[ChunkKey | None] = []
         self._stored_bytes = array("q")
         self._units: list[PackedUnits] = []
@@ -132,7 +132,7 @@ class ExtentIndex:
             find = self._residency.find
             return [find(key) is not None for key in keys]
 
-    def adopt(self, chunks: Iterable[Stored]) -> None:
+    def adopt(self, chunks: Iterable[RecoveredChunk]) -> None:
         """Take over the chunks found at a restart, those worth least first. Only valid while the index is idle."""
         taken: list[list[PackedUnits]] = [[] for _ in self._spaces]
         used: list[set[int]] = [set() for _ in self._spaces]
@@ -141,7 +141,7 @@ class ExtentIndex:
             self._withheld = None
             self._decoded_bytes.clear()
             self._cut.clear()
-            for key, parent, entry, stored_bytes, units, decoded_bytes, share in chunks:
+            for key, parent, entry, stored_bytes, units, decoded_bytes, divisor in chunks:
                 number, medium = divmod(entry, self._media)
                 taken[medium].append(units)
                 used[medium].add(number)
@@ -151,9 +151,9 @@ class ExtentIndex:
                 self._units[entry], self._stored_bytes[entry] = units, stored_bytes
                 if self._parts is not None and decoded_bytes:
                     self._decoded_bytes[entry] = decoded_bytes
-                    if share > 1:
-                        self._parts.lower(entry, CUTS.index(share))
-                        self._cut[entry] = share
+                    if divisor > 1:
+                        self._parts.lower(entry, CUTS.index(divisor))
+                        self._cut[entry] = divisor
             for medium, space in enumerate(self._spaces):
                 space.adopt(taken[medium])
                 self._untouched_entries[medium] = end = max(used[medium], default=-1) + 1
@@ -188,7 +188,7 @@ class ExtentIndex:
         stored_bytes: Sequence[int],
         parent: ChunkKey | None,
         decoded_bytes: Sequence[int] = (),
-    ) -> Room:
+    ) -> RoomMade:
         """Reserve room for payloads of these sizes, for those of `keys` that are neither here nor arriving. The others
         get None, and so do all after the first that finds no room (`holds_or_writes` tells them apart). Keys are in the
         prompt's order; `parent` is the first one's.
@@ -247,18 +247,18 @@ class ExtentIndex:
                 self._free(place.entry)
             self._notify()
 
-    def evict_ahead(self, free_slots: int, parent: ChunkKey | None) -> Room:
+    def evict_ahead(self, free_slots: int, parent: ChunkKey | None) -> RoomMade:
         """Keep this many slots free ahead of demand, unless some were never used.
 
         parent: of the chunk that is being stored; nothing of its prompt is evicted.
         """
         with self._lock:
             if any(space.has_untouched() for space in self._spaces):
-                return Room([], [], {})
+                return RoomMade([], [], {})
             wanted = free_slots * self._geometry.slot_units
             missing = wanted - sum(space.free_units for space in self._spaces)
             if missing <= 0:
-                return Room([], [], {})
+                return RoomMade([], [], {})
             search = self._search(self._entries_above(parent))
             while missing > 0 and (entry := self._residency.victim(search.protected, search.skipped)) is not None:
                 units = len(self.extent(entry).units)
@@ -391,12 +391,12 @@ class ExtentIndex:
             return Place(key, entry, taken, stored_bytes)
         return None
 
-    def _ended(self, search: _Search, places: list[Place | None]) -> Room:
+    def _ended(self, search: _Search, places: list[Place | None]) -> RoomMade:
         if search.skipped:
             self._residency.reinsert([entry for entry in search.prompt if entry in search.skipped])
         # Without those that were evicted after all, whatever their entries are used for now.
-        cut = {entry: share for entry in search.cut if (share := self._cut.get(entry)) is not None}
-        return Room(places, search.evicted, cut)
+        cut = {entry: divisor for entry in search.cut if (divisor := self._cut.get(entry)) is not None}
+        return RoomMade(places, search.evicted, cut)
 
     def _shrink(self, entry: int, cut: set[int], *, last: bool = False) -> bool:
         """Drop the victim's next part instead of evicting it, or count a step if it has no part that can be dropped.

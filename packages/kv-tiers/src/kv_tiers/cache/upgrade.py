@@ -1,4 +1,4 @@
-"""Refinement: approximations in the pool become exact while their tier has nothing else to do.
+"""Upgrades: approximations in the pool become exact while their tier has nothing else to do.
 
 A tier with `approximate: true` delivers first parts of chunks, as many as a request should wait for. The rest is
 read later, on a thread of the lane that has nothing else to do (`Lane.when_idle`), into a second slot. When the bytes
@@ -6,13 +6,14 @@ there are whole and verified, the two slots change places: later loads read the 
 the chunk (its order, its tenant, its holds, pins and promises) stays with its slot. A reader of the chunk at that
 moment continues with the old bytes, which keep the second slot until the last such read has ended.
 
-Only chunks from a tier are refined. What an engine computed behind an approximation stays as it is, so the cache
+Only chunks from a tier are upgraded. What an engine computed behind an approximation stays as it is, so the cache
 remains separate (docs/adr/0010).
 
-Nothing waits for a refinement, and nothing is queued for one: the pool's own approximations are the list of what may be
-refined, and the lane takes the next when it is free. A chunk is tried once. If its rest cannot be read (the tier fails,
-no longer has it, or has it damaged), it stays an approximation until it leaves the pool. First parts that were read are
-cached, as far as there is room, so that a tier that can resume a read (`ReadsRests`) reads only the others.
+Nothing waits for an upgrade, and nothing is queued for one: the pool's own approximations are the list of what may be
+upgraded, and the lane takes the next when it is free. A chunk is tried once. If its rest cannot be read (the tier
+fails, no longer has it, or has it damaged), it stays an approximation until it leaves the pool. First parts that were
+read are cached, as far as there is room, so that a tier that can resume a read (`ReadsRemainders`) reads only the
+others.
 """
 
 from collections import OrderedDict
@@ -30,17 +31,17 @@ from kv_tiers import chunk_header
 from kv_tiers.cache.host import HostTier
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
-from kv_tiers.lanes.jobs import Arrival, FirstBytes, Rest
+from kv_tiers.lanes.jobs import Arrival, FirstBytes, LoadRemainder
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import Read, ReadsRests
+from kv_tiers.tier import Read, ReadsRemainders
 
 KEPT_BYTES: Final = 64 << 20
 """Limit of first parts of chunks that are cached in memory outside the pool, so that they need not be read again."""
 _MAX_EXAMINED: Final = 256
-"""Chunks examined at most in the search for one to refine, which is done under the lock."""
+"""Chunks examined at most in the search for one to upgrade, which is done under the lock."""
 _STILL_READ: Final = 2
 """Limit of second slots with old bytes that are still being read. While there are this many, no chunk that is being
-read is refined; while there are more, because a reader came during the last refinement, no chunk at all is."""
+read is upgraded; while there are more, because a reader came during the last upgrade, no chunk at all is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,8 +60,8 @@ class Approximation:
 
 
 @dataclass(eq=False, slots=True)
-class _OngoingRefinement:
-    """A refinement that is being read.
+class _OngoingUpgrade:
+    """An upgrade that is being read.
 
     slot: of the chunk.
     lent: the second slot.
@@ -71,13 +72,13 @@ class _OngoingRefinement:
     approximation: Approximation
     slot: int
     lent: int
-    rest: Rest
+    remainder: LoadRemainder
     began_s: float
     is_paused: bool = False
 
 
-class Refinements:
-    """The refinements of one cache, whose host tier reports changes of slots. Methods are called under the host's lock
+class Upgrades:
+    """The upgrades of one cache, whose host tier reports changes of slots. Methods are called under the host's lock
     unless they say otherwise."""
 
     def __init__(self, host: HostTier, index: Residency, lanes: Sequence[Lane], *, clock: Clock) -> None:
@@ -87,14 +88,14 @@ class Refinements:
         self._clock = clock
         self._by_slot: dict[int, Approximation] = {}
         self._wanted: list[OrderedDict[int, Approximation]] = [OrderedDict() for _ in lanes]  # by tier: not tried yet
-        self._under_way: list[_OngoingRefinement | None] = [None for _ in lanes]
+        self._under_way: list[_OngoingUpgrade | None] = [None for _ in lanes]
         self._passed_over: set[int] = set()  # slots that were being read, or for which there was no second one
         self._cached_bytes = 0
         self._stopped = False
         self.counts = [0 for _ in lanes]
         """By tier, how often a chunk in the pool got better bytes."""
         for number, lane in enumerate(self._lanes):
-            if len(lane.shares) > 1:
+            if len(lane.divisors) > 1:
                 host.watcher = self
                 lane.when_idle = partial(self._next, number)
         self._adopt()
@@ -106,25 +107,25 @@ class Refinements:
 
     @property
     def is_at_rest(self) -> bool:
-        """Nothing is being refined or waiting to be."""
+        """Nothing is being upgraded or waiting to be."""
         return not any(self._under_way) and not any(self._wanted)
 
     def keeps(self, tier: int, nbytes: int) -> bool:
         """Whether first parts of this many bytes of chunks are worth caching, and there is room for them."""
         lane = self._lanes[tier]
-        is_of_use = len(lane.shares) > 1 and isinstance(lane.tier, ReadsRests)
-        return is_of_use and self._cached_bytes + nbytes // lane.shares[-1] <= KEPT_BYTES
+        is_of_use = len(lane.divisors) > 1 and isinstance(lane.tier, ReadsRemainders)
+        return is_of_use and self._cached_bytes + nbytes // lane.divisors[-1] <= KEPT_BYTES
 
-    def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], share: int | None) -> None:
+    def came(self, tier: int, slots: Sequence[int], arrivals: Sequence[Arrival], divisor: int | None) -> None:
         """These have become resident.
 
-        share: how much of each was requested. If all of it was, there is no more to read.
+        divisor: how much of each was requested. If all of it was, there is no more to read.
         """
         for slot, arrival in zip(slots, arrivals, strict=True):
             if arrival.parts and self._index.key_at(slot) == arrival.key:
                 approximation = self._by_slot[slot] = Approximation(arrival.key, tier, arrival.parts)
                 self._host.is_approximate(slot, arrival.parts)
-                if share != 1 and not self._stopped:
+                if divisor != 1 and not self._stopped:
                     self._wanted[tier][slot] = approximation
                     self._cache_first_bytes(approximation, arrival.first_bytes)
         self._wake_lanes([tier])
@@ -149,7 +150,7 @@ class Refinements:
             self._wake_lanes(range(len(self._lanes)))
 
     def stop(self) -> None:
-        """Stop refining. A read in progress is given up at its lane's next check."""
+        """Stop upgrading. A read in progress is given up at its lane's next check."""
         self._stopped = True
         for tier, under_way in enumerate(self._under_way):
             if under_way is not None and under_way.is_paused:
@@ -158,10 +159,10 @@ class Refinements:
             wanted.clear()
 
     def _adopt(self) -> None:
-        """Request the rest of adopted approximations from the first tier that has parts, as their own tier is not
+        """Request the remainder of adopted approximations from the first tier that has parts, as their own tier is not
         known. Without the lock, before the cache is in use.
         """
-        tier = next((number for number, lane in enumerate(self._lanes) if len(lane.shares) > 1), None)
+        tier = next((number for number, lane in enumerate(self._lanes) if len(lane.divisors) > 1), None)
         for slot, parts in self._host.adopted_parts.items():
             key = self._index.key_at(slot)
             if tier is not None and key is not None:
@@ -170,30 +171,30 @@ class Refinements:
             self._wake_lanes([tier])
 
     def _wake_lanes(self, tiers: Iterable[int]) -> None:
-        """Notify the lanes of these tiers that have approximations to refine."""
+        """Notify the lanes of these tiers that have approximations to upgrade."""
         for tier in tiers:
             if self._wanted[tier]:
-                self._lanes[tier].has_rests()
+                self._lanes[tier].has_remainders()
 
-    def _next(self, tier: int) -> Rest | None:
+    def _next(self, tier: int) -> LoadRemainder | None:
         """On the lane's thread, without the lock: what to read now."""
         pool = self._host.pool
         with self._host.lock:
             under_way = self._under_way[tier]
             if under_way is not None:
                 under_way.is_paused = False
-                return under_way.rest
+                return under_way.remainder
             begun = self._begin(tier)
-            self._host.publish_evicted("refinement")
+            self._host.publish_evicted("upgrade")
         if begun is None:
             return None
         if pool.back([begun.lent]):
             with self._host.lock:
                 self._drop(tier, begun)
             return None
-        return begun.rest
+        return begun.remainder
 
-    def _begin(self, tier: int) -> _OngoingRefinement | None:
+    def _begin(self, tier: int) -> _OngoingUpgrade | None:
         """Begin with the first waiting chunk that is not being read and for which there is a second slot. Of chunks
         being read only a few are taken at a time, because each may keep its second slot for long.
         """
@@ -211,11 +212,11 @@ class Refinements:
             pool = self._host.pool
             header = bytearray(chunk_header.HEADER_BYTES)
             read = Read(approximation.key, header, pool.pages(lent), pool.chunk_bytes, pool.sizes.of(approximation.key))
-            rest = Rest(read, partial(self._arrived, tier))
+            remainder = LoadRemainder(read, partial(self._arrived, tier))
             if approximation.first_bytes is not None:
-                rest.first_bytes = approximation.first_bytes
+                remainder.first_bytes = approximation.first_bytes
                 self._cache_first_bytes(approximation, None)
-            begun = self._under_way[tier] = _OngoingRefinement(approximation, slot, lent, rest, self._clock.now_s())
+            begun = self._under_way[tier] = _OngoingUpgrade(approximation, slot, lent, remainder, self._clock.now_s())
             return begun
         return None
 
@@ -234,22 +235,22 @@ class Refinements:
                 self._under_way[tier] = None
                 self._exchange(under_way, arrival)
 
-    def _exchange(self, refinement: _OngoingRefinement, arrival: Arrival) -> None:
+    def _exchange(self, upgrade: _OngoingUpgrade, arrival: Arrival) -> None:
         """Replace the chunk's bytes with those read into the lent slot."""
-        approximation = refinement.approximation
-        self._host.exchange(refinement.slot, refinement.lent, arrival.checksum, arrival.parts)
+        approximation = upgrade.approximation
+        self._host.exchange(upgrade.slot, upgrade.lent, arrival.checksum, arrival.parts)
         approximation.parts = arrival.parts
         if not approximation.parts:
-            del self._by_slot[refinement.slot]
+            del self._by_slot[upgrade.slot]
         self.counts[approximation.tier] += 1
         if self._host.events.on:
             name, key = self._lanes[approximation.tier].name, approximation.key
-            nbytes, seconds = self._host.pool.sizes.of(key), self._clock.now_s() - refinement.began_s
-            self._host.events.publish(events.Refined(name, [key], nbytes, seconds))
+            nbytes, seconds = self._host.pool.sizes.of(key), self._clock.now_s() - upgrade.began_s
+            self._host.events.publish(events.Upgraded(name, [key], nbytes, seconds))
 
-    def _drop(self, tier: int, refinement: _OngoingRefinement) -> None:
+    def _drop(self, tier: int, upgrade: _OngoingUpgrade) -> None:
         self._under_way[tier] = None
-        self._host.give_back(refinement.lent)
+        self._host.give_back(upgrade.lent)
 
     def _cache_first_bytes(self, approximation: Approximation, first_bytes: FirstBytes | None) -> None:
         """Cache these first bytes for the chunk (None: none), in place of those cached before."""

@@ -1,4 +1,4 @@
-"""Refinement against a dict that is always right, in any order of calls and with faults, by Hypothesis.
+"""Upgrade against a dict that is always right, in any order of calls and with faults, by Hypothesis.
 
 The dict knows of every key which bytes a reader may get: its approximation or its exact bytes while a tier brought it,
 and nothing but what was computed since an engine stored it, until it leaves the pool. What a reader has open stays as
@@ -21,7 +21,7 @@ from kv_testing.approximations import exact as exact_bytes
 from kv_testing.faults import FAULTS, Fault
 from kv_testing.service_contract import assert_adds_up
 from kv_tiers import HostPool
-from kv_tiers.cache import refine
+from kv_tiers.cache import upgrade
 from kv_tiers.index.life import Life
 from kv_tiers.lanes import moving
 
@@ -44,11 +44,11 @@ def allowed(key: ChunkKey) -> tuple[bytes, bytes, bytes]:
     return approximate(key), approximate(key, 2), exact(key)
 
 
-class Refining(RuleBasedStateMachine):
+class Upgrading(RuleBasedStateMachine):
     @initialize(slots=st.sampled_from([3, 6, 33]), step=st.sampled_from([4096, 12_288, 1 << 20]), kept=st.booleans())
     def start(self, slots: int, step: int, kept: bool) -> None:
-        self.before = moving.STEP_BYTES, refine.KEPT_BYTES
-        moving.STEP_BYTES, refine.KEPT_BYTES = step, refine.KEPT_BYTES if kept else 0  # type: ignore[misc]
+        self.before = moving.STEP_BYTES, upgrade.KEPT_BYTES
+        moving.STEP_BYTES, upgrade.KEPT_BYTES = step, upgrade.KEPT_BYTES if kept else 0  # type: ignore[misc]
         pool = HostPool.anonymous("host", CHUNK_BYTES, slots)
         self.small = Small(pool=pool, keys=tuple(KEYS))
         self.cache, self.tier = self.small.cache, self.small.tier
@@ -209,32 +209,32 @@ class Refining(RuleBasedStateMachine):
         assert_adds_up(self.cache.counts())
         for lease, found in self.open.values():
             assert self.small.bytes_of(lease) == found
-        refinements, index = self.cache.lower.refinements, self.cache._index
-        lent = [one.lent for one in refinements._under_way if one is not None]
+        upgrades, index = self.cache.lower.upgrades, self.cache._index
+        lent = [one.lent for one in upgrades._under_way if one is not None]
         assert sorted(lent) == [slot for slot, life in enumerate(index._life) if life is Life.LENT]
         replaced = set(index._replaced._chunks)
         assert replaced >= {slot for slot, life in enumerate(index._life) if life is Life.REPLACED}
         assert all(index.is_read(slot) for slot in replaced)
-        assert len(replaced) <= refine._STILL_READ + 1
-        for slot, one in refinements._by_slot.items():
+        assert len(replaced) <= upgrade._STILL_READ + 1
+        for slot, one in upgrades._by_slot.items():
             assert index.key_at(slot) == one.key
-        kept = [one.first_bytes for one in refinements._by_slot.values() if one.first_bytes is not None]
-        assert refinements._cached_bytes == sum(len(first.payload) for first in kept)
+        kept = [one.first_bytes for one in upgrades._by_slot.values() if one.first_bytes is not None]
+        assert upgrades._cached_bytes == sum(len(first.payload) for first in kept)
 
     @invariant()
     def the_pool_knows_which_chunks_are_exact(self) -> None:
         if hasattr(self, "cache"):
-            refinements, pool = self.cache.lower.refinements, self.cache.pool
+            upgrades, pool = self.cache.lower.upgrades, self.cache.pool
             for key in KEYS:
                 slot = self.cache._index.find(key)
                 if slot is not None and key not in self.computed:
                     with pool.chunk(slot, CHUNK_BYTES) as chunk:
-                        assert (chunk == exact(key)) != (slot in refinements._by_slot)
+                        assert (chunk == exact(key)) != (slot in upgrades._by_slot)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        moving.STEP_BYTES, refine.KEPT_BYTES = self.before  # type: ignore[misc]
+        moving.STEP_BYTES, upgrade.KEPT_BYTES = self.before  # type: ignore[misc]
         self.mend()
         for reader in READERS:
             self.end_reading(reader)
@@ -242,26 +242,26 @@ class Refining(RuleBasedStateMachine):
             self.cache.end(holder)
         self.cache.admin.unpin("pin")
         self.wait(101.0)  # holds are over
-        self.small.refine()
+        self.small.upgrade()
         self.small.at_rest()
         assert not any(self.cache._index._leases)
         if self.unbroken and self.cache.pool.slots == 33:
             plan = self.cache.lookup(CHAINS[0], "last", wait_for_promotion=True)
             assert plan.ended in (Ended.ALL_HELD, Ended.PENDING, Ended.ABSENT)
-            assert self.cache.lower.refinements.approximations <= 1  # the next to leave is left as it is
+            assert self.cache.lower.upgrades.approximations <= 1  # the next to leave is left as it is
         self.cache.end("last")
-        self.small.refine()
+        self.small.upgrade()
         self.small.close()
 
 
-TestRefining = Refining.TestCase
-TestRefining.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestUpgrading = Upgrading.TestCase
+TestUpgrading.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_slot_is_given_back_although_its_load_came_when_it_was_a_rests_turn() -> None:
     """The machine found it: told to work everything off, the lane left a queued load, and so a reserved slot."""
     for what in ("read", "look up", "compute", "crowd", "forget", "release"):
-        machine = Refining()
+        machine = Upgrading()
         machine.start(slots=3, step=4096, kept=False)
         machine.work_while(what=what, nth=1, chain=CHAINS[0], length=2, steps=1)
         machine.look_up(chain=CHAINS[2], length=1, holder=HOLDERS[0])
@@ -271,7 +271,7 @@ def test_a_slot_is_given_back_although_its_load_came_when_it_was_a_rests_turn() 
 
 def test_a_chunk_that_left_is_not_held_because_its_old_bytes_are_read() -> None:
     """The machine found it: a chunk that was computed, left, and came back from the tier counted as computed still."""
-    machine = Refining()
+    machine = Upgrading()
     machine.start(slots=6, step=1 << 20, kept=True)
     machine.work_while(what="read", nth=1, chain=CHAINS[1], length=3, steps=2)
     machine.crowd(chunks=3)

@@ -11,7 +11,7 @@ from kv_connect.engine import engines
 from kv_core.checksum import checksum_of
 from kv_core.outcome import Loaded, LoadOutcome
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.cache.refine import Refinements
+from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.tier import Read
 from kv_tiers.tiers.disk import DiskTier
 
@@ -38,7 +38,7 @@ class Asked:
         assert engine.assert_at_rest()["tiers"]["disk"]["lane"]["loaded"] == self.loaded  # the pool had it all
         (only,) = engines().values()
         assert isinstance(only.cache, LocalCache)
-        self.refined = only.cache.lower.states()[0].refined
+        self.upgraded = only.cache.lower.states()[0].upgraded
 
 
 @pytest.mark.slow
@@ -66,26 +66,26 @@ def test_first_answers_from_first_parts_and_later_ones_from_exact_chunks(
     with started(tiny_llama, cache=exact, dtype="bfloat16") as engine:
         of_exact = Asked(engine)
     assert of_exact.first == of_exact.again == warm
-    assert of_exact.refined == of_exact.approximate == 0 < of_exact.loaded
+    assert of_exact.upgraded == of_exact.approximate == 0 < of_exact.loaded
 
-    for name in ("load_prefixes", "load_rests"):
+    for name in ("load_prefixes", "load_remainders"):
         counted(name)
     approximate = over(tmp_path / "kv", approximate=True, write="never")
     with started(tiny_llama, cache=approximate, dtype="bfloat16") as engine:
-        refined = Asked(engine)
+        upgraded = Asked(engine)
     chunks = len(of_exact.pool)
-    assert refined.approximate >= chunks
-    assert refined.refined == chunks
-    assert refined.pool == of_exact.pool
-    assert refined.again == warm
+    assert upgraded.approximate >= chunks
+    assert upgraded.upgraded == chunks
+    assert upgraded.pool == of_exact.pool
+    assert upgraded.again == warm
     # Each chunk in the pool was read once, first a quarter and then the rest, besides what measures the disk at start.
-    assert brought["load_rests"] > 1.5 * chunks * brought["load_prefixes"] / refined.approximate
-    print(f"{chunks} chunks, of {refined.approximate} first parts: {dict(brought)} bytes")
+    assert brought["load_remainders"] > 1.5 * chunks * brought["load_prefixes"] / upgraded.approximate
+    print(f"{chunks} chunks, of {upgraded.approximate} first parts: {dict(brought)} bytes")
 
-    monkeypatch.setattr(Refinements, "_begin", lambda self, tier: self._wanted[tier].clear())  # the control
+    monkeypatch.setattr(Upgrades, "_begin", lambda self, tier: self._wanted[tier].clear())  # the control
     with started(tiny_llama, cache=approximate, dtype="bfloat16") as engine:
         control = Asked(engine)
-    assert control.refined == 0 < control.approximate
+    assert control.upgraded == 0 < control.approximate
     assert control.pool.keys() == of_exact.pool.keys()
     assert not control.pool.items() & of_exact.pool.items()
     assert control.again == control.first

@@ -4,7 +4,7 @@ import pytest
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_testing.approximations import CHUNK_BYTES, KEYS, Small, approximate, exact
-from kv_tiers.cache import refine
+from kv_tiers.cache import upgrade
 
 
 def test_who_reads_keeps_what_it_reads_and_who_asks_next_gets_the_exact_bytes(small: Small) -> None:
@@ -12,8 +12,8 @@ def test_who_reads_keeps_what_it_reads_and_who_asks_next_gets_the_exact_bytes(sm
     small.cache.end("first")
     held: list[ReadLease] = []
     small.tier.before_rest = lambda: held.append(small.open(KEYS[:1]))
-    small.refine()
-    assert small.refined == 1
+    small.upgrade()
+    assert small.upgraded == 1
     assert small.cache.counts().slots_used == 2
     assert small.bytes_of(held[0]) == [approximate(KEYS[0])]
     second = small.open(KEYS[:1], "second")
@@ -48,8 +48,8 @@ def test_what_is_kept_but_not_read_becomes_exact_and_stays_kept(how: str) -> Non
         case "held":
             small.cache.commit(small.cache.begin_store(KEYS, "w", hold_s=1000.0))
             small.cache.end("r")
-    small.refine()
-    assert small.refined == 3
+    small.upgrade()
+    assert small.upgraded == 3
     small.cache.commit(small.cache.begin_store(key_chain(8, branch="crowd"), "w"))
     lease = small.open(KEYS)
     assert small.bytes_of(lease) == [exact(key) for key in KEYS]
@@ -69,20 +69,20 @@ def test_few_second_slots_have_old_bytes_at_a_time(small: Small) -> None:
     small.fetch(KEYS)
     held = [small.open([key], f"reader {at}") for at, key in enumerate(KEYS)]
     small.cache.end("r")
-    small.refine()
-    assert small.refined == refine._STILL_READ == 2
+    small.upgrade()
+    assert small.upgraded == upgrade._STILL_READ == 2
     assert small.cache.counts().slots_used == 3 + 2
     assert [small.bytes_of(lease) for lease in held] == [[approximate(key)] for key in KEYS]
     assert small.cache.release(held[0])
-    small.refine()
-    assert small.refined == 3
+    small.upgrade()
+    assert small.upgraded == 3
     for lease in held[1:]:
         assert small.cache.release(lease)
     assert small.read(KEYS) == [exact(key) for key in KEYS]
 
 
-def test_readers_that_come_during_refinements_keep_few_second_slots_too(small: Small) -> None:
-    """Nobody reads a chunk when its refinement begins, and somebody does when it ends, each time."""
+def test_readers_that_come_during_upgrades_keep_few_second_slots_too(small: Small) -> None:
+    """Nobody reads a chunk when its upgrade begins, and somebody does when it ends, each time."""
     small.read(KEYS)
     more = key_chain(2, branch="more")
     small.fill(more)
@@ -90,17 +90,17 @@ def test_readers_that_come_during_refinements_keep_few_second_slots_too(small: S
     held: list[ReadLease] = []
 
     def come() -> None:
-        if len(held) == small.refined:
+        if len(held) == small.upgraded:
             held.append(small.open([[*KEYS, *more][len(held)]], f"reader {len(held)}"))
 
     small.tier.before_rest = come
-    small.refine()
-    assert small.refined == len(held) == small.cache._index.replaced == refine._STILL_READ + 1
+    small.upgrade()
+    assert small.upgraded == len(held) == small.cache._index.replaced == upgrade._STILL_READ + 1
     small.tier.before_rest = lambda: None
     for lease in held:
         assert small.cache.release(lease)
-    small.refine()
-    assert small.refined == 5
+    small.upgrade()
+    assert small.upgraded == 5
 
 
 @pytest.mark.parametrize("how", ["forget", "clear", "clear the tenant"])
@@ -108,7 +108,7 @@ def test_forgetting_makes_a_read_void_whose_chunk_has_left(small: Small, how: st
     """Not held any more, but some still read what it had before it was exact."""
     small.read(KEYS[:1])
     lease = small.open(KEYS[:1])
-    small.refine()
+    small.upgrade()
     small.cache.commit(small.cache.begin_store(key_chain(7, branch="others"), "w"))
     assert KEYS[0] not in small.cache._index.held() and small.cache._index.replaced == 1
     match how:
@@ -123,10 +123,10 @@ def test_forgetting_makes_a_read_void_whose_chunk_has_left(small: Small, how: st
 
 
 def test_a_chunk_that_comes_and_goes_while_its_old_bytes_are_read_is_what_it_was_last(small: Small) -> None:
-    """Refined, computed by an engine instead, and brought as an approximation again: each reader keeps its own."""
+    """Upgraded, computed by an engine instead, and brought as an approximation again: each reader keeps its own."""
     small.read(KEYS[:1])
     leases = [small.open(KEYS[:1], "of the approximation")]
-    small.refine()
+    small.upgrade()
     leases.append(small.open(KEYS[:1], "of the exact"))
     assert small.cache.release(leases.pop())
     small.cache.commit(small.cache.begin_store(key_chain(7, branch="others"), "w"))
@@ -142,7 +142,7 @@ def test_a_chunk_that_comes_and_goes_while_its_old_bytes_are_read_is_what_it_was
     assert KEYS[0] not in small.cache._index.held()
     assert small.read(KEYS[:1]) == [approximate(KEYS[0])]
     leases.append(small.open(KEYS[:1], "of what was brought again"))
-    small.refine()
+    small.upgrade()
     assert small.cache._index.replaced == 2
     assert [small.bytes_of(lease) for lease in leases] == [[approximate(KEYS[0])]] * 2
     assert small.read(KEYS[:1]) == [exact(KEYS[0])]
@@ -154,8 +154,8 @@ def test_an_exact_chunk_may_leave_while_its_old_bytes_are_read(small: Small) -> 
     """And what comes into its slot then is not touched by the end of that."""
     small.read(KEYS[:1])
     lease = small.open(KEYS[:1])
-    small.refine()
-    assert small.refined == 1
+    small.upgrade()
+    assert small.upgraded == 1
     slot = small.cache._index.find(KEYS[0])
     others = key_chain(7, branch="others")
     written = small.cache.begin_store(others, "w", hold_s=100.0)

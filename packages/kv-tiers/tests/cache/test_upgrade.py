@@ -12,7 +12,7 @@ from kv_core.testing import key_chain
 from kv_testing.approximations import CHUNK_BYTES, FORM, KEYS, Small, approximate, exact, payload
 from kv_testing.wait import until
 from kv_tiers import HostPool, chunk_header
-from kv_tiers.cache import refine
+from kv_tiers.cache import upgrade
 from kv_tiers.events import events
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
 from kv_tiers.index.life import Life
@@ -28,32 +28,32 @@ from kv_tiers.tier_state import Health
 def test_what_was_approximate_is_exact_once_the_tier_has_been_idle(small: Small) -> None:
     assert small.read(KEYS) == [approximate(key) for key in KEYS] != [exact(key) for key in KEYS]
     assert small.tier.brought_bytes == 3 * CHUNK_BYTES // 4
-    assert small.cache.lower.refinements.approximations == 3
-    small.refine()
+    assert small.cache.lower.upgrades.approximations == 3
+    small.upgrade()
     assert small.read(KEYS) == [exact(key) for key in KEYS]
-    assert (small.refined, small.lane.counts().approximate, small.lane.counts().loaded) == (3, 3, 3)
-    assert small.cache.lower.refinements.approximations == 0
+    assert (small.upgraded, small.lane.counts().approximate, small.lane.counts().loaded) == (3, 3, 3)
+    assert small.cache.lower.upgrades.approximations == 0
 
 
 def test_only_what_is_missing_is_read(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all of it where first parts were not kept; or once, in one call, if a tier cannot read on."""
     whole = [len(payload(key)) for key in KEYS]
     small.read(KEYS[:1])
-    small.refine()
+    small.upgrade()
     assert small.tier.brought_bytes == whole[0]
-    monkeypatch.setattr(refine, "KEPT_BYTES", 0)
+    monkeypatch.setattr(upgrade, "KEPT_BYTES", 0)
     small.read(KEYS[:2])
-    small.refine()
+    small.upgrade()
     assert small.tier.brought_bytes == whole[0] + CHUNK_BYTES // 4 + whole[1]
-    monkeypatch.setattr(moving, "ReadsRests", int)
+    monkeypatch.setattr(moving, "ReadsRemainders", int)
     small.tier.calls.clear()
     small.read(KEYS)
-    small.refine()
+    small.upgrade()
     assert small.tier.calls == ["holds", "load_prefixes", "load"]
     assert small.read(KEYS) == [exact(key) for key in KEYS]
 
 
-def test_no_refinement_begins_before_what_a_request_waits_for(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_upgrade_begins_before_what_a_request_waits_for(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that has begun is left between two steps, and goes on later from where it was."""
     monkeypatch.setattr(moving, "STEP_BYTES", 4096)
     small.read(KEYS[:1])
@@ -62,22 +62,22 @@ def test_no_refinement_begins_before_what_a_request_waits_for(small: Small, monk
 
     def ask() -> None:
         nonlocal asked
-        if not asked and small.tier.calls.count("load_rests") == 2:
+        if not asked and small.tier.calls.count("load_remainders") == 2:
             asked = True
             assert small.cache.lookup(KEYS, "other", wait_for_promotion=True).ended is Ended.PENDING
 
     small.tier.before_rest = ask
     assert small.lane.step()
-    assert small.tier.calls == ["load_rests"] * 2 + ["holds"] * asked + ["load_rests"] * asked
+    assert small.tier.calls == ["load_remainders"] * 2 + ["holds"] * asked + ["load_remainders"] * asked
     assert small.lane.step()
     assert small.tier.calls[-1] == "load_prefixes"
-    small.refine()
+    small.upgrade()
     small.cache.end("other")
     assert small.tier.brought_bytes == sum(len(payload(key)) for key in KEYS)
     assert small.read(KEYS) == [exact(key) for key in KEYS]
 
 
-def test_lanes_that_are_never_idle_refine_a_tenth_of_the_time(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_that_are_never_idle_upgrade_a_tenth_of_the_time(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something always waits, for which no step may be late by more than one; and steps take their time."""
     monkeypatch.setattr(moving, "STEP_BYTES", 4096)
     small.read(KEYS[:1])
@@ -85,7 +85,7 @@ def test_lanes_that_are_never_idle_refine_a_tenth_of_the_time(small: Small, monk
     took_s = 0.05
     small.tier.before_rest = lambda: small.clock.advance(took_s)
     answered: list[float] = []
-    while small.refined == 0 and len(answered) < 2000:
+    while small.upgraded == 0 and len(answered) < 2000:
         for _ in range(2):
             assert small.lane.ask(KEYS, lambda _: answered.append(small.clock.now_s()))
         small.clock.advance(0.01)
@@ -94,17 +94,17 @@ def test_lanes_that_are_never_idle_refine_a_tenth_of_the_time(small: Small, monk
             small.lane.step()
         small.lane.step()
         assert small.clock.now_s() - asked <= took_s + 1e-9
-    steps = small.tier.calls.count("load_rests")
-    assert small.refined == 1 and steps > 2
+    steps = small.tier.calls.count("load_remainders")
+    assert small.upgraded == 1 and steps > 2
     assert steps * took_s <= 0.11 * small.clock.now_s()
-    small.refine()
+    small.upgrade()
 
 
 def test_what_waits_is_not_left_because_it_was_a_rests_turn_and_there_is_none(small: Small) -> None:
-    """A turn that finds nothing to refine is no step: the load behind it is done."""
+    """A turn that finds nothing to upgrade is no step: the load behind it is done."""
     small.read(KEYS[:1])
     small.clock.advance(1.0)
-    small.cache.forget(KEYS[:1])  # so the lane was told of a rest and there is none
+    small.cache.forget(KEYS[:1])  # so the lane was told of a remainder and there is none
     assert small.cache.lookup(KEYS[1:], "r", wait_for_promotion=True).ended is Ended.PENDING
     assert small.lane.step()
     assert small.cache.counts().chunks_reserved == 0
@@ -125,22 +125,22 @@ def test_a_tier_that_fails_costs_one_attempt_and_no_slot(small: Small, fault: st
         assert not small.lane.step()
     small.tier.fault = ""
     small.clock.advance(1.0)
-    small.refine()
+    small.upgrade()
     assert small.lane.health()[0] is Health.UP
     found = small.read(KEYS)
     assert found[1:] == [exact(key) for key in KEYS[1:]]
     assert found[0] in (approximate(KEYS[0]), exact(KEYS[0]))
-    assert small.refined == 2 + (found[0] == exact(KEYS[0]))
+    assert small.upgraded == 2 + (found[0] == exact(KEYS[0]))
 
 
 def test_damage_in_the_third_part_is_found_and_the_approximation_stays(small: Small) -> None:
     small.read(KEYS)
     spoil(small, KEYS[1], part=3)
-    small.refine()
+    small.upgrade()
     assert small.lane.counts().damaged == 1
     assert small.read(KEYS) == [exact(KEYS[0]), approximate(KEYS[1]), exact(KEYS[2])]
-    small.refine()
-    assert small.refined == 2
+    small.upgrade()
+    assert small.upgraded == 2
     small.cache.forget([KEYS[1]])
     plan = small.cache.lookup(KEYS, "r", wait_for_promotion=True)
     assert plan.chunks == 1 and plan.ended is not Ended.PENDING  # it is no longer found below
@@ -165,7 +165,7 @@ def test_what_was_stored_anew_below_is_not_taken_for_damaged(small: Small) -> No
     pages[:CHUNK_BYTES] = exact(KEYS[0])
     lane.store([Outgoing(KEYS[0], None, pages, CHUNK_BYTES)], outcomes.extend)
     lane.step()
-    small.refine()
+    small.upgrade()
     assert small.lane.counts().damaged == 0
     assert small.read(KEYS[:1]) == [exact(KEYS[0])]
 
@@ -184,8 +184,8 @@ def test_a_chunk_that_is_forgotten_meanwhile_is_not_brought_back(small: Small, a
             small.cache.commit(lease)
 
     small.tier.before_rest = forget
-    small.refine()
-    assert small.refined == 0
+    small.upgrade()
+    assert small.upgraded == 0
     small.at_rest()
     if again:
         assert small.read(KEYS[:1]) == [b"c" * CHUNK_BYTES]
@@ -204,7 +204,7 @@ def test_what_is_forgotten_gives_everything_back(
         monkeypatch.setattr(moving, "STEP_BYTES", 4096)
         small.tier.before_rest = lambda: small.cache.lookup(KEYS, "other", wait_for_promotion=True)
         small.lane.step()
-        assert small.cache.lower.refinements._under_way != [None]
+        assert small.cache.lower.upgrades._under_way != [None]
     elif when == "exchanged":
         small.tier.before_rest = lambda: held.append(small.open(KEYS[:1]))
         small.lane.step()
@@ -218,7 +218,7 @@ def test_what_is_forgotten_gives_everything_back(
         assert small.bytes_of(lease) == [approximate(KEYS[0])]
         assert not small.cache.release(lease)  # its chunk was forgotten
     small.cache.end("other")
-    small.refine()
+    small.upgrade()
     small.at_rest()
 
 
@@ -235,25 +235,25 @@ def test_a_chunk_that_is_evicted_meanwhile_gives_everything_back(monkeypatch: py
         small.cache.commit(lease)
 
     small.tier.before_rest = crowd
-    small.refine()
-    assert small.refined == 0
+    small.upgrade()
+    assert small.upgraded == 0
     assert small.cache.counts().chunks_evicted == 1
     small.at_rest()
     small.close()
 
 
-def test_a_full_pool_of_few_slots_evicts_nothing_to_refine_and_a_larger_one_evicts_one() -> None:
+def test_a_full_pool_of_few_slots_evicts_nothing_to_upgrade_and_a_larger_one_evicts_one() -> None:
     for slots, evicted in ((7, 0), (8, 1), (40, 1)):
         keys = key_chain(slots)
         small = Small(slots=slots, keys=tuple(keys))
         small.read(keys)
-        small.refine()
+        small.upgrade()
         counts = small.cache.counts()
         assert counts.chunks_evicted == evicted
-        assert small.refined == evicted * (slots - 1)
+        assert small.upgraded == evicted * (slots - 1)
         found = small.read(keys[: slots - 1])
         assert found == [(exact if evicted else approximate)(key) for key in keys[: slots - 1]]
-        small.refine()
+        small.upgrade()
         small.at_rest()
         small.close()
 
@@ -268,16 +268,16 @@ def test_a_chunk_without_a_second_slot_is_tried_again_when_there_is_one(how: str
     if how == "read":
         small.cache.commit(lease)
         reading = small.open(list(lease.keys))
-    small.refine()
-    assert small.refined == 0
+    small.upgrade()
+    assert small.upgraded == 0
     if how == "committed":
         small.cache.commit(lease)
     elif how == "read":
         assert small.cache.release(reading)
     else:
         small.cache.release(lease)
-    small.refine()
-    assert small.refined == 1
+    small.upgrade()
+    assert small.upgraded == 1
     small.cache.end("r")
     small.at_rest()
     small.close()
@@ -293,13 +293,13 @@ def test_a_cache_that_closes_meanwhile_closes(monkeypatch: pytest.MonkeyPatch, w
         small.lane.step()
         assert small.cache._index.replaced == 1
     elif when == "between steps":
-        small.tier.before_rest = lambda: small.cache.lower.refinements.stop()
+        small.tier.before_rest = lambda: small.cache.lower.upgrades.stop()
         small.lane.step()
     small.close()
     assert small.tier.calls[-1] == "close"
 
 
-def test_a_cache_that_closes_while_its_threads_refine_closes() -> None:
+def test_a_cache_that_closes_while_its_threads_upgrade_closes() -> None:
     small = Small(threads=2)
     began = threading.Event()
     small.tier.before_rest = began.set
@@ -311,13 +311,13 @@ def test_a_cache_that_closes_while_its_threads_refine_closes() -> None:
 
 
 def test_a_named_pool_has_the_exact_bytes_for_the_next_process() -> None:
-    name = "refined-for-the-next"
+    name = "upgraded-for-the-next"
     HostPool.unlink(name)
     try:
         small = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
         small.read(KEYS)
-        small.refine()
-        assert small.refined == 3
+        small.upgrade()
+        assert small.upgraded == 3
         small.read(KEYS)
         small.close()
         again = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
@@ -333,7 +333,7 @@ def test_a_named_pool_has_the_exact_bytes_for_the_next_process() -> None:
 
 def test_the_next_process_knows_which_chunks_of_a_named_pool_are_approximate() -> None:
     """What an engine computed is not one of them."""
-    name = "refined-by-the-next"
+    name = "upgraded-by-the-next"
     HostPool.unlink(name)
     try:
         small = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
@@ -341,15 +341,15 @@ def test_the_next_process_knows_which_chunks_of_a_named_pool_are_approximate() -
         small.cache.commit(small.cache.begin_store(key_chain(1, branch="computed"), "w"))
         small.close()
         again = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
-        assert again.cache.lower.refinements.approximations == 3
-        again.refine()
-        assert again.refined == 3
+        assert again.cache.lower.upgrades.approximations == 3
+        again.upgrade()
+        assert again.upgraded == 3
         assert again.read(KEYS) == [exact(key) for key in KEYS]
         assert again.cache.counts().chunks_damaged == 0
         again.at_rest()
         again.close()
         last = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
-        assert last.cache.lower.refinements.approximations == 0
+        assert last.cache.lower.upgrades.approximations == 0
         assert last.read(KEYS) == [exact(key) for key in KEYS]
         last.close()
     finally:
@@ -358,12 +358,12 @@ def test_the_next_process_knows_which_chunks_of_a_named_pool_are_approximate() -
 
 def test_adopted_chunks_are_doubted_no_more_than_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool whose slots have changed places writes the records where the bytes are."""
-    name = "refined-and-stored"
+    name = "upgraded-and-stored"
     HostPool.unlink(name)
     try:
         small = Small(pool=HostPool.named(name, CHUNK_BYTES, 8))
         small.read(KEYS[:1])
-        small.refine()
+        small.upgrade()
         others = key_chain(4, branch="others")
         lease = small.cache.begin_store(others, "w")
         for key, extent in zip(lease.keys, lease.extents, strict=True):
@@ -386,13 +386,13 @@ def test_what_a_tier_has_cut_is_as_good_as_what_it_kept() -> None:
     small.fill(KEYS)
     small.read(KEYS[:1])
     cut(small, KEYS[0])
-    small.refine()
+    small.upgrade()
     assert small.read(KEYS[:1]) == [approximate(KEYS[0], 2)]
-    assert small.refined == 1
+    assert small.upgraded == 1
     calls = len(small.tier.calls)
-    small.refine()
+    small.upgrade()
     assert len(small.tier.calls) == calls
-    assert small.cache.lower.refinements.approximations == 1
+    assert small.cache.lower.upgrades.approximations == 1
     small.at_rest()
     small.close()
 
@@ -411,10 +411,10 @@ def cut(small: Small, key: ChunkKey) -> None:
 
 class Kept(Subscriber):
     def __init__(self) -> None:
-        self.events: list[events.Refined] = []
+        self.events: list[events.Upgraded] = []
 
     def take(self, occurred: Occurred) -> None:
-        if isinstance(occurred.event, events.Refined):
+        if isinstance(occurred.event, events.Upgraded):
             self.events.append(occurred.event)
 
 
@@ -423,7 +423,7 @@ def test_an_event_tells() -> None:
     bus.subscribe(kept)
     small = Small(bus=bus)
     small.read(KEYS[:2])
-    small.refine()
+    small.upgrade()
     assert bus.flush()
     assert [(one.tier, one.keys, one.nbytes) for one in kept.events] == [
         ("dram", [key], CHUNK_BYTES) for key in KEYS[:2]
@@ -456,7 +456,7 @@ def test_readers_on_other_threads_never_see_a_mixture() -> None:
         reader.start()
     small.fetch(keys)
     small.cache.end("r")
-    until(lambda: small.refined == len(keys) or wrong)
+    until(lambda: small.upgraded == len(keys) or wrong)
     over.set()
     for reader in readers:
         reader.join(30)
