@@ -1,8 +1,9 @@
-"""Hit ratios of every eviction policy on two public traces, against Belady's optimum and a cache without end.
+"""What every eviction policy saves of all seconds of prefill, and its hit ratio, on four public traces, beside Belady's
+optimum: an hour of a chat service, public data sets, and two of coding agents' sessions.
 
-limit: the optimum at the same capacity. ratio: what part of it a policy reaches. target, of `prefix` only: what the
-better of LRU and ARC reaches in the same run; and of the gap between that and the optimum at 5 %, how much it has to
-close. Needs matplotlib for the plot (--plot FILE), and a minute and a half.
+limit: the optimum by hits at the same capacity. ratio: what part of it a policy reaches. target, of `prefix` only: not
+more than 2 % behind the better of LRU and ARC, in any cell; and over all cells 5 % ahead. Takes some four minutes.
+Needs matplotlib for the plot (--plot FILE).
 
 With --generated instead on a trace made here, which no policy was made for: sessions of agents, questions about
 documents, and prompts that come once.
@@ -21,18 +22,21 @@ from pathlib import Path
 from kv_core.keys import ChunkKey
 from kv_eviction import POLICY_NAMES
 from kv_observe import sim_plot
-from kv_observe.sim import TierPlan, optimum, simulate
-from kv_observe.trace_file import Trace, read_trace
+from kv_observe.sim import Served, TierPlan, optimum, simulate
+from kv_observe.trace_file import Trace, read_trace, trace_key
 
 from benchmarks._report import parser
 
-TRACES = Path(__file__).parent / "traces/mooncake"
+TRACES = Path(__file__).parent / "traces"
+NAMES = ("mooncake/conversation_trace", "mooncake/synthetic_trace", "agents/agents_a", "agents/agents_b")
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.20, 0.40)
 OURS = "prefix"
 REFERENCES = ("lru", "arc")
-GAP_AT = 0.05
-GAP_CLOSED = 0.3
-"""Of the gap between the better reference and the optimum, at that share: the least that is asked for."""
+OPT = "opt"
+BEHIND = 0.98
+"""Of the better reference: the least in any cell."""
+AHEAD = 1.05
+"""The mean over all cells."""
 
 
 def main() -> int:
@@ -42,60 +46,64 @@ def main() -> int:
     options = asked.parse_args()
     if options.plot:
         sim_plot.check(options.plot)
-    won = []
+    gains: list[float] = []
     pictures = {}
-    for name in ("generated",) if options.generated else ("conversation", "synthetic"):
-        trace = generated() if options.generated else read_trace(str(TRACES / f"{name}_trace.jsonl.gz"))
+    for path in ("generated",) if options.generated else NAMES:
+        trace = generated() if options.generated else read_trace(str(TRACES / f"{path}.jsonl.gz"))
+        name = Path(path).name.removesuffix("_trace")
         capacities = [int(share * trace.chunks_unique) for share in SHARES]
-        table = {policy: [hit_ratio(trace, policy, capacity) for capacity in capacities] for policy in POLICY_NAMES}
-        table["opt"] = [optimum(trace.prompts, capacity) for capacity in capacities]
-        infinite = hit_ratio(trace, "lru", trace.chunks_unique)
-        best = [max(table[policy][place] for policy in REFERENCES) for place in range(len(SHARES))]
-        won += [ours > other for ours, other in zip(table[OURS], best, strict=True)]
-        at = SHARES.index(GAP_AT)
-        closed = (table[OURS][at] - best[at]) / (table["opt"][at] - best[at])
-        won.append(closed >= GAP_CLOSED)
+        served = {policy: [serve(trace, policy, capacity) for capacity in capacities] for policy in POLICY_NAMES}
+        served[OPT] = [optimum(trace.prompts, capacity) for capacity in capacities]
+        saved = {policy: [cell.saved_ratio for cell in row] for policy, row in served.items()}
+        best = [max(saved[policy][place] for policy in REFERENCES) for place in range(len(SHARES))]
+        gains += [ours / other for ours, other in zip(saved[OURS], best, strict=True)]
         pictures[name] = (
             trace.chunks_unique,
-            {policy: list(zip(capacities, row, strict=True)) for policy, row in table.items()},
+            {policy: list(zip(capacities, row, strict=True)) for policy, row in saved.items()},
         )
         if options.json:
-            for policy, row in table.items():
-                for place, (share, ratio) in enumerate(zip(SHARES, row, strict=True)):
-                    limit = table["opt"][place]
-                    described = {
-                        "name": f"{name} {share:.0%} {policy}",
-                        "value": ratio,
-                        "unit": "hit ratio",
-                        "limit": limit,
-                        "ratio": ratio / limit,
-                        "target": best[place] / limit if policy == OURS else None,
-                        "pass": ratio > best[place] if policy == OURS else None,
-                    }
-                    print(json.dumps(described))
-            described = {"name": f"{name} infinite", "value": infinite, "unit": "hit ratio", "limit": infinite}
-            print(json.dumps({**described, "ratio": 1.0, "target": None, "pass": None}))
-            described = {"name": f"{name} {GAP_AT:.0%} gap closed", "value": closed, "unit": "of the gap", "limit": 1.0}
-            print(json.dumps({**described, "ratio": closed, "target": GAP_CLOSED, "pass": won[-1]}))
+            report(name, served, best)
         else:
-            print(f"{name:<14}" + "".join(f"{share:>8.0%}" for share in SHARES))
-            for policy, row in table.items():
-                print(f"  {policy:<12}" + "".join(f"{ratio:>8.4f}" for ratio in row))
-            verdicts = ["pass" if ours > other else "MISS" for ours, other in zip(table[OURS], best, strict=True)]
-            print(f"  {'infinite':<12}{infinite:>8.4f}")
-            print(
-                f"  {OURS} > {', '.join(REFERENCES)}" + " " * 2 + "".join(f"{verdict:>8}" for verdict in verdicts)[4:]
-            )
-            verdict = "pass" if won[-1] else "MISS"
-            print(f"  gap to opt closed at {GAP_AT:.0%}: {closed:.1%}, asked for: {GAP_CLOSED:.0%}  {verdict}")
+            print(f"{name:<14}" + "".join(f"{share:>8.0%}" for share in SHARES) + "   of the prefill saved, and hits")
+            for policy, row in served.items():
+                print(f"  {policy:<12}" + "".join(f"{cell.saved_ratio:>8.4f}" for cell in row), end="   ")
+                print("".join(f"{cell.hit_ratio:>8.4f}" for cell in row))
+            print(f"  {OURS} / best" + "".join(f"{gain:>8.3f}" for gain in gains[-len(SHARES) :]))
         sys.stdout.flush()
+    mean = sum(gains) / len(gains)
+    passes = min(gains) >= BEHIND and (mean >= AHEAD or options.generated)
+    if options.json:
+        described = {"name": "mean over all cells", "value": mean, "unit": "of the better reference", "limit": None}
+        print(json.dumps({**described, "ratio": mean, "target": AHEAD, "pass": mean >= AHEAD}))
+    else:
+        print(f"{OURS} / the better of {', '.join(REFERENCES)}: mean {mean:.3f}, worst {min(gains):.3f}", end="  ")
+        print("pass" if passes else "MISS")
     if options.plot:
         sim_plot.draw(options.plot, pictures)
-    return 0 if all(won) else 1
+    return 0 if passes else 1
 
 
-def hit_ratio(trace: Trace, policy: str, capacity_chunks: int) -> float:
-    return simulate(trace.prompts, [TierPlan("host", capacity_chunks, policy)]).hit_ratio
+def report(name: str, served: dict[str, list[Served]], best: list[float]) -> None:
+    """One JSON object a policy and capacity."""
+    for policy, row in served.items():
+        for place, (share, cell) in enumerate(zip(SHARES, row, strict=True)):
+            limit = served[OPT][place].saved_ratio
+            target = BEHIND * best[place] / limit if policy == OURS else None
+            described = {
+                "name": f"{name} {share:.0%} {policy}",
+                "value": cell.saved_ratio,
+                "unit": "of the prefill saved",
+                "limit": limit,
+                "ratio": cell.saved_ratio / limit,
+                "target": target,
+                "pass": None if target is None else cell.saved_ratio / limit >= target,
+                "hit_ratio": cell.hit_ratio,
+            }
+            print(json.dumps(described))
+
+
+def serve(trace: Trace, policy: str, capacity_chunks: int) -> Served:
+    return simulate(trace.prompts, [TierPlan("host", capacity_chunks, policy)])
 
 
 def generated(requests: int = 8000, seed: int = 11) -> Trace:
@@ -106,7 +114,7 @@ def generated(requests: int = 8000, seed: int = 11) -> Trace:
     def new(chunks: int) -> list[ChunkKey]:
         nonlocal number
         number += chunks
-        return [ChunkKey(str(number - chunk).encode()) for chunk in range(chunks)]
+        return [trace_key(str(number - chunk)) for chunk in range(chunks)]
 
     tools = [new(chance.randrange(4, 12)) for _ in range(5)]
     documents = [new(chance.randrange(10, 60)) for _ in range(300)]

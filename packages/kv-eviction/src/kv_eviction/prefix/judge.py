@@ -31,18 +31,19 @@ class _SmallCache:
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         self.policy = policy
         self._slot_of: dict[ChunkKey, int] = {}
-        self._key_at: list[ChunkKey | None] = [None] * capacity
-        self._free = list(range(capacity - 1, -1, -1))
+        self._key_at: list[ChunkKey] = []  # by slot; grows up to the capacity
+        self._capacity = capacity
 
     def request(self, keys: Sequence[ChunkKey], now: int, growth: int, *, has_end: bool) -> int:
         """Look up the chunks and store those that miss. Returns how many leading ones were held."""
         policy, slot_of = self.policy, self._slot_of
         held = next((place for place, key in enumerate(keys) if key not in slot_of), len(keys))
+        slots = [slot_of[key] for key in keys[:held]]
         by_segments = policy if isinstance(policy, SegmentsPolicy) else None
         if by_segments is not None:
-            by_segments.requested(keys, held, now, growth)
+            by_segments.requested(keys, slots, now, growth)
         if held:
-            policy.used(keys, [slot_of[key] for key in keys[:held]])
+            policy.used(keys, slots)
         if held == len(keys):
             return held
         protected = {slot_of[key] for key in keys if key in slot_of}
@@ -51,8 +52,9 @@ class _SmallCache:
         for place, key in enumerate(keys[held:], held):
             if key in slot_of:
                 continue
-            if self._free:
-                new[key] = self._free.pop()
+            if len(self._key_at) < self._capacity:
+                new[key] = len(self._key_at)
+                self._key_at.append(key)
                 continue
             while (slot := policy.victim()) is not None and slot in protected:
                 policy.exclude(slot)
@@ -62,16 +64,13 @@ class _SmallCache:
             if by_segments is not None and by_segments.refuses(key, is_last=has_end and place == len(keys) - 1):
                 break
             policy.removed(slot)
-            evicted = self._key_at[slot]
-            assert evicted is not None
-            del slot_of[evicted]
+            del slot_of[self._key_at[slot]]
+            self._key_at[slot] = key
             new[key] = slot
         if excluded:
             policy.reinsert(sorted(excluded, key=[slot_of.get(key) for key in keys].index))
         if new:
             slot_of.update(new)
-            for key, slot in new.items():
-                self._key_at[slot] = key
             policy.added(list(new), list(new.values()))
             resident = [key for key in keys if key in slot_of]
             slots = [slot_of[key] for key in resident]

@@ -55,7 +55,12 @@ class SegmentOrder:
 
     def least(self, now: int) -> Segment | None:
         """The segment that loses its last chunk first."""
-        oldest = [entry for chunk_class in range(CLASSES) if (entry := self._oldest(chunk_class)) is not None]
+        oldest = []
+        for chunk_class, heap in enumerate(self._oldest_first):
+            while heap and not _is_valid(heap[0], chunk_class):
+                heapq.heappop(heap)
+            if heap:
+                oldest.append(heap[0])
         if not oldest:
             return None
         if self.rule is Rule.LRU:
@@ -64,14 +69,6 @@ class SegmentOrder:
             return min(oldest, key=lambda entry: (entry[3].again == self.prefers_once, entry))[3]
         worth = self._returns.worth
         return min(oldest, key=lambda entry: (worth(entry[3].chunk_class, now - entry[0]), entry))[3]
-
-    def _oldest(self, chunk_class: int) -> _Entry | None:
-        heap = self._oldest_first[chunk_class]
-        while heap:
-            if _is_valid(heap[0], chunk_class):
-                return heap[0]
-            heapq.heappop(heap)
-        return None
 
 
 def _is_valid(entry: _Entry, chunk_class: int) -> bool:

@@ -17,7 +17,7 @@ from kv_eviction.prefix.segments import SegmentsPolicy
 
 _LEAST_CHUNKS: Final = 128
 """A smaller tier is LRU: so few chunks tell too little."""
-_SAMPLE_CHUNKS: Final = 512
+_SAMPLE_CHUNKS: Final = 1024
 """The sample is as dense as this many chunks of it filling the tier, or denser."""
 _MAX_RATE: Final = 128
 _MAX_NOTED: Final = 64
@@ -51,7 +51,7 @@ class PrefixPolicy(SegmentsPolicy):
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         self._process()
         if not self.was_requested(keys[0]):
-            self._request(keys, 0)
+            self._request(keys, ())
         super().added(keys, slots)
         self._balance()
 
@@ -85,12 +85,12 @@ class PrefixPolicy(SegmentsPolicy):
         if self._noted:
             noted, self._noted = self._noted, []
             for keys, slots in noted:
-                self._request(keys, len(slots))
+                self._request(keys, slots)
                 super().used(keys, slots)
 
-    def _request(self, keys: Sequence[ChunkKey], held: int) -> None:
+    def _request(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         now = self._tree.now + len(keys)
-        self.requested(keys, held, now)
+        self.requested(keys, slots, now)
         if self._judge is None:
             return
         mask = self._mask
@@ -99,9 +99,7 @@ class PrefixPolicy(SegmentsPolicy):
             return
         sample = [keys[place] for place in places]
         has_end = places[-1] == len(keys) - 1
-        self._returns.advance(now)
-        for place, key in enumerate(sample, 1):
-            self._returns.requested(key, self.growth, now, is_last=has_end and place == len(sample))
+        self._returns.requested(sample, self.growth, now, has_end=has_end)
         self._judge.request(sample, places, now, self.growth, has_end=has_end)
         if self._judge.leader is not self.order.rule:
             self.order.rule = self._judge.leader

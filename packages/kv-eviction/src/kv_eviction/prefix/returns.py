@@ -14,6 +14,7 @@ uses them, and nothing has to be kept in order to learn whether it returns.
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from kv_core.keys import ChunkKey
@@ -29,7 +30,8 @@ _PRIOR_CHUNKS: Final = 20.0
 """The weight of the table of all classes in that of one, and of an interval in the next, in chunks."""
 _NEVER: Final = 2e-4
 """The prior probability of a return: almost none."""
-_DECAY: Final = 0.97
+_DECAY: Final = 0.99
+"""What counts keep from one estimate to the next, a quarter of the capacity later."""
 _LEAST_PERIOD: Final = 1000
 
 
@@ -45,16 +47,27 @@ def class_of(uses: int, growth: int) -> int:
     return 1 + 8 * step + growth
 
 
+class _Request:
+    """The chunks of the sample that were requested at one time, and not since."""
+
+    __slots__ = ("away", "keys", "requested_at")
+
+    def __init__(self, keys: Sequence[ChunkKey], now: int) -> None:
+        self.keys = keys
+        self.requested_at = now
+        self.away: dict[int, int] = {}
+        """How many of them, by class."""
+
+
 class _Known:
-    """A chunk of the sample. requested_at: the latest time."""
+    """A chunk of the sample. latest: the request that was its latest."""
 
-    __slots__ = ("chunk_class", "key", "requested_at", "uses")
+    __slots__ = ("chunk_class", "latest", "uses")
 
-    def __init__(self, key: ChunkKey) -> None:
-        self.key = key
+    def __init__(self, latest: _Request) -> None:
+        self.latest = latest
         self.uses = 0
         self.chunk_class = LAST
-        self.requested_at = 0
 
 
 class Returns:
@@ -65,40 +78,51 @@ class Returns:
         self._ends = [max(1.0, capacity_chunks * 2**octave) for octave in octaves]
         self._widths = [end - begin for begin, end in zip([0.0, *self._ends], self._ends, strict=False)]
         self._known: dict[ChunkKey, _Known] = {}
-        self._aging: list[deque[tuple[int, _Known]]] = [deque() for _ in range(_INTERVALS)]  # by the interval now
+        self._aging: list[deque[_Request]] = [deque() for _ in range(_INTERVALS)]  # by the interval they are in
         self._returned = [[0.0] * _INTERVALS for _ in range(CLASSES)]
         self._reached = [[0.0] * _INTERVALS for _ in range(CLASSES)]  # and left: by a return, or by ageing
         self._worth = [[0.0] * (_INTERVALS + 1) for _ in range(CLASSES)]
         self._period = max(_LEAST_PERIOD, capacity_chunks // 4)
         self._next_period = 0
 
-    def requested(self, key: ChunkKey, growth: int, now: int, *, is_last: bool) -> None:
-        """A chunk of the sample is requested. Call `advance` first."""
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = _Known(key)
-        else:
-            interval = min(bisect_right(self._ends, now - known.requested_at), _INTERVALS - 1)
-            self._returned[known.chunk_class][interval] += 1.0
-            self._reached[known.chunk_class][interval] += 1.0
-        known.uses += 1
-        known.requested_at = now
-        known.chunk_class = LAST if is_last and known.uses == 1 else class_of(known.uses, growth)
-        self._aging[0].append((now, known))
+    def requested(self, keys: Sequence[ChunkKey], growth: int, now: int, *, has_end: bool) -> None:
+        """A prompt of which these chunks are in the sample is requested. has_end: its last chunk is among them."""
+        self._advance(now)
+        request = _Request(keys, now)
+        away = request.away
+        previous, interval = request, 0
+        for place, key in enumerate(keys, 1):
+            known = self._known.get(key)
+            if known is None:
+                known = self._known[key] = _Known(request)
+            else:
+                if known.latest is not previous:  # most chunks of a prompt have the same
+                    previous = known.latest
+                    interval = min(bisect_right(self._ends, now - previous.requested_at), _INTERVALS - 1)
+                previous.away[known.chunk_class] -= 1
+                self._returned[known.chunk_class][interval] += 1.0
+                self._reached[known.chunk_class][interval] += 1.0
+                known.latest = request
+            known.uses += 1
+            is_last = has_end and place == len(keys) and known.uses == 1
+            chunk_class = known.chunk_class = LAST if is_last else class_of(known.uses, growth)
+            away[chunk_class] = away.get(chunk_class, 0) + 1
+        self._aging[0].append(request)
 
-    def advance(self, now: int) -> None:
+    def _advance(self, now: int) -> None:
         """Count the chunks that have reached the end of an interval without a return, and forget the oldest."""
         for interval, aging in enumerate(self._aging):
             until = now - self._ends[interval]
-            while aging and aging[0][0] <= until:
-                requested_at, known = entry = aging.popleft()
-                if known.requested_at != requested_at:
-                    continue  # it has returned
-                self._reached[known.chunk_class][interval] += 1.0
+            while aging and aging[0].requested_at <= until:
+                request = aging.popleft()
+                for chunk_class, chunks in request.away.items():
+                    self._reached[chunk_class][interval] += chunks
                 if interval + 1 < _INTERVALS:
-                    self._aging[interval + 1].append(entry)
-                else:
-                    del self._known[known.key]
+                    self._aging[interval + 1].append(request)
+                    continue
+                for key in request.keys:
+                    if self._known[key].latest is request:
+                        del self._known[key]
         if now >= self._next_period:
             self._next_period = now + self._period
             self._estimate()

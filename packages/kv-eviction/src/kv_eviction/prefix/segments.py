@@ -43,11 +43,16 @@ class SegmentsPolicy(EvictionPolicy):
         self._evicted = 0
         self._once = 0  # about how many chunks were requested once
 
-    def requested(self, keys: Sequence[ChunkKey], held: int, now: int, growth: int | None = None) -> None:
-        """A request has this prompt, of which so many leading chunks are held. growth: None: as seen from here."""
+    def requested(self, keys: Sequence[ChunkKey], slots: Sequence[int], now: int, growth: int | None = None) -> None:
+        """A request has this prompt, of which the leading chunks are held, in `slots`. growth: None: as seen from
+        here."""
         self._tree.now = now
-        missing = keys[held:]
+        missing = keys[len(slots) :]
         uses_of = dict.fromkeys(missing, 1)
+        if slots and missing:  # perhaps the tail of a segment was evicted that the prompt continues
+            deepest = self._tree.segment_of(slots[-1])
+            if deepest.ends_with(slots[-1]) and deepest.end > len(slots):
+                uses_of.update(dict.fromkeys(missing[: deepest.end - len(slots)], 2 + deepest.uses))
         for place, key in enumerate(missing):
             if (ghost := self._ghosts.get(key)) is not None:
                 again = missing[place : place + max(1, ghost.end - ghost.start)]
