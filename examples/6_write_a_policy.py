@@ -33,7 +33,7 @@ def make_heads_last(capacity_chunks: int, parameters: Mapping[str, object]) -> E
     return HeadsLastPolicy(config.head_chunks)
 
 
-class HeadsLastPolicy:
+class HeadsLastPolicy(EvictionPolicy):
     def __init__(self, head_chunks: int) -> None:
         self._head_chunks = head_chunks
         self._heads: OrderedDict[int, None] = OrderedDict()  # slots, oldest first

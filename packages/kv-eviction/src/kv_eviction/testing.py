@@ -41,6 +41,9 @@ class PolicyContract:
         policy.used(key_chain(6), range(6))
         assert self.drained(policy) == [5, 4, 3, 2, 1, 0]
 
+    def test_it_says_whether_a_chunk_is_worth_its_victims_place(self) -> None:
+        assert self.filled().refuses(key_chain(1, branch="new")[0], is_last=True) in (False, True)
+
     def test_what_was_removed_is_not_offered(self) -> None:
         policy = self.filled()
         policy.removed(5)

@@ -49,31 +49,38 @@ class PrefixPolicy(SegmentsPolicy):
             self._process()
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        self._process()
+        if self._noted:
+            self._process()
         if not self.was_requested(keys[0]):
             self._request(keys, ())
         super().added(keys, slots)
         self._balance()
 
     def extended(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, has_end: bool = True) -> None:
-        self._process()
+        if self._noted:
+            self._process()
         super().extended(keys, slots, has_end=has_end)
 
     def removed(self, slot: int) -> None:
-        self._process()
+        if self._noted:
+            self._process()
         super().removed(slot)
-        self._balance()
+        if self.order.rule is Rule.ARC:
+            self._balance()
 
     def victim(self) -> int | None:
-        self._process()
+        if self._noted:
+            self._process()
         return super().victim()
 
     def exclude(self, slot: int) -> None:
-        self._process()
+        if self._noted:
+            self._process()
         super().exclude(slot)
 
     def reinsert(self, slots: Sequence[int]) -> None:
-        self._process()
+        if self._noted:
+            self._process()
         super().reinsert(slots)
 
     def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
@@ -82,11 +89,10 @@ class PrefixPolicy(SegmentsPolicy):
         return super().refuses(key, is_last=is_last)
 
     def _process(self) -> None:
-        if self._noted:
-            noted, self._noted = self._noted, []
-            for keys, slots in noted:
-                self._request(keys, slots)
-                super().used(keys, slots)
+        noted, self._noted = self._noted, []
+        for keys, slots in noted:
+            self._request(keys, slots)
+            super().used(keys, slots)
 
     def _request(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         now = self._tree.now + len(keys)
