@@ -16,7 +16,7 @@ class Divided:
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
         self.used, self.extended, self.victim = shares.used, shares.extended, shares.victim
-        self.exclude, self.reinsert = shares.exclude, shares.reinsert
+        self.exclude, self.reinsert, self.refuses = shares.exclude, shares.reinsert, shares.refuses
 
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for key, slot in zip(keys, slots, strict=True):

@@ -2,6 +2,7 @@
 
 segment.py   a node of the tree: what is known of chunks that were always used together
 tree.py      the tree of prompts that share prefixes: where segments begin, branch and end
+absent.py    what is remembered of chunks that are not held
 returns.py   how soon chunks of each class return, learnt from a sample; what keeping one is worth
 order.py     the choice: which segment loses its last chunk, by one of four rules
 segments.py  these put together, as an `EvictionPolicy` by a given rule

@@ -51,7 +51,7 @@ class PrefixPolicy(SegmentsPolicy):
     def added(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         if self._noted:
             self._process()
-        if not self.was_requested(keys[0]):
+        if not self._absent.was_requested(keys[0]):
             self._request(keys, ())
         super().added(keys, slots)
         self._balance()

@@ -1,16 +1,15 @@
 """The order of eviction by segments: the tree of prefixes, and a rule that chooses among its leaves.
 
-A lookup touches segments, not chunks. An evicted segment is remembered by the key of its first chunk, as a ghost, so
-that its return is seen as one although it was a miss.
+A lookup touches segments, not chunks.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
 from kv_core.keys import ChunkKey
 
 from kv_eviction.policy import EvictionPolicy
+from kv_eviction.prefix.absent import AbsentChunks
 from kv_eviction.prefix.order import Rule, SegmentOrder
 from kv_eviction.prefix.returns import LAST, Returns, class_of, growth_of
 from kv_eviction.prefix.segment import Segment
@@ -24,7 +23,7 @@ class SegmentsPolicy(EvictionPolicy):
     """An `EvictionPolicy` by a rule that may change at any time. `requested` comes before `used` and `added`.
 
     Amortised constant time per chunk; a segment's victim takes time for each class. Memory: a segment for each run of
-    chunks, at most as many ghosts as chunks, and a number for each chunk that was requested and not stored.
+    chunks, and what `AbsentChunks` needs.
     """
 
     def __init__(self, capacity_chunks: int, returns: Returns) -> None:
@@ -33,14 +32,11 @@ class SegmentsPolicy(EvictionPolicy):
         self.order = SegmentOrder(returns)
         self._tree = PrefixTree(self.order)
         self._excluded: set[int] = set()
-        self._ghosts: OrderedDict[ChunkKey, Segment] = OrderedDict()  # by the key of the first chunk, oldest first
-        self._missed: dict[ChunkKey, int] = {}  # how often chunks were requested that are not held
-        self._missed_before: dict[ChunkKey, int] = {}
+        self._absent = AbsentChunks(capacity_chunks)
         self._newest: Segment | None = None  # the chunks added last, until `extended` tells what they follow
         self._offer: Segment | None = None  # the segment whose last chunk is offered as the victim
         self.growth = 0
         """Of the latest request."""
-        self._evicted = 0
         self._once = 0  # about how many chunks were requested once
 
     def requested(self, keys: Sequence[ChunkKey], slots: Sequence[int], now: int, growth: int | None = None) -> None:
@@ -48,33 +44,18 @@ class SegmentsPolicy(EvictionPolicy):
         here."""
         self._tree.now = now
         missing = keys[len(slots) :]
-        uses_of = dict.fromkeys(missing, 1)
-        if slots and missing:  # perhaps the tail of a segment was evicted that the prompt continues
+        tail = tail_uses = 0
+        if slots and missing:
             deepest = self._tree.segment_of(slots[-1])
-            if deepest.ends_with(slots[-1]) and deepest.end > len(slots):
-                uses_of.update(dict.fromkeys(missing[: deepest.end - len(slots)], 2 + deepest.uses))
-        for place, key in enumerate(missing):
-            if (ghost := self._ghosts.get(key)) is not None:
-                again = missing[place : place + max(1, ghost.end - ghost.start)]
-                uses_of.update(dict.fromkeys(again, 2 + ghost.uses))
-            elif uses_of[key] == 1 and (before := self._missed.get(key) or self._missed_before.get(key)):
-                uses_of[key] = before + 1
-        if growth is None:
-            chunks_new = sum(uses == 1 for uses in uses_of.values())
-            growth = growth_of(chunks_new, continues=chunks_new < len(keys))
-        self.growth = growth
-        if len(self._missed) > self._capacity:
-            self._missed_before, self._missed = self._missed, {}
-        self._missed.update(uses_of)
-
-    def was_requested(self, key: ChunkKey) -> bool:
-        """Whether a request has lacked this chunk, which was not stored since."""
-        return key in self._missed or key in self._missed_before
+            if deepest.ends_with(slots[-1]):
+                tail, tail_uses = max(0, deepest.end - len(slots)), deepest.uses + 1
+        chunks_new = self._absent.requested(missing, tail=tail, tail_uses=tail_uses)
+        self.growth = growth_of(chunks_new, continues=chunks_new < len(keys)) if growth is None else growth
 
     def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
         if self.order.rule is not Rule.REFUSE or self.victim() is None or self._offer is None:
             return False
-        uses = self._missed.get(key, 1)
+        uses = self._absent.uses(key)
         new = self._returns.worth(LAST if is_last and uses == 1 else class_of(uses, self.growth), 0)
         age = self._tree.now - self._offer.last_use
         return new < _REFUSED_BELOW * self._returns.worth(self._offer.chunk_class, age)
@@ -83,17 +64,12 @@ class SegmentsPolicy(EvictionPolicy):
         self._offer = None
         segment = self._newest = Segment(None, 0, self._tree.now)
         segment.first_key = keys[0]
-        uses = self._missed.get(keys[0], 1)
+        uses = self._absent.uses(keys[0])
         segment.uses, segment.chunk_class = uses - 1, class_of(uses, self.growth)
+        segment.again = self._absent.stored(keys, within=self._capacity - self._once)
         self._tree.assign(slots, segment)
         segment.end = len(slots)
         self.order.add(segment)
-        for key in keys:
-            ghost = self._ghosts.pop(key, None)
-            if ghost is not None and self._evicted - ghost.evicted_at < self._capacity - self._once:
-                segment.again = True
-            self._missed.pop(key, None)
-            self._missed_before.pop(key, None)
         if not segment.again:
             self._once += len(slots)
 
@@ -157,17 +133,11 @@ class SegmentsPolicy(EvictionPolicy):
             self._excluded.remove(slot)
             return
         del segment.slots[slot]
-        self._evicted += was_evicted
-        if segment.slots:
-            return
-        self._offer = None
-        segment.evicted_at = self._evicted
-        self.order.emptied(segment)
-        if was_evicted and segment.first_key is not None:  # a chunk that was forgotten is not expected to return
-            segment.parent = None
-            self._ghosts[segment.first_key] = segment
-            if len(self._ghosts) > self._capacity:
-                self._ghosts.popitem(last=False)
+        if not segment.slots:
+            self._offer = None
+            self.order.emptied(segment)
+        if was_evicted:  # a chunk that was forgotten is not expected to return
+            self._absent.evicted(segment, is_last_chunk=not segment.slots)
 
     def victim(self) -> int | None:
         if self._offer is None:
