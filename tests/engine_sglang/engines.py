@@ -93,13 +93,22 @@ class Engine:
         outputs = self.inner.generate(sampling_params=sampling, return_logprob=True, **arguments)
         details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
         self.hits = [detail.get(self._ours, 0) for detail in details]
-        return [
-            Answer(
-                tuple(output["output_ids"]),
-                tuple(entry[0] for entry in output["meta_info"]["output_token_logprobs"]),
-            )
-            for output in outputs
-        ]
+        return _answers(outputs)
+
+    def blend(self, prompts: Sequence[Sequence[int]], fields: Sequence[dict[str, Any]]) -> tuple[list[Answer], list[Any]]:
+        """Ask for all of these at once; `hits` are what SGLang had of each, from wherever.
+
+        fields: those of `kv_blend.request_fields` for each. Returns the answers, and what they say of their blending.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        outputs = self.inner.generate(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params=[{**sampling, "custom_params": each["custom_params"]} for each in fields],
+            cache_salt=[each["cache_salt"] for each in fields],
+            return_logprob=True,
+        )
+        self.hits = [output["meta_info"]["cached_tokens"] for output in outputs]
+        return _answers(outputs), [output["meta_info"].get("kv_blend") for output in outputs]
 
     def ask_in_turn(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[Answer]:
         """One after the other, the engine's own two caches emptied in between: what is found is found in ours."""
@@ -156,6 +165,15 @@ class Engine:
         until(lambda: self.inner.flush_cache().success, within_s=30)
 
 
+def _answers(outputs: Sequence[Any]) -> list[Answer]:
+    return [
+        Answer(
+            tuple(output["output_ids"]), tuple(entry[0] for entry in output["meta_info"]["output_token_logprobs"])
+        )
+        for output in outputs
+    ]
+
+
 def started(model: str, **given: Any) -> AbstractContextManager[Engine]:
     """A running engine in a process of its own, with what `in_this_process` is given."""
     return cast(AbstractContextManager[Engine], nursery().started(model, **given))
@@ -168,14 +186,16 @@ def in_this_process(
     cache: dict[str, Any] | None = None,
     page: int = PAGE,
     linker: bool = False,
+    blends: bool = False,
     environ: dict[str, str] | None = None,
     **arguments: Any,
 ) -> Iterator[Engine]:
     """A running engine; `cache` is our extra config, None for an engine without HiCache.
 
-    linker: through SGLang's external linker in place of HiCache.
+    linker: through SGLang's external linker in place of HiCache. blends: with the storage of kv-blend.
     """
     import sglang
+    from kv_blend.sglang import arguments as blending
 
     chosen: dict[str, Any] = {
         "device": "cpu",
@@ -191,6 +211,8 @@ def in_this_process(
     }
     if cache is not None and linker:
         chosen |= engine_arguments(cache, page_size=page, linker=True)
+    elif cache is not None and blends:
+        chosen |= blending.engine_arguments(cache, page_size=page)
     elif cache is not None:
         chosen["hicache_storage_prefetch_policy"] = "wait_complete"
         chosen |= engine_arguments({"prefetch_threshold": page, **cache}, page_size=page)

@@ -19,11 +19,12 @@ from kv_core.transfer import plan_transfer
 from kv_cuda.canary import LayerGroup
 
 from kv_blend.rotary import Rotation
+from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError
 from kv_blend.selection import Selection
 from kv_blend.vllm.forward import BatchEntry, EngineForward, keys_of
 from kv_blend.vllm.job import BlendStep, SegmentStep
 from kv_blend.vllm.ranks import Ranks
-from kv_blend.vllm.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, prove_rotations
+from kv_blend.vllm.rotations import prove_rotations
 from kv_blend.vllm.worker import CannotBlendError, Filling, Together
 
 
