@@ -1,8 +1,9 @@
 """Real SGLang engines for tests: started with and without us, asked, emptied, and shut down."""
 
+import asyncio
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -109,6 +110,34 @@ class Engine:
         )
         self.hits = [output["meta_info"]["cached_tokens"] for output in outputs]
         return _answers(outputs), [output["meta_info"].get("kv_blend") for output in outputs]
+
+    def refusal(self, prompt: Sequence[int], fields: dict[str, Any]) -> str:
+        """Why this request is refused; empty if it is not."""
+        try:
+            self.blend([prompt], [fields])
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def leave_in_the_middle(self, prompt: Sequence[int], fields: dict[str, Any], requests: int) -> None:
+        """Cancel a blended request once it has made so many requests of SGLang."""
+        manager = self.inner.tokenizer_manager
+
+        async def leave() -> None:
+            asked = self.inner.async_generate(
+                input_ids=list(prompt),
+                sampling_params={"max_new_tokens": NEW_TOKENS, "custom_params": fields["custom_params"]},
+                cache_salt=fields["cache_salt"],
+            )
+            task, seen = asyncio.ensure_future(asked), set[str]()
+            while len(seen) < requests and not task.done():
+                await asyncio.sleep(0)
+                seen |= manager.rid_to_state.keys()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+        self._run(leave())
 
     def ask_in_turn(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[Answer]:
         """One after the other, the engine's own two caches emptied in between: what is found is found in ours."""
