@@ -96,7 +96,9 @@ class Engine:
         self.hits = [detail.get(self._ours, 0) for detail in details]
         return _answers(outputs)
 
-    def blend(self, prompts: Sequence[Sequence[int]], fields: Sequence[dict[str, Any]]) -> tuple[list[Answer], list[Any]]:
+    def blend(
+        self, prompts: Sequence[Sequence[int]], fields: Sequence[dict[str, Any]]
+    ) -> tuple[list[Answer], list[Any]]:
         """Ask for all of these at once; `hits` are what SGLang had of each, from wherever.
 
         fields: those of `kv_blend.request_fields` for each. Returns the answers, and what they say of their blending.
@@ -196,9 +198,7 @@ class Engine:
 
 def _answers(outputs: Sequence[Any]) -> list[Answer]:
     return [
-        Answer(
-            tuple(output["output_ids"]), tuple(entry[0] for entry in output["meta_info"]["output_token_logprobs"])
-        )
+        Answer(tuple(output["output_ids"]), tuple(entry[0] for entry in output["meta_info"]["output_token_logprobs"]))
         for output in outputs
     ]
 

@@ -253,7 +253,9 @@ def _compute_whole(obj: Any, blended: Sequence[_Blended | None]) -> None:
         for each in _all_of(obj.sampling_params)
     ]
     obj.sampling_params = sampling if isinstance(obj.sampling_params, list) else sampling[0]
-    salts = [(_of(obj.cache_salt, number) or "") if each is None else each.tenant for number, each in enumerate(blended)]
+    salts = [
+        (_of(obj.cache_salt, number) or "") if each is None else each.tenant for number, each in enumerate(blended)
+    ]
     obj.cache_salt = salts if len(salts) > 1 or isinstance(obj.cache_salt, list) else salts[0]
 
 
