@@ -7,7 +7,7 @@ from typing import Any
 from engines import NEW_TOKENS, Answer, Engine, started
 from kv_blend import request_fields
 from kv_blend.plan import KEY
-from kv_testing.documents import DOCUMENTS, FIRST, QUESTION, SECOND, SYSTEM, Prompt
+from kv_testing.documents import FIRST, SECOND, Prompt
 from kv_testing.wait import until
 
 CACHE = {"host": {"capacity_bytes": "64MiB"}}

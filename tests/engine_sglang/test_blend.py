@@ -15,8 +15,8 @@ import torch
 from engines import PAGE, Answer, Engine, corrupt, started
 from kv_blend import request_fields
 from kv_server.process import launch
-from test_disaggregated import assert_nothing_is_leased
 from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SYSTEM, Prompt
+from test_disaggregated import assert_nothing_is_leased
 
 EXACT = [FIRST, SECOND, *(Prompt((at,)) for at in range(4)), Prompt((1, 0)), Prompt((3, 2, 1))]
 

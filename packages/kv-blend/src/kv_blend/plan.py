@@ -1,9 +1,9 @@
 """Blend plans: which parts of a prompt are segments whose KV is reused wherever they stand, and how much of it is
 computed again.
 
-A plan travels in two fields of a request: the plan itself in vLLM's `kv_transfer_params` or SGLang's `custom_params`, and
-a digest of it in the request's `cache_salt`. The salt keeps everything that is computed with reused segments apart from exact requests in the engine's
-own prefix cache, so a plan without its salt is refused.
+A plan travels in two fields of a request: the plan itself in vLLM's `kv_transfer_params` or SGLang's `custom_params`,
+and a digest of it in the request's `cache_salt`. The salt keeps everything that is computed with reused segments apart
+from exact requests in the engine's own prefix cache, so a plan without its salt is refused.
 """
 
 import hashlib

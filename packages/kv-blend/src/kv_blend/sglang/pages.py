@@ -199,7 +199,9 @@ class SegmentPages:
         if is_good:
             for number, rotation in enumerate(self._rotations):
                 rows[0, number] = rotation.moved(rows[0, number], source.distance)
-            self._write(rows.unflatten(2, (len(firsts), page)).movedim(2, 0).contiguous(), slots)
+            self._write(
+                rows.reshape(*rows.shape[:2], len(firsts), page, *rows.shape[3:]).movedim(2, 0).contiguous(), slots
+            )
         return is_good
 
     def _write(self, pages: torch.Tensor, slots: Sequence[int]) -> None:
@@ -207,7 +209,7 @@ class SegmentPages:
         if not hasattr(self._mine, "copier"):  # a copier is for one thread
             self._mine.copier = self._store.pages.copier()
         copier, nbytes = self._mine.copier, self._store.pages.format.nbytes
-        copier.attach(_STAGED, memoryview(pages.view(torch.uint8).numpy()).cast("B"))
+        copier.attach(_STAGED, pages.view(torch.uint8).reshape(-1).numpy().data)
         try:
             pairs = [(HostExtent(_STAGED, number * nbytes, nbytes), slot) for number, slot in enumerate(slots)]
             await_copies([copier.load(self._store.plan(pairs))])

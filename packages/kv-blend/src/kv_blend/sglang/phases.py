@@ -28,7 +28,7 @@ _FIELD: Final = FIELDS["sglang"]
 _MAX_KNOWN: Final = 1 << 16
 """Segments that are remembered as computed."""
 
-Generate = Callable[..., AsyncIterator[dict[str, Any]]]
+Generate = Callable[..., AsyncIterator[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Phases:
             for end in phase_ends(reuse.given):
                 cached = await ask(tokens[:end], blended.salt, blended, {KEY: msgspec.to_builtins(plan)})
                 self._forget(names, reuse.computed(end, cached))
-        except Exception:
+        except Exception:  # noqa: BLE001  # the request itself says what is wrong with it, or is computed whole
             _log.exception("a phase of a request failed; what it would have left is computed with the request")
 
     def _forget(self, names: Mapping[int, bytes], segments: set[int]) -> None:
