@@ -153,15 +153,15 @@ class Texts:
         return Prompt(tokens, request_fields(segments, tokens=len(tokens), engine=self._engine, **WAYS[way]))
 
 
-def measure_first_tokens(asked: Asked | AskedSGLang) -> list[Row]:
+def measure_first_tokens(asked: Asked | AskedSGLang, rounds: int) -> list[Row]:
     rows = []
     ways = [way for way in WAYS if asked.engine == "vllm" or "deviation" not in way]
     for length, target in TIMED[asked.engine].items():
         texts = Texts(length, asked.engine)
         asked.ask(texts.all_documents())
         seconds: dict[str, list[float]] = {way: [] for way in ("", *ways)}
-        for number in range(5):
-            progress(f"{length} tokens, round {number + 1} of 5")
+        for number in range(rounds):
+            progress(f"{length} tokens, round {number + 1} of {rounds}")
             for way, taken in seconds.items():
                 taken.append(asked.ask(texts.prompts(1, way)))
         whole = statistics.median(seconds[""])
@@ -194,13 +194,14 @@ def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--model", required=True, help="a trained model's directory")
     arguments.add_argument("--engine", choices=TIMED, default="vllm", help="the one of this environment")
+    arguments.add_argument("--rounds", type=int, default=5, help="of each length")
     chosen = arguments.parse_args()
     quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | quiet)
     if chosen.engine == "sglang":
-        return report(measure_first_tokens(AskedSGLang(chosen.model)), as_json=chosen.json)
+        return report(measure_first_tokens(AskedSGLang(chosen.model), chosen.rounds), as_json=chosen.json)
     asked = Asked(chosen.model)
-    return report(measure_first_tokens(asked) + measure_many(asked), as_json=chosen.json)
+    return report(measure_first_tokens(asked, chosen.rounds) + measure_many(asked), as_json=chosen.json)
 
 
 if __name__ == "__main__":

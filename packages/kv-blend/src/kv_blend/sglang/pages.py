@@ -48,7 +48,7 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class _GivenPage:
     """first: its first token in the blended prompt."""
 
     source: _Source
@@ -63,7 +63,7 @@ class SegmentPages:
         self._store = store
         self._requests = requests
         self._page_tokens = store.pages.page_slots
-        self._pages: OrderedDict[str, _Page] = OrderedDict()
+        self._pages: OrderedDict[str, _GivenPage] = OrderedDict()
         self._are_written: OrderedDict[str, bool] = OrderedDict()  # pages of segments that were asked for
         self._changed = threading.Condition()
         self._rotations: list[Rotation] = []
@@ -98,7 +98,7 @@ class SegmentPages:
                 hashes = page_hashes(_like(tokens, prompt), tree, req.extra_key, salt)
                 source = _Source(tuple(hashes), given.distance)
                 for first in range(given.first, given.end, self._page_tokens):
-                    found[own[first // self._page_tokens]] = _Page(source, first)
+                    found[own[first // self._page_tokens]] = _GivenPage(source, first)
         with self._changed:
             self._pages.update(found)
             while len(self._pages) > MAX_PAGES:

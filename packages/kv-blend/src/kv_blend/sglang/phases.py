@@ -20,7 +20,7 @@ from kv_core.log import limited_logger
 
 from kv_blend.plan import FIELDS, KEY, BlendPlan, read_plan, segment_salt
 from kv_blend.sglang.arguments import blends
-from kv_blend.sglang.steps import Given, alone, given_pages, phase_ends
+from kv_blend.sglang.steps import GivenRun, alone, given_pages, phase_ends
 
 _log = limited_logger(__name__)
 
@@ -32,7 +32,7 @@ Generate = Callable[..., AsyncIterator[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Blended:
+class _BlendedPrompt:
     """One prompt with a plan. salt: its request's."""
 
     plan: BlendPlan
@@ -51,7 +51,7 @@ class _Reuse:
     """
 
     plan: BlendPlan
-    given: Sequence[Given]
+    given: Sequence[GivenRun]
     reached: int = 0
     were_held: set[int] = field(default_factory=set)
     placed: dict[int, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Phases:
             ValueError: a plan is invalid, or has not its salt. SGLang answers with status 400.
         """
 
-        async def ask(prompt: Sequence[int], salt: str, of: _Blended, params: Mapping[str, Any] | None) -> int:
+        async def ask(prompt: Sequence[int], salt: str, of: _BlendedPrompt, params: Mapping[str, Any] | None) -> int:
             """Compute a prompt. Returns how many of its tokens SGLang had."""
             phase = type(obj)(
                 input_ids=list(prompt),
@@ -135,7 +135,7 @@ class Phases:
             yield answer
 
     async def _phases(
-        self, ask: Callable[..., Any], blended: _Blended, names: Mapping[int, bytes], reuse: _Reuse
+        self, ask: Callable[..., Any], blended: _BlendedPrompt, names: Mapping[int, bytes], reuse: _Reuse
     ) -> None:
         """Compute what is missing of its segments, and all phases but the last."""
         plan, tokens = blended.plan, blended.tokens
@@ -164,10 +164,10 @@ class Phases:
     def _page(self) -> int:
         return int(self._args.page_size)
 
-    def _given(self, blended: _Blended) -> list[Given]:
+    def _given(self, blended: _BlendedPrompt) -> list[GivenRun]:
         return given_pages(blended.plan, self._page)
 
-    def _names(self, blended: _Blended) -> dict[int, bytes]:
+    def _names(self, blended: _BlendedPrompt) -> dict[int, bytes]:
         """What each segment that can be reused is remembered by."""
         found = {}
         for each in self._given(blended):
@@ -176,7 +176,7 @@ class Phases:
             found[each.segment] = hashlib.sha256(told.encode()).digest()
         return found
 
-    def _why_not(self, obj: Any, blended: Sequence[_Blended | None]) -> str:
+    def _why_not(self, obj: Any, blended: Sequence[_BlendedPrompt | None]) -> str:
         """Why this request cannot be blended; empty if it can."""
         args, model = self._args, self._model
         engine = {
@@ -219,7 +219,7 @@ def generate_request(generate: Generate, manager: Any, obj: Any, request: Any = 
     return _PHASES[manager].serve(generate, manager, obj, request)
 
 
-async def _read(manager: Any, obj: Any) -> list[_Blended | None]:
+async def _read(manager: Any, obj: Any) -> list[_BlendedPrompt | None]:
     """The plan of each of a request's prompts.
 
     Raises:
@@ -227,7 +227,7 @@ async def _read(manager: Any, obj: Any) -> list[_Blended | None]:
     """
     prompts = obj.input_ids if obj.input_ids is not None else obj.text
     has_many = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
-    found: list[_Blended | None] = []
+    found: list[_BlendedPrompt | None] = []
     for number, prompt in enumerate(prompts if has_many else [prompts]):
         params = _params(_of(obj.sampling_params, number))
         if KEY not in params:
@@ -242,11 +242,11 @@ async def _read(manager: Any, obj: Any) -> list[_Blended | None]:
         except InputError as error:
             raise ValueError(str(error)) from None
         assert read is not None
-        found.append(_Blended(read[0], tokens, read[1], salt, _of(obj.extra_key, number)))
+        found.append(_BlendedPrompt(read[0], tokens, read[1], salt, _of(obj.extra_key, number)))
     return found
 
 
-def _compute_whole(obj: Any, blended: Sequence[_Blended | None]) -> None:
+def _compute_whole(obj: Any, blended: Sequence[_BlendedPrompt | None]) -> None:
     """Make an exact request of this one."""
     sampling = [
         {**each, _FIELD: {name: value for name, value in _params(each).items() if name != KEY}}

@@ -16,7 +16,7 @@ from kv_blend.rotary import Rotation
 from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, proven_rotations
 
 
-class _EnoughError(Exception):
+class _KeysSeenError(Exception):
     """The keys are there."""
 
 
@@ -53,7 +53,7 @@ def _keys(parent: torch.nn.Module, layer: Any, positions: torch.Tensor, hidden: 
     with _stopped_at(layer) as found:
         try:
             parent(**{name: value for name, value in given.items() if name in _parameters(parent)})
-        except _EnoughError:
+        except _KeysSeenError:
             pass
         except Exception as error:
             raise CannotMoveError(f"{type(parent).__name__} does not compute its keys by itself: {error}") from error
@@ -73,7 +73,7 @@ def _stopped_at(layer: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
     def record(_layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         found.append(arguments[1])
-        raise _EnoughError
+        raise _KeysSeenError
 
     hook = layer.register_forward_pre_hook(record)
     try:

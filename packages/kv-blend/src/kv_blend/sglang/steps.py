@@ -12,7 +12,7 @@ from kv_blend.plan import BlendPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenRun:
     """Whole pages of one segment.
 
     segment: its number in the plan. first, end: tokens of the prompt.
@@ -25,7 +25,7 @@ class Given:
     distance: int
 
 
-def given_pages(plan: BlendPlan, page_tokens: int) -> list[Given]:
+def given_pages(plan: BlendPlan, page_tokens: int) -> list[GivenRun]:
     """What is reused of each segment: all but its first tokens that are computed again, and what of its first and last
     page belongs to other text."""
     found = []
@@ -33,11 +33,11 @@ def given_pages(plan: BlendPlan, page_tokens: int) -> list[Given]:
         begin = -(-(first + plan.recomputed(end - first)) // page_tokens) * page_tokens
         stop = end // page_tokens * page_tokens
         if begin < stop:
-            found.append(Given(number, begin, stop, first - plan.context_tokens))
+            found.append(GivenRun(number, begin, stop, first - plan.context_tokens))
     return found
 
 
-def phase_ends(given: Sequence[Given]) -> list[int]:
+def phase_ends(given: Sequence[GivenRun]) -> list[int]:
     """Up to which token each phase but the last one computes the prompt."""
     before = [0, *(each.end for each in given)]
     return [each.first for each, reached in zip(given, before, strict=False) if each.first > reached]
