@@ -199,6 +199,7 @@ def main() -> int:
     quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | quiet)
     if chosen.engine == "sglang":
+        os.environ["KV_BENCHMARKS_ATTEND_ONLY_TO_QUERIES"] = "1"  # as attention does where there is a GPU
         return report(measure_first_tokens(AskedSGLang(chosen.model), chosen.rounds), as_json=chosen.json)
     asked = Asked(chosen.model)
     return report(measure_first_tokens(asked, chosen.rounds) + measure_many(asked), as_json=chosen.json)
