@@ -100,9 +100,16 @@ def ask_vllm(engine: Any, prompt: list[int], new_tokens: int) -> tuple[int, list
 
 
 def sglang(
-    model: str, cache: dict[str, Any] | None, *, page_tokens: int, linker: bool = False, **arguments: Any
+    model: str,
+    cache: dict[str, Any] | None,
+    *,
+    page_tokens: int,
+    linker: bool = False,
+    blends: bool = False,
+    **arguments: Any,
 ) -> Any:
-    """A `sglang.Engine`. cache: our settings for HiCache's storage, or for the external linker; None: without us."""
+    """A `sglang.Engine`. cache: our settings for HiCache's storage, or for the external linker; None: without us.
+    blends: requests that ask for it."""
     import sglang
     from kv_sglang.cli import engine_arguments
 
@@ -121,6 +128,10 @@ def sglang(
     }
     if cache is not None and linker:
         chosen |= engine_arguments(cache, page_size=page_tokens, linker=True)
+    elif cache is not None and blends:
+        from kv_blend.sglang import arguments as blending_on_sglang
+
+        chosen |= blending_on_sglang.engine_arguments(cache, page_size=page_tokens)
     elif cache is not None:
         chosen |= engine_arguments({"prefetch_threshold": page_tokens, **cache}, page_size=page_tokens)
         chosen["hicache_storage_prefetch_policy"] = "wait_complete"

@@ -1,6 +1,8 @@
-"""What blending costs on real vLLM: the time to the first token, many requests at once, and how long others wait.
+"""What blending costs on a real engine: the time to the first token, and on vLLM many requests at once, and how long
+others wait.
 
     .venvs/vllm/bin/python benchmarks/blend.py --model "$(scripts/setup.sh smollm2 | tail -n 1)" [--json]
+    PYTHONPATH=tests/engine_sglang/standins .venvs/sglang/bin/python benchmarks/blend.py --engine sglang --model …
 
 A prompt is eight documents of drawn tokens, in an order that no request had before, and a question. One engine computes
 each prompt whole (nothing is loaded for it), and blended. Every row is judged against full prefill in the same run.
@@ -27,15 +29,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "first 15 %": {"share": 0.15, "select": "first"},
     "deviation 15 %": {"share": 0.15, "select": "deviation"},
 }
-TIMED = {2048: 0.15, 6000: 0.08}
+TIMED = {"vllm": {2048: 0.15, 6000: 0.08}, "sglang": {2048: 0.3, 6000: 0.2}}
 """Tokens of a prompt of eight documents, and how much of full prefill's time its first token may take."""
 
 
 class Asked:
-    """The engine."""
+    """vLLM."""
+
+    engine = "vllm"
 
     def __init__(self, model: str) -> None:
-        self.llm = _engines.blending(model, max_model_len=max(TIMED) + 512, max_num_batched_tokens=2048)
+        longest = max(TIMED[self.engine])
+        self.llm = _engines.blending(model, max_model_len=longest + 512, max_num_batched_tokens=2048)
 
     def ask(self, prompts: "list[Prompt]") -> float:
         """Seconds until all of these, asked at once, have their first token."""
@@ -72,6 +77,28 @@ class Asked:
         return longest_s
 
 
+class AskedSGLang:
+    """SGLang."""
+
+    engine = "sglang"
+
+    def __init__(self, model: str) -> None:
+        tokens = {"max_total_tokens": 1 << 15, "chunked_prefill_size": 2048}
+        cache = {"host": {"capacity_bytes": "4GiB"}}
+        self.llm = _engines.sglang(model, cache, page_tokens=16, blends=True, hicache_size=2, **tokens)
+
+    def ask(self, prompts: "list[Prompt]") -> float:
+        """Seconds until all of these, asked at once, have their first token."""
+        sampling = {"temperature": 0, "max_new_tokens": 1}
+        began_s = time.perf_counter()
+        self.llm.generate(
+            input_ids=[each.tokens for each in prompts],
+            sampling_params=[{**sampling, "custom_params": each.fields["custom_params"]} for each in prompts],
+            cache_salt=[each.fields.get("cache_salt", "") for each in prompts],
+        )
+        return time.perf_counter() - began_s
+
+
 @dataclass(frozen=True)
 class Prompt:
     """fields: of the request; those of `WHOLE` for full prefill."""
@@ -88,13 +115,14 @@ class Prompt:
         return {"kv_transfer_params": self.fields["kv_transfer_params"]}
 
 
-WHOLE = {"kv_transfer_params": {"kv_tiers": {"load": False, "store": False}}}
+WHOLE = {"kv_tiers": {"load": False, "store": False}}
 
 
 class Texts:
     """Documents of drawn tokens for prompts of one length."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, engine: str) -> None:
+        self._engine = engine
         self._draw = random.Random(length)
         self._documents = [self._tokens(length // 8) for _ in range(16)]
         self._system, self._question = self._tokens(20), self._tokens(20)
@@ -113,32 +141,41 @@ class Texts:
 
     def _prompt(self, documents: list[list[int]], way: str) -> Prompt:
         from kv_blend import request_fields
+        from kv_blend.plan import FIELDS
 
         tokens, segments = list(self._system), []
         for document in documents:
             segments.append((len(tokens), len(tokens) + len(document)))
             tokens += document
         tokens += self._question
-        return Prompt(tokens, request_fields(segments, tokens=len(tokens), **WAYS[way]) if way else WHOLE)
+        if not way:
+            return Prompt(tokens, {FIELDS[self._engine]: WHOLE})
+        return Prompt(tokens, request_fields(segments, tokens=len(tokens), engine=self._engine, **WAYS[way]))
 
 
-def measure(asked: Asked) -> list[Row]:
+def measure_first_tokens(asked: Asked | AskedSGLang, rounds: int) -> list[Row]:
     rows = []
-    for length, target in TIMED.items():
-        texts = Texts(length)
+    ways = [way for way in WAYS if asked.engine == "vllm" or "deviation" not in way]
+    for length, target in TIMED[asked.engine].items():
+        texts = Texts(length, asked.engine)
         asked.ask(texts.all_documents())
-        seconds: dict[str, list[float]] = {way: [] for way in ("", *WAYS)}
-        for number in range(5):
-            progress(f"{length} tokens, round {number + 1} of 5")
+        seconds: dict[str, list[float]] = {way: [] for way in ("", *ways)}
+        for number in range(rounds):
+            progress(f"{length} tokens, round {number + 1} of {rounds}")
             for way, taken in seconds.items():
                 taken.append(asked.ask(texts.prompts(1, way)))
         whole = statistics.median(seconds[""])
-        for way in WAYS:
+        for way in ways:
             blended = statistics.median(seconds[way])
             is_judged = way.startswith("reused")
             name = f"first token of {length} tokens, 8 documents, {way}"
             rows.append(Row(name, blended, "s", whole, blended / whole, target if is_judged else None, True))
-    texts = Texts(2048)
+    return rows
+
+
+def measure_many(asked: Asked) -> list[Row]:
+    rows = []
+    texts = Texts(2048, asked.engine)
     for way in WAYS:
         progress(f"eight at once, {way}")
         at_once = {each: asked.ask(texts.prompts(8, each)) for each in ("", way)}
@@ -156,11 +193,16 @@ def measure(asked: Asked) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--model", required=True, help="a trained model's directory")
+    arguments.add_argument("--engine", choices=TIMED, default="vllm", help="the one of this environment")
+    arguments.add_argument("--rounds", type=int, default=5, help="of each length")
     chosen = arguments.parse_args()
     quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | quiet)
+    if chosen.engine == "sglang":
+        os.environ["KV_BENCHMARKS_ATTEND_ONLY_TO_QUERIES"] = "1"  # as attention does where there is a GPU
+        return report(measure_first_tokens(AskedSGLang(chosen.model), chosen.rounds), as_json=chosen.json)
     asked = Asked(chosen.model)
-    return report(measure(asked), as_json=chosen.json)
+    return report(measure_first_tokens(asked, chosen.rounds) + measure_many(asked), as_json=chosen.json)
 
 
 if __name__ == "__main__":

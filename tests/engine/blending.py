@@ -1,42 +1,16 @@
-"""Prompts of documents for the tests of blending, and an engine that is asked to blend them."""
+"""An engine that is asked to blend documents."""
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engines import NEW_TOKENS, Answer, Engine, started
 from kv_blend import request_fields
 from kv_blend.plan import KEY
+from kv_testing.documents import FIRST, SECOND, Prompt
 from kv_testing.wait import until
 
 CACHE = {"host": {"capacity_bytes": "64MiB"}}
-SYSTEM = [5 + (31 * i) % 1900 for i in range(40)]
-DOCUMENTS = [[3 + ((17 * s + 7919) * i + s * s) % 2000 for i in range(n)] for s, n in enumerate((300, 410, 128, 333))]
-QUESTION = [9 + (977 * i) % 1900 for i in range(25)]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The documents in this order, each followed by a token of its own, between what is common and the question."""
-
-    order: tuple[int, ...]
-
-    @property
-    def tokens(self) -> list[int]:
-        return [*SYSTEM, *(token for at in self.order for token in [*DOCUMENTS[at], 7]), *QUESTION]
-
-    @property
-    def segments(self) -> list[tuple[int, int]]:
-        found, first = [], len(SYSTEM)
-        for at in self.order:
-            found.append((first, first + len(DOCUMENTS[at])))
-            first = found[-1][1] + 1
-        return found
-
-    @property
-    def documents_tokens(self) -> int:
-        return sum(len(DOCUMENTS[at]) for at in self.order)
 
 
 class Blending(Engine):
@@ -88,9 +62,6 @@ class Blending(Engine):
         self.hits = [output.num_cached_tokens or 0 for output in outputs]
         self.reports = [(output.kv_transfer_params or {}).get(KEY) for output in outputs]
         return [tuple(output.outputs[0].token_ids) for output in outputs]
-
-
-FIRST, SECOND = Prompt((0, 1, 2, 3)), Prompt((2, 0, 3, 1))
 
 
 def exact_answers(model: str) -> dict[Prompt, Answer]:

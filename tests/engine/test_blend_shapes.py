@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from blending import CACHE, DOCUMENTS, FIRST, SECOND, Blending, Prompt, exact_answers, interleave
+from blending import CACHE, FIRST, SECOND, Blending, Prompt, exact_answers, interleave
 from engines import Answer, started
 from kv_blend import request_fields
 from kv_blend.vllm.scheduler import BlendScheduler
 from kv_blend.vllm.worker import BlendWorker
+from kv_testing.documents import DOCUMENTS
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ ROTATIONS: dict[str, dict[str, object]] = {
 )
 def test_keys_of_every_rotation_are_moved(name: str, tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proven on the model at its first plan. The control: without the scaling, the proof fails and the plan with it."""
-    from kv_blend.vllm import rotations
+    from kv_blend import rotations
 
     overrides = {"hf_overrides": {"rope_parameters": {"rope_theta": 10000.0, **ROTATIONS[name]}}}
     alone = Prompt((1,))

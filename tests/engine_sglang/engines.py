@@ -1,8 +1,9 @@
 """Real SGLang engines for tests: started with and without us, asked, emptied, and shut down."""
 
+import asyncio
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -93,13 +94,52 @@ class Engine:
         outputs = self.inner.generate(sampling_params=sampling, return_logprob=True, **arguments)
         details = [output["meta_info"].get("cached_tokens_details") or {} for output in outputs]
         self.hits = [detail.get(self._ours, 0) for detail in details]
-        return [
-            Answer(
-                tuple(output["output_ids"]),
-                tuple(entry[0] for entry in output["meta_info"]["output_token_logprobs"]),
+        return _answers(outputs)
+
+    def blend(
+        self, prompts: Sequence[Sequence[int]], fields: Sequence[dict[str, Any]]
+    ) -> tuple[list[Answer], list[Any]]:
+        """Ask for all of these at once; `hits` are what SGLang had of each, from wherever.
+
+        fields: those of `kv_blend.request_fields` for each. Returns the answers, and what they say of their blending.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        outputs = self.inner.generate(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params=[{**sampling, "custom_params": each["custom_params"]} for each in fields],
+            cache_salt=[each["cache_salt"] for each in fields],
+            return_logprob=True,
+        )
+        self.hits = [output["meta_info"]["cached_tokens"] for output in outputs]
+        return _answers(outputs), [output["meta_info"].get("kv_blend") for output in outputs]
+
+    def refusal(self, prompt: Sequence[int], fields: dict[str, Any]) -> str:
+        """Why this request is refused; empty if it is not."""
+        try:
+            self.blend([prompt], [fields])
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def leave_in_the_middle(self, prompt: Sequence[int], fields: dict[str, Any], requests: int) -> None:
+        """Cancel a blended request once it has made so many requests of SGLang."""
+        manager = self.inner.tokenizer_manager
+
+        async def leave() -> None:
+            asked = self.inner.async_generate(
+                input_ids=list(prompt),
+                sampling_params={"max_new_tokens": NEW_TOKENS, "custom_params": fields["custom_params"]},
+                cache_salt=fields["cache_salt"],
             )
-            for output in outputs
-        ]
+            task, seen = asyncio.ensure_future(asked), set[str]()
+            while len(seen) < requests and not task.done():
+                await asyncio.sleep(0)
+                seen |= manager.rid_to_state.keys()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+        self._run(leave())
 
     def ask_in_turn(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[Answer]:
         """One after the other, the engine's own two caches emptied in between: what is found is found in ours."""
@@ -156,6 +196,13 @@ class Engine:
         until(lambda: self.inner.flush_cache().success, within_s=30)
 
 
+def _answers(outputs: Sequence[Any]) -> list[Answer]:
+    return [
+        Answer(tuple(output["output_ids"]), tuple(entry[0] for entry in output["meta_info"]["output_token_logprobs"]))
+        for output in outputs
+    ]
+
+
 def started(model: str, **given: Any) -> AbstractContextManager[Engine]:
     """A running engine in a process of its own, with what `in_this_process` is given."""
     return cast(AbstractContextManager[Engine], nursery().started(model, **given))
@@ -168,14 +215,16 @@ def in_this_process(
     cache: dict[str, Any] | None = None,
     page: int = PAGE,
     linker: bool = False,
+    blends: bool = False,
     environ: dict[str, str] | None = None,
     **arguments: Any,
 ) -> Iterator[Engine]:
     """A running engine; `cache` is our extra config, None for an engine without HiCache.
 
-    linker: through SGLang's external linker in place of HiCache.
+    linker: through SGLang's external linker in place of HiCache. blends: with the storage of kv-blend.
     """
     import sglang
+    from kv_blend.sglang import arguments as blending
 
     chosen: dict[str, Any] = {
         "device": "cpu",
@@ -191,6 +240,8 @@ def in_this_process(
     }
     if cache is not None and linker:
         chosen |= engine_arguments(cache, page_size=page, linker=True)
+    elif cache is not None and blends:
+        chosen |= blending.engine_arguments(cache, page_size=page)
     elif cache is not None:
         chosen["hicache_storage_prefetch_policy"] = "wait_complete"
         chosen |= engine_arguments({"prefetch_threshold": page, **cache}, page_size=page)

@@ -44,3 +44,64 @@ def name_media_by_their_numbers() -> None:
 
     media.media_places = lambda _tokens: []
     storage.check_hashes = attach.check_hashes = lambda: None
+
+
+def keep_what_is_placed(directory: str) -> None:
+    """The pages that are given to blended prompts, and the first token of each, by the source's distance."""
+    import torch
+    from kv_blend.sglang.pages import SegmentPages
+
+    place, write = SegmentPages._place, SegmentPages._write
+    now: list[Any] = []
+
+    def kept_place(self: Any, source: Any, firsts: Any, slots: Any) -> bool:
+        now[:] = [source.distance, list(firsts)]
+        return place(self, source, firsts, slots)
+
+    def kept_write(self: Any, pages: Any, slots: Any) -> None:
+        torch.save((*now, pages), f"{directory}/{now[0]}-{now[1][0]}.pt")
+        write(self, pages, slots)
+
+    SegmentPages._place, SegmentPages._write = kept_place, kept_write  # type: ignore[method-assign]
+
+
+def give_both_one_name() -> None:
+    """Our rule left out that a plan needs a salt of its own."""
+    from kv_blend.plan import KEY, BlendPlan
+    from kv_blend.sglang import pages, phases
+
+    def without_salt(params: Any, salt: Any, tokens: Any) -> Any:
+        del salt, tokens
+        return (BlendPlan(**params[KEY]), "") if params and KEY in params else None
+
+    pages.read_plan = phases.read_plan = without_salt
+
+
+def lose_segments(every: int) -> None:
+    """Each so many-th run of pages that is to be placed is not: it has left the cache since it was promised."""
+    from kv_blend.sglang.pages import SegmentPages
+
+    place, calls = SegmentPages._place, iter(range(1, 1 << 30))
+
+    def lost(self: Any, source: Any, firsts: Any, slots: Any) -> bool:
+        return next(calls) % every != 0 and place(self, source, firsts, slots)
+
+    SegmentPages._place = lost  # type: ignore[method-assign]
+
+
+def fail_to_place() -> None:
+    """A bug of ours in the middle of a load."""
+    from kv_blend.sglang.pages import SegmentPages
+
+    def fails(*_arguments: Any) -> Any:
+        raise RuntimeError("a bug of ours")
+
+    SegmentPages._write = fails  # type: ignore[method-assign]
+
+
+def rotate_otherwise() -> None:
+    """The frequencies that are read are not the model's."""
+    import torch
+    from kv_blend import rotations
+
+    rotations._frequencies = lambda _rotary: 5000.0 ** -(torch.arange(16) / 16)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from kv_blend import request_fields
 from kv_blend.middleware import Message, SegmentsMiddleware
+from kv_blend.plan import Engine
 
 WORDS = {"sys": 1, "one": 2, "two": 3, "ask": 4, "|": 5, "||": 6, "more": 7}
 
@@ -39,7 +40,9 @@ class Server:
         await send({"type": "http.response.body", "body": answer})
 
 
-def post(request: Any, path: str = "/v1/completions", *, server: Server | None = None) -> tuple[int, Any]:
+def post(
+    request: Any, path: str = "/v1/completions", *, server: Server | None = None, engine: Engine = "vllm"
+) -> tuple[int, Any]:
     """The status and the answer. The body is sent in two pieces."""
     body = request if isinstance(request, bytes) else json.dumps(request).encode()
     pieces: list[Message] = [
@@ -56,7 +59,7 @@ def post(request: Any, path: str = "/v1/completions", *, server: Server | None =
 
     headers = [(b"authorization", b"Bearer secret"), (b"content-length", str(len(body)).encode())]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-    asyncio.run(SegmentsMiddleware(server or Server())(scope, receive, send))
+    asyncio.run(SegmentsMiddleware(server or Server(), engine)(scope, receive, send))
     answer = b"".join(message.get("body", b"") for message in sent)
     try:
         return sent[0]["status"], json.loads(answer)
@@ -74,6 +77,14 @@ def test_documents_between_separators_become_segments(path: str) -> None:
     assert sent == request | json.loads(json.dumps(fields))
     root = path.removesuffix("/v1/completions")
     assert server.paths == [f"{root}/tokenize", f"{root}/tokenize", path]
+
+
+def test_sglang_has_its_own_field_for_a_plan() -> None:
+    request = {"prompt": "sys | one | ask", "custom_params": {"kv_tiers": {"store": False}}}
+    _, sent = post(request | {"kv_blend": {"separator": "|"}}, engine="sglang")
+    fields = request_fields([(2, 3)], tokens=5, engine="sglang")
+    assert sent["custom_params"] == json.loads(json.dumps(request["custom_params"] | fields["custom_params"]))
+    assert sent["cache_salt"] == fields["cache_salt"]
 
 
 def test_white_space_of_a_separator_may_belong_to_the_text_around_it() -> None:

@@ -15,6 +15,8 @@ import torch
 
 SLEEPS_WHEN_IDLE = "KV_TESTS_SLEEP_WHEN_IDLE"
 """The environment variable that asks for it."""
+ATTENDS_ONLY_TO_QUERIES = "KV_BENCHMARKS_ATTEND_ONLY_TO_QUERIES"
+"""Likewise."""
 
 
 def register() -> None:
@@ -26,6 +28,8 @@ def register() -> None:
     for pool in (base.HostKVCache, mamba.MambaPoolHost):
         pool.__init__ = _without_pinning(pool.__init__)
     _attend_to_latents()
+    if os.environ.get(ATTENDS_ONLY_TO_QUERIES):
+        _attend_only_to_queries()
     _attend_to_windows()
     _attend_without_denormals()
     short_convolutions.register()
@@ -114,6 +118,48 @@ def _reading_windows(attend: Callable[..., Any]) -> Callable[..., Any]:
         return attend(self, query, output, keys, values, slots, requests, lengths, *rest, **named)
 
     return attend_translated
+
+
+def _attend_only_to_queries() -> None:
+    """Have the torch-native attention compute only the tokens that are new, as all of SGLang's others do: behind a
+    prefix it computes the whole prompt, and throws that away. For plain models, and for benchmarks: sums come out
+    otherwise in their last digits."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from torch.nn.attention.bias import causal_lower_right
+
+    def extend(
+        _self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        _prefixes: torch.Tensor,
+        news: torch.Tensor,
+        _encoders: torch.Tensor | None,
+        *,
+        scaling: float,
+        enable_gqa: bool,
+        **_named: Any,
+    ) -> torch.Tensor:
+        first = 0
+        for request, length, new in zip(requests.tolist(), lengths.tolist(), news.tolist(), strict=True):
+            used, mine = slots[request, :length], slice(first, first + new)
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                query[mine].transpose(0, 1)[None],
+                keys[used].transpose(0, 1)[None],
+                values[used].transpose(0, 1)[None],
+                attn_mask=causal_lower_right(new, length)._materialize(query.device),
+                scale=scaling,
+                enable_gqa=enable_gqa,
+            )
+            output[mine] = attended[0].transpose(0, 1)
+            first += new
+        return output
+
+    TorchNativeAttnBackend._run_sdpa_forward_extend = extend
 
 
 def _attend_without_denormals() -> None:

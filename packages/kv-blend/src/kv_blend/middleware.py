@@ -1,6 +1,8 @@
-"""Plans for clients that send text: marks in a prompt become segments, within vLLM's OpenAI server.
+"""Plans for clients that send text: marks in a prompt become segments, within the engine's OpenAI server.
 
     vllm serve MODEL --middleware kv_blend.middleware.SegmentsMiddleware …
+
+SGLang's server has it wherever kv-blend is installed.
 
 A request that has `kv_blend` in its body gives a separator, which stands before, between and behind the documents of
 its prompt or messages. The server itself tokenizes the prompt, the middleware finds the separators among the tokens,
@@ -17,7 +19,7 @@ from typing import Any, Final
 
 from kv_core.errors import InputError
 
-from kv_blend.plan import KEY, request_fields
+from kv_blend.plan import FIELDS, KEY, Engine, request_fields
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -37,19 +39,20 @@ _TOKENIZE_FIELDS: Final = (
     "prompt",
     "tools",
 )
-"""Fields of a request that decide its prompt's tokens and that vLLM's `/tokenize` also accepts."""
+"""Fields of a request that decide its prompt's tokens and that `/tokenize` also accepts."""
 _TEMPLATE_FIELDS: Final = ("documents", "reasoning_effort")
-"""Fields of a chat request that vLLM passes to the chat template."""
+"""Fields of a chat request that vLLM passes to the chat template, and SGLang's `/tokenize` takes as they are."""
 _MAX_SEPARATOR: Final = 256
 _RESERVED: Final = {"segments", "tenant", "tokens"}
 """What the middleware fills in itself."""
 
 
 class SegmentsMiddleware:
-    """An ASGI application in front of vLLM's."""
+    """An ASGI application in front of the engine's."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, engine: Engine = "vllm") -> None:
         self._app = app
+        self._engine: Engine = engine
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path = str(scope.get("path", ""))
@@ -77,15 +80,16 @@ class SegmentsMiddleware:
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):
-            return body  # vLLM says what is wrong with it
+            return body  # the engine says what is wrong with it
         if not isinstance(request, dict) or KEY not in request:
             return body
         options = request.pop(KEY)
-        tenant, params = request.get("cache_salt") or "", request.get("kv_transfer_params") or {}
+        field = FIELDS[self._engine]
+        tenant, params = request.get("cache_salt") or "", request.get(field) or {}
         if not isinstance(options, dict):
             raise InputError(f"{KEY} is not an object")
         if not isinstance(tenant, str) or not isinstance(params, dict):
-            raise InputError("cache_salt is not a text, or kv_transfer_params is not an object")
+            raise InputError(f"cache_salt is not a text, or {field} is not an object")
         separator = options.pop("separator", None)
         if not isinstance(separator, str) or not separator.strip() or len(separator) > _MAX_SEPARATOR:
             raise InputError(
@@ -98,7 +102,7 @@ class SegmentsMiddleware:
             raise InputError(
                 f"the prompt has {marks} separators {separator!r}; there is one before and one behind each document"
             )
-        tokens = await self._tokens(scope, root, _for_tokenize(request))
+        tokens = await self._tokens(scope, root, self._for_tokenize(request))
         for text in _forms(separator):
             query = {"model": request.get("model"), "prompt": text, "add_special_tokens": False}
             mark = await self._tokens(scope, root, query)
@@ -113,10 +117,20 @@ class SegmentsMiddleware:
             )
         between = itertools.pairwise(places)
         segments = [(first + len(mark), end) for first, end in between if end > first + len(mark)]
-        fields = request_fields(segments, tokens=len(tokens), tenant=tenant, **options)
+        fields = request_fields(segments, tokens=len(tokens), tenant=tenant, engine=self._engine, **options)
         request["cache_salt"] = fields["cache_salt"]
-        request["kv_transfer_params"] = params | fields["kv_transfer_params"]
+        request[field] = params | fields[field]
         return json.dumps(request).encode()
+
+    def _for_tokenize(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The body of a request to `/tokenize` for the same prompt."""
+        query = {name: request.get(name) for name in _TOKENIZE_FIELDS}
+        in_template = {name: request[name] for name in _TEMPLATE_FIELDS if request.get(name)}
+        if self._engine == "sglang":
+            return query | in_template
+        if "messages" in request and in_template:
+            query["chat_template_kwargs"] = in_template | (query["chat_template_kwargs"] or {})
+        return query
 
     async def _tokens(self, scope: MutableMapping[str, Any], root: str, query: dict[str, Any]) -> list[int]:
         """What the server answers at `/tokenize`.
@@ -135,7 +149,7 @@ class SegmentsMiddleware:
             answer.extend(message.get("body", b""))
 
         async def nothing_more() -> Message:
-            await asyncio.Event().wait()  # vLLM reads any further message as a disconnect, and cancels
+            await asyncio.Event().wait()  # the engine reads any further message as a disconnect, and cancels
             raise AssertionError
 
         await self._app(inner, _replay(body, nothing_more), keep)
@@ -148,15 +162,6 @@ class SegmentsMiddleware:
                 f"the prompt cannot be tokenized (status {status}): {bytes(answer[:1000]).decode(errors='replace')}"
             )
         return tokens
-
-
-def _for_tokenize(request: dict[str, Any]) -> dict[str, Any]:
-    """The body of a request to `/tokenize` for the same prompt."""
-    query = {name: request.get(name) for name in _TOKENIZE_FIELDS}
-    in_template = {name: request[name] for name in _TEMPLATE_FIELDS if request.get(name)}
-    if "messages" in request and in_template:
-        query["chat_template_kwargs"] = in_template | (query["chat_template_kwargs"] or {})
-    return query
 
 
 def _texts(request: dict[str, Any]) -> Iterator[str]:
@@ -221,7 +226,7 @@ def _with_length(scope: MutableMapping[str, Any], body: bytes) -> dict[str, Any]
 
 
 async def _refuse(send: Send, why: str) -> None:
-    """As vLLM refuses a request."""
+    """As the engine refuses a request."""
     error = {"error": {"message": why, "type": "BadRequestError", "param": KEY, "code": 400}}
     body = json.dumps(error).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

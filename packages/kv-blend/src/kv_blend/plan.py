@@ -1,9 +1,9 @@
 """Blend plans: which parts of a prompt are segments whose KV is reused wherever they stand, and how much of it is
 computed again.
 
-A plan travels in two fields of a request: the plan itself in `kv_transfer_params`, and a digest of it in the request's
-`cache_salt`. The salt keeps everything that is computed with reused segments apart from exact requests in the engine's
-own prefix cache, so a plan without its salt is refused.
+A plan travels in two fields of a request: the plan itself in vLLM's `kv_transfer_params` or SGLang's `custom_params`,
+and a digest of it in the request's `cache_salt`. The salt keeps everything that is computed with reused segments apart
+from exact requests in the engine's own prefix cache, so a plan without its salt is refused.
 """
 
 import hashlib
@@ -15,7 +15,10 @@ import msgspec
 from kv_core.errors import InputError
 
 KEY: Final = "kv_blend"
-"""The plan's key in `kv_transfer_params`."""
+"""The plan's key in `FIELDS`."""
+Engine = Literal["vllm", "sglang"]
+FIELDS: Final[Mapping[Engine, str]] = {"vllm": "kv_transfer_params", "sglang": "custom_params"}
+"""The field of a request in which each engine takes a plan."""
 DEFAULT_SHARE: Final = 0.15
 _MARK: Final = ":kv-blend:"
 _MAX_SALT: Final = 128
@@ -85,8 +88,10 @@ class BlendPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return math.ceil(self.share * tokens)
 
 
-def read_plan(params: object, salt: str | None, tokens: int) -> tuple[BlendPlan, str] | None:
-    """The plan in a request's `kv_transfer_params`, and its tenant's salt. None: the request has no plan.
+def read_plan(params: object, salt: str | None, tokens: int | None) -> tuple[BlendPlan, str] | None:
+    """The plan in a request's field for it, and its tenant's salt. None: the request has no plan.
+
+    tokens: how many its prompt has; None if that may be a part of the plan's.
 
     Raises:
         InputError: the plan is invalid, or the request's salt is not the plan's.
@@ -97,7 +102,7 @@ def read_plan(params: object, salt: str | None, tokens: int) -> tuple[BlendPlan,
         plan = msgspec.convert(params[KEY], BlendPlan)
     except msgspec.ValidationError as error:
         raise InputError(f"{KEY}: {error}") from None
-    if plan.tokens != tokens:
+    if tokens is not None and plan.tokens != tokens:
         raise InputError(f"{KEY}: the plan is for a prompt of {plan.tokens} tokens, and this one has {tokens}")
     plan.check()
     tenant, mark, digest = (salt or "").rpartition(_MARK)
@@ -110,12 +115,12 @@ def read_plan(params: object, salt: str | None, tokens: int) -> tuple[BlendPlan,
 
 
 def request_fields(
-    segments: Sequence[tuple[int, int]], *, tokens: int, tenant: str = "", **options: Any
+    segments: Sequence[tuple[int, int]], *, tokens: int, tenant: str = "", engine: Engine = "vllm", **options: Any
 ) -> dict[str, Any]:
-    """The fields that a request needs besides its prompt: `cache_salt` and `kv_transfer_params`.
+    """The fields that a request needs besides its prompt: `cache_salt`, and the engine's field for a plan.
 
     segments, options: as in `BlendPlan`. tokens: length of the prompt. tenant: the salt that an exact request of this
-    tenant has; segments are shared within it only.
+    tenant has; segments are shared within it only. engine: that the request is for.
 
     Raises:
         InputError: the plan is invalid, or the tenant's salt too long.
@@ -133,7 +138,7 @@ def request_fields(
         )
     return {
         "cache_salt": salt,
-        "kv_transfer_params": {KEY: msgspec.to_builtins(plan)},
+        FIELDS[engine]: {KEY: msgspec.to_builtins(plan)},
     }
 
 

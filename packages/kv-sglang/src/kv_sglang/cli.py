@@ -10,7 +10,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kv_core.errors import ConfigError, InputError
@@ -37,8 +37,14 @@ _DIRECTORY: Final = "directory"
 """The option of tiers that names a directory; options that end in `_file` name files."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kv_sglang", description=f"KV-cache tiering for SGLang {TESTED}.")
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    package: str = "kv_sglang",
+    make: Callable[..., dict[str, Any]] | None = None,
+) -> int:
+    """package: whose command this is. make: makes the engine's arguments; None: `engine_arguments`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=f"KV-cache tiering for SGLang {TESTED}.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     flags = commands.add_parser(
         "flags",
@@ -89,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
     )
     flags.add_argument("--config-file", metavar="FILE", help="a file with the settings: YAML, TOML or JSON")
-    flags.set_defaults(run=_flags)
+    flags.set_defaults(run=_flags, make=make or engine_arguments)
     args = parser.parse_args(arguments)
     return int(args.run(args))
 
@@ -113,7 +119,7 @@ def _flags(args: argparse.Namespace) -> int:
         say(f"kv_sglang flags: {error}", file=sys.stderr)
         print(_REFUSED)  # noqa: T201  # for a shell, which needs it exactly
         return 2
-    named = engine_arguments(settings, page_size=page_size, linker=args.linker) | host
+    named = args.make(settings, page_size=page_size, linker=args.linker) | host
     print(shlex.join(_as_flags(named)))  # noqa: T201  # for a shell, which needs it exactly
     return 0
 

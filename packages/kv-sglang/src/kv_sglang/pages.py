@@ -248,14 +248,18 @@ class PageStore:
                 good = 0 if lease is None else self._copy_out(lease, slots, copier, tiers)
             finally:
                 self.cache.end(reader)
-        read = set(keys)
+        self.end_promises(keys)
+        self.taken(hashes[:good])
+        return [number < good for number in range(asked)]
+
+    def end_promises(self, read: Iterable[ChunkKey]) -> None:
+        """These pages were read: end the promises of which one is the last."""
+        keys = set(read)
         with self._lock:
-            done = [holder for holder, promise in self._promises.items() if promise.last in read]
+            done = [holder for holder, promise in self._promises.items() if promise.last in keys]
             for holder in done:
                 del self._promises[holder]
         self._end(done)
-        self.taken(hashes[:good])
-        return [number < good for number in range(asked)]
 
     def write(
         self,

@@ -51,6 +51,10 @@ class _Page:
 Taken = Callable[[Sequence[str]], object]
 """Called with the hashes of pages that another engine handed over and that need not be held any more."""
 
+Arrived = Callable[[Any, Any], object]
+"""Called on the scheduler's thread with the scheduler and a request whose options have been noted, before any of its
+pages is looked up."""
+
 
 class RequestPages:
     """The options of the pages of one engine's prompts. Thread-safe."""
@@ -64,6 +68,7 @@ class RequestPages:
         self._pages: OrderedDict[str, _Page] = OrderedDict()
         self._awaited: OrderedDict[str, None] = OrderedDict()
         self.listeners: list[Taken] = []
+        self.arrivals: list[Arrived] = []
 
     def note(
         self,
@@ -159,6 +164,8 @@ def _around(call: Any) -> Any:
                 hashes = functools.partial(hashes_of, req, self.tree_cache)
                 tail = functools.partial(tail_of, req, self.tree_cache.page_size)
                 pages.note(str(req.rid), params, len(req.origin_input_ids), hashes, tail)
+                for arrived in pages.arrivals:
+                    arrived(self, req)
             except Exception:  # noqa: BLE001  # any error would end the engine
                 _log.exception("the options of request %s in %s could not be read and are ignored", req.rid, _FIELD)
         answer = call(self, req, *args, **kwargs)

@@ -19,11 +19,11 @@ from kv_core.transfer import plan_transfer
 from kv_cuda.canary import LayerGroup
 
 from kv_blend.rotary import Rotation
+from kv_blend.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, proven_rotations
 from kv_blend.selection import Selection
 from kv_blend.vllm.forward import BatchEntry, EngineForward, keys_of
 from kv_blend.vllm.job import BlendStep, SegmentStep
 from kv_blend.vllm.ranks import Ranks
-from kv_blend.vllm.rotations import DISTANCE, PROBE_TOKENS, CannotMoveError, prove_rotations
 from kv_blend.vllm.worker import CannotBlendError, Filling, Together
 
 
@@ -271,3 +271,29 @@ class Filler:
                     deviation[low:high] = difference.square().sum((1, 2)).cpu()
         yield Together(b"add deviations", lambda: self._ranks.add(deviation))  # each rank has its own heads
         return deviation
+
+
+def prove_rotations(
+    forward: EngineForward,
+    layers: Mapping[str, torch.nn.Module],
+    head_dim: int,
+    probe: tuple[Sequence[int], Sequence[int]],
+    *,
+    distance: int = DISTANCE,
+) -> dict[str, Rotation]:
+    """The rotation of each of these attention layers.
+
+    probe: blocks that may be overwritten, and PROBE_TOKENS tokens.
+    distance: between the two positions.
+
+    Raises:
+        CannotMoveError: a layer's keys depend on positions in another way.
+    """
+    blocks, tokens = probe
+
+    def keys_at(position: int) -> dict[str, torch.Tensor]:
+        with keys_of(layers) as measured:
+            forward.compute([BatchEntry(blocks, tokens, 0, position)])
+        return {name: keys.reshape(len(tokens), -1, head_dim).clone() for name, keys in measured.items()}
+
+    return proven_rotations(forward.model, layers, keys_at(0), keys_at(distance), distance)

@@ -1,54 +1,44 @@
-"""How each layer of a vLLM model rotates its keys, proven on the model itself.
+"""How each attention layer of a model rotates its keys, proven on keys that the layer itself computed at two positions.
 
-The frequencies come from the layers' own rotary modules. Whether they describe what the layer does is measured: the
-same tokens are computed alone at two positions, and keys of the first, moved, must be those of the second in every
-layer. That also finds layers that do not rotate, and refuses whatever depends on positions otherwise.
+The frequencies come from the layers' own rotary modules. Whether they describe what a layer does is measured: its keys
+of the first position, moved, must be those of the second. That also finds layers that do not rotate, and refuses
+whatever depends on positions otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 
 from kv_blend.rotary import UNROTATED, Pairing, Rotation
-from kv_blend.vllm.forward import BatchEntry, EngineForward, keys_of
 
 PROBE_TOKENS: Final = 16
 DISTANCE: Final = 1000
+"""Between the two positions, unless the model has fewer."""
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Of the relative error of moved keys: far below what a wrong rotation gives, which is about 1."""
+
+Keys = Mapping[str, torch.Tensor]
+"""Of each layer: [tokens, heads, head_dim]."""
 
 
 class CannotMoveError(Exception):
     """Keys of this model cannot be moved; the text says why."""
 
 
-def prove_rotations(
-    forward: EngineForward,
-    layers: Mapping[str, torch.nn.Module],
-    head_dim: int,
-    probe: tuple[Sequence[int], Sequence[int]],
-    *,
-    distance: int = DISTANCE,
+def proven_rotations(
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], here: Keys, there: Keys, distance: int
 ) -> dict[str, Rotation]:
-    """The rotation of each of these attention layers.
+    """The rotation of each of these attention layers of a model.
 
-    probe: blocks that may be overwritten, and PROBE_TOKENS tokens.
-    distance: between the two positions.
+    here, there: the layers' keys of the same tokens, the second `distance` positions further on.
 
     Raises:
         CannotMoveError: a layer's keys depend on positions in another way.
     """
-    blocks, tokens = probe
-    with keys_of(layers) as measured:
-        forward.compute([BatchEntry(blocks, tokens, 0, 0)])
-    here = {name: keys.reshape(len(tokens), -1, head_dim).clone() for name, keys in measured.items()}
-    with keys_of(layers) as measured:
-        forward.compute([BatchEntry(blocks, tokens, 0, distance)])
-    there = {name: keys.reshape(len(tokens), -1, head_dim) for name, keys in measured.items()}
     found = {}
     candidates: dict[int, list[Rotation]] = {}  # layers share rotary modules
-    for name, rotary in _rotary_of(forward.model, layers).items():
+    for name, rotary in _rotary_of(model, layers).items():
         if id(rotary) not in candidates:
             candidates[id(rotary)] = [UNROTATED, *_candidates(rotary, next(iter(here.values())).device)]
 

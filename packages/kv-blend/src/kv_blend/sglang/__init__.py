@@ -1,0 +1,1 @@
+"""Blending on SGLang, by phases."""

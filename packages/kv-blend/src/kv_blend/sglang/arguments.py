@@ -1,0 +1,35 @@
+"""The arguments with which SGLang blends."""
+
+import json
+from typing import Any, Final
+
+from kv_core.errors import ConfigError
+from kv_sglang import cli
+
+STORAGE: Final = ("kv_blend.sglang.storage", "KVBlendStorage")
+"""Module and class."""
+_EXTRA: Final = "hicache_storage_backend_extra_config"
+
+
+def engine_arguments(settings: dict[str, Any], *, page_size: int, linker: bool = False) -> dict[str, Any]:
+    """The arguments of `sglang.Engine` for our settings, which are those of kv-sglang.
+
+    Raises:
+        ConfigError: SGLang's linker does not blend.
+    """
+    if linker:
+        raise ConfigError("blending is served by HiCache's storage, and not by the linker: leave out --linker")
+    # SGLang looks for shorter runs of pages only if it is told to, and computes without waiting for them.
+    made = cli.engine_arguments({"prefetch_threshold": page_size, **settings}, page_size=page_size)
+    module, name = STORAGE
+    extra = json.loads(made[_EXTRA]) | {"module_path": module, "class_name": name}
+    return made | {_EXTRA: json.dumps(extra), "hicache_storage_prefetch_policy": "wait_complete"}
+
+
+def blends(server_args: Any) -> bool:
+    """Whether an engine with these arguments of SGLang's has our storage."""
+    try:
+        extra = json.loads(getattr(server_args, _EXTRA, None) or "{}")
+    except ValueError:  # the name of a file
+        return False
+    return (extra.get("module_path"), extra.get("class_name")) == STORAGE

@@ -1,0 +1,254 @@
+"""Blending on real SGLang by phases: documents in any order, and never under an exact name.
+
+A tiny model with random weights shows every wrong bit, so what is approximate differs. What is exact must be equal.
+"""
+
+import os
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import PAGE, Answer, Engine, corrupt, started
+from kv_blend import request_fields
+from kv_server.process import launch
+from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SYSTEM, Prompt
+from test_disaggregated import assert_nothing_is_leased
+
+EXACT = [FIRST, SECOND, *(Prompt((at,)) for at in range(4)), Prompt((1, 0)), Prompt((3, 2, 1))]
+
+
+def cache(pool: str = "") -> dict[str, Any]:
+    return {"host": {"capacity_bytes": "64MiB", "name": pool}}
+
+
+def fields(prompts: Sequence[Prompt], **plan: Any) -> list[dict[str, Any]]:
+    return [request_fields(each.segments, tokens=len(each.tokens), engine="sglang", **plan) for each in prompts]
+
+
+def blend(engine: Engine, prompts: Sequence[Prompt], **plan: Any) -> tuple[list[Answer], list[Any]]:
+    return engine.blend([each.tokens for each in prompts], fields(prompts, **plan))
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_llama: str) -> dict[Prompt, Answer]:
+    """What an engine without us answers."""
+    with started(tiny_llama) as plain:
+        return dict(zip(EXACT, plain.ask_in_turn([prompt.tokens for prompt in EXACT]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def pool() -> str:
+    return f"kv-blend-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: str, pool: str) -> Iterator[Engine]:
+    with started(tiny_llama, cache=cache(pool), blends=True) as engine:
+        yield engine
+
+
+def aligned_tokens(prompt: Prompt) -> int:
+    """How many tokens of its documents are in whole pages of their own."""
+    return sum(max(0, end // PAGE * PAGE - -(-first // PAGE) * PAGE) for first, end in prompt.segments)
+
+
+def test_documents_are_reused_in_any_order(engine: Engine, exact: dict[Prompt, Answer]) -> None:
+    _, (first,) = blend(engine, [FIRST], share=0.0)
+    assert (first["segment_tokens"], first["held_tokens"]) == (1171, 0)
+    others = [SECOND, Prompt((3, 2, 1))]
+    answers, reports = blend(engine, others, share=0.0)
+    for prompt, report, hit in zip(others, reports, engine.hits, strict=True):
+        assert report["held_tokens"] == aligned_tokens(prompt)
+        assert report["recomputed_tokens"] == prompt.documents_tokens - aligned_tokens(prompt)
+        assert hit == prompt.segments[-1][1] // PAGE * PAGE
+    # A model whose answers a wrong bit changes answers differently where segments are reused without their context.
+    assert answers[0] != exact[SECOND]
+    assert blend(engine, others, share=0.0)[0] == answers  # from SGLang's own cache, under the plan's salt
+    engine.flush()
+    again, reports = blend(engine, others, share=0.0)
+    assert again == answers
+    assert [report["held_tokens"] for report in reports] == [aligned_tokens(prompt) for prompt in others]
+
+
+def test_a_prompt_of_which_everything_is_computed_again_is_exact(engine: Engine, exact: dict[Prompt, Answer]) -> None:
+    prompts = [FIRST, SECOND, Prompt((1, 0))]
+    for behind in ("prefix", "alone"):
+        answers, reports = blend(engine, prompts, share=1.0, behind=behind)
+        assert answers == [exact[prompt] for prompt in prompts]
+        assert [report["recomputed_tokens"] for report in reports] == [each.documents_tokens for each in prompts]
+
+
+def test_a_segment_that_stands_where_it_was_computed_is_exact(
+    engine: Engine, exact: dict[Prompt, Answer], pool: str
+) -> None:
+    alone = [Prompt((at,)) for at in range(4)]
+    expected = [exact[prompt] for prompt in alone]
+    engine.flush()
+    blend(engine, [SECOND], share=0.0)
+    engine.flush()
+    answers, reports = blend(engine, alone, share=0.0)
+    assert answers == expected
+    assert [report["held_tokens"] for report in reports] == [aligned_tokens(prompt) for prompt in alone]
+    # The control: what is read is what the pool has.
+    engine.flush()
+    corrupt(pool)
+    answers, _ = blend(engine, alone, share=0.0)
+    assert all(got != right for got, right in zip(answers, expected, strict=True))
+    corrupt(pool, 2.0)
+    engine.flush()
+
+
+def test_tenants_share_no_segments(engine: Engine) -> None:
+    blend(engine, [FIRST], tenant="one")
+    assert blend(engine, [SECOND], tenant="two")[1][0]["held_tokens"] == 0
+    assert blend(engine, [SECOND], tenant="one")[1][0]["held_tokens"] > 900
+
+
+def test_a_plan_without_its_salt_is_refused(engine: Engine) -> None:
+    (right,) = fields([SECOND])
+    for salt in ("", "other"):
+        assert "cache_salt is not this plan's" in engine.refusal(SECOND.tokens, right | {"cache_salt": salt})
+    assert "the plan is for a prompt of" in engine.refusal(FIRST.tokens[:900], right)
+    broken = {"cache_salt": "x", "custom_params": {"kv_blend": {"tokens": len(SECOND.tokens), "segments": [[9, 4]]}}}
+    assert "segment 0 is [9, 4), which has no tokens" in engine.refusal(SECOND.tokens, broken)
+    assert engine.refusal(SECOND.tokens, right) == ""
+
+
+def test_a_request_that_cannot_be_blended_is_computed_whole(engine: Engine, exact: dict[Prompt, Answer]) -> None:
+    answers, reports = blend(engine, [SECOND, FIRST], select="deviation")
+    assert answers == [exact[SECOND], exact[FIRST]]
+    assert ["with deviation as its selection cannot be blended" in report["refused"] for report in reports] == [
+        True
+    ] * 2
+
+
+ROUNDS = int(os.environ.get("KV_BLEND_ROUNDS", "40"))
+"""How many random rounds of exact and blended requests there are."""
+
+
+def interleave(engine: Engine, exact: dict[Prompt, Answer], rounds: int, **forged: Any) -> tuple[int, int]:
+    """Exact and blended requests in turn, drawn. Returns how many exact answers were wrong, and of how many.
+
+    forged: in place of a field of blended requests.
+    """
+    draw = random.Random(1)
+    wrong = asked = 0
+    for _ in range(rounds):
+        blended = draw.choices(EXACT, k=draw.randint(1, 3))
+        plan = {"share": draw.choice([0.0, 0.15]), "behind": draw.choice(["prefix", "alone"])}
+        engine.blend([each.tokens for each in blended], [each | forged for each in fields(blended, **plan)])
+        plain = draw.choices(EXACT, k=draw.randint(1, 3))
+        answers = engine.ask([prompt.tokens for prompt in plain])
+        wrong += sum(exact[prompt] != answer for prompt, answer in zip(plain, answers, strict=True))
+        asked += len(plain)
+        if draw.random() < 0.3:
+            engine.flush()
+    return wrong, asked
+
+
+def test_exact_requests_never_see_approximate_kv(engine: Engine, exact: dict[Prompt, Answer]) -> None:
+    wrong, asked = interleave(engine, exact, ROUNDS)
+    assert wrong == 0
+    assert asked > ROUNDS
+
+
+def test_the_control_with_one_name_for_both(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
+    with started(tiny_llama, cache=cache(), blends=True, faults={"give_both_one_name": []}) as engine:
+        wrong, _ = interleave(engine, exact, 10, cache_salt="")
+        assert wrong > 0
+
+
+def test_what_is_placed_is_what_the_model_computes_further_on(
+    tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path
+) -> None:
+    """Another implementation of the model computes "context, then segment" with all positions as far on as the segment
+    was moved; only these matter to a key, and only distances between them to what it is computed from."""
+    from transformers import AutoModelForCausalLM
+
+    with started(tiny_llama, cache=cache(), blends=True, faults={"keep_what_is_placed": [str(tmp_path)]}) as engine:
+        blend(engine, [SECOND], share=0.0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    placed = [torch.load(file) for file in tmp_path.glob("*.pt")]
+    assert sum(len(firsts) for _, firsts, _ in placed) == aligned_tokens(SECOND) // PAGE
+    for at, (first, _) in zip(SECOND.order, SECOND.segments, strict=True):
+        distance = first - len(SYSTEM)
+        ids = torch.tensor([[*SYSTEM, *DOCUMENTS[at]]])
+        with torch.inference_mode():
+            computed = model(ids, position_ids=torch.arange(ids.shape[1])[None] + distance, use_cache=True)
+        rows = [(layer.keys[0].mT.mT, layer.values[0]) for layer in computed.past_key_values.layers]
+        ours = [(firsts, pages) for its, firsts, pages in placed if its == distance]
+        assert ours
+        for firsts, pages in ours:
+            for page, token in zip(pages, firsts, strict=True):
+                row = token - distance
+                for layer, (keys, values) in enumerate(rows):
+                    for part, right in enumerate((keys, values)):
+                        expected = right[:, row : row + PAGE].transpose(0, 1)
+                        torch.testing.assert_close(page[part, layer], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("fault", [{"lose_segments": [1]}, {"fail_to_place": []}], ids=["lost", "a bug"])
+def test_a_load_that_fails_costs_only_the_reuse(
+    tiny_llama: str, exact: dict[Prompt, Answer], fault: dict[str, Any]
+) -> None:
+    with started(tiny_llama, cache=cache(), blends=True, faults=fault) as engine:
+        answers, reports = blend(engine, [FIRST, SECOND])
+        assert answers == [exact[FIRST], exact[SECOND]]
+        assert [report["recomputed_tokens"] for report in reports] == [1171, 1171]
+        assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+        engine.flush()
+
+
+def test_some_loads_that_fail_leave_exact_requests_right(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
+    with started(tiny_llama, cache=cache(), blends=True, faults={"lose_segments": [3]}) as engine:
+        assert interleave(engine, exact, 6)[0] == 0
+        engine.flush()
+
+
+def test_a_request_that_is_left_in_the_middle_leaks_nothing(
+    tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path
+) -> None:
+    server = launch({"host": {"capacity_bytes": "64MiB"}}, socket=tmp_path / "s" / "s", detached=True)
+    try:
+        with started(tiny_llama, cache={"server": {"socket": str(server.socket)}}, blends=True) as engine:
+            for requests in range(1, 10):
+                engine.leave_in_the_middle(FIRST.tokens, fields([FIRST], share=0.0)[0], requests)
+                engine.flush()  # SGLang empties its caches only if nothing is under way
+            _, (report,) = blend(engine, [SECOND], share=0.0)
+            assert report["held_tokens"] == aligned_tokens(SECOND)
+            assert engine.ask([SECOND.tokens]) == [exact[SECOND]]
+            engine.detach()
+            assert_nothing_is_leased(server)
+    finally:
+        server.stop()
+
+
+def test_a_model_whose_keys_cannot_be_moved_answers_without_reuse(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
+    faults = {"rotate_otherwise": []}
+    with started(tiny_llama, cache=cache(), blends=True, faults=faults, log_level="warning") as engine:
+        answers, (report,) = blend(engine, [SECOND])
+        assert answers == [exact[SECOND]]
+        assert report["recomputed_tokens"] == 1171
+        assert "do not move from one position to another by a rotation that is known here" in engine.log
+
+
+@pytest.mark.parametrize(("fixture", "why"), [("tiny_deepseek", "(MLA)"), ("tiny_mellum", "sliding windows")])
+def test_a_model_that_cannot_be_blended_is_refused_by_name(
+    fixture: str, why: str, request: pytest.FixtureRequest
+) -> None:
+    with started(request.getfixturevalue(fixture), cache=cache(), blends=True) as engine:
+        plain = engine.ask([Prompt((2,)).tokens])
+        answers, (report,) = blend(engine, [Prompt((2,))])
+        assert answers == plain
+        assert why in report["refused"]
+
+
+def test_an_engine_without_our_storage_computes_a_plan_whole(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
+    with started(tiny_llama, cache=cache()) as engine:
+        answers, (report,) = blend(engine, [SECOND])
+        assert answers == [exact[SECOND]]
+        assert "python -m kv_blend.sglang flags" in report["refused"]

@@ -1,0 +1,33 @@
+"""Prompts of documents, for the tests of blending."""
+
+from dataclasses import dataclass
+
+SYSTEM = [5 + (31 * i) % 1900 for i in range(40)]
+DOCUMENTS = [[3 + ((17 * s + 7919) * i + s * s) % 2000 for i in range(n)] for s, n in enumerate((300, 410, 128, 333))]
+QUESTION = [9 + (977 * i) % 1900 for i in range(25)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The documents in this order, each followed by a token of its own, between what is common and the question."""
+
+    order: tuple[int, ...]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*SYSTEM, *(token for at in self.order for token in [*DOCUMENTS[at], 7]), *QUESTION]
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        found, first = [], len(SYSTEM)
+        for at in self.order:
+            found.append((first, first + len(DOCUMENTS[at])))
+            first = found[-1][1] + 1
+        return found
+
+    @property
+    def documents_tokens(self) -> int:
+        return sum(len(DOCUMENTS[at]) for at in self.order)
+
+
+FIRST, SECOND = Prompt((0, 1, 2, 3)), Prompt((2, 0, 3, 1))
