@@ -16,7 +16,7 @@ _Entry = tuple[int, int, int, Segment]
 
 class Rule(Enum):
     LRU = auto()  # the segment that was used longest ago
-    ARC = auto()  # the same, of those requested once or of those requested again (`SegmentOrder.once_target`)
+    ARC = auto()  # the same, of those requested once or of those requested again (`SegmentOrder.prefers_once`)
     WORTH = auto()  # the one that is worth least
     REFUSE = auto()  # as WORTH, and a chunk that is worth less than its victim is not stored
 
