@@ -126,6 +126,7 @@ class RemoteCache:
         self._closed = False
         self._must_return = False  # what was leased on this connection, or before it, may outlive it
         self.generation = -1
+        self._polled = -1  # the generation whose changes were asked for
         self.pool: MappedPool
         self._link = Link(
             socket,
@@ -292,6 +293,7 @@ class RemoteCache:
     def changes_since(self, upto: int) -> Changes:
         """As for `LocalCache`. After a restart of the server, and while it is away, everything known before is void."""
         with self._lock:
+            self._polled = self.generation
             generation, known = divmod(upto, _GENERATION)
             answer = self._ask(wire.ChangesSince(known if generation == self.generation else 0), wire.Changed)
             if answer is None:
@@ -428,6 +430,10 @@ class RemoteCache:
     def _catch_up(self) -> None:
         """Tell the server which leases were given up and which keys forgotten after it became unreachable."""
         assert self._registered is not None
+        if 0 <= self._polled < self.generation:
+            # A server records changes from the first poll on, and a new one has had none: before anything is stored.
+            self._polled = self.generation
+            self._ask(wire.ChangesSince(0), wire.Changed)
         for number in self._surplus:
             self._ask(wire.Release(number, True), wire.Truth)
         known = set(self._registered.forgotten.unpack())
