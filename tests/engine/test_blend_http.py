@@ -12,17 +12,9 @@ from typing import Any
 import pytest
 from kv_blend.plan import KEY
 from kv_blend.vllm.stats import BLEND_FIGURES
+from kv_testing.documents import MARK, TEMPLATE, text
 from kv_testing.wait import until
 from test_api_server import api_server
-
-MARK = "w999"
-DOCUMENTS = [" ".join(f"w{300 + (17 * number + 79) * at % 690}" for at in range(300)) for number in range(3)]
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
-
-
-def prompt(*order: int) -> str:
-    parts = ["w5 w6 w7", *(DOCUMENTS[at] for at in order), "w9 w10 w11"]
-    return f" {MARK} ".join(parts)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +32,7 @@ def url(spelling_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             _,
         ),
     ):
-        until(lambda: "refused" not in complete(url, prompt(2), share=0.0)[1], 60)  # the weights are known
+        until(lambda: "refused" not in complete(url, text(2), share=0.0)[1], 60)  # the weights are known
         yield url
 
 
@@ -69,13 +61,13 @@ def complete(url: str, text: str, **options: Any) -> tuple[str, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_documents_in_the_text_are_reused_in_any_order(url: str) -> None:
-    exact, _ = complete(url, prompt(0, 1))
-    answer, report = complete(url, prompt(0, 1), share=1.0)
+    exact, _ = complete(url, text(0, 1))
+    answer, report = complete(url, text(0, 1), share=1.0)
     assert answer == exact
     assert report == {"segment_tokens": 600, "held_tokens": 0, "recomputed_tokens": 600}
-    answer, report = complete(url, prompt(1, 0), share=0.0)
+    answer, report = complete(url, text(1, 0), share=0.0)
     assert report == {"segment_tokens": 600, "held_tokens": 600, "recomputed_tokens": 0}
-    exact, _ = complete(url, prompt(1, 0))
+    exact, _ = complete(url, text(1, 0))
     assert answer != exact  # with random weights any approximation shows
 
 
@@ -87,10 +79,10 @@ def test_what_was_reused_is_in_the_metrics(url: str) -> None:
             lines = re.findall(r"^vllm:kv_tiers_(blend_\w+)_total\S* (\S+)$", answer.read().decode(), re.MULTILINE)
         return {name: float(value) for name, value in lines}
 
-    complete(url, prompt(0, 2), share=0.25)
+    complete(url, text(0, 2), share=0.25)
     before = figures()
     assert before.keys() == BLEND_FIGURES.keys()
-    complete(url, prompt(2, 0), share=0.25)
+    complete(url, text(2, 0), share=0.25)
     changes = [1, 0, 600, 600, 150]
     until(lambda: [figures()[name] - before[name] for name in BLEND_FIGURES] == changes, 30)
 
@@ -98,7 +90,7 @@ def test_what_was_reused_is_in_the_metrics(url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_messages_and_streams(url: str) -> None:
-    messages = [{"role": "system", "content": "w5 w6"}, {"role": "user", "content": prompt(2, 1)}]
+    messages = [{"role": "system", "content": "w5 w6"}, {"role": "user", "content": text(2, 1)}]
     request: dict[str, Any] = {"messages": messages, "max_tokens": 8, "temperature": 0, "stream": True}
 
     def said(**more: Any) -> str:
@@ -118,6 +110,6 @@ def test_what_cannot_be_is_refused_by_name_and_nothing_else(url: str) -> None:
     refused = json.loads(post(url, {"prompt": "w1 w2", "max_tokens": 1, KEY: {"separator": MARK}}))
     assert refused["error"]["code"] == 400
     assert "the prompt has 0 separators" in refused["error"]["message"]
-    refused = json.loads(post(url, {"prompt": [prompt(1), prompt(2)], "max_tokens": 1, KEY: {"separator": MARK}}))
+    refused = json.loads(post(url, {"prompt": [text(1), text(2)], "max_tokens": 1, KEY: {"separator": MARK}}))
     assert "cannot be tokenized" in refused["error"]["message"]
     assert json.loads(post(url, {"prompt": "w1 w2", "max_tokens": 1}))["choices"]

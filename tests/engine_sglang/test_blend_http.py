@@ -11,18 +11,10 @@ import pytest
 import requests
 from engines import PAGE
 from kv_blend import request_fields
+from kv_testing.documents import MARK, TEMPLATE, text
 from kv_testing.spelling import with_words
 from kv_testing.tiny import TinyLlama
 from test_http import ON_A_CPU, Server
-
-MARK = "w999"
-DOCUMENTS = [" ".join(f"w{300 + (17 * number + 79) * at % 690}" for at in range(300)) for number in range(3)]
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
-
-
-def prompt(*order: int) -> str:
-    parts = ["w5 w6 w7", *(DOCUMENTS[at] for at in order), "w9 w10 w11"]
-    return f" {MARK} ".join(parts)
 
 
 class Blending(Server):
@@ -63,17 +55,17 @@ def complete(url: str, text: str, **options: Any) -> tuple[str, int]:
 
 
 def test_documents_in_the_text_are_reused_in_any_order(url: str) -> None:
-    exact, _ = complete(url, prompt(0, 1))
-    assert complete(url, prompt(0, 1), share=1.0) == (exact, 0)
-    complete(url, prompt(0, 1), share=0.0)
-    answer, cached = complete(url, prompt(1, 0), share=0.0)
+    exact, _ = complete(url, text(0, 1))
+    assert complete(url, text(0, 1), share=1.0) == (exact, 0)
+    complete(url, text(0, 1), share=0.0)
+    answer, cached = complete(url, text(1, 0), share=0.0)
     assert cached == (4 + 300 + 1 + 300) // PAGE * PAGE
-    exact, _ = complete(url, prompt(1, 0))
+    exact, _ = complete(url, text(1, 0))
     assert answer != exact  # with random weights any approximation shows
 
 
 def test_messages_and_streams(url: str) -> None:
-    messages = [{"role": "system", "content": "w5 w6"}, {"role": "user", "content": prompt(2, 1)}]
+    messages = [{"role": "system", "content": "w5 w6"}, {"role": "user", "content": text(2, 1)}]
     request: dict[str, Any] = {"messages": messages, "max_tokens": 8, "stream": True}
 
     def said(**more: Any) -> str:

@@ -209,3 +209,20 @@ def test_a_restarted_server_is_another_pool(home: Path) -> None:
     finally:
         cache.close()
         server.stop()
+
+
+def test_what_a_new_server_stores_before_it_is_polled_is_not_missed(home: Path) -> None:
+    server = start_server(home)
+    cache = join_server(home)
+    reader = Reader(cache.changes_since)
+    try:
+        reader.read()
+        kill_server(server)
+        server = start_server(home)
+        until(lambda: cache.lookup(key_chain(2), "up") is not None and cache.generation == 1, 20)
+        cache.end("up")
+        store(cache, key_chain(2))
+        assert reader.read() == set(key_chain(2))
+    finally:
+        cache.close()
+        server.stop()

@@ -31,3 +31,14 @@ class Prompt:
 
 
 FIRST, SECOND = Prompt((0, 1, 2, 3)), Prompt((2, 0, 3, 1))
+
+
+MARK = "w999"
+"""A word between documents, for clients that send text."""
+TEXTS = [" ".join(f"w{300 + (17 * number + 79) * at % 690}" for at in range(300)) for number in range(3)]
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+def text(*order: int) -> str:
+    """A prompt of texts in this order."""
+    return f" {MARK} ".join(["w5 w6 w7", *(TEXTS[at] for at in order), "w9 w10 w11"])

@@ -172,8 +172,8 @@ class Phases:
         found = {}
         for each in self._given(blended):
             prompt = alone(blended.plan, blended.tokens, each.segment, self._page)
-            told = repr((blended.tenant, blended.extra_key, prompt))
-            found[each.segment] = hashlib.sha256(told.encode()).digest()
+            identity = repr((blended.tenant, blended.extra_key, prompt))
+            found[each.segment] = hashlib.sha256(identity.encode()).digest()
         return found
 
     def _why_not(self, obj: Any, blended: Sequence[_BlendedPrompt | None]) -> str:
@@ -191,7 +191,7 @@ class Phases:
         longest = max(len(each.tokens) for each in blended if each is not None)
         starts = obj.logprob_start_len if isinstance(obj.logprob_start_len, list) else [obj.logprob_start_len]
         has_logprobs = any(obj.return_logprob) if isinstance(obj.return_logprob, list) else bool(obj.return_logprob)
-        asked = {
+        of_request = {
             "an adapter": bool(obj.lora_path),
             "media": obj.contains_mm_input(),
             "a session": bool(obj.session_params),
@@ -202,7 +202,7 @@ class Phases:
         return "; ".join(
             itertools.chain(
                 (f"this engine does not blend: {reason}" for reason, holds in engine.items() if holds),
-                (f"a request with {reason} cannot be blended" for reason, holds in asked.items() if holds),
+                (f"a request with {reason} cannot be blended" for reason, holds in of_request.items() if holds),
             )
         )
 

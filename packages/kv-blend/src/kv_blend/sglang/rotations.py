@@ -55,7 +55,7 @@ def _keys(parent: torch.nn.Module, layer: Any, positions: torch.Tensor, hidden: 
             parent(**{name: value for name, value in given.items() if name in _parameters(parent)})
         except _KeysSeenError:
             pass
-        except Exception as error:
+        except Exception as error:  # the model's own code, which may raise anything
             raise CannotMoveError(f"{type(parent).__name__} does not compute its keys by itself: {error}") from error
     if not found:
         raise CannotMoveError(f"{type(parent).__name__} gives its attention no keys")

@@ -47,7 +47,7 @@ class _SmallCache:
         if held == len(keys):
             return held
         protected = {slot_of[key] for key in keys if key in slot_of}
-        excluded: list[int] = []
+        excluded: set[int] = set()
         new: dict[ChunkKey, int] = {}
         for place, key in enumerate(keys[held:], held):
             if key in slot_of:
@@ -58,7 +58,7 @@ class _SmallCache:
                 continue
             while (slot := policy.victim()) is not None and slot in protected:
                 policy.exclude(slot)
-                excluded.append(slot)
+                excluded.add(slot)
             if slot is None:
                 break
             if by_segments is not None and by_segments.refuses(key, is_last=has_end and place == len(keys) - 1):
@@ -68,7 +68,7 @@ class _SmallCache:
             self._key_at[slot] = key
             new[key] = slot
         if excluded:
-            policy.reinsert(sorted(excluded, key=[slot_of.get(key) for key in keys].index))
+            policy.reinsert([slot for key in keys if (slot := slot_of.get(key)) in excluded])
         if new:
             slot_of.update(new)
             policy.added(list(new), list(new.values()))

@@ -21,14 +21,16 @@ _SAMPLE_CHUNKS: Final = 1024
 """The sample is as dense as this many chunks of it filling the tier, or denser."""
 _MAX_RATE: Final = 128
 _MAX_NOTED: Final = 64
+"""Lookups that are noted before they are processed even though nothing is stored."""
 
 
 class PrefixPolicy(SegmentsPolicy):
-    """The default. Amortised constant time per chunk; memory for every sixteenth chunk of sixteen tiers, or fewer."""
+    """The default. Amortised constant time per chunk. Memory for the sample: of what is requested in the time in which
+    sixteen tiers could be filled, every 2nd to 128th chunk; all of them below 2,048 chunks.
+    """
 
     def __init__(self, capacity_chunks: int) -> None:
-        self._returns = Returns(capacity_chunks)
-        super().__init__(capacity_chunks, self._returns)
+        super().__init__(capacity_chunks, Returns(capacity_chunks))
         rate = 1
         while rate < _MAX_RATE and 2 * rate * _SAMPLE_CHUNKS <= capacity_chunks:
             rate *= 2

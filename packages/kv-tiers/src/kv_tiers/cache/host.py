@@ -161,9 +161,9 @@ class HostTier:
             self._index.extend(keys, slots)
         return slots
 
-    def has_victim(self, tenant: bytes, protected: Collection[int], skipped: set[int]) -> bool:
-        """Whether a chunk could be evicted for one of this tenant. skipped: as for `Residency.victim`."""
-        return self._index.victim(protected, skipped, self._shares.of(tenant).policy) is not None
+    def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
+        """As `EvictionPolicy.refuses`, by the policy of the share that the chunk belongs to."""
+        return self._shares.of(key.tenant).policy.refuses(key, is_last=is_last)
 
     def why_full(self, tenant: bytes) -> str:
         """Why `reserve` has found no room for a chunk of this tenant."""

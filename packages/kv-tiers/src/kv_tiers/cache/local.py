@@ -224,9 +224,7 @@ class LocalCache:
             if not self._refuses_new:
                 slots = self._host.reserve(missing, protected, skipped, may_refuse=by_worth)
             refused = len(missing) - len(slots)
-            is_worth_less = bool(
-                refused and by_worth and self._host.has_victim(missing[len(slots)].tenant, protected, skipped)
-            )
+            is_worth_less = bool(refused and by_worth and self._host.refuses(missing[len(slots)], is_last=refused == 1))
             self._host.publish_evicted("store", holder)
             if skipped:
                 self._index.reinsert([slot for slot in dict.fromkeys(prompt_slots) if slot in skipped])
@@ -247,9 +245,9 @@ class LocalCache:
             unbacked = self._give_up_from(write, min(map(slots.index, unbacked_slots)))
             why = f"the file system of pool {self.pool.name} has no memory left for {unbacked} of {len(chain)} chunks"
         if self.events.on:
-            told = why or ("worth less than what the pool holds" if is_worth_less else "")
-            refused_keys = missing[len(write.keys) :] if told else ()
-            self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, refused_keys, told))
+            reason = why or ("worth less than what the pool holds" if is_worth_less else "")
+            refused_keys = missing[len(write.keys) :] if reason else ()
+            self.events.publish(events.StoreBegun(holder, write.number, chain, write.keys, refused_keys, reason))
         return WriteLease(LeaseId(write.number), tuple(write.keys), self.pool.extents(write.keys, write.slots), why)
 
     def commit(self, lease: WriteLease) -> None:
