@@ -16,7 +16,9 @@ DEMO_PYTHON = $(if $(filter sglang,$(ENGINE)),$(SGLANG_DEMO),$(VLLM)/python demo
 # What a model of this size answers rightly, and ends.
 ABOUT = --document docs/tenants.md --question "In one sentence, what is a tenant?" --question "In which field does a request on vLLM carry its salt?"
 ENGINE_PYTHON = $(if $(filter sglang,$(ENGINE)),$(STANDINS) $(SGLANG),$(VLLM))/python
-# Two files of tests at a time, in the order of their names: by number of tests the files that start most engines would
+# The packages' tests wait for processes, sockets and time-outs as much as they compute.
+FOUR_AT_A_TIME := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# Two files of engines' tests at a time, in the order of their names: by number of tests the files that start most engines would
 # come last, one alone at the end. An engine's start is one thread's work, and two that share two cores get in each
 # other's way when each takes both. A worker that dies ends the run: xdist 3.8 starts another one, but then
 # waits for ever.
@@ -38,20 +40,29 @@ else
 	env $(DEMO_PYTHON) --model "$$model" $(if $(MODEL),,--dtype float32) $(ABOUT) $(if $(filter both,$(ENGINE)),--then "$(SGLANG_DEMO)")
 endif
 
-test: lint test-packages test-engine test-sglang ## everything but `test-slow`: some 12 minutes on two cores
+test: ## everything but `test-slow`: some 10 minutes on two cores
+	@scripts/setup.sh workspace
+	@$(MAKE) --no-print-directory -j 2 lint environments
+	@for suite in packages engine sglang; do $(MAKE) --no-print-directory test-$$suite || exit; done
+
+.PHONY: environments
+environments: # of both engines: made while one core checks types
+	@scripts/setup.sh vllm
+	-@scripts/setup.sh dynamo
+	@scripts/setup.sh sglang
 
 test-packages: ## the packages alone, without an engine
 	@scripts/setup.sh workspace
-	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "not gpu and not slow"
+	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "not gpu and not slow"
 
 test-engine: ## real vLLM on the CPU: its schedulers, then its engine
 	@scripts/setup.sh vllm
 	-@scripts/setup.sh dynamo
-	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long"
+	$(ONE_THREAD) $(VLLM)/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long and not trained"
 
 test-next: ## the same with the next vLLM, of which there is no CPU build yet: its Python code over the last one's kernels
 	@scripts/setup.sh vllm-next
-	$(ONE_THREAD) .venvs/vllm-next/bin/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long"
+	$(ONE_THREAD) .venvs/vllm-next/bin/python -m pytest -q $(SIDE_BY_SIDE) tests/engine -m "not gpu and not slow and not long and not trained"
 
 test-sglang: ## real SGLang on the CPU
 	@scripts/setup.sh sglang

@@ -15,6 +15,8 @@ import pytest
 from forked import in_new_interpreters
 from kv_testing.wait import until
 
+pytestmark = pytest.mark.slow  # it looks at how the tests run, not at what they test
+
 _SPAWNED = "from multiprocessing.spawn import spawn_main\n"
 """With this vLLM's processes begin."""
 _DESCRIBE = """

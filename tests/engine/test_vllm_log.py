@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 _PROCESS = """
 import logging
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ except ConfigError as refused:
 """
 
 
+@pytest.mark.slow
 def test_a_plugin_that_is_loaded_before_vllm_configures_its_log_is_heard() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
     done = subprocess.run(

@@ -209,6 +209,7 @@ def test_some_loads_that_fail_leave_exact_requests_right(tiny_llama: str, exact:
         engine.flush()
 
 
+@pytest.mark.slow
 def test_a_request_that_is_left_in_the_middle_leaks_nothing(
     tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_request_that_is_left_in_the_middle_leaks_nothing(
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_model_whose_keys_cannot_be_moved_answers_without_reuse(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     faults = {"rotate_otherwise": []}
     with started(tiny_llama, cache=cache(), blends=True, faults=faults, log_level="warning") as engine:
@@ -236,7 +238,10 @@ def test_a_model_whose_keys_cannot_be_moved_answers_without_reuse(tiny_llama: st
         assert "do not move from one position to another by a rotation that is known here" in engine.log
 
 
-@pytest.mark.parametrize(("fixture", "why"), [("tiny_deepseek", "(MLA)"), ("tiny_mellum", "sliding windows")])
+@pytest.mark.parametrize(
+    ("fixture", "why"),
+    [("tiny_deepseek", "(MLA)"), pytest.param("tiny_mellum", "sliding windows", marks=pytest.mark.slow)],
+)
 def test_a_model_that_cannot_be_blended_is_refused_by_name(
     fixture: str, why: str, request: pytest.FixtureRequest
 ) -> None:
@@ -247,6 +252,7 @@ def test_a_model_that_cannot_be_blended_is_refused_by_name(
         assert why in report["refused"]
 
 
+@pytest.mark.slow
 def test_an_engine_without_our_storage_computes_a_plan_whole(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     with started(tiny_llama, cache=cache()) as engine:
         answers, (report,) = blend(engine, [SECOND])

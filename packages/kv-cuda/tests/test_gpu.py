@@ -440,6 +440,7 @@ def compiled(compile_kernels: Callable[..., dict[str, str]]) -> dict[str, str]:
     return compile_kernels(COMPILE, json.dumps(RUNS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("to_engine", [True, False], ids=["scatter", "gather"])
 @pytest.mark.parametrize("run", RUNS)

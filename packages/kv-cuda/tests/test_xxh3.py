@@ -108,6 +108,7 @@ def compiled(compile_kernels: Callable[..., dict[str, str]]) -> dict[str, str]:
     return compile_kernels(COMPILE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_the_sums_compile_for_every_gpu_and_read_128_bits_at_a_time(
     compiled: dict[str, str], architecture: int
@@ -120,6 +121,7 @@ def test_the_sums_compile_for_every_gpu_and_read_128_bits_at_a_time(
     assert len(reads) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_the_fold_compiles_for_every_gpu(compiled: dict[str, str], architecture: int) -> None:
     ptx = compiled[f"fold_blocks {architecture}"]
