@@ -183,6 +183,19 @@ def test_vllms_own_prefix_cache_is_counted_first(make: Make) -> None:
     assert loaded(oracle) == before + 192 - 64
 
 
+def test_a_prefix_that_many_want_at_once_is_loaded_once(make: Make) -> None:
+    oracle = make(prefix_caching=True)
+    ask(oracle, "a", SHARED[:200])
+    assert oracle.scheduler.reset_prefix_cache()
+    for number in range(6):
+        oracle.submit(f"r{number}", [*SHARED[: 200 - number], number, 9])
+    oracle.run()
+    assert loaded(oracle) == 192
+    assert oracle.engine.scheduler is not None and oracle.engine.scheduler.counts.loads_shared == 5
+    for number in range(6):
+        assert oracle.generated[f"r{number}"] == oracle.expected_tokens(f"r{number}", 202 - number, 4)
+
+
 def test_a_reset_of_the_connector_forgets_everything(make: Make) -> None:
     oracle = make()
     ask(oracle, "a", SHARED[:200])

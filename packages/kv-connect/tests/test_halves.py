@@ -193,6 +193,42 @@ def test_a_wait_is_had_once() -> None:
     assert scheduler.match(wanted, 0) == 8
 
 
+def test_of_several_that_want_the_same_chunks_one_loads_and_the_others_find_its_blocks() -> None:
+    service, copier, _, worker = halves()
+    scheduler = SchedulerHalf(service, SHAPE, name="e", shares_blocks=True)
+    store_all(scheduler, worker, copier, request("a", list(range(16))))
+    assert scheduler.match(request("b", [*range(16), 1]), 0) == 16
+    scheduler.allocated("b", 16, (range(8),))
+    followers = [request("c", [*range(16), 2]), request("d", [*range(12), 3])]
+    assert [scheduler.match(one, 0) for one in followers] == [None, None]
+    assert "e/c" not in service.promised and scheduler.is_waiting()
+    assert scheduler.match(request("e", [*range(4), 4]), 0) == 4  # not for a load of four times its length
+    worker.start_loads(scheduler.build_step([]))
+    assert [scheduler.match(one, 0) for one in followers] == [None, None]
+    report = worker.poll()
+    scheduler.loads_ended(report.finished, report.failed)
+    assert scheduler.match(followers[0], 16) == 0  # the engine has it all now
+    assert scheduler.match(followers[1], 0) == 12  # or has not kept it: then it is loaded
+    assert not scheduler.is_waiting()
+    assert (scheduler.counts.loads, scheduler.counts.loads_shared) == (1, 2)
+
+
+@pytest.mark.parametrize("ends", ["fails", "is aborted"])
+def test_a_load_that_others_wait_for_and_that_does_not_come_is_theirs(ends: str) -> None:
+    service, copier, _, worker = halves()
+    scheduler = SchedulerHalf(service, SHAPE, name="e", shares_blocks=True)
+    store_all(scheduler, worker, copier, request("a", list(range(8))))
+    scheduler.match(request("b", [*range(8), 1]), 0)
+    scheduler.allocated("b", 8, (range(4),))
+    assert scheduler.match(request("c", [*range(8), 2]), 0) is None
+    if ends == "fails":
+        scheduler.loads_ended(["b"], ["b"])
+    else:
+        scheduler.finished("b")
+    assert scheduler.match(request("c", [*range(8), 2]), 0) == 8
+    assert scheduler.match(request("d", [*range(8), 3]), 0) == 8  # nobody is loading
+
+
 def test_an_allocation_that_does_not_add_up_is_refused_and_reported() -> None:
     for external, table in ((8, ()), (7, (1, 2, 3, 4)), (8, (1, 2, 3))):
         service, copier, scheduler, worker = halves()

@@ -301,11 +301,13 @@ class Engine(OffSwitch):
         watch: Callable[[LiveKeySpace], EngineWeights] = EngineWeights,
         *,
         before: Origins | None = None,
+        shares_blocks: bool = False,
     ) -> SchedulerHalf:
         """After `bind_worker` or, where the workers are elsewhere, `bind_scheduler`.
 
         served: returns the model that the engine serves, given `EngineFacts.kv_scales`. watch: creates the observer of
-            its weights. before: the origins of its weights before they were loaded; None: not known.
+            its weights. before: the origins of its weights before they were loaded; None: not known. shares_blocks: as
+            `SchedulerHalf` has it.
         """
         assert self.cache is not None and self._shape is not None and self.facts is not None
         space = LiveKeySpace(
@@ -329,6 +331,7 @@ class Engine(OffSwitch):
             ),
             layerwise=self._layerwise_rule(),
             handovers=HandOvers(self._shape, MonotonicClock(), wait_s=handover.wait_s, hold_s=handover.hold_s),
+            shares_blocks=shares_blocks,
         )
         self._roles.add("SCHEDULER")
         _log.info("the KV cache is on: %s", self._described)

@@ -37,6 +37,9 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "loads_failed": Figure(
         "counter", "Loads that failed in part or as a whole; the missing tokens were computed instead."
     ),
+    "loads_shared": Figure(
+        "counter", "Requests that waited while another one loaded the same prefix into blocks that both then had."
+    ),
     "loads_refused": Figure("counter", "Loads refused because the block allocation was inconsistent."),
     "states_refused": Figure("counter", "States of linear layers that were not worth storing."),
     "stores_failed": Figure("counter", "Stores that were abandoned."),

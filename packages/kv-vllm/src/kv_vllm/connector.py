@@ -362,6 +362,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     lambda kv_scales: served_model(self._vllm_config, kv_scales=kv_scales),
                     lambda space: VllmWeights(space, self._vllm_config, self._requests),
                     before=before_loading(self._vllm_config),
+                    shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
                 )
                 assert self._engine.cache is not None
                 self._figures = SchedulerFigures(self._scheduler, self._engine.cache)

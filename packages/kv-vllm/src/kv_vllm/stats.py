@@ -34,6 +34,7 @@ _OF_SCHEDULER: Final[Mapping[str, str]] = {
     "loaded_tokens": "tokens_loaded",
     "loads": "loads",
     "loads_failed": "loads_failed",
+    "loads_shared": "loads_shared",
     "loads_refused": "loads_refused",
     "states_refused": "states_refused",
     "handovers_given": "handovers_given",

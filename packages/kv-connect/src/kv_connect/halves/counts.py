@@ -16,6 +16,7 @@ class SchedulerCounts:
     tokens_to_load: tokens of these loads, counted once per load, however often the engine asked.
     tokens_by_tier: the same tokens, by the slowest tier that they came from.
     tokens_loaded: tokens of loads that the workers completed.
+    loads_shared: requests that waited for another request to load the same chunks, instead of loading them too.
     loads_failed: loads that the workers could not complete.
     loads_failed_in_a_row: how many times in a row loads ended and all of them had failed; loads that end together count
         once.
@@ -35,6 +36,7 @@ class SchedulerCounts:
     tokens_to_load: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     tokens_loaded: int = 0
+    loads_shared: int = 0
     loads_failed: int = 0
     loads_failed_in_a_row: int = 0
     loads_refused: int = 0

@@ -5,6 +5,7 @@ is the number of tokens beyond those that the engine holds itself, and these are
 until the request loads them, declines, is preempted, aborted or finished. Engine-specific code is in the caller.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from kv_core.clock import HandClock
@@ -38,11 +39,13 @@ class SchedulerHalf:
         costs: EngineCosts | None = None,
         layerwise: LayerwiseRule | None = None,
         handovers: HandOvers | None = None,
+        shares_blocks: bool = False,
     ) -> None:
         """name: distinguishes this engine's holders from other engines' in the same cache. costs: learns how long the
         engine's work takes; without it, whatever is held is loaded. layerwise: which loads run within a step; None:
         none. It requires one group of layers that needs the whole prefix. handovers: None: no request waits for another
-        engine, and no chunk is held for one."""
+        engine, and no chunk is held for one. shares_blocks: whether requests with the same prefix get the same blocks
+        from the engine, so that one of them can load it for all."""
         self._service = service
         self._shape = shape
         self._space = shape.space
@@ -54,6 +57,7 @@ class SchedulerHalf:
         self._blocks: dict[Holder, int] = {}  # allocated in this step
         self._pending = 0
         self._admission = StateAdmission()
+        self._shares_loads = shares_blocks and shape.chunk.is_plain
         self._has_states = any(group.coverage.kind == "state" for group in shape.groups)
         self._layerwise = layerwise
         self._handovers = handovers or HandOvers(shape, HandClock())
@@ -63,8 +67,9 @@ class SchedulerHalf:
     def match(self, request: RequestTokens, computed_tokens: int) -> int | None:
         """How many tokens beyond `computed_tokens` (a whole number of blocks) the engine may load.
 
-        None: slower tiers are bringing up more; leave the request waiting and ask again in the next step. That ends
-        within a bounded time and happens once per request, unless it is preempted. A request that may not load, or not
+        None: slower tiers are bringing up more, or another request is loading the same chunks into blocks that both
+        will have; leave the request waiting and ask again in the next step. Each ends within a bounded time and happens
+        once per request, unless it is preempted. A request that may not load, or not
         so few tokens, is not looked up. Chunks that are estimated to be quicker to compute (`kv_core.cost`) are not
         offered.
 
@@ -74,6 +79,8 @@ class SchedulerHalf:
         tracked = self._track(request)
         if tracked.phase is Phase.FILLING:
             return None  # preempted; its load is still being copied, which will soon end
+        if tracked.follows and (leader := self._tracked.get(tracked.follows)) and leader.phase is Phase.LOADING:
+            return None
         if tracked.phase not in (Phase.WAITING, Phase.PENDING, Phase.PROMISED, Phase.RUNNING):
             raise MisuseError(f"request {request.request_id} was looked up while it is {tracked.phase.name}")
         if tracked.phase is Phase.RUNNING:
@@ -107,8 +114,14 @@ class SchedulerHalf:
                     self._move(request.request_id, tracked, RequestEvent.PEND)
                     self._service.end(self._holder(request.request_id))  # only a new lookup asks the lower tiers again
                     return None
-                tracked.may_wait = False
                 tracked.pays = plan.choice is None or plan.choice.chunks == plan.chunks
+                if tracked.pays and (leader_id := self._leader(tracked, computed_tokens, usable)):
+                    tracked.follows = leader_id
+                    self.counts.loads_shared += 1
+                    self._move(request.request_id, tracked, RequestEvent.PEND)
+                    self._service.end(self._holder(request.request_id))  # there will be less to load
+                    return None
+                tracked.may_wait = False
                 self._count_lookup(request, tracked, usable, computed_tokens)
                 if self.costs is not None and plan.choice is not None and plan.chunks * chunk_tokens > computed_tokens:
                     self.costs.chose(to_load=tracked.pays)
@@ -424,6 +437,27 @@ class SchedulerHalf:
             costs=costs,
             tiers=controls.tiers,
         )
+
+    def _leader(self, tracked: Tracked, computed_tokens: int, usable: int) -> str:
+        """The request whose load to wait for, because the engine will share its blocks; empty if there is none.
+
+        Waiting costs latency where the loads differ: at least half of what this one would load must be in the other,
+        and the other may be at most twice as long.
+        """
+        wanted = self._shape.loadable(tracked.promised_chunks, usable) - computed_tokens
+        if not self._shares_loads or tracked.follows or wanted <= 0:
+            return ""
+        chunk_tokens, digests = self._shape.chunk_tokens, tracked.keys.digests
+        for request_id, other in self._tracked.items():
+            if other.phase is Phase.LOADING and other.offered_tokens <= 2 * wanted:
+                # A chain's digests differ from the first difference on.
+                theirs = other.keys.digests
+                ends = range(min(len(digests), len(theirs)))
+                common = bisect_left(ends, True, key=lambda at: digests[at] != theirs[at]) * chunk_tokens
+                shared = min(common, other.offered_from + other.offered_tokens) - computed_tokens
+                if 2 * shared >= wanted:
+                    return request_id
+        return ""
 
     def _lease_layerwise(self, request: RequestTokens, tracked: Tracked) -> ReadLease | None:
         """A second lease of the offered chunks, with their places in the pool; None: they are loaded between steps."""

@@ -51,6 +51,7 @@ class Tracked:
     has_awaited: whether its wait for another engine is over.
     has_taken: whether other engines need no longer hold anything for it.
     may_wait: whether it may still wait for slower tiers.
+    follows: the request for whose load of the same chunks it waits, or has waited; empty: none.
     is_counted: whether its lookup is in the counts.
     mixed: whether its blocks may hold other KV than its keys name, such as that of earlier weights, which is never
         stored.
@@ -76,6 +77,7 @@ class Tracked:
     has_awaited: bool = False
     has_taken: bool = False
     may_wait: bool = True
+    follows: str = ""
     is_counted: bool = False
     mixed: bool = False
 
