@@ -138,10 +138,10 @@ def _attend_only_to_queries() -> None:
         lengths: torch.Tensor,
         _prefixes: torch.Tensor,
         news: torch.Tensor,
-        _encoders: torch.Tensor | None,
+        _encoders: torch.Tensor | None = None,
         *,
         scaling: float,
-        enable_gqa: bool,
+        enable_gqa: bool = False,
         **_named: Any,
     ) -> torch.Tensor:
         first = 0
