@@ -22,6 +22,7 @@ from kv_server.accepting import allow_descriptors
 from kv_server.config import ServerConfig, default_socket, server_config
 from kv_server.connection import PACKAGE
 from kv_server.http.start import open_http
+from kv_server.notify import ServiceManager
 from kv_server.server import CacheServer
 
 _log = limited_logger(__name__)
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.detach:
         _detach()
     output = None if args.lifeline is None else _own_output()
+    manager = ServiceManager(os.environ if args.lifeline is None else {})  # a private server's engine speaks for itself
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = _config(args)
@@ -88,9 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OutOfThreadsError) as error:
         say(f"kv-server: {error}", file=sys.stderr)
         return 2
+
+    def stop(*_: object) -> None:
+        server.stop()
+        manager.stopping()
+
     for number in _ENDING:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
-            signal.signal(number, lambda *_: server.stop())
+            signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     if args.lifeline is not None:
         server.watch(args.lifeline)
@@ -101,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if http is not None:
             http.start(server)
+        manager.keep_alive(server.submit)
     except OutOfThreadsError as error:
         say(f"kv-server: {error}", file=sys.stderr)
         server.stop()
@@ -119,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # the reader has gone; if it was our owner, a lifeline ends us
         _log.warning("no process reads the line that says that this server is ready: %s", error.strerror)
         sys.stdout = None  # or it would be flushed again when we end
+    manager.ready()
     status = 0
     try:
         server.serve()
