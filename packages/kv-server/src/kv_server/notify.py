@@ -49,7 +49,7 @@ class ServiceManager:
     def _notify(self, state: str, wait_s: float) -> None:
         if not self._address:
             return
-        with suppress(OSError):  # a manager that does not listen is told nothing; the server serves as before
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-                sender.settimeout(wait_s)
-                sender.sendto(state.encode(), self._address)
+        # A manager that does not listen is told nothing; the server serves as before.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(wait_s)
+            sender.sendto(state.encode(), self._address)
