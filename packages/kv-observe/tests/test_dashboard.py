@@ -1,4 +1,5 @@
-"""The Grafana dashboard shows what a server exports, all of it, and nothing that is not there.
+"""The Grafana dashboard shows what a server exports, all of it, and nothing that is not there. Nor do the alerts name
+anything else.
 
 Its names are held to a real scrape over HTTP, and its JSON to Grafana's own model of dashboards (its Foundation SDK,
 which is generated from Grafana's schema). What it shows of engines, `tests/engine/test_stats.py` and
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from kv_core.coverage import PLAIN
@@ -27,7 +29,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "grafana.json"
 DASHBOARD: dict[str, Any] = json.loads(PAGE.read_text())
 TARGETS = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 EXPRESSIONS = [target["expr"] for target in TARGETS]
-FUNCTIONS = {"sum", "by", "rate", "min", "count", "histogram_quantile"}
+ALERTS = yaml.safe_load((PAGE.parents[1] / "deploy" / "prometheus" / "alerts.yaml").read_text())["groups"][0]["rules"]
+FUNCTIONS = {"sum", "rate", "increase", "min", "count", "histogram_quantile", "group_left", "or", "unless", "offset"}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +67,8 @@ def scrape() -> Iterator[dict[str, Metric]]:
 
 
 def metrics_in(expression: str) -> set[str]:
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|by \([^)]*\)", "", expression)
-    return {name for name in re.findall(r"[A-Za-z_:][\w:]*", bare) if name not in FUNCTIONS}
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|on) \([^)]*\)", "", expression)
+    return {name for name in re.findall(r"\b[A-Za-z_:][\w:]*", bare) if name not in FUNCTIONS}
 
 
 def test_every_expression_names_metrics_and_labels_of_a_real_scrape(scrape: dict[str, Metric]) -> None:
@@ -82,6 +85,16 @@ def test_every_expression_names_metrics_and_labels_of_a_real_scrape(scrape: dict
     for variable in DASHBOARD["templating"]["list"]:
         for name, label in re.findall(r"label_values\((\w+), (\w+)\)", str(variable.get("query"))):
             assert all(label in sample.labels for sample in scrape[name].samples), variable
+
+
+def test_every_alert_names_metrics_and_labels_of_a_real_scrape(scrape: dict[str, Metric]) -> None:
+    assert len(ALERTS) > 10
+    for alert in ALERTS:
+        names = metrics_in(alert["expr"]) - {"up"}
+        assert names <= scrape.keys() and (names or alert["alert"] == "KVServerDown"), alert
+        labels = {label for name in names for sample in scrape[name].samples for label in sample.labels}
+        told = set(re.findall(r"\$labels\.(\w+)", str(alert["annotations"])))
+        assert not labels or told - {"instance"} <= labels, alert
 
 
 def test_nothing_that_is_exported_is_left_out(scrape: dict[str, Metric]) -> None:
