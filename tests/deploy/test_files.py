@@ -1,0 +1,95 @@
+"""What an operator installs: files that parse, settings that our own parser takes, versions that agree."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from kv_server.config import ServerConfig, server_config
+from kv_tiers.build import check_settings
+from kv_tiers.settings import Layer, read_file, resolve
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "kv-server"
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
+DOCKERFILE = (DEPLOY / "image" / "Dockerfile").read_text()
+
+
+def project(package: str) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def parsed(settings: dict[str, Any], directory: Path) -> ServerConfig:
+    """By the server's own parser; then what a start would check, with a pool for this machine and this directory."""
+    config = server_config(resolve([Layer("the test", settings)], {})[0])
+    directory.chmod(0o700)
+    (tier,) = config.tiers
+    assert str(tier["directory"]).startswith("/var/cache/kv")
+    small = msgspec.structs.replace(config.host, capacity_bytes=1 << 20)
+    check_settings(small, [tier | {"directory": str(directory / "chunks"), "capacity_bytes": "1GiB"}])
+    return config
+
+
+def test_every_file_of_yaml_is_yaml() -> None:
+    files = [path for path in DEPLOY.rglob("*.y*ml") if "templates" not in path.parts]
+    assert len(files) > 8
+    assert all(yaml.safe_load(path.read_text()) for path in files)
+
+
+@pytest.mark.parametrize("where", ["compose", "image", "systemd"])
+def test_a_server_takes_the_settings(where: str, tmp_path: Path) -> None:
+    config = parsed(read_file(str(DEPLOY / where / "kv.yaml")), tmp_path)
+    assert config.http.listen.endswith(":9400")
+    roots = ("/run/kv-server/", "/var/lib/kv-server/") if where == "systemd" else ("/run/kv/",)
+    assert config.socket.startswith(roots) and config.http.token_file.startswith(roots)
+
+
+def test_a_server_takes_the_settings_of_the_chart_alone(tmp_path: Path) -> None:
+    parsed(yaml.safe_load((CHART / "values.yaml").read_text())["config"], tmp_path)
+
+
+def test_server_and_engine_of_the_compose_file_share_user_socket_and_settings() -> None:
+    server, engine = (COMPOSE["services"][name] for name in ("kv-server", "engine"))
+    assert server["user"] == engine["user"]
+    assert {"./kv.yaml:/etc/kv/kv.yaml:ro", "socket:/run/kv"} <= {*server["volumes"], *engine["volumes"]}
+    assert '"config_file": "/etc/kv/kv.yaml"' in engine["command"][2]
+
+
+def test_what_the_compose_file_mounts_is_there_and_nothing_is_open_to_the_network() -> None:
+    for service in COMPOSE["services"].values():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            there = (DEPLOY / "compose" / source).is_file() if source.startswith(".") else source in COMPOSE["volumes"]
+            assert there, volume
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert "no-new-privileges:true" in service["security_opt"] and service["cap_drop"] == ["ALL"]
+
+
+def test_versions_agree() -> None:
+    version = project("kv-server")["version"]
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == version
+    assert COMPOSE["services"]["kv-server"]["image"] == f"kv-server:{version}"
+    assert COMPOSE["services"]["engine"]["image"] == f"kv-vllm:{project('kv-vllm')['version']}"
+    (engine,) = re.findall(r"^FROM vllm/vllm-openai:v(\S+)", DOCKERFILE, re.M)
+    assert Requirement(project("kv-vllm")["optional-dependencies"]["vllm"][0]).specifier.contains(engine)
+
+
+def test_the_images_have_every_package_of_ours_that_they_need() -> None:
+    def needed(package: str) -> set[str]:
+        names = {Requirement(text).name for text in project(package)["dependencies"]}
+        ours = {name for name in names if (ROOT / "packages" / name).is_dir()}
+        return {package} | {deeper for name in ours for deeper in needed(name)}
+
+    vllm, server = (DOCKERFILE.split("FROM ")[at] for at in (2, 1))
+    for text, wanted in (
+        (server, needed("kv-server") | {"kv-codecs"}),
+        (vllm, needed("kv-blend") | needed("kv-vllm") | {"kv-codecs"}),
+    ):
+        (listed,) = re.findall(r"for name in (.*?); do", text)
+        assert {f"kv-{name}" for name in listed.split()} == wanted
