@@ -73,6 +73,7 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	@scripts/setup.sh browser
 	@scripts/setup.sh arm64
 	@scripts/setup.sh mooncake
+	@scripts/setup.sh deploy
 	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "slow and not gpu"
 	@$(MAKE) --no-print-directory test-engines
 

