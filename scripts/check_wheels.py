@@ -1,8 +1,9 @@
 """Installs each wheel alone, with its own dependencies, under every Python that its metadata names, and tries it.
 
 To try a package is to import the public names in its README and in `__all__`, and to run the README's Python. Engines
-are not installed, so what needs one is only named. Prints a table; ends with 1 if something failed. `--sdists` builds
-each package from its sdist, with its siblings' wheels; `--sboms` writes what was installed under the newest Python.
+are not installed, so what needs one, or the torch that it brings, is only named. Prints a table; ends with 1 if
+something failed. `--sdists` builds each package from its sdist, with its siblings' wheels; `--sboms` writes what was
+installed under the newest Python.
 """
 
 import argparse
@@ -24,7 +25,7 @@ for name, module in names + [(name, {package!r}) for name in getattr(package, "_
         found = importlib.import_module(module)
         name in ("", module) or getattr(found, name)
     except Exception as error:
-        if getattr(error, "name", None) not in ("vllm", "sglang") and "pip install" not in str(error):
+        if getattr(error, "name", None) not in ("vllm", "sglang", "torch") and "pip install" not in str(error):
             raise
         print(name, end=" ")
 """
@@ -91,6 +92,7 @@ def tried(uv: str, python: str, package: Path, options: argparse.Namespace) -> t
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Install every wheel alone under every Python, and try it.")
+    parser.add_argument("packages", nargs="*", help="which (default: all)")
     parser.add_argument("--uv", default="uv", help="the program (default: %(default)s)")
     parser.add_argument("--directory", default=Path("dist"), type=Path, help="of the wheels (default: %(default)s)")
     parser.add_argument("--sdists", action="store_true", help="install each package from its sdist")
@@ -101,6 +103,8 @@ def main() -> int:
     uv = str(Path(shutil.which(options.uv) or options.uv).absolute())
     is_good = True
     for package in sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")):
+        if options.packages and package.name not in options.packages:
+            continue
         for python in pythons(package):
             went_well, said = tried(uv, python, package, options)
             is_good = is_good and went_well

@@ -1,10 +1,12 @@
-"""What each package's README shows in Python runs as it stands, in a process of its own."""
+"""What each package's README shows in Python runs as it stands, in a process of its own; the names it lists are there."""
 
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,3 +35,12 @@ def test_the_readmes_python_runs(readme: Path, tmp_path: Path) -> None:
 
 def test_every_package_has_one() -> None:
     assert len(READMES) == len(list(ROOT.glob("packages/*/pyproject.toml")))
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_the_names_in_the_readme_can_be_imported(readme: Path, script: Callable[[Path], ModuleType]) -> None:
+    checker = script(ROOT / "scripts" / "check_wheels.py")
+    package, names = readme.parent.name.replace("-", "_"), checker.public_names(readme.parent)
+    code = checker.IMPORTS.format(package=package, names=names)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
