@@ -189,6 +189,7 @@ pages: ## write the parts of the documents that are made from the code and from 
 	@scripts/setup.sh workspace
 	$(WORKSPACE)/python scripts/layout_page.py --write
 	$(WORKSPACE)/python scripts/performance_tables.py --write
+	$(WORKSPACE)/python scripts/compatibility.py --write
 
 format: ## let ruff put the formatting right
 	@scripts/setup.sh workspace

@@ -3,7 +3,7 @@
 To try a package is to import the public names in its README and in `__all__`, and to run the README's Python. Engines
 are not installed, so what needs one, or the torch that it brings, is only named. Prints a table; ends with 1 if
 something failed. `--sdists` builds each package from its sdist, with its siblings' wheels; `--sboms` writes what was
-installed under the newest Python.
+installed, under the newest Python that worked.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def tried(uv: str, python: str, package: Path, options: argparse.Namespace) -> t
             "import": [interpreter, "-c", imports],
             "example": [interpreter, "-c", example(package)],
         }
-        if options.sboms and python == pythons(package)[-1]:
+        if options.sboms:
             bill = str(options.sboms.resolve() / f"{package.name}.cdx.json")
             lister = str(Path(sys.executable).absolute().with_name("cyclonedx-py"))
             steps["sbom"] = [lister, "environment", "--output-reproducible", "--output-file", bill, interpreter]
