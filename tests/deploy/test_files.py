@@ -1,6 +1,8 @@
 """What an operator installs: files that parse, settings that our own parser takes, versions that agree."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -93,3 +95,28 @@ def test_the_images_have_every_package_of_ours_that_they_need() -> None:
     ):
         (listed,) = re.findall(r"for name in (.*?); do", text)
         assert {f"kv-{name}" for name in listed.split()} == wanted
+
+
+def test_the_table_of_compatibility_says_what_code_and_tests_say() -> None:
+    checked = subprocess.run([sys.executable, ROOT / "scripts" / "compatibility.py"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_version_has_its_place_in_the_changelog() -> None:
+    for package in ROOT.glob("packages/*/pyproject.toml"):
+        version = project(package.parent.name)["version"]
+        headings = re.findall(r"^## (.*)", (package.parent / "CHANGELOG.md").read_text(), re.M)
+        assert headings[:2] == ["Unreleased", version], package
+
+
+def test_the_release_workflow_keeps_no_secret_and_names_every_action_by_its_commit() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    assert "secrets." not in text and yaml.safe_load(text)["permissions"] == {}
+    used = re.findall(r"uses: (\S+)", text)
+    assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in used)
+    publishing = [name for name, job in jobs.items() if job["permissions"].get("id-token") == "write"]
+    assert publishing == ["packages", "image"]
+    assert all(
+        jobs[name]["environment"] == "release" and "attestations" in jobs[name]["permissions"] for name in publishing
+    )

@@ -1,6 +1,8 @@
 """What operators' own tools say of what they install. `scripts/setup.sh deploy` installs the tools."""
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -67,6 +69,10 @@ def rendered(helm: Any) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
 
 def test_the_dockerfile_satisfies_hadolint() -> None:
     assert said(tool("hadolint"), "deploy/image/Dockerfile") == ""
+
+
+def test_the_release_workflow_satisfies_zizmor() -> None:
+    said(tool("zizmor"), "--offline", "--no-progress", ".github/workflows/release.yml")
 
 
 def test_the_compose_file_is_one_to_compose() -> None:
@@ -165,6 +171,44 @@ def test_the_charts_settings_are_a_servers_and_its_pod_is_confined(
     )
     environment = {one["name"]: one["value"] for one in pod["initContainers"][0]["env"]}
     assert environment == {"KV_UID": str(user["uid"]), "KV_GID": str(user["gid"])}
+
+
+def test_the_init_container_gives_the_user_what_it_needs(
+    rendered: Callable[[dict[str, Any]], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Its own script, as root with the three capabilities, over a mounted Secret and a node's directories."""
+    if os.geteuid() or not shutil.which("bwrap"):
+        pytest.skip("it needs root and bubblewrap")
+    (daemons,) = (one for one in rendered(EVERYTHING) if one["kind"] == "DaemonSet")
+    (init,) = daemons["spec"]["template"]["spec"]["initContainers"]
+    folders = {
+        "/run/kv": "run",
+        "/var/cache/kv": "cache",
+        "/run/kv-secret-given": "given",
+        "/run/kv-secrets": "secrets",
+    }
+    command = shlex.split(
+        "bwrap --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib --symlink usr/lib64 /lib64"
+    )
+    for place, name in folders.items():
+        (tmp_path / name).mkdir()
+        command += ["--bind", str(tmp_path / name), place]
+    secret = tmp_path / "given" / "..data"  # as a kubelet mounts it
+    secret.mkdir()
+    (secret / "http-token").write_text("t" * 32)
+    (secret / "http-token").chmod(0o400)
+    (tmp_path / "given" / "http-token").symlink_to("..data/http-token")
+    command += ["--cap-drop", "ALL"]
+    command += [
+        part for name in init["securityContext"]["capabilities"]["add"] for part in ("--cap-add", f"CAP_{name}")
+    ]
+    command += [part for one in init["env"] for part in ("--setenv", one["name"], one["value"])]
+    for _ in range(2):  # a pod may start again
+        said(*command, *init["command"], *init["args"])
+    made = {name: tmp_path / name for name in ("run/server", "cache", "secrets/http-token")}
+    assert {name: (path.stat().st_uid, oct(path.stat().st_mode)[-3:]) for name, path in made.items()} == {
+        "run/server": (1000700000, "700"), "cache": (1000700000, "700"), "secrets/http-token": (1000700000, "400"),
+    }  # fmt: skip
 
 
 def test_a_packed_chart_has_the_alerts_and_the_dashboard(helm: Any, tmp_path: Path) -> None:
