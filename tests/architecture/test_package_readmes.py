@@ -1,4 +1,4 @@
-"""What each package's README shows in Python runs as it stands, in a process of its own; the names it lists are there."""
+"""What each package's README shows in Python runs as it stands, in a process of its own; the names it lists exist."""
 
 import re
 import subprocess
