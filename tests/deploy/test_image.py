@@ -109,7 +109,7 @@ class Container(NamedTuple):
 def confined(image: Path, volumes: Path, user: int) -> list[str]:
     binds = ["--ro-bind", str(image / "opt" / "kv-server"), "/opt/kv-server"]
     binds += ["--ro-bind", str(ROOT / "deploy" / "image" / "kv.yaml"), "/etc/kv/kv.yaml"]
-    binds += ["--ro-bind", "/etc/hosts", "/etc/hosts", "--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    binds += ["--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     binds += ["--setenv", "PYTHONDONTWRITEBYTECODE", "1"]
     for path in ("run/kv", "var/cache/kv"):
         binds += ["--bind", str(volumes / path), f"/{path}"]
