@@ -2,10 +2,13 @@
 
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,33 @@ def test_the_dockerfile_satisfies_hadolint() -> None:
 
 def test_the_release_workflow_satisfies_zizmor() -> None:
     said(tool("zizmor"), "--offline", "--no-progress", ".github/workflows/release.yml")
+
+
+@pytest.mark.timeout(600)
+def test_a_release_has_sdists_and_kernels_for_both_processors(tmp_path: Path) -> None:
+    for name in ("aarch64-linux-gnu-gcc", "gcc", "auditwheel"):
+        tool(name)
+    if platform.machine() != "x86_64":
+        pytest.skip("the other processor's compiler is another one here")
+    build = [sys.executable, "scripts/wheels.py", "--release", "--url", "https://example.org/kv"]
+    said(*build, "--directory", str(tmp_path))
+    packages = {path.parent.name.replace("-", "_") for path in ROOT.glob("packages/*/pyproject.toml")}
+    compiled = {path.parent.name.replace("-", "_") for path in ROOT.glob("packages/*/hatch_build.py")}
+    sdists = {path.name.partition("-")[0]: path for path in tmp_path.glob("*.tar.gz")}
+    pure = {path.name.partition("-")[0] for path in tmp_path.glob("*-py3-none-any.whl")}
+    assert (sdists.keys(), pure) == (packages, packages - compiled)
+    for package in compiled:
+        machines = {}
+        for wheel in tmp_path.glob(f"{package}-*manylinux*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                (library,) = (name for name in archive.namelist() if name.endswith(".so"))
+                machines[wheel.stem.rpartition("manylinux_2_17_")[2]] = archive.read(library)[18]  # ELF's e_machine
+        assert machines == {"x86_64": 62, "aarch64": 183}
+    with tarfile.open(sdists["kv_codecs"]) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"hatch_build.py", "LICENSE", "README.md", "CHANGELOG.md"} <= set(names)
+    assert any(name.endswith(".c") for name in names) and not any(name.startswith("tests") for name in names)
+    said(tool("twine"), "check", "--strict", *map(str, tmp_path.iterdir()))
 
 
 def test_the_compose_file_is_one_to_compose() -> None:
