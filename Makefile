@@ -74,7 +74,7 @@ test-slow: ## what `make test` has no time for: slow tests of the packages, and 
 	@scripts/setup.sh arm64
 	@scripts/setup.sh mooncake
 	@scripts/setup.sh deploy
-	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(SIDE_BY_SIDE) $(NO_ENGINE) -m "slow and not gpu"
+	$(ONE_THREAD) $(WORKSPACE)/python -m pytest -q $(FOUR_AT_A_TIME) $(NO_ENGINE) -m "slow and not gpu"
 	@$(MAKE) --no-print-directory test-engines
 
 test-engines: ## slow tests of both engines, of prefixes from one to the other, and a soak: half an hour
