@@ -296,7 +296,7 @@ def beside() -> str:
             hits_of_64(SHIFT_LMCACHE, "LMCache's server"),
         ],
         [
-            "first token after a restart, from disk, of computing it (CPU): vLLM; SGLang",
+            "first token after a restart, from disk, relative to computing it (CPU): vLLM; SGLang",
             f"{restarted(vllm, 'disk')}; {restarted(sglang, 'disk')}",
             restarted(vllm, "own file"),
             restarted(sglang, "own file"),

@@ -61,7 +61,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Chunks that slower tiers hold beyond those in the pool, computed because waiting for them does not pay.
+    """Chunks that lower tiers hold beyond those in the pool, computed because waiting for them does not pay.
 
     chunks: the number of these chunks.
     tier: the slowest tier among those that hold them.
@@ -80,7 +80,7 @@ class Choice:
 
     chunks: number of the promised leading chunks to load: all or none of them.
     load_s, compute_s: the estimates for all promised chunks, beyond what the engine has itself; None: not known.
-    skipped: chunks that slower tiers hold beyond them and that are not waited for.
+    skipped: chunks that lower tiers hold beyond them and that are not waited for.
     """
 
     chunks: int
@@ -114,7 +114,7 @@ def choose(costs: Costs, chunk_tokens: int, chunks: int, skipped: Skipped | None
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """chunks: a boundary that slower tiers can extend the hit to. seconds: until all chunks that it needs are in the
+    """chunks: a boundary that lower tiers can extend the hit to. seconds: until all chunks that it needs are in the
     pool."""
 
     chunks: int

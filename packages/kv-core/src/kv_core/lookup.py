@@ -13,7 +13,7 @@ class Ended(Enum):
     ABSENT = "the next chunk is not held"
     INCOMPLETE = "the next chunk is held by some shards or groups but not by all"
     REFUSED = "the cache grants no new leases at present"
-    PENDING = "more is being promoted or looked up in a slower tier: ask again"
+    PENDING = "more is being promoted or looked up in a lower tier: ask again"
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def check_options(options: Mapping[str, object], kind: type) -> None:
 class LookupOptions(TypedDict, total=False):
     """Keyword arguments of a lookup. They pass through sessions and nodes as they are.
 
-    wait_for_promotion: promote what slower tiers hold. While waiting for that is worthwhile, the answer is `PENDING`,
+    wait_for_promotion: promote what lower tiers hold. While waiting for that is worthwhile, the answer is `PENDING`,
         with what can be promised already: ask again soon with the same keys. The cache bounds this time, from the
         holder's first lookup to its end. False, the default: only what can be promised now, and nothing is promoted.
     costs: the engine's. With them, only chunks that are estimated to arrive sooner than they are computed are waited
@@ -240,8 +240,8 @@ class CacheService(Protocol):
         """Publish to subscribers how the engine's estimates compare with its measurements. Changes nothing."""
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
-        """The request for which these chunks were handed over no longer needs them: end the holds that `begin_store`
-        put on them, here and on other hosts. A hint: if it is lost, the holds last until their time is over.
+        """The request for which these chunks were handed over has a lease on those that it loads: end the holds that
+        `begin_store` put on them, here and on other hosts. A hint: if it is lost, the holds end by their deadline.
         """
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 """Transfer plans: which tokens are copied between chunks in host memory and slots of the engine's paged cache.
 
-A slot is one token's place: slot = block × block_tokens + offset in the block (the slot mapping of Kwon et al., SOSP
-2023). A plan is expressed in tokens, never in bytes, so it is the same for every layout and chunk format; `kv_cuda`
-turns it into addresses.
+A slot is here one token's place in the engine's cache (elsewhere a chunk's in the pool): slot = block × block_tokens +
+offset in the block (the slot mapping of Kwon et al., SOSP 2023). A plan is expressed in tokens, never in bytes, so it
+is the same for every layout and chunk format; `kv_cuda` turns it into addresses.
 """
 
 from collections.abc import Sequence

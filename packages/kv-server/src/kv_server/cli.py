@@ -35,7 +35,7 @@ The settings are a file of YAML, TOML or JSON, by how its name ends; docs/settin
 same file, and join this server if server.socket is set in it. In YAML:
 
   host:
-    capacity_bytes: 4GiB          # of each format's pool at most; taken from the machine as it is used
+    capacity_bytes: 4GiB          # of each format's pool; allocated as it is used
     lease_s: 300                  # how long chunks stay leased for a client that has gone silent
     policy: prefix                # what is evicted when room is needed
   tiers:                          # below the pool, hottest first; as many as you like
@@ -46,13 +46,13 @@ same file, and join this server if server.socket is set in it. In YAML:
   tenants:                        # who has a share of the pool (docs/tenants.md); as many as you like
     - {name: team-a, salt_file: /…/team-a, quota_bytes: 1GiB}
   observe:                        # what watches the caches: docs/observability.md
-    log: text                     # or json: a line for each thing an operator must know
+    log: text                     # or json: a line for each event that concerns an operator
     record: requests.jsonl        # a trace for kv sim; each cache's name is put before the suffix
     otel: false                   # spans and metrics, sent where OTEL_EXPORTER_OTLP_ENDPOINT and the like point
     history_keys: 1048576         # how many keys kv explain remembers
   server:
-    name: default                 # tells servers of one user apart
-    socket: /run/…/kv.sock        # instead of the place that the name gives
+    name: default                 # distinguishes servers of one user
+    socket: /run/…/kv.sock        # instead of the place that the name gives; in a directory of mode 0700
     max_formats: 4                # formats of chunks (models) served at once
     max_sessions: 128             # clients served at once
   peers:                          # other hosts' servers that read from this one (docs/peers.md)

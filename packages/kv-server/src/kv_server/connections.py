@@ -186,7 +186,7 @@ class Connections:
 
     def refuse(self, client: ClientConnection, text: str, *, kind: wire.FailedKind = "refused") -> None:
         """Send the reason, and end the session."""
-        _log.warning("session %d of process %d is ended: %s", client.number, client.pid, text)
+        _log.warning("session %d of process %d is refused and ends: %s", client.number, client.pid, text)
         client.is_ending = True
         client.last_seen_s = time.monotonic()
         self._unsettled[client.number] = client

@@ -201,7 +201,7 @@ class Link:
 
     def lose(self, why: str) -> None:
         """Give up the connection."""
-        _log.warning("the cache server at %s is away, so nothing is found there: %s", self._path, why)
+        _log.warning("the connection to the cache server at %s is lost, so nothing is found there: %s", self._path, why)
         self.close()
         self._on_disconnected()
 

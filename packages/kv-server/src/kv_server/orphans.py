@@ -1,10 +1,11 @@
-"""Lasting leases of clients whose connection closed, retained until nobody can be copying there any more.
+"""Orphans: lasting leases of clients whose connection closed, retained until no process can still be copying.
 
-They are write leases, and read leases whose reader cannot discard what it has read. A connection that closes proves
-nothing, because the process may be in the middle of a copy, be stopped there for an hour, and go on. Its slots wait
-until the client reconnects and lists the leases that it still has (our client does so automatically), or until the
-kernel says that no process has the pool open or mapped for this client any more (`HostPool.is_lent`). That covers
-processes of other PID namespaces and forked children. No timeout releases anything by itself.
+(A slot that is `ORPHANED`, in `kv_tiers.index.life`, is something else.) They are write leases, and read leases whose
+reader cannot discard what it has read. A connection that closes proves nothing, because the process may be in the
+middle of a copy, be stopped there for an hour, and go on. Its slots wait until the client reconnects and lists the
+leases that it still has (our client does so automatically), or until the kernel says that no process has the pool open
+or mapped for this client any more (`HostPool.is_lent`). That covers processes of other PID namespaces and forked
+children. No timeout releases anything by itself.
 
 A process that ends gives up its memory before its devices, which may still be writing. So its slots also wait for its
 end, which its pidfd shows. If the process lives on without the pool, or has no pidfd, the slots wait for `SETTLE_S`

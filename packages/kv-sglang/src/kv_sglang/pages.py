@@ -48,7 +48,7 @@ _ASK_AGAIN_S: Final = 0.0005
 _PROMISES: Final = 16
 """Number of lookups whose promises are retained. SGLang looks up requests one by one, and reads them soon after."""
 _SEARCH_S: Final = 0.05
-"""What a search for shorter prefixes may take, beyond the wait for slower tiers: each page costs a lookup, which at a
+"""What a search for shorter prefixes may take, beyond the wait for lower tiers: each page costs a lookup, which at a
 server is a round trip."""
 _NUMBERS: Final = itertools.count()
 
@@ -116,9 +116,9 @@ class PageStore:
         figures: Figures = NO_FIGURES,
     ) -> None:
         """space: while it is not known, nothing is found or written.
-        wait_s: how long a lookup may wait for pages in slower tiers.
+        wait_s: how long a lookup may wait for pages in lower tiers.
         holds_old_pages: whether the engine's pages may belong to other weights than the key space's: none is written.
-        use: when held pages are used. auto: slower tiers are waited for where that is quicker than computing.
+        use: when held pages are used. auto: lower tiers are waited for where that is quicker than computing.
         page_tokens: tokens of a page of KV, which these belong to; 0: they are such pages.
         prefill: how fast the engine computes; None: never known.
         requests: the requests' options for their pages; None: none.
@@ -186,7 +186,7 @@ class PageStore:
     def ready(self, hashes: Sequence[str], asker: str) -> int:
         """How many leading pages can be read at once. They stay until `forget_asker`, or the asker's next lookup.
 
-        Never waits: pages in slower tiers are promoted meanwhile, and found by a later lookup.
+        Never waits: pages in lower tiers are promoted meanwhile, and found by a later lookup.
         """
         hashes = named_pages(hashes)
         controls = self._controls(hashes)

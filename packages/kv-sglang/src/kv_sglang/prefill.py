@@ -31,7 +31,7 @@ _UNKNOWN: Final = (
     "even where computing is faster"
 )
 _FROM_THE_START: Final = (
-    "computing what is looked up is estimated as if nothing came before it, and slower tiers are waited for too rarely"
+    "computing what is looked up is estimated as if nothing came before it, and lower tiers are waited for too rarely"
 )
 _FOLLOWED: "WeakSet[PrefillSpeed]" = WeakSet()
 

@@ -73,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     content, so that every engine finds the chunks. Otherwise a client's name holds in the engine that it was sent to,
     until that ends. Only where every client is trusted. vLLM only."""
     use: Literal["auto", "always", "never"] = "auto"
-    """When held chunks are used. auto: if loading them, with the wait for slower tiers, is estimated to be quicker than
+    """When held chunks are used. auto: if loading them, with the wait for lower tiers, is estimated to be quicker than
     computing them (docs/cost.md). always: all held chunks are loaded, after a wait of up to `cold.wait_s`. never:
     nothing is loaded. A request may override it (docs/requests.md)."""
     load: Literal["async", "layerwise", "auto"] = "async"

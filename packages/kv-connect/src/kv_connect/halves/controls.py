@@ -12,7 +12,7 @@ class Controls:
     """The defaults are those of a request without options.
 
     loads: whether held chunks may be loaded for it.
-    promotes: whether slower tiers are queried and waited for; else only what is in the pool now counts.
+    promotes: whether lower tiers are queried and waited for; else only what is in the pool now counts.
     stores: whether what it computes may be stored.
     min_load_tokens: a smaller hit is computed instead.
     min_store_tokens: if fewer tokens could be stored, none are.

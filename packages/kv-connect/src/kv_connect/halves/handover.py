@@ -101,8 +101,8 @@ class HandOvers:
         return True
 
     def is_taken(self, request: RequestTokens, tracked: Tracked) -> bool:
-        """Whether chunks need no longer be held for this request, because those that it loads are promised to it.
-        True once per request."""
+        """Whether the holds on chunks handed over to this request can now end, because it has its own lease on those
+        that it loads. Notes that it was asked: True at most once per request."""
         is_first = request.controls.awaits_tokens > 0 and not tracked.has_taken
         tracked.has_taken = tracked.has_taken or is_first
         return is_first

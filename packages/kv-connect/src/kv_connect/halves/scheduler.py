@@ -67,11 +67,10 @@ class SchedulerHalf:
     def match(self, request: RequestTokens, computed_tokens: int) -> int | None:
         """How many tokens beyond `computed_tokens` (a whole number of blocks) the engine may load.
 
-        None: slower tiers are bringing up more, or another request is loading the same chunks into blocks that both
-        will have; leave the request waiting and ask again in the next step. Each ends within a bounded time and happens
-        once per request, unless it is preempted. A request that may not load, or not
-        so few tokens, is not looked up. Chunks that are estimated to be quicker to compute (`kv_core.cost`) are not
-        offered.
+        None: more is being promoted from lower tiers, or another request is loading the same chunks into blocks that
+        both will have; leave the request waiting and ask again in the next step. Each ends within a bounded time and
+        happens once per request, unless it is preempted. A request that may not load, or not so few tokens, is not
+        looked up. Chunks that are estimated to be quicker to compute (`kv_core.cost`) are not offered.
 
         At least one token is always left to compute: the engine needs a logit. Cheap to call again: while the promise
         stands, nothing is hashed or looked up.
@@ -371,7 +370,7 @@ class SchedulerHalf:
         self._pending, self._loads, self._refused = 0, [], []
 
     def is_waiting(self) -> bool:
-        """Whether a request is waiting for promotions from slower tiers."""
+        """Whether a request is waiting for promotions from lower tiers."""
         return self._pending > 0
 
     def stop_layerwise(self) -> None:

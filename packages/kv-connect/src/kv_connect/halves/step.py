@@ -96,8 +96,8 @@ class StepPlan:
     number: the number of the last plan with stores whose blocks the engine holds until every worker has acknowledged
         that plan (`kv_connect.halves.held`); this plan's if it has stores. So workers need not wait for the copies.
         0: no blocks are held.
-    trial: the number of the verdict that the stores await before they are committed, because the step computes with
-        blocks that others say they have filled; 0: they await none.
+    trial: if not 0, the stores are committed only once the scheduler reports that the trial of this number was passed:
+        that other connectors or ranks did fill the blocks with which the step computes (`kv_vllm.trials`).
     """
 
     loads: tuple[LoadStep, ...] = ()

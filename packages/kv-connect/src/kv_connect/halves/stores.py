@@ -168,7 +168,7 @@ class Stores:
                 self._counts.tokens_stored += store.tokens
 
     def judge(self, trial: int, *, passed: bool) -> None:
-        """The scheduler knows how this trial ended: commit what stood it, or discard it."""
+        """Commit the stores of this trial once their copies are complete, if it was passed; else discard them."""
         for store in self._storing:
             if store.trial == trial:
                 store.trial = 0

@@ -49,8 +49,8 @@ class Tracked:
     stored_tail_tokens: tokens of the last, partial chunk that was stored for another engine.
     awaited: its wait for chunks of another engine.
     has_awaited: whether its wait for another engine is over.
-    has_taken: whether other engines need no longer hold anything for it.
-    may_wait: whether it may still wait for slower tiers.
+    has_taken: whether it has ended the holds on the chunks handed over to it.
+    may_wait: whether it may still wait for lower tiers.
     follows: the request for whose load of the same chunks it waits, or has waited; empty: none.
     is_counted: whether its lookup is in the counts.
     mixed: whether its blocks may hold other KV than its keys name, such as that of earlier weights, which is never

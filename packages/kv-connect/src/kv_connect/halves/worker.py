@@ -172,7 +172,8 @@ class WorkerHalf:
         return report
 
     def judge(self, trial: int, *, passed: bool) -> None:
-        """How this plan's trial (`StepPlan.trial`) ended: whether the blocks that others promised were filled."""
+        """Commit the stores of this trial (`StepPlan.trial`) if it was passed, that is, if others filled the blocks
+        that they promised to fill; else discard them. Nothing to do with `kv judge`."""
         self._stores.judge(trial, passed=passed)
 
     @property
@@ -285,7 +286,7 @@ class WorkerHalf:
     def _end(self, request_id: str, failure: str) -> None:
         self._ended.add(request_id)
         if failure:
-            _log.warning("the load of request %s failed and will be computed instead: %s", request_id, failure)
+            _log.warning("the load of request %s failed, so its tokens are computed: %s", request_id, failure)
             self._failed.add(request_id)
             self.counts.loads_failed += 1
         else:

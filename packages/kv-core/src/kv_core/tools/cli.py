@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kv",
         description="Inspect a tiered KV cache.",
-        epilog="bench and judge are installed with kv-cuda; all others except keys and doctor, with kv-tiers",
+        epilog="from kv-server: config, drain, explain, top; kv-cuda: bench; kv-codecs: judge; kv-observe: sim",
     )
     parser.add_argument("--version", action="version", version=f"kv {importlib.metadata.version('kv-core')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -23,11 +23,11 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="print the settings in force and where each came from",
         description="Read the settings as kv-vllm and kv-sglang do, and print each with its value and origin. "
         "Precedence: --extra, then the file, then KV_… environment variables. Under SGLang, --page-size decides "
-        "chunk_tokens, and algorithm is sha256. The secret, the host pool, the tiers and what observes the cache are "
-        "checked as at the start of an engine on this machine, all but the secret unless server.socket names a server, "
-        "which has its own; what only kv-server uses is checked as at its start, and a file with an address at which "
-        "it listens is taken for its own. The exit status is 0, or 2 if something is wrong; the text on standard error "
-        "says what to do.",
+        "chunk_tokens, and algorithm is sha256. The secret, the host pool, the tiers and observe are checked as when "
+        "an engine starts on this machine; if server.socket is set, only the secret, as the engine joins that server. "
+        "What only kv-server uses is checked as when it starts, except server.socket and whether addresses are free. A "
+        "file with peers.listen or http.listen is taken for kv-server's. The exit status is 0, or 2 if something is "
+        "wrong; the text on standard error says what to do.",
     )
     parser.add_argument(
         "--file",

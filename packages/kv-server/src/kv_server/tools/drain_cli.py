@@ -50,7 +50,9 @@ def register(commands: Any) -> None:
     )
     parser.set_defaults(run=_drain)
     add_server_options(parser)
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="at most (default: 60)")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (default: 60)"
+    )
     parser.add_argument("--max-bytes", metavar="BYTES", help="move at most this much of each format, such as 20GiB")
     parser.add_argument("--no-wait", action="store_true", help="begin, and do not wait")
     parser.add_argument("--end", action="store_true", help="stop offering, and store as before")

@@ -208,7 +208,7 @@ def _print(answers: _Answers, expected: wire.Explained | None, chunks: int, limi
     say(f"{held} of {chunks} chunks of {chunk_tokens} tokens are held")
     if expected is None:
         say(_chunks(0, chunks) + f": {_why_unknown(first)}")
-        say("chunks that the tiers keep from before are found once a request has asked for them, or with --space")
+        say("chunks that lower tiers hold from before are found with --space, or once an engine has looked them up")
     else:
         _print_states(expected, first)
     if limit < chunks:

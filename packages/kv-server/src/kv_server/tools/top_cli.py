@@ -27,7 +27,7 @@ examples:
   kv top --once                   # two queries, a second apart, and one plain snapshot
   kv top --json | jq .caches      # what the server reports, one object per line
 
-It continues when the server goes away, and reports it; end it with Ctrl-C. The exit status is 0, or 2 if --once or
+It says so while the server does not answer, and continues; end it with Ctrl-C. The exit status is 0, or 2 if --once or
 --json --once found no server, or an option is wrong.
 """
 

@@ -114,7 +114,7 @@ class Exchange:
                         return _AWAY
                     return f"page {first + plan.chunks} of the prompt is not in the cache"
                 if waiting is not pending:
-                    # Only a new lookup asks the slower tiers again: the page may be there by now, or the cache have
+                    # Only a new lookup asks the lower tiers again: the page may be there by now, or the cache have
                     # stopped waiting for one that is still on its way.
                     cache.end(self._name)
             return "the request has ended"

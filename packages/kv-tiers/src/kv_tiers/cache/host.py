@@ -273,8 +273,8 @@ class HostTier:
         self._totals.chunks_aborted += len(slots)
 
     def orphan(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """Let others write the chunks that are being written to these slots. Commit or abort these as if nothing had
-        happened."""
+        """Let another writer reserve the chunks that are being written to these slots. Commit or abort the slots all
+        the same: either only frees them."""
         self._index.orphan(keys, slots)
 
     def evict(self, slot: int) -> None:

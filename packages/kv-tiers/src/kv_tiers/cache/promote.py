@@ -13,9 +13,9 @@ to measure whether the tier is still as slow, and for an engine that stores noth
 request if the tier is idle.
 
 A chunk that a tier fails to deliver is requested from the tiers below it. If none has it, the boundaries that need it
-are out of reach, and the wait continues for the next shorter one while there is time. Chunks of the whole prefix behind
-a missing one are worthless and are given up. So are those that a tier that hangs in a call was to deliver: requests
-would wait for them in vain, and an engine that has computed one could not store it.
+are out of reach, and the wait continues for the next shorter one while there is time. Chunks of the whole prefix after
+a missing one are useless and are given up. So are those that a tier that hangs in a call was to deliver: requests would
+wait for them in vain, and an engine that has computed one could not store it.
 """
 
 from collections import OrderedDict
@@ -99,7 +99,8 @@ class Promotions:
         costs: Costs | None = None,
         lower: frozenset[int] | None = None,
     ) -> bool:
-        """Whether waiting will make the hit longer than `have` chunks, and pays. Starts the loads that this needs.
+        """Start the loads that make the hit longer than `have` chunks, if waiting for them pays. Whether to wait: then
+        the lookup is pending.
 
         have: how many leading chunks the pool or the engine has.
         lower: the numbers of the tiers that may be read; None: all.
@@ -184,7 +185,7 @@ class Promotions:
             self._start(Promotion("handed over", len(chain), on_arrived=on_arrived), jobs)
 
     def skipped(self, holder: Holder) -> Skipped | None:
-        """What slower tiers hold but the holder does not wait for. Called under the lock."""
+        """What lower tiers hold but the holder does not wait for. Called under the lock."""
         wait = self._waits.get(holder)
         return None if wait is None else wait.skipped
 
@@ -205,7 +206,8 @@ class Promotions:
             self._end_wait(wait)
 
     def yield_to(self, keys: Sequence[ChunkKey]) -> None:
-        """Let an engine store those of these chunks that are being loaded. Under the lock."""
+        """Stop expecting those of these chunks that are being loaded, so that an engine can store them. What the loads
+        still deliver of them is discarded. Under the lock."""
         for key in keys if self._arriving else ():
             if (job := self._arriving.pop(key, None)) is not None:
                 job.given_up_slots += 1

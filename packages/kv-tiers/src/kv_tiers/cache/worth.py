@@ -1,4 +1,4 @@
-"""Decides whether chunks in slower tiers are worth waiting for, from what their lanes measured (`kv_core.cost`)."""
+"""Decides whether chunks in lower tiers are worth waiting for, from what their lanes measured (`kv_core.cost`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Worth:
     chunks: the boundary to wait for; the one already reached if none is worth it.
     limit_s: how long to wait for it at most.
     skipped: the chunks beyond it.
-    awaited: the chunks up to it that slower tiers deliver.
+    awaited: the chunks up to it that lower tiers deliver.
     divisor: of each chunk one of this many parts is read (`Lane.divisors`); None: the smallest.
     """
 

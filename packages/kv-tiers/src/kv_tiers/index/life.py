@@ -1,10 +1,11 @@
 """The states of a chunk in the host tier, and their transitions, as a table.
 
-Lookups find a chunk only while it is `RESIDENT`. `ORPHANED` and `LEAVING` are the states of a chunk that was forgotten
-while its slot was in use, by a writer or by readers: lookups no longer find it, and the slot becomes free when they are
-done. A slot that is `LENT` never holds a chunk that can be found: better bytes of a chunk that is resident elsewhere
-arrive in it, then the two slots change places. The slot is then given back, or is `REPLACED`: reads of the chunk that
-were in progress finish there.
+Lookups find a chunk only while it is `RESIDENT`. `LEAVING` is the state of a chunk that was forgotten while it was
+read, `ORPHANED` of one that was forgotten, or given to another writer, while it was written: lookups do not find it,
+and the slot becomes free when its readers or its writer are done. A slot that is `LENT` never holds a chunk that can be
+found: the exact bytes of an approximation that is resident elsewhere arrive in it (`kv_tiers.cache.upgrade`), then the
+two slots change places. The slot is then given back, or is `REPLACED`: reads of the chunk that were in progress finish
+there.
 """
 
 from collections.abc import Sequence

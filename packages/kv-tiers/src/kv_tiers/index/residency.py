@@ -222,8 +222,8 @@ class Residency:
         self._writing.update(zip(keys, slots, strict=True))
 
     def commit(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> list[int]:
-        """Make chunks visible to lookups; returns the slots that became free because their chunks were forgotten while
-        being written.
+        """Make chunks visible to lookups; returns the slots that became free because their chunks were forgotten, or
+        given to another writer, while being written.
         """
         freed = [slot for slot in slots if self._life[slot] is Life.ORPHANED] if self._orphans else []
         self._orphans -= len(freed)
@@ -254,7 +254,8 @@ class Residency:
         self._move(slots, LifeEvent.ABORT)
 
     def orphan(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        """The chunks being written to these reserved slots count as forgotten, so that they can be reserved again."""
+        """Let another writer reserve the chunks that are being written to these slots. What is written here is
+        discarded by `commit` or `abort`, which free the slots."""
         for key, slot in zip(keys, slots, strict=True):
             if self._writing.get(key) == slot:  # else it was forgotten before
                 del self._writing[key]

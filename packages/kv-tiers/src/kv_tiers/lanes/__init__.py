@@ -1,1 +1,1 @@
-"""Lanes: the bounded queue in front of each tier, with its threads, its checks, the tier's health."""
+"""Lanes: the bounded queue in front of each tier, with the threads that call it."""

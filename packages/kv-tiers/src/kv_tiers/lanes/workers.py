@@ -49,6 +49,6 @@ class Workers:
             if not self._count:
                 raise
             # As text, and without its frames: they would keep the memory of the chunks in use.
-            _log.error("tier %s: a bug in what waits for it:\n%s", self._tier, traceback_of(error))
+            _log.error("tier %s: a function that its lane calls raised, a bug:\n%s", self._tier, traceback_of(error))
             release_frames(error)
             return None

@@ -90,7 +90,7 @@ class HostPool:
         self.view = memoryview(mapping)[self._slots_offset :]
         """The slots' bytes, writable; offsets of extents count from its start. Release everything derived from it."""
         self.knows_lent = True
-        """The system can say whether what `lend` gave out is still mapped."""
+        """Whether the system can say if a descriptor from `lend` is still in use."""
         self._closed = False
         self._taken = bytearray(slots)
         # Last in, first out: the slot that is most likely still in the processor's cache.
@@ -235,7 +235,8 @@ class HostPool:
         return self._file
 
     def lend(self, token: bytes) -> int:
-        """A descriptor for another process to map, of a shared pool: `is_lent` knows about it by this token. Close it.
+        """A new descriptor of a shared pool, for another process to map. `is_lent` with the same token says whether it
+        is still in use. The caller closes its copy.
 
         Raises:
             OSError: this process may open no more descriptors.
@@ -258,7 +259,8 @@ class HostPool:
         return lent
 
     def is_lent(self, token: bytes) -> bool | None:
-        """Whether some process has, or maps, what `lend` gave out for this token. None: the system cannot say."""
+        """Whether some process has open, or maps, a descriptor that `lend` made for this token. None: the system cannot
+        say."""
         if not self.knows_lent:
             return None
         found = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _lock_of(token, fcntl.F_WRLCK))

@@ -1,1 +1,1 @@
-"""Contracts of tiers, codecs, as test classes to inherit."""
+"""Contracts of a tier or a codec, as test classes to inherit."""

@@ -1,1 +1,1 @@
-"""The tiers of this machine: disk, memory."""
+"""The tiers that need only this machine."""
