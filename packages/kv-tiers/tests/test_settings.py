@@ -599,7 +599,9 @@ def test_commands_that_ask_a_server_find_it_by_its_settings(tmp_path: Path, caps
     file.write_text("server: {name: llama}\n")
     assert main(["top", "--once", "--config", str(file)]) == 2
     assert "llama.sock" in capsys.readouterr().err
-    assert main(["config", "--config", str(file)]) == 0
+    for named in (["--config", str(file)], [str(file)]):
+        assert main(["config", *named]) == 0
+        assert "llama" in capsys.readouterr().out
 
 
 def test_errors_have_no_regular_expressions() -> None:

@@ -30,11 +30,12 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "wrong; the text on standard error says what to do.",
     )
     parser.add_argument(
-        "--file",
-        "--config",
+        "file",
+        nargs="?",
         metavar="FILE",
         help="YAML, TOML or JSON file to read, as the setting config_file or KV_CONFIG_FILE would name it",
     )
+    parser.add_argument("--file", "--config", dest="named_file", help=argparse.SUPPRESS)  # as other commands have it
     parser.add_argument(
         "--extra",
         default="{}",
@@ -62,8 +63,8 @@ def _print_and_check(args: argparse.Namespace) -> None:
         raise InputError(f"--extra is not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise InputError("--extra must be a JSON object")
-    if args.file:
-        extra["config_file"] = args.file
+    if file := args.file or args.named_file:
+        extra["config_file"] = file
     settings, in_force = load(extra, os.environ)
     if args.output == "json":
         values = {entry.path: {"value": _shown(entry.value), "origin": entry.origin} for entry in in_force}
