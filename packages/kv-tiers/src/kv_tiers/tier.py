@@ -331,8 +331,10 @@ class SupportsFileExtents(Protocol):
     def lease_extents(self, keys: Sequence[ChunkKey]) -> FileLease:
         """Locate chunks, with their checksums. If a chunk's bytes turn out to be wrong, `discard` it."""
 
-    def end_lease(self, lease: FileLease) -> None:
+    def end_lease(self, lease: FileLease, failed: Sequence[ChunkKey] = ()) -> None:
         """End the lease: its holder no longer reads these chunks.
+
+        failed: those that the device could not read, passed over for a while as after a `load` that failed.
 
         Raises:
             MisuseError: it was ended before.

@@ -18,6 +18,7 @@ from kv_core.clock import Clock
 from kv_core.cost import Costs, Measured, Skipped, choose
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError
+from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
@@ -27,7 +28,7 @@ from kv_eviction.registry import DEFAULT_POLICY, make_policy
 from kv_eviction.shares import Shares
 
 from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
-from kv_tiers.cache.extension import CacheParts, Extension
+from kv_tiers.cache.extension import CacheParts, Extension, Straight
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
@@ -109,6 +110,9 @@ class LocalCache:
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self.extensions = (*extensions, *(lane.tier for lane, _ in lanes if isinstance(lane.tier, Extension)))
+        self._straight = next((extension for extension in extensions if isinstance(extension, Straight)), None)
+        if self._straight is not None:
+            self.lower.on_forgotten = self._straight.forget
         for extension in self.extensions:
             extension.attach(
                 CacheParts(
@@ -150,7 +154,18 @@ class LocalCache:
                     break
             self._verify(doubtful)
         skipped: Skipped | None = None
-        if may_wait:
+        files: Sequence[FileExtent] | None = ()
+        if may_wait and self._straight is not None:
+            files = self._straight.find(keys, shape, holder, hit=hit.chunks, costs=costs, lower=lower)
+        if files is None:
+            plan = replace(plan, ended=Ended.PENDING)
+        elif files and self._straight is not None:
+            plan = _with_files(plan, files, self._straight.tier, requested)
+            if costs is not None:
+                plan = replace(plan, choice=choose(costs, shape.chunk_tokens, plan.chunks))
+            with self._lock:
+                self._count_lookup(keys, hit, shape, costs, plan)
+        elif may_wait:
             # The chunks promised so far stay leased meanwhile, so chunks that are promoted extend the hit.
             is_pending = self._promotions.is_pending(keys, shape, have, holder, now_s, costs=costs, lower=lower)
             with self._lock:
@@ -188,7 +203,10 @@ class LocalCache:
         with self._lock:
             self._begin(now_s)
             promise = self._leases.promise_of(holder)
-            if promise is None or self._index.any_forgotten(promise.slots):
+            in_files = None if self._straight is None else self._straight.renew(holder)
+            if promise is None:
+                return bool(in_files)
+            if in_files is False or self._index.any_forgotten(promise.slots):
                 return False
             self._leases.renew(promise, now_s)
             return True
@@ -310,6 +328,8 @@ class LocalCache:
     def end(self, holder: Holder) -> None:
         with self._lock:
             self._promotions.end(holder)
+            if self._straight is not None:
+                self._straight.end(holder)
             reads, writes = self._leases.end(holder)
             for read in reads:
                 if read.kind == "load":
@@ -441,10 +461,10 @@ class LocalCache:
         own = own_chunks(costs, shape)
         self._totals.lookups += 1
         self._totals.chunks_asked += max(0, len(keys) // shape.keys_per_chunk - own)
-        self._totals.chunks_hit += max(0, hit.chunks - own)
+        self._totals.chunks_hit += max(0, plan.chunks - own)
         if shape.chunk_tokens > 1 and (plan.choice is None or plan.choice.chunks):  # as in `PLAIN`: unknown
             computed_tokens = 0 if costs is None else costs.computed_tokens
-            self._totals.tokens_saved += max(0, hit.chunks * shape.chunk_tokens - computed_tokens)
+            self._totals.tokens_saved += max(0, plan.chunks * shape.chunk_tokens - computed_tokens)
         promise = self._leases.promise_of(plan.holder)
         # While the lock was free, the promise may have ended, or some of its chunks may have been forgotten.
         if promise is not None and promise.slots is hit.slots and not self._index.any_forgotten(hit.slots):
@@ -511,3 +531,16 @@ class LocalCache:
                 self._totals.chunks_refused += len(slots)
             write.keys, write.slots = write.keys[:first], write.slots[:first]
         return len(slots)
+
+
+def _with_files(plan: LookupPlan, files: Sequence[FileExtent], tier: str, requested: int) -> LookupPlan:
+    """The plan of a hit in the pool, longer by chunks that the engine reads from a tier's files."""
+    chunks = plan.chunks + len(files)
+    return replace(
+        plan,
+        chunks=chunks,
+        ended=Ended.ALL_HELD if chunks == requested else Ended.ABSENT,
+        tiers=(*plan.tiers, *[tier] * len(files)),
+        prefix_chunks=chunks,
+        files=tuple(files),
+    )

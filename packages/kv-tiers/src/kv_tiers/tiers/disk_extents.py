@@ -41,6 +41,7 @@ class LendsExtents:
         self._format_id = chunk_header.format_id(self._context.fingerprint)
         self._pages = HeaderPages()
         self._ids = itertools.count()
+        self._reads_failed = False  # since the last probe that found something readable
         # Under the lock of the chunks.
         self._leases: dict[int, list[int | None]] = {}
         self._reservations: dict[int, list[tuple[Place | None, ChunkKey | None]]] = {}
@@ -61,9 +62,11 @@ class LendsExtents:
             self._leases[lease.id] = entries
         return lease
 
-    def end_lease(self, lease: FileLease) -> None:
+    def end_lease(self, lease: FileLease, failed: Sequence[ChunkKey] = ()) -> None:
         with self._chunks.lock:
             entries = self._leases.pop(lease.id, None)
+            self._chunks.pass_over(failed)
+            self._reads_failed = self._reads_failed or bool(failed)
         if entries is None:
             raise MisuseError(f"file lease {lease.id} is not open")
         self._chunks.index.end_load(entries)

@@ -1,0 +1,240 @@
+"""Tiers of type `gds`: hits that the worker reads in the tier's files itself, so that they never pass through the pool.
+
+The scheduler half's lookup finds them: whatever follows a hit in the pool is leased here in the tier's files, on a
+thread, because leasing reads the medium. Until that has been done the answer is "ask again", as for a promotion. The
+lease lasts as long as the holder's promise, so until the worker has reported that the read has ended. The worker half
+reads (`kv_core.device.FileReader`), and uses nothing that was forgotten meanwhile or whose checksum is wrong.
+
+A hit in the files is promoted through the pool instead if it ends before the prompt does and other tiers may hold more
+of it, and after failed reads: the lane and the tier then avoid what cannot be read, as after any load.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from kv_core.cost import Costs
+from kv_core.coverage import ChunkShape
+from kv_core.device import FileRead, FileReader
+from kv_core.errors import ConfigError, TierDown
+from kv_core.extent import FileExtent
+from kv_core.format import is_quantised_kind
+from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
+from kv_core.outcome import Damaged, Loaded, ReadFailed
+from kv_core.service import Holder
+from kv_core.shape import GroupShape
+from kv_tiers.build import refuse_gds
+from kv_tiers.cache.extension import CacheParts
+from kv_tiers.settings import Settings
+from kv_tiers.tier import FileLease, SupportsFileExtents
+
+_log = limited_logger(__name__)
+
+_LEASE_S: Final = 1.0
+"""How long a lookup waits for a lease: a medium that takes longer hangs."""
+
+
+@dataclass(slots=True)
+class _Lent:
+    """Chunks in files, for one holder.
+
+    keys: the chunks after the hit in the pool. first: the number of the first one.
+    began_s: when the lease was requested.
+    extents: where they are, as far as all are in files; None: not known yet.
+    is_void: some of them have been forgotten since.
+    lease: the tier's. failed: those of its chunks that could not be read.
+    """
+
+    keys: list[ChunkKey]
+    first: int
+    began_s: float
+    extents: tuple[FileExtent, ...] | None = None
+    is_void: bool = False
+    lease: FileLease | None = None
+    failed: list[ChunkKey] = field(default_factory=list)
+
+
+class StraightReads:
+    """The tier of type `gds` of a cache in this process, as `kv_tiers.cache.extension.Straight`. Thread-safe."""
+
+    def __init__(self, tier: str, reader: FileReader) -> None:
+        """tier: its name. reader: for the engine's one group of layers; closed with the cache."""
+        self.tier = tier
+        self.reader = reader
+        self._lock = threading.Lock()
+        self._lent: dict[Holder, _Lent] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-extents")
+
+    def attach(self, parts: CacheParts) -> None:
+        self._lower, self._clock, self._sizes = parts.lower, parts.clock, parts.host.pool.sizes
+        numbers = [number for number, _ in parts.lower.tiers_that(object)]
+        self._number = next(number for number in numbers if parts.lower.lane(number).name == self.tier)
+        self._others = frozenset(numbers) - {self._number}
+        self._lane = parts.lower.lane(self._number)
+        assert isinstance(self._lane.tier, SupportsFileExtents)
+        self._files: SupportsFileExtents = self._lane.tier
+
+    def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
+        return None
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        return None
+
+    def detach(self) -> None:
+        self.reader.close()
+        for holder in list(self._lent):
+            self.end(holder)
+        self._thread.shutdown()
+
+    # For lookups.
+
+    def find(
+        self,
+        keys: Sequence[ChunkKey],
+        shape: ChunkShape,
+        holder: Holder,
+        *,
+        hit: int,
+        costs: Costs | None,
+        lower: frozenset[int] | None,
+    ) -> Sequence[FileExtent] | None:
+        with self._lock:
+            lent = self._lent.get(holder)
+            if (
+                lent is not None
+                and lent.first == hit
+                and not lent.is_void
+                and lent.keys == keys[hit:][: len(lent.keys)]
+            ):
+                if lent.extents is None and self._clock.now_s() - lent.began_s > _LEASE_S:
+                    lent.extents = ()
+                return lent.extents
+        self.end(holder)
+        if not shape.is_plain or (lower is not None and self._number not in lower):
+            return ()
+        held = self._lane.holds(keys[hit:])
+        end = hit + (held.index(False) if False in held else len(held))
+        others = self._others if lower is None else self._others & lower
+        if end == hit or (end < len(keys) and others) or not self._pays(keys[hit:end], shape, hit, end, costs):
+            return ()
+        lent = _Lent(list(keys[hit:end]), hit, self._clock.now_s())
+        with self._lock:
+            self._lent[holder] = lent
+        try:
+            self._thread.submit(self._lease, lent)
+        except RuntimeError:  # the system has no more threads for us
+            lent.extents = ()
+        return lent.extents
+
+    def renew(self, holder: Holder) -> bool | None:
+        with self._lock:
+            lent = self._lent.get(holder)
+            return not lent.is_void if lent is not None and lent.extents else None
+
+    def end(self, holder: Holder) -> None:
+        with self._lock:
+            lent = self._lent.pop(holder, None)
+        if lent is not None:
+            with suppress(RuntimeError):  # without threads there is no lease either
+                self._thread.submit(self._end, lent)
+
+    def forget(self, is_gone: Callable[[ChunkKey], bool]) -> None:
+        with self._lock:
+            for lent in self._lent.values():
+                lent.is_void = lent.is_void or any(map(is_gone, lent.keys))
+
+    # For the worker half.
+
+    def has_read(self, holder: Holder, keys: Sequence[ChunkKey], read: FileRead) -> tuple[str, list[ChunkKey]]:
+        """These chunks have been read for the holder. Returns why they must not be used, if so, and which of them are
+        wrong where they are: forget these."""
+        failed: list[tuple[ChunkKey, str]] = []
+        damaged: list[ChunkKey] = []
+        why = ""
+        for key, outcome in zip(keys, read.outcomes, strict=True):
+            match outcome:
+                case Damaged(reason):
+                    damaged.append(key)
+                    why = why or reason
+                case ReadFailed(reason):
+                    failed.append((key, reason))
+                    why = why or reason
+        loaded = [key for key, outcome in zip(keys, read.outcomes, strict=True) if isinstance(outcome, Loaded)]
+        with self._lock:
+            lent = self._lent.get(holder)
+            if lent is None or lent.is_void:
+                why = why or "the chunks were forgotten while they were being read"
+            else:
+                lent.failed += [key for key, _ in failed]
+        nbytes = self._sizes.total(loaded)
+        self._lane.was_read(len(loaded), nbytes, read.seconds, [reason for _, reason in failed])
+        return why, damaged
+
+    def _pays(self, keys: Sequence[ChunkKey], shape: ChunkShape, hit: int, end: int, costs: Costs | None) -> bool:
+        """Whether reading these is estimated to be faster than computing them, as far as that is known."""
+        if costs is None or costs.compute is None:
+            return True
+        part = (self.tier, hit, end, self._sizes.total(keys))
+        return self._lower.worth([part], shape, hit, costs).chunks > hit
+
+    # On the thread.
+
+    def _lease(self, lent: _Lent) -> None:
+        try:
+            lent.lease = self._files.lease_extents(lent.keys)
+        except TierDown as error:
+            _log.warning("tier %s lends nothing: %s", self.tier, error)
+        extents: list[FileExtent] = []
+        for extent in () if lent.lease is None else lent.lease.extents:
+            if extent is None:
+                break
+            extents.append(extent)
+        with self._lock:
+            if lent.extents is None:
+                lent.extents = tuple(extents)
+
+    def _end(self, lent: _Lent) -> None:
+        if lent.lease is not None:
+            self._files.end_lease(lent.lease, lent.failed)
+
+
+def straight_tier(settings: Settings) -> str:
+    """The name of the tier of type `gds`; "" for none.
+
+    Raises:
+        ConfigError: there are several, or one that others encode for or write to.
+    """
+    tiers = [(number, tier) for number, tier in enumerate(settings.tiers) if tier.get("type") == "gds"]
+    if not tiers:
+        return ""
+    (number, tier), *more = tiers
+    if more:
+        raise ConfigError(f"tiers[{more[0][0]}]: only one tier is of type gds; give that one several directories")
+    if tier.get("codec") or tier.get("approximate"):
+        raise ConfigError(
+            f"tiers[{number}]: a tier of type gds has neither codec nor approximate, because what is read in files is "
+            "not decoded: leave them out, or write type: disk"
+        )
+    return str(tier.get("name") or "gds")
+
+
+def check_straight(settings: Settings, groups: Sequence[GroupShape], formats: Sequence[str], *, alone: bool) -> str:
+    """The same for an engine. alone: its only worker and its scheduler are in one process, and so is the cache.
+
+    Raises:
+        ConfigError: as for `straight_tier`, and for an engine that cannot read files itself.
+    """
+    tier = straight_tier(settings)
+    if not alone:
+        refuse_gds(
+            settings.tiers, "is for an engine of one process, because the lease of a file does not cross a socket"
+        )
+    if any(map(is_quantised_kind, formats)):
+        refuse_gds(settings.tiers, f"is for exact chunks, not for format {formats[0]}")
+    if len(groups) > 1 or groups[0].coverage.kind != "all":
+        refuse_gds(settings.tiers, "is for models whose layers are one group that needs the whole prefix")
+    return tier
