@@ -523,7 +523,7 @@ def test_every_format_goes_by_files(tmp_path: Path, kind: str) -> None:
 
 def test_on_a_cpu_files_are_staged(slab: Slab, copiers: Copiers) -> None:
     tensors = filled()
-    copier = make_direct_copier(CACHE.layout, tensors, FORMAT)
+    copier = make_direct_copier(CACHE.layout, tensors, FORMAT, slab.path.parent)
     copiers.made.append(copier)
     assert not copier.has_direct_path
     assert store(copier, slab) == [extent.checksum for extent in kept(tensors, slab)]
@@ -537,8 +537,8 @@ def test_the_gpu_reads_and_writes_files(tmp_path: Path) -> None:
     tensors = filled()
     expected = kept(tensors, slab)
     there, empty = [tensor.to(device) for tensor in tensors], CACHE.make("cuda")
-    writer, reader = (make_direct_copier(CACHE.layout, blocks, FORMAT) for blocks in (there, empty))
-    found = find_cufile(device)
+    writer, reader = (make_direct_copier(CACHE.layout, blocks, FORMAT, tmp_path) for blocks in (there, empty))
+    found = find_cufile(device, tmp_path)
     assert writer.has_direct_path == (not isinstance(found, NoCuFile))
     assert store(writer, slab) == [extent.checksum for extent in expected]
     assert load(reader, expected).outcomes == [Loaded(FORMAT.nbytes)] * 3

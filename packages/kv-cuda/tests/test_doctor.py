@@ -44,13 +44,13 @@ def test_gpudirect_storage_says_what_is_missing_and_which_path_is_taken(monkeypa
     finding = doctor.gpudirect_storage(NoCuFile("neither is here", "install both"), FileCopyPaths())
     assert (finding.state, finding.advice) == ("ok", "install both")
     assert finding.found == "neither is here: files are staged through host memory"
-    assert doctor.gpudirect_storage(NoCuFile("no devices", "", has_module=True), FileCopyPaths()).state == "note"
+    assert doctor.gpudirect_storage(NoCuFile("no devices", "", is_installed=True), FileCopyPaths()).state == "note"
     monkeypatch.setattr(doctor, "kvikio_version", lambda: "26.10")
     files = HostFiles()
     assert "kv bench copy --file" in doctor.gpudirect_storage(files, FileCopyPaths()).advice
     finding = doctor.gpudirect_storage(files, FileCopyPaths({"/nvme": {"load": "direct", "store": "staged"}}))
     assert finding.state == "ok"
-    assert finding.found == "kvikio 26.10 and the nvidia-fs module; /nvme: load direct, store staged"
+    assert finding.found == "kvikio 26.10; /nvme: load direct, store staged"
     files.close()
 
 

@@ -145,7 +145,7 @@ def test_the_command_keeps_which_path_is_faster_for_a_directory(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = Sizes(layers=1, heads=1, chunk_tokens=4, block_tokens=(4,))
     monkeypatch.setattr("kv_cuda.tune.measure_files.Sizes", lambda: small)
-    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: HostFiles())
+    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device, directory: HostFiles())
     for number, json_lines in (("1", False), ("2", True)):
         disk = tmp_path / number
         disk.mkdir()
@@ -156,7 +156,7 @@ def test_the_command_keeps_which_path_is_faster_for_a_directory(
         assert all(json.loads(line)["directory"] == str(disk) if json_lines else str(disk) in line for line in said)
     assert kept is not None
     assert set(read_file_copy_paths(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
-    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: NoCuFile("no driver", "get one"))
+    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device, directory: NoCuFile("no driver", "get one"))
     assert bench_cli._file_copy_paths(torch.device("cpu"), "test", asked) is None
     assert "no direct path: no driver. get one" in capsys.readouterr().err
     asked.dry_run = True

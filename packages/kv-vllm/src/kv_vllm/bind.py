@@ -1,6 +1,7 @@
 """vLLM's memory and configuration, translated for `kv_connect.engine`."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -91,7 +92,7 @@ def bind_worker(
         replica=replica_of(vllm_config),
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
-        make_reader=lambda: _reader(bound),
+        make_reader=lambda: _reader(bound, settings),
     )
     places = {
         id(tensor): LayerPlace(number, index % group.layout.layers)
@@ -101,11 +102,13 @@ def bind_worker(
     return {name: places[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in places}
 
 
-def _reader(bound: BoundGroups) -> FileReader:
+def _reader(bound: BoundGroups, settings: Settings) -> FileReader:
     from kv_cuda.files.reader import ThreadReader
 
     (group,) = bound.groups
-    return ThreadReader(group.layout, group.tensors, group.format)
+    (directory,) = [tier.get("directory") for tier in settings.tiers if tier.get("type") == "gds"]
+    first = directory[0] if isinstance(directory, list) and directory else directory
+    return ThreadReader(group.layout, group.tensors, group.format, Path(str(first)))
 
 
 def bind_scheduler(engine: Engine, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:

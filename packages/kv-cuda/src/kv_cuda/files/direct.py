@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -45,9 +46,10 @@ _MAX_OPEN_FILES: Final = 128
 
 
 def make_direct_copier(
-    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat
+    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, directory: Path
 ) -> "DirectCopier":
-    """A direct copier with its own group copier, so that a thread may use it alongside the engine's.
+    """A direct copier for files of this directory, with its own group copier, so that a thread may use it alongside the
+    engine's.
 
     Raises:
         InputError: layout, tensors and format do not fit together.
@@ -55,7 +57,7 @@ def make_direct_copier(
     device = tensors[0].device
     copier = make_copier(layout, tensors, chunk_format)
     copy_paths = measured(device, file_copy_paths_file, read_file_copy_paths, FileCopyPaths())
-    return DirectCopier(copier, chunk_format, device, find_cufile(device), copy_paths=copy_paths)
+    return DirectCopier(copier, chunk_format, device, find_cufile(device, directory), copy_paths=copy_paths)
 
 
 @dataclass(frozen=True, slots=True)

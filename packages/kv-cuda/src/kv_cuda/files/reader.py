@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from kv_core.errors import CopyFailed
@@ -43,14 +44,16 @@ class ThreadRead:
 class ThreadReader:
     """`kv_core.device.FileReader`. Its thread starts with the first read."""
 
-    def __init__(self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat) -> None:
+    def __init__(
+        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, directory: Path
+    ) -> None:
         """
         Raises:
             InputError: layout, tensors and format do not fit together.
             ConfigError: the system does not let this process lock memory for the staged path.
         """
         device = tensors[0].device
-        self._copier = make_direct_copier(layout, tensors, chunk_format)
+        self._copier = make_direct_copier(layout, tensors, chunk_format, directory)
         self._engines, self._own = make_queue(device), make_queue(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-direct")
 

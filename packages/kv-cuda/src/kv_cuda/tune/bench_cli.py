@@ -78,7 +78,7 @@ def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace
     from kv_cuda.files.cufile import NoCuFile, find_cufile
     from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
 
-    cufile = find_cufile(device)
+    cufile = find_cufile(device, args.file)
     if isinstance(cufile, NoCuFile):
         say(f"no direct path: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
     measured = []
