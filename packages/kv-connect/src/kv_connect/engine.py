@@ -34,7 +34,7 @@ from kv_connect.halves.engine_costs import EngineCosts
 from kv_connect.halves.handover import HandOvers
 from kv_connect.halves.layerwise_promises import LayerwiseRule
 from kv_connect.halves.scheduler import SchedulerHalf
-from kv_connect.halves.straight import StraightReads, check_straight
+from kv_connect.halves.straight import StraightReads, straight_tier
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.identity.identity import LiveKeySpace, LiveWeights, Origins, ServedModel
 from kv_connect.identity.weights import EngineWeights
@@ -221,8 +221,9 @@ class Engine(OffSwitch):
         if share.is_first_here:
             warn_of_other_formats(settings, stored)
         alone = in_process and replica is None and not settings.server.socket
-        # A server that is joined has tiers of its own.
-        gds = "" if settings.server.socket else check_straight(settings, facts.groups, facts.formats, alone=alone)
+        gds = ""
+        if not settings.server.socket:  # a server that is joined has tiers of its own
+            settings, gds = straight_tier(settings, facts.groups, facts.formats, alone=alone)
         if alone:
             if gds and make_reader is not None:
                 self.straight = StraightReads(gds, make_reader())

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_core.device import FileRead, FileReader
@@ -130,6 +131,11 @@ class StraightReads:
             lent.extents = ()
         return lent.extents
 
+    def holding(self, keys: Sequence[ChunkKey], lower: frozenset[int] | None) -> set[ChunkKey]:
+        if lower is not None and self._number not in lower:
+            return set()
+        return {key for key, is_held in zip(keys, self._lane.holds(keys), strict=True) if is_held}
+
     def renew(self, holder: Holder) -> bool | None:
         with self._lock:
             lent = self._lent.get(holder)
@@ -202,16 +208,22 @@ class StraightReads:
             self._files.end_lease(lent.lease, lent.failed)
 
 
-def straight_tier(settings: Settings) -> str:
-    """The name of the tier of type `gds`; "" for none.
+def straight_tier(
+    settings: Settings, groups: Sequence[GroupShape], formats: Sequence[str], *, alone: bool
+) -> tuple[Settings, str]:
+    """The settings for an engine with these groups of layers, and the name of its tier of type `gds`; "" for none.
+
+    alone: its only worker and its scheduler are in one process, and so is the cache. Otherwise the tier becomes one of
+        type `disk`.
 
     Raises:
-        ConfigError: there are several, or one that others encode for or write to.
+        ConfigError: the engine cannot read what is stored there by itself, or would read in several tiers.
     """
     tiers = [(number, tier) for number, tier in enumerate(settings.tiers) if tier.get("type") == "gds"]
     if not tiers:
-        return ""
+        return settings, ""
     (number, tier), *more = tiers
+    name = str(tier.get("name") or "gds")
     if more:
         raise ConfigError(f"tiers[{more[0][0]}]: only one tier is of type gds; give that one several directories")
     if tier.get("codec") or tier.get("approximate"):
@@ -219,22 +231,16 @@ def straight_tier(settings: Settings) -> str:
             f"tiers[{number}]: a tier of type gds has neither codec nor approximate, because what is read in files is "
             "not decoded: leave them out, or write type: disk"
         )
-    return str(tier.get("name") or "gds")
-
-
-def check_straight(settings: Settings, groups: Sequence[GroupShape], formats: Sequence[str], *, alone: bool) -> str:
-    """The same for an engine. alone: its only worker and its scheduler are in one process, and so is the cache.
-
-    Raises:
-        ConfigError: as for `straight_tier`, and for an engine that cannot read files itself.
-    """
-    tier = straight_tier(settings)
-    if not alone:
-        refuse_gds(
-            settings.tiers, "is for an engine of one process, because the lease of a file does not cross a socket"
-        )
     if any(map(is_quantised_kind, formats)):
         refuse_gds(settings.tiers, f"is for exact chunks, not for format {formats[0]}")
     if len(groups) > 1 or groups[0].coverage.kind != "all":
         refuse_gds(settings.tiers, "is for models whose layers are one group that needs the whole prefix")
-    return tier
+    if alone:
+        return settings, name
+    _log.warning(
+        "tier %s is used as type: disk, so chunks pass through the pool: the engine has several processes, and "
+        "the lease of a file does not cross the socket between them",
+        name,
+    )
+    disks = [{**tier, "type": "disk", "name": name} if tier.get("type") == "gds" else tier for tier in settings.tiers]
+    return msgspec.structs.replace(settings, tiers=disks), ""

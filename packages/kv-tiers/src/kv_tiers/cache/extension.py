@@ -84,6 +84,9 @@ class Straight(Extension, Protocol):
         """Where the chunks after the first `hit` are, leased to the holder until it ends or looks up others. Empty:
         they are to be promoted. None: ask again. Arguments as for `Promotions.is_pending`."""
 
+    def holding(self, keys: Sequence[ChunkKey], lower: frozenset[int] | None) -> set[ChunkKey]:
+        """Those that are in the files, where an engine that may read them finds them: it need not store these."""
+
     def renew(self, holder: Holder) -> bool | None:
         """Whether what is leased to the holder may still be used: none of it was forgotten. None: nothing is."""
 

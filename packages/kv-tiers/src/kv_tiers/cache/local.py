@@ -155,8 +155,10 @@ class LocalCache:
             self._verify(doubtful)
         skipped: Skipped | None = None
         files: Sequence[FileExtent] | None = ()
-        if may_wait and self._straight is not None:
+        if self._straight is not None and may_wait:
             files = self._straight.find(keys, shape, holder, hit=hit.chunks, costs=costs, lower=lower)
+        elif self._straight is not None:
+            self._straight.end(holder)
         if files is None:
             plan = replace(plan, ended=Ended.PENDING)
         elif files and self._straight is not None:
@@ -228,12 +230,15 @@ class LocalCache:
         chain, lower = list(keys), self.lower.numbers(tiers)
         self._host.check_keys(chain)
         now_s = self._clock.now_s()
+        # What another engine waits for has to be in the pool.
+        in_files = set() if self._straight is None or hold_s > 0 else self._straight.holding(chain, lower)
         with self._lock:
             self._begin(now_s)
             if hold_s > 0 and not self._refuses_new:  # another engine waits for these, and the tier may be slow
                 self._promotions.yield_to(chain)
             prompt_slots = self._host.touch(chain)
             missing = self._index.not_held(chain) if len(prompt_slots) < len(chain) else []
+            missing = [key for key in missing if key not in in_files] if in_files else missing
             skipped: set[int] = set()
             protected = frozenset(prompt_slots)
             # What a lower tier may take, or another engine waits for, is stored whatever it is worth.
