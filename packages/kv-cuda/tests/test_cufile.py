@@ -50,15 +50,14 @@ class Memory(numpy.ndarray):
         return self.size
 
 memory = numpy.zeros(4096, numpy.uint8).view(Memory)
-for move in ("read", "write"):
-    file = CuFiles(kvikio).open(sys.argv[1], writable=move == "write")
-    try:
-        print("moved", getattr(file, move)(memory, 0).wait())
-    except OSError as error:
-        print("failed", error)
-    file.close()
+file = CuFiles(kvikio).open(sys.argv[1])
 try:
-    CuFiles(kvikio).open(sys.argv[1] + " that is not there", writable=False)
+    print("moved", file.read(memory, 0).wait())
+except OSError as error:
+    print("failed", error)
+file.close()
+try:
+    CuFiles(kvikio).open(sys.argv[1] + " that is not there")
 except OSError as error:
     print("failed", error)
 """
@@ -76,6 +75,6 @@ def test_the_real_library_fails_in_ways_that_we_expect(tmp_path: Path) -> None:
     )
     said = done.stdout.splitlines()
     assert all(line.startswith("failed") and "cuFile could not" in line for line in said), done.stderr
-    assert len(said) == 3
-    assert all("libcuda" in line for line in said[:2])
-    assert "No such file" in said[2]
+    assert len(said) == 2
+    assert "libcuda" in said[0]
+    assert "No such file" in said[1]

@@ -48,9 +48,9 @@ def test_gpudirect_storage_says_what_is_missing_and_which_path_is_taken(monkeypa
     monkeypatch.setattr(doctor, "kvikio_version", lambda: "26.10")
     files = HostFiles()
     assert "kv bench copy --file" in doctor.gpudirect_storage(files, FileCopyPaths()).advice
-    finding = doctor.gpudirect_storage(files, FileCopyPaths({"/nvme": {"load": "direct", "store": "staged"}}))
+    finding = doctor.gpudirect_storage(files, FileCopyPaths({"/nvme": "direct"}))
     assert finding.state == "ok"
-    assert finding.found == "kvikio 26.10; /nvme: load direct, store staged"
+    assert finding.found == "kvikio 26.10; /nvme: direct"
     files.close()
 
 

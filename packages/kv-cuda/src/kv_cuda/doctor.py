@@ -125,8 +125,5 @@ def gpudirect_storage(cufile: Files | NoCuFile, copy_paths: FileCopyPaths) -> Fi
     if not copy_paths.measured:
         found = f"kvikio {kvikio_version()}: files, at least of this directory, are read straight into the GPU"
         return Finding("note", what, found, "see whether that is faster: kv bench copy --file DIRECTORY")
-    faster = [
-        f"{path}: load {by_direction['load']}, store {by_direction['store']}"
-        for path, by_direction in sorted(copy_paths.measured.items())
-    ]
+    faster = [f"{directory}: {copy_path}" for directory, copy_path in sorted(copy_paths.measured.items())]
     return Finding("ok", what, f"kvikio {kvikio_version()}; {'; '.join(faster)}")

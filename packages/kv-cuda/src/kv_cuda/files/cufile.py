@@ -1,4 +1,4 @@
-"""GPUDirect Storage: files ↔ device memory, through cuFile as wrapped by kvikio.
+"""GPUDirect Storage: files → device memory, through cuFile as wrapped by kvikio.
 
 Whether a machine has it is asked of cuFile itself, by reading a file of the directory in question: it depends on the
 driver, the file system and the kernel (NVIDIA's module, or since CUDA 12.8 the kernel's own peer-to-peer transfers).
@@ -98,9 +98,9 @@ class CuFiles:
     def __init__(self, kvikio: Any) -> None:
         self._kvikio = kvikio
 
-    def open(self, path: str, *, writable: bool) -> OpenFile:
+    def open(self, path: str) -> OpenFile:
         with _raising_os_error(f"open {path}"):
-            return _CuFile(self._kvikio.CuFile(path, "r+" if writable else "r"), path)
+            return _CuFile(self._kvikio.CuFile(path, "r"), path)
 
     def register(self, memory: torch.Tensor) -> None:
         with _raising_os_error("register memory"):
@@ -121,10 +121,6 @@ class _CuFile:
     def read(self, memory: torch.Tensor, offset: int) -> Transfer:
         with _raising_os_error(f"read {self._path}"):
             return _Pending(self._file.pread(memory, memory.numel(), offset), self._path)
-
-    def write(self, memory: torch.Tensor, offset: int) -> Transfer:
-        with _raising_os_error(f"write {self._path}"):
-            return _Pending(self._file.pwrite(memory, memory.numel(), offset), self._path)
 
     def close(self) -> None:
         self._file.close()

@@ -21,7 +21,7 @@ Measure how fast chunks move between pinned host memory and the GPU on each path
 engine and a ring, and by the driver's batched copies. The fastest path for each length of run is saved in a file,
 which the copier reads when an engine starts. Takes about a minute; nothing else should use the GPU meanwhile.
 
-With --file: between the files of a directory and the GPU, directly (GPUDirect Storage) or through pinned memory. Name
+With --file: from the files of a directory to the GPU, directly (GPUDirect Storage) or through pinned memory. Name
 the directory of your disk tier, or any on the same file system; a GiB is written there and removed.
 """
 
