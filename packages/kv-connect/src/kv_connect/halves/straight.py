@@ -35,6 +35,7 @@ from kv_tiers.tier import FileLease, SupportsFileExtents
 
 _log = limited_logger(__name__)
 
+_MOST_KEYS: Final = 1 << 16
 _LEASE_S: Final = 1.0
 """How long a lookup waits for a lease: a medium that takes longer hangs."""
 
@@ -68,6 +69,8 @@ class StraightReads:
         self.reader = reader
         self._lock = threading.Lock()
         self._lent: dict[Holder, _Lent] = {}
+        # The last chunks that were read. What is computed because reading does not pay belongs in the pool.
+        self._was_read: dict[ChunkKey, None] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-extents")
 
     def attach(self, parts: CacheParts) -> None:
@@ -120,7 +123,12 @@ class StraightReads:
         held = self._lane.holds(keys[hit:])
         end = hit + (held.index(False) if False in held else len(held))
         others = self._others if lower is None else self._others & lower
-        if end == hit or (end < len(keys) and others) or not self._pays(keys[hit:end], shape, hit, end, costs):
+        if end == hit or (end < len(keys) and others):
+            return ()
+        if not self._pays(keys[hit:end], shape, hit, end, costs):
+            with self._lock:
+                for key in keys[hit:end]:
+                    self._was_read.pop(key, None)
             return ()
         lent = _Lent(list(keys[hit:end]), hit, self._clock.now_s())
         with self._lock:
@@ -134,7 +142,9 @@ class StraightReads:
     def holding(self, keys: Sequence[ChunkKey], lower: frozenset[int] | None) -> set[ChunkKey]:
         if lower is not None and self._number not in lower:
             return set()
-        return {key for key, is_held in zip(keys, self._lane.holds(keys), strict=True) if is_held}
+        with self._lock:
+            read = [key for key in keys if key in self._was_read]
+        return {key for key, is_held in zip(read, self._lane.holds(read), strict=True) if is_held} if read else set()
 
     def renew(self, holder: Holder) -> bool | None:
         with self._lock:
@@ -176,6 +186,9 @@ class StraightReads:
                 why = why or "the chunks were forgotten while they were being read"
             else:
                 lent.failed += [key for key, _ in failed]
+                self._was_read |= dict.fromkeys(loaded)
+                for key in list(self._was_read)[: max(0, len(self._was_read) - _MOST_KEYS)]:
+                    del self._was_read[key]
         nbytes = self._sizes.total(loaded)
         self._lane.was_read(len(loaded), nbytes, read.seconds, [reason for _, reason in failed])
         return why, damaged

@@ -85,7 +85,7 @@ class Straight(Extension, Protocol):
         they are to be promoted. None: ask again. Arguments as for `Promotions.is_pending`."""
 
     def holding(self, keys: Sequence[ChunkKey], lower: frozenset[int] | None) -> set[ChunkKey]:
-        """Those that are in the files, where an engine that may read them finds them: it need not store these."""
+        """Those that an engine has read in the files, where it finds them again: it need not store these."""
 
     def renew(self, holder: Holder) -> bool | None:
         """Whether what is leased to the holder may still be used: none of it was forgotten. None: nothing is."""
