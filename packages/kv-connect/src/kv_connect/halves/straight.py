@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
-from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_core.device import FileRead, FileReader
 from kv_core.errors import ConfigError, TierDown
@@ -74,13 +73,11 @@ class StraightReads:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-extents")
 
     def attach(self, parts: CacheParts) -> None:
-        self._lower, self._clock, self._sizes = parts.lower, parts.clock, parts.host.pool.sizes
+        self._parts = parts
         numbers = [number for number, _ in parts.lower.tiers_that(object)]
         self._number = next(number for number in numbers if parts.lower.lane(number).name == self.tier)
         self._others = frozenset(numbers) - {self._number}
         self._lane = parts.lower.lane(self._number)
-        assert isinstance(self._lane.tier, SupportsFileExtents)
-        self._files: SupportsFileExtents = self._lane.tier
 
     def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
         return None
@@ -103,8 +100,8 @@ class StraightReads:
         holder: Holder,
         *,
         hit: int,
-        costs: Costs | None,
         lower: frozenset[int] | None,
+        pays: Callable[[tuple[str, int, int, int]], bool],
     ) -> Sequence[FileExtent] | None:
         with self._lock:
             lent = self._lent.get(holder)
@@ -114,7 +111,7 @@ class StraightReads:
                 and not lent.is_void
                 and lent.keys == keys[hit:][: len(lent.keys)]
             ):
-                if lent.extents is None and self._clock.now_s() - lent.began_s > _LEASE_S:
+                if lent.extents is None and self._parts.clock.now_s() - lent.began_s > _LEASE_S:
                     lent.extents = ()
                 return lent.extents
         self.end(holder)
@@ -125,12 +122,12 @@ class StraightReads:
         others = self._others if lower is None else self._others & lower
         if end == hit or (end < len(keys) and others):
             return ()
-        if not self._pays(keys[hit:end], shape, hit, end, costs):
+        if not pays((self.tier, hit, end, self._parts.host.pool.sizes.total(keys[hit:end]))):
             with self._lock:
                 for key in keys[hit:end]:
                     self._was_read.pop(key, None)
             return ()
-        lent = _Lent(list(keys[hit:end]), hit, self._clock.now_s())
+        lent = _Lent(list(keys[hit:end]), hit, self._parts.clock.now_s())
         with self._lock:
             self._lent[holder] = lent
         try:
@@ -189,16 +186,14 @@ class StraightReads:
                 self._was_read |= dict.fromkeys(loaded)
                 for key in list(self._was_read)[: max(0, len(self._was_read) - _MOST_KEYS)]:
                     del self._was_read[key]
-        nbytes = self._sizes.total(loaded)
+        nbytes = self._parts.host.pool.sizes.total(loaded)
         self._lane.was_read(len(loaded), nbytes, read.seconds, [reason for _, reason in failed])
         return why, damaged
 
-    def _pays(self, keys: Sequence[ChunkKey], shape: ChunkShape, hit: int, end: int, costs: Costs | None) -> bool:
-        """Whether reading these is estimated to be faster than computing them, as far as that is known."""
-        if costs is None or costs.compute is None:
-            return True
-        part = (self.tier, hit, end, self._sizes.total(keys))
-        return self._lower.worth([part], shape, hit, costs).chunks > hit
+    @property
+    def _files(self) -> SupportsFileExtents:
+        assert isinstance(self._lane.tier, SupportsFileExtents)
+        return self._lane.tier
 
     # On the thread.
 

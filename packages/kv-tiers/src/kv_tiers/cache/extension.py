@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kv_core.clock import Clock
-from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
@@ -78,11 +77,15 @@ class Straight(Extension, Protocol):
         holder: Holder,
         *,
         hit: int,
-        costs: Costs | None,
         lower: frozenset[int] | None,
+        pays: Callable[[tuple[str, int, int, int]], bool],
     ) -> Sequence[FileExtent] | None:
         """Where the chunks after the first `hit` are, leased to the holder until it ends or looks up others. Empty:
-        they are to be promoted. None: ask again. Arguments as for `Promotions.is_pending`."""
+        they are to be promoted. None: ask again.
+
+        lower: the numbers of the tiers that may be read; None: all. pays: whether to read this part, as for
+            `LowerTiers.worth`, instead of computing it.
+        """
 
     def holding(self, keys: Sequence[ChunkKey], lower: frozenset[int] | None) -> set[ChunkKey]:
         """Those that an engine has read in the files, where it finds them again: it need not store these."""

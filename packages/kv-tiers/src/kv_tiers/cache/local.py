@@ -156,7 +156,8 @@ class LocalCache:
         skipped: Skipped | None = None
         files: Sequence[FileExtent] | None = ()
         if self._straight is not None and may_wait:
-            files = self._straight.find(keys, shape, holder, hit=hit.chunks, costs=costs, lower=lower)
+            pays = partial(self._pays, shape, hit.chunks, costs)
+            files = self._straight.find(keys, shape, holder, hit=hit.chunks, lower=lower, pays=pays)
         elif self._straight is not None:
             self._straight.end(holder)
         if files is None:
@@ -426,6 +427,12 @@ class LocalCache:
         if self._host.verify(doubtful):
             with self._lock:
                 self.admin.unpin_forgotten()
+
+    def _pays(self, shape: ChunkShape, have: int, costs: Costs | None, part: tuple[str, int, int, int]) -> bool:
+        """Whether this part is worth waiting for, as far as that is known. Takes no lock."""
+        if costs is None or costs.compute is None:
+            return True
+        return self.lower.worth([part], shape, have, costs).chunks > have
 
     # The methods below are called under the lock unless they say otherwise.
 
