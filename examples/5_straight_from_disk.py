@@ -54,7 +54,7 @@ with tempfile.TemporaryDirectory() as scratch:
     computed = blocks.clone()
     blocks.zero_()
     cache, reader = opened(Path(scratch) / "kv")
-    while (hit := cache.lookup(keys, "another", wait_for_promotion=True)).ended is Ended.PENDING:
+    while (hit := cache.lookup(keys, "another", wait_for_promotion=True, reads_files=True)).ended is Ended.PENDING:
         pass  # the files' places are being leased: they stay until the request ends
     print(hit.chunks, hit.tiers)
     read = reader.read(hit.files, table, block_tokens=16, first_token=0, last_token=96)

@@ -153,7 +153,8 @@ class Box:
                     host.free([slot])
 
     def look_up(self, keys: Sequence[ChunkKey], holder: str = "h", **options: Any) -> LookupPlan:
-        while (plan := self.cache.lookup(keys, holder, wait_for_promotion=True, **options)).ended is Ended.PENDING:
+        asks = {"wait_for_promotion": True, "reads_files": True, **options}
+        while (plan := self.cache.lookup(keys, holder, **asks)).ended is Ended.PENDING:
             pass
         return plan
 
@@ -262,6 +263,15 @@ def test_a_request_that_may_not_read_the_tier_does_not(box: Box) -> None:
     assert box.cache.lookup(KEYS, "h").chunks == 0, "without promotion nothing below the pool is used"
 
 
+def test_whoever_does_not_read_files_has_chunks_promoted(box: Box) -> None:
+    """As blending and `warm` do."""
+    box.store(KEYS)
+    box.empty_the_pool()
+    plan = box.look_up(KEYS, reads_files=False)
+    assert (plan.chunks, plan.files, plan.tiers) == (4, (), ("gds",) * 4)
+    box.cache.end("h")
+
+
 def test_a_read_that_does_not_pay_is_not_begun(box: Box) -> None:
     box.store(KEYS)
     box.empty_the_pool()
@@ -304,7 +314,7 @@ def test_a_medium_that_does_not_answer_is_not_waited_for(box: Box, monkeypatch: 
         return lease_extents(keys)
 
     monkeypatch.setattr(box.files, "lease_extents", late)
-    assert box.cache.lookup(KEYS, "h", wait_for_promotion=True).ended is Ended.PENDING
+    assert box.cache.lookup(KEYS, "h", wait_for_promotion=True, reads_files=True).ended is Ended.PENDING
     monkeypatch.setattr("kv_connect.halves.straight._LEASE_S", 0.0)
     plan = box.look_up(KEYS)
     assert plan.files == ()  # promoted, as far as the pool has room

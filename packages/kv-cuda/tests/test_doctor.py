@@ -18,9 +18,10 @@ def test_without_a_driver_the_cpu_is_all_right() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     findings = list(doctor.check(DoctorOptions(".", measure=True)))
-    assert [finding.what for finding in findings] == ["kv-cuda", "GPU"]
+    assert [finding.what for finding in findings] == ["kv-cuda", "GPU", "GPUDirect Storage"]
     assert findings[1].state == "ok"
     assert "on the CPU" in findings[1].found
+    assert "files are staged through host memory" in findings[2].found
 
 
 def test_a_driver_without_a_cuda_build_of_torch_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -424,6 +424,7 @@ class SchedulerHalf:
             wait_for_promotion=tracked.may_wait and controls.promotes,
             costs=costs,
             tiers=controls.tiers,
+            reads_files=True,
         )
 
     def _lease_layerwise(self, request: RequestTokens, tracked: Tracked) -> ReadLease | None:

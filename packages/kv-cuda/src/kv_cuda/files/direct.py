@@ -176,6 +176,7 @@ class DirectCopier:
             _log.warning("files are staged through host memory: %s", error)
             return None
         self._copier.attach_tensor(ring.name, ring.memory)
+        _log.info("files are read straight into the GPU, by cuFile")
         return ring
 
     def _chunks(

@@ -4,9 +4,9 @@ One lock guards the index, the policy and the leases; under it nothing waits and
 take longer: computing a chunk's checksum when it is committed to a named pool, and verifying it when an adopted chunk
 is first requested. Both run outside the lock, on slots that a lease keeps in place.
 
-Only chunks in the pool are ever promised. Chunks of lower tiers are promoted first (`kv_tiers.cache.promote`), and
-committed chunks are spilled automatically (`kv_tiers.cache.spill`). Leases are in `kv_tiers.cache.leases`, operators'
-verbs in `admin`.
+Only chunks in the pool are promised, and to an engine that reads files itself those in a tier's (`Straight`). Other
+chunks of lower tiers are promoted first (`kv_tiers.cache.promote`), and committed chunks are spilled automatically
+(`kv_tiers.cache.spill`). Leases are in `kv_tiers.cache.leases`, operators' verbs in `admin`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +130,7 @@ class LocalCache:
         wait_for_promotion: bool = False,
         costs: Costs | None = None,
         tiers: Sequence[str] | None = None,
+        reads_files: bool = False,
     ) -> LookupPlan:
         keys = list(keys)
         lower = self.lower.numbers(tiers)
@@ -155,7 +156,7 @@ class LocalCache:
             self._verify(doubtful)
         skipped: Skipped | None = None
         files: Sequence[FileExtent] | None = ()
-        if self._straight is not None and may_wait:
+        if self._straight is not None and may_wait and reads_files:
             pays = partial(self._pays, shape, hit.chunks, costs)
             files = self._straight.find(keys, shape, holder, hit=hit.chunks, lower=lower, pays=pays)
         elif self._straight is not None:
