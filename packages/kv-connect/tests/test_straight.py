@@ -256,6 +256,27 @@ def test_what_is_forgotten_keeps_its_bytes_and_is_void(box: Box, how: str) -> No
     box.cache.end("h")
 
 
+def test_what_is_forgotten_just_before_it_is_leased_is_not_found(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier has it until its lane comes to discard it."""
+    box.store(KEYS)
+    box.empty_the_pool()
+    lane, holds, discard = box.straight._lane, box.straight._lane.holds, box.files.discard
+    may_discard = threading.Event()
+    monkeypatch.setattr(box.files, "discard", lambda keys: may_discard.wait(60) and discard(keys))
+
+    def then_forget(keys: Sequence[ChunkKey]) -> list[bool]:
+        held = holds(keys)
+        monkeypatch.setattr(lane, "holds", holds)
+        box.cache.forget(KEYS[1:2])
+        return held
+
+    monkeypatch.setattr(lane, "holds", then_forget)
+    plan = box.look_up(KEYS)
+    may_discard.set()
+    assert KEYS[1] not in KEYS[: plan.chunks]
+    box.cache.end("h")
+
+
 def test_a_request_that_may_not_read_the_tier_does_not(box: Box) -> None:
     box.store(KEYS)
     box.empty_the_pool()

@@ -203,8 +203,10 @@ class StraightReads:
         except TierDown as error:
             _log.warning("tier %s lends nothing: %s", self.tier, error)
         extents: list[FileExtent] = []
-        for extent in () if lent.lease is None else lent.lease.extents:
-            if extent is None:
+        # What was forgotten before this lease was known to `forget` is hidden by the lane by now.
+        held = self._lane.holds(lent.keys)
+        for extent, is_held in zip(() if lent.lease is None else lent.lease.extents, held, strict=False):
+            if extent is None or not is_held:
                 break
             extents.append(extent)
         with self._lock:

@@ -172,7 +172,7 @@ class DirectCopier:
             sums = ChunkSums(device, self._format.nbytes, _half_chunks(self._format)).of
             ring = _Ring("files, direct", cufile, self._copier, self._format, device=device, sums=sums)
             ring.warm_up()
-        except (ImportError, InputError, OSError) as error:
+        except (ImportError, InputError, OSError, torch.OutOfMemoryError) as error:
             _log.warning("files are staged through host memory: %s", error)
             return None
         self._copier.attach_tensor(ring.name, ring.memory)
