@@ -368,10 +368,10 @@ class Halves:
         tracked = scheduler._track(request := wanted(tokens))
         return scheduler._prompt_keys(request, tracked)
 
-    def begin(self, tokens: list[int]) -> int:
+    def begin(self, tokens: list[int], computed_tokens: int = 0) -> int:
         """The tokens found, for which the load has begun."""
         request = wanted(tokens)
-        while (found := self.scheduler.match(request, 0)) is None:
+        while (found := self.scheduler.match(request, computed_tokens)) is None:
             pass
         blocks = tuple(range(-(-len(tokens) // BLOCK)))
         self.scheduler.allocated("r", found, (blocks,) if found else ())
@@ -435,6 +435,13 @@ def test_a_load_of_pool_and_files_takes_each_part_where_it_is(halves: Halves, bo
     assert halves.worker.counts.bytes_loaded == NBYTES
     assert halves.worker.counts.bytes_loaded_from_files == 3 * NBYTES
     assert halves.worker.counts.tokens_loaded == 16
+
+
+def test_what_the_engine_has_itself_is_not_read(halves: Halves, box: Box) -> None:
+    assert halves.begin(TOKENS, computed_tokens=6) == 10
+    assert box.reader.asked == [(6, 16)], "from the middle of a chunk on"
+    assert halves.end()
+    assert halves.worker.counts.bytes_loaded_from_files == 3 * NBYTES
 
 
 def test_what_is_damaged_is_forgotten_and_the_request_computed(halves: Halves, box: Box) -> None:

@@ -71,6 +71,8 @@ class ThreadReader:
         blocks_are_free = self._engines.record()
 
         def run() -> None:
+            if read._ended.done():
+                return  # the executor keeps what it had no thread for, and the blocks are others' by now
             began_s = time.monotonic()
             try:
                 with self._own.running():
