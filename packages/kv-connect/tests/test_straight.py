@@ -1,5 +1,7 @@
 """Hits that an engine reads in a tier's files itself: leased while they are read, and never used once forgotten."""
 
+import shutil
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -8,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_connect.engine import Engine, EngineFacts
 from kv_connect.halves.inputs import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
@@ -574,3 +579,82 @@ def test_an_engine_of_several_processes_promotes_through_the_pool_and_says_so(
     assert engine.cache is not None and engine.cache.tiers == ("host", "gds")
     assert "does not cross the socket" in caplog.text
     assert engine.release("WORKER")
+
+
+# Any order.
+
+
+CHAINS = [key_chain(4, branch=str(number)) for number in range(3)]
+chains = st.sampled_from(CHAINS)
+lengths = st.integers(1, 4)
+holders = st.sampled_from(["a", "b"])
+
+
+@dataclass
+class Promised:
+    plan: LookupPlan
+    keys: list[ChunkKey]
+    is_void: bool = False
+
+
+class Leases(RuleBasedStateMachine):
+    """Under any order of events the bytes of a lease stay, and none is used once its chunk was forgotten. A tier of six
+    chunks, under chains of twelve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.box = Box(self.root)
+        self.promised: dict[str, Promised] = {}
+
+    @rule(chain=chains, length=lengths)
+    def store(self, chain: list[ChunkKey], length: int) -> None:
+        self.box.store(chain[:length])
+
+    @rule()
+    def evict(self) -> None:
+        self.box.empty_the_pool()
+
+    @rule(chain=chains, length=lengths, holder=holders, reads_files=st.booleans())
+    def look_up(self, chain: list[ChunkKey], length: int, holder: str, reads_files: bool) -> None:
+        plan = self.box.look_up(chain[:length], holder, reads_files=reads_files)
+        assert reads_files or not plan.files
+        self.promised[holder] = Promised(plan, chain[: plan.chunks])
+
+    @rule(chain=chains, at=st.integers(0, 3))
+    def forget(self, chain: list[ChunkKey], at: int) -> None:
+        self.box.cache.forget([chain[at]])
+        for promised in self.promised.values():
+            promised.is_void = promised.is_void or chain[at] in promised.keys
+
+    @rule()
+    def clear(self) -> None:
+        self.box.cache.clear()
+        for promised in self.promised.values():
+            promised.is_void = True
+
+    @rule(holder=holders)
+    def end(self, holder: str) -> None:
+        self.box.cache.end(holder)
+        self.promised.pop(holder, None)
+
+    @invariant()
+    def bytes_stay_and_what_was_forgotten_is_void(self) -> None:
+        for holder, promised in self.promised.items():
+            files, in_files = promised.plan.files, promised.keys[len(promised.keys) - len(promised.plan.files) :]
+            for key, extent in zip(in_files, files, strict=True):
+                data = bytes_at(extent)
+                assert data == content(key, NBYTES)
+                assert extent.checksum == checksum_of(memoryview(data))
+            assert self.box.cache.renew(holder) == (bool(promised.keys) and not promised.is_void)
+
+    def teardown(self) -> None:
+        for holder in list(self.promised):
+            self.box.cache.end(holder)
+        self.box.at_rest()
+        self.box.cache.close()
+        shutil.rmtree(self.root)
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
