@@ -606,16 +606,15 @@ class Leases(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp())
         self.box = Box(self.root)
         self.promised: dict[str, Promised] = {}
+        self.store(CHAINS[0], 4, is_evicted=True)
 
-    @rule(chain=chains, length=lengths)
-    def store(self, chain: list[ChunkKey], length: int) -> None:
+    @rule(chain=chains, length=lengths, is_evicted=st.sampled_from([True, True, False]))
+    def store(self, chain: list[ChunkKey], length: int, is_evicted: bool) -> None:
         self.box.store(chain[:length])
+        if is_evicted:
+            self.box.empty_the_pool()
 
-    @rule()
-    def evict(self) -> None:
-        self.box.empty_the_pool()
-
-    @rule(chain=chains, length=lengths, holder=holders, reads_files=st.booleans())
+    @rule(chain=chains, length=lengths, holder=holders, reads_files=st.sampled_from([True, True, False]))
     def look_up(self, chain: list[ChunkKey], length: int, holder: str, reads_files: bool) -> None:
         plan = self.box.look_up(chain[:length], holder, reads_files=reads_files)
         assert reads_files or not plan.files
@@ -657,4 +656,4 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestLeases.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
