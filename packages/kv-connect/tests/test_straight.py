@@ -35,6 +35,7 @@ from kv_core.shape import ConnectShape, GroupShape
 from kv_core.testing import key_chain
 from kv_testing.wait import until
 from kv_tiers import HostConfig, LocalCache, build_local_cache
+from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.settings import load
 from kv_tiers.testing.tier_contract import content
@@ -303,7 +304,7 @@ def test_a_read_that_does_not_pay_is_not_begun(box: Box) -> None:
     box.empty_the_pool()
     lane = box.straight._lane
     for _ in range(8):
-        lane.was_read(4, 4 * NBYTES, 0.5, [])
+        lane.was_read([Arrival(key, Loaded(NBYTES)) for key in KEYS], 4 * NBYTES, 0.5)
     slow = box.look_up(KEYS, costs=Costs(compute=(0.001, 0.0), load=(0.0, 0.0)))
     assert (slow.chunks, slow.files) == (0, ())
     box.cache.end("h")
@@ -460,6 +461,7 @@ def test_what_is_damaged_is_forgotten_and_the_request_computed(halves: Halves, b
     assert not halves.end()
     box.cache.lower.drain(10)
     assert box.files.holds(keys) == [True, False, True, True]
+    assert box.straight._lane.counts().damaged == 1
     assert halves.begin(TOKENS) == 4
     assert halves.end()
 

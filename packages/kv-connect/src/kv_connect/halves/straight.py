@@ -29,6 +29,7 @@ from kv_core.service import Holder
 from kv_core.shape import GroupShape
 from kv_tiers.build import refuse_gds
 from kv_tiers.cache.extension import CacheParts
+from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.settings import Settings
 from kv_tiers.tier import FileLease, SupportsFileExtents
 
@@ -165,29 +166,21 @@ class StraightReads:
     def has_read(self, holder: Holder, keys: Sequence[ChunkKey], read: FileRead) -> tuple[str, list[ChunkKey]]:
         """These chunks have been read for the holder. Returns why they must not be used, if so, and which of them are
         wrong where they are: forget these."""
-        failed: list[tuple[ChunkKey, str]] = []
-        damaged: list[ChunkKey] = []
-        why = ""
-        for key, outcome in zip(keys, read.outcomes, strict=True):
-            match outcome:
-                case Damaged(reason):
-                    damaged.append(key)
-                    why = why or reason
-                case ReadFailed(reason):
-                    failed.append((key, reason))
-                    why = why or reason
-        loaded = [key for key, outcome in zip(keys, read.outcomes, strict=True) if isinstance(outcome, Loaded)]
+        arrivals = [Arrival(key, outcome) for key, outcome in zip(keys, read.outcomes, strict=True)]
+        damaged = [arrival.key for arrival in arrivals if isinstance(arrival.outcome, Damaged)]
+        loaded = [arrival.key for arrival in arrivals if isinstance(arrival.outcome, Loaded)]
+        reasons = [outcome.reason for outcome in read.outcomes if isinstance(outcome, Damaged | ReadFailed)]
+        why = reasons[0] if reasons else ""
         with self._lock:
             lent = self._lent.get(holder)
             if lent is None or lent.is_void:
                 why = why or "the chunks were forgotten while they were being read"
             else:
-                lent.failed += [key for key, _ in failed]
+                lent.failed += [arrival.key for arrival in arrivals if isinstance(arrival.outcome, ReadFailed)]
                 self._was_read |= dict.fromkeys(loaded)
-                for key in list(self._was_read)[: max(0, len(self._was_read) - _MOST_KEYS)]:
-                    del self._was_read[key]
-        nbytes = self._parts.host.pool.sizes.total(loaded)
-        self._lane.was_read(len(loaded), nbytes, read.seconds, [reason for _, reason in failed])
+                while len(self._was_read) > _MOST_KEYS:
+                    del self._was_read[next(iter(self._was_read))]
+        self._lane.was_read(arrivals, self._parts.host.pool.sizes.total(loaded), read.seconds)
         return why, damaged
 
     @property
