@@ -132,6 +132,40 @@ def test_what_is_discarded_while_it_is_read_stays_until_it_is_read(tier: DiskTie
     assert box.restart().holds(KEYS[:1]) == [False]
 
 
+@pytest.mark.parametrize("how", ["clear", "clear_tenant"])
+def test_what_is_cleared_and_stored_anew_while_it_is_read_is_elsewhere(tier: DiskTier, box: Box, how: str) -> None:
+    store(tier, KEYS)
+    lease = tier.lease_extents(KEYS)
+    if how == "clear":
+        tier.clear()
+    else:
+        tier.clear_tenant(KEYS[0].tenant)
+    assert store(tier, KEYS[:2]) == [Stored()] * 2
+    again = tier.lease_extents(KEYS[:2])
+    assert not set(again.extents) & set(lease.extents)
+    assert [bytes_at(extent) for extent in lease.extents] == [content(key, NBYTES) for key in KEYS]
+    tier.end_lease(lease)
+    tier.end_lease(again)
+    assert box.restart().holds(KEYS) == [True, True, False, False]
+
+
+def test_what_a_reader_could_not_read_is_passed_over_and_something_must_be_readable(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store(tier, KEYS[:2])
+    tier.end_lease(tier.lease_extents(KEYS[:2]), KEYS[:1])
+    assert tier.holds(KEYS[:2]) == [False, True]
+    assert tier.lease_extents(KEYS[:1]).extents == (None,)
+    with monkeypatch.context() as patched:
+        patched.setattr(File, "read", broken)
+        with pytest.raises(TierDown, match="Input/output error"):
+            tier.probe()
+    tier.probe()
+
+
 def test_a_flipped_bit_is_no_longer_what_the_lease_says(tier: DiskTier) -> None:
     store(tier, KEYS[:1])
     lease = tier.lease_extents(KEYS[:1])
