@@ -77,7 +77,8 @@ def kvikio_version() -> str | None:
 def why_not(device: torch.device, directory: Path, *, limit_s: float = _LIMIT_S, question: str = _QUESTION) -> str:
     """Why cuFile cannot read files of this directory into this device; empty: it can."""
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
-    asked = [sys.executable, "-c", question, str(place), str(device)]
+    # -P: what is in the current directory is nobody's module.
+    asked = [sys.executable, "-P", "-c", question, str(place), str(device)]
     with subprocess.Popen(  # noqa: S603  # ourselves
         asked, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as child:
