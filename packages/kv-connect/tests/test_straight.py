@@ -165,9 +165,8 @@ class Box:
         return plan
 
     def at_rest(self) -> None:
-        until(lambda: not self.files._leases)
+        until(lambda: not self.files._leases and not self.files._index._reading)
         assert self.straight._lent == {}
-        assert self.files._index._reading == 0
         counts = self.cache.counts()
         assert counts.read_leases == counts.write_leases == 0
 
