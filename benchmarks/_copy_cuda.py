@@ -49,7 +49,7 @@ def cuda_rows(device: torch.device, directory: Path) -> Iterator[Row]:
                 yield _bus_row(one)
     yield from _device_rows(device)
     yield _sums_row(device)
-    for file in measure_files(device, directory, find_cufile(device)):
+    for file in measure_files(device, directory, find_cufile(device, directory)):
         name = f"{file.direction} files {file.copy_path}, {file.chunk_bytes >> 20} MiB, in {file.directory}"
         ratio = file.gbps / file.limit_gbps
         yield Row(name, file.gbps, "GB/s", file.limit_gbps, ratio, FILE_TARGET, at_most=False)

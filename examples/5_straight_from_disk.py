@@ -1,16 +1,19 @@
-"""Blocks to the disk tier's files and back without the host pool: by GPUDirect Storage where it is, else staged."""
+"""What a tier of type `gds` does: chunks go to files through the pool, and come back without it, by GPUDirect Storage
+where there is one. In vLLM the setting is all that it takes."""
 
 import tempfile
+from pathlib import Path
 
 import torch
+from kv_connect.halves.straight import StraightReads
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
+from kv_core.lookup import Ended
 from kv_core.sequence import KeySequence
-from kv_cuda import split_parts
-from kv_cuda.files.direct import make_direct_copier
-from kv_eviction.lru import LruPolicy
-from kv_tiers.tier import TierContext
-from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
+from kv_core.transfer import plan_transfer
+from kv_cuda import make_copier, split_parts
+from kv_cuda.files.reader import ThreadReader
+from kv_tiers import HostConfig, LocalCache, build_local_cache
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 layout = split_parts(
@@ -26,24 +29,37 @@ space = KeySpace(model="demo", revision="1", dtype="bfloat16", format=chunk.fing
 keys = list(space.keys(KeySequence(scheme).append(list(range(96)))))
 table = [7, 3, 30, 1, 12, 20]  # the request's six blocks, for three chunks
 
-with tempfile.TemporaryDirectory() as scratch:
-    context = TierContext(chunk.nbytes, -(-chunk.nbytes // 4096) * 4096, chunk.fingerprint)
-    disk = DiskTier(DiskConfig(directory=f"{scratch}/kv", capacity_bytes=bytes_for(context, 8)), context, LruPolicy())
-    copier = make_direct_copier(layout, list(blocks), chunk)
-    print("direct" if copier.has_direct_path else "staged")
 
-    room = disk.reserve_extents(keys, None)  # nobody finds anything there
-    checksums = copier.store(room.extents, table, block_tokens=16)
-    print(disk.commit_extents(room, checksums))  # from here they can be found, also after a restart
+def opened(directory: Path) -> tuple[LocalCache, ThreadReader]:
+    reader = ThreadReader(layout, list(blocks), chunk, directory)
+    tier = {"type": "gds", "directory": str(directory), "capacity_bytes": 1 << 20}
+    cache = build_local_cache(
+        HostConfig(capacity_bytes=1 << 20), group_bytes=(chunk.nbytes,), fingerprint=chunk.fingerprint,
+        tiers=[tier], extensions=[StraightReads("gds", reader)],
+    )  # fmt: skip
+    return cache, reader
+
+
+with tempfile.TemporaryDirectory() as scratch:
+    cache, _ = opened(Path(scratch) / "kv")
+    copier = make_copier(layout, list(blocks), chunk)
+    copier.attach(cache.pool.name, cache.pool.view)
+    lease = cache.begin_store(keys, "a request")
+    plan = plan_transfer(lease.extents, table, chunk_tokens=32, block_tokens=16, first_token=0, last_token=96)
+    copier.store(plan).wait()
+    cache.commit(lease)  # spilled to the files from here on
+    copier.detach(cache.pool.name)
+    cache.close()  # and with it the pool
 
     computed = blocks.clone()
     blocks.zero_()
-    lease = disk.lease_extents(keys)  # their slots stay theirs until the lease ends
-    carried = copier.load(lease.extents, table, block_tokens=16, first_token=0, last_token=96)
-    disk.end_lease(lease)
-    carried.event.wait()
-    print(carried.outcomes)
+    cache, reader = opened(Path(scratch) / "kv")
+    while (hit := cache.lookup(keys, "another", wait_for_promotion=True, reads_files=True)).ended is Ended.PENDING:
+        pass  # the files' places are being leased: they stay until the request ends
+    print(hit.chunks, hit.tiers)
+    read = reader.read(hit.files, table, block_tokens=16, first_token=0, last_token=96)
+    read.wait()
+    print(read.outcomes)
+    cache.end("another")
     assert torch.equal(blocks[:, table], computed[:, table])
-
-    copier.close()
-    disk.close()
+    cache.close()

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from kv_core.checksum import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
@@ -31,7 +30,6 @@ from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers import disk_files
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 from kv_tiers.tiers.extents import CUTS, cut_bytes
-from kv_tiers.tiers.file_system import FileSystem
 
 CONTEXT = TierContext(9000, 12288, "crash")
 FORMAT = chunk_header.format_id("crash")
@@ -72,23 +70,6 @@ def writes_of(chain: list[ChunkKey], first: int, last: int) -> list[Write]:
         )
         made.append(Write(chain[at], parent, chunk_header.make_header(header), pages, size))
     return made
-
-
-def carry(tier: DiskTier, writes: list[Write]) -> None:
-    """Store as one does who moves the bytes himself, through a file that he opened himself."""
-    room = tier.reserve_extents([write.key for write in writes], writes[0].parent)
-    for write, extent in zip(writes, room.extents, strict=True):
-        if extent is not None:
-            path = Path(extent.path)
-            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            file = disk_files.File(directory, path, FileSystem(path.parent))
-            file.write([write.pages], extent.offset)
-            file.close()
-            os.close(directory)
-    tier.commit_extents(
-        room,
-        [checksum_of(write.payload) if extent else None for write, extent in zip(writes, room.extents, strict=True)],
-    )
 
 
 @dataclass
@@ -156,10 +137,7 @@ def live(tier: DiskTier, rng: random.Random, say: Callable[[str], object]) -> No
         if kind < 0.7:
             writes = writes_of(CHAINS[chain], first, last)
             say(f"store {' '.join(map(str, numbers))}\n")
-            if kind < 0.35 or chain % 2:  # only chunks that are stored as they are can be carried by others
-                tier.store(writes)
-            else:
-                carry(tier, writes)
+            tier.store(writes)
         elif kind < 0.85:
             say(f"discard {' '.join(map(str, numbers))}\n")
             tier.discard([KEYS[number] for number in numbers])

@@ -1,15 +1,14 @@
-"""From an engine's blocks to the disk tier's files and back, by the path that leaves the host pool out."""
+"""From the disk tier's files to an engine's blocks, by the path that leaves the host pool out."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from kv_core.extent import FileExtent, HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
+from kv_core.outcome import Damaged, Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
 from kv_core.transfer import plan_transfer
 from kv_cuda.copy.gpu import GpuCopier
@@ -18,10 +17,9 @@ from kv_cuda.files.direct import DirectCopier
 from kv_cuda.files.host_files import HostFiles
 from kv_eviction.lru import LruPolicy
 from kv_testing.layouts import TOKENS, small_caches
-from kv_testing.wait import until
 from kv_tiers import HostConfig, LocalCache, build_local_cache, chunk_header
 from kv_tiers.testing.tier_contract import aligned_pages
-from kv_tiers.tier import Read, TierContext, Write
+from kv_tiers.tier import FileLease, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
 
 CACHE = small_caches()["NHD, K‖V"]
@@ -61,13 +59,24 @@ class Bench:
         self.tier = self.open()
 
     def store(self, keys: list[ChunkKey]) -> list[object]:
-        room = self.tier.reserve_extents(keys, None)
-        return list(self.tier.commit_extents(room, self.copier.store(room.extents, TABLE, block_tokens=TOKENS)))
+        """As a spill stores them."""
+        writes = []
+        hands = GpuCopier(CACHE.layout, self.blocks, FORMAT)
+        for number, (above, key) in enumerate(zip([None, *keys], keys, strict=False)):
+            pages = aligned_pages(CONTEXT.slot_bytes)
+            hands.attach("pool", pages)
+            tokens = {"first_token": number * CHUNK, "last_token": (number + 1) * CHUNK, "extents_from_chunk": number}
+            extents = [HostExtent("pool", 0, FORMAT.nbytes)]
+            hands.store(plan_transfer(extents, TABLE, chunk_tokens=CHUNK, block_tokens=TOKENS, **tokens)).wait()
+            hands.detach("pool")
+            header = chunk_header.pack_header(key, above, pages[: FORMAT.nbytes], FORM)
+            writes.append(Write(key, above, header, pages, FORMAT.nbytes))
+        return list(self.tier.store(writes))
 
     def load(self, keys: list[ChunkKey]) -> list[LoadOutcome]:
         lease = self.tier.lease_extents(keys)
         carried = self.copier.load(
-            lease.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=len(keys) * CHUNK
+            found(lease), TABLE, block_tokens=TOKENS, first_token=0, last_token=len(keys) * CHUNK
         )
         damaged = [key for key, one in zip(keys, carried.outcomes, strict=True) if isinstance(one, Damaged)]
         if damaged:
@@ -88,20 +97,15 @@ class Bench:
         self.tier.close()
 
 
+def found(lease: FileLease) -> list[FileExtent]:
+    return [extent for extent in lease.extents if extent is not None]
+
+
 @pytest.fixture(params=["direct", "staged"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path / "kv", request.param)
     yield made
     made.close()
-
-
-def by_the_pool(tier: DiskTier, key: ChunkKey) -> tuple[Read, LoadOutcome]:
-    """As a promotion reads, with the lane's check."""
-    read = Read(key, bytearray(chunk_header.HEADER_BYTES), aligned_pages(CONTEXT.slot_bytes), FORMAT.nbytes)
-    (outcome,) = tier.load([read])
-    if isinstance(outcome, Loaded):
-        outcome = chunk_header.check(read.header, read.room, key=key, format_id=FORM) or outcome
-    return read, outcome
 
 
 def test_blocks_come_back_after_a_restart(bench: Bench) -> None:
@@ -111,25 +115,6 @@ def test_blocks_come_back_after_a_restart(bench: Bench) -> None:
     assert bench.load(KEYS) == [Loaded(FORMAT.nbytes)] * 3
     assert bench.is_back(TABLE)
     assert bench.copier.has_direct_path == (bench.copy_path == "direct")
-
-
-def test_what_went_straight_to_the_disk_comes_up_through_the_pool(bench: Bench) -> None:
-    bench.store(KEYS)
-    assert [by_the_pool(bench.tier, key)[1] for key in KEYS] == [Loaded(FORMAT.nbytes)] * 3
-
-
-def test_what_went_down_through_the_pool_comes_straight_from_the_disk(bench: Bench) -> None:
-    bench.store(KEYS)
-    reads = [by_the_pool(bench.tier, key)[0] for key in KEYS]
-    bench.tier.clear()
-    writes = [
-        Write(key, above, chunk_header.pack_header(key, above, read.room, FORM), read.pages, FORMAT.nbytes)
-        for key, above, read in zip(KEYS, [None, *KEYS], reads, strict=False)
-    ]
-    assert bench.tier.store(writes) == [Stored()] * 3
-    bench.forget_blocks()
-    assert bench.load(KEYS) == [Loaded(FORMAT.nbytes)] * 3
-    assert bench.is_back(TABLE)
 
 
 def test_damage_on_the_disk_is_a_miss_from_then_on(bench: Bench) -> None:
@@ -147,7 +132,7 @@ def test_damage_on_the_disk_is_a_miss_from_then_on(bench: Bench) -> None:
     assert bench.is_back([5, 0, 1, 2])
     assert not any(layer[block].any() for layer in bench.blocks for block in (3, 6))
     assert bench.tier.holds(KEYS) == [True, False, True]
-    assert [type(one) for one in bench.load(KEYS)] == [Loaded, Absent, Loaded]
+    assert bench.tier.lease_extents(KEYS[1:2]).extents == (None,)
 
 
 def test_a_tier_that_makes_room_meanwhile_takes_nothing_from_a_reader(bench: Bench) -> None:
@@ -156,7 +141,7 @@ def test_a_tier_that_makes_room_meanwhile_takes_nothing_from_a_reader(bench: Ben
     others = key_chain(3, branch="other")
     assert bench.store(others).count(Stored()) == 1, "the fourth slot is all there is"
     bench.forget_blocks()
-    carried = bench.copier.load(lease.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
+    carried = bench.copier.load(found(lease), TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
     carried.event.wait()
     assert bench.is_back(TABLE)
     bench.tier.end_lease(lease)
@@ -201,28 +186,11 @@ def test_what_a_cache_spilled_is_loaded_into_blocks_past_its_pool(bench: Bench, 
     crowd_out(cache, "crowd")
     assert cache.lookup(KEYS, "engine").chunks == 0
     bench.forget_blocks()
-    disk = cache.lower.files()["disk"]
+    disk = cache.lower.lane(0).tier
+    assert isinstance(disk, DiskTier)
     lent = disk.lease_extents(KEYS)
-    carried = bench.copier.load(lent.extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
+    carried = bench.copier.load(found(lent), TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
     disk.end_lease(lent)
     carried.event.wait()
     assert carried.outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert bench.is_back(TABLE)
-
-
-def test_what_went_past_the_pool_is_found_by_the_caches_lookup(bench: Bench, cache: LocalCache) -> None:
-    disk = cache.lower.files()["disk"]
-    room = disk.reserve_extents(KEYS, None)
-    assert disk.commit_extents(room, bench.copier.store(room.extents, TABLE, block_tokens=TOKENS)) == [Stored()] * 3
-    while (plan := cache.lookup(KEYS, "engine", wait_for_promotion=True)).ended is Ended.PENDING:
-        pass
-    assert (plan.chunks, plan.tiers) == (3, ("disk",) * 3)
-    cache.end("engine")
-
-
-def test_a_tier_that_is_down_lends_nothing(cache: LocalCache, tmp_path: Path) -> None:
-    assert list(cache.lower.files()) == ["disk"]
-    shutil.rmtree(tmp_path / "cached")
-    lease = cache.begin_store(key_chain(1), "other")
-    cache.commit(lease)
-    until(lambda: cache.lower.files() == {})

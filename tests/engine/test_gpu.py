@@ -136,3 +136,14 @@ def test_a_server_beside_the_engine_and_a_restart_from_disk(
             assert engine.ask_in_turn(PROMPTS) == reference, json.dumps(engine.hits)
             assert engine.hits == hits
             engine.inside("kv_settle")
+
+
+def test_files_are_read_into_the_gpu_after_a_restart(tiny_llama: str, reference: list[Answer], tmp_path: Path) -> None:
+    """By cuFile where it is, else staged."""
+    cache = CACHE | {"tiers": [{"type": "gds", "directory": str(tmp_path), "capacity_bytes": "1GiB"}]}
+    for hits in ([0, 512, 512, 768, 0, 0], WARM_HITS):
+        with started(tiny_llama, cache=cache, own_process=True) as engine:
+            assert engine.ask_in_turn(PROMPTS) == reference, json.dumps(engine.hits)
+            assert engine.hits == hits
+            read_bytes = engine.assert_at_rest()["worker"]["bytes_loaded_from_files"]
+    assert read_bytes > 0

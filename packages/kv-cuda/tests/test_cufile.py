@@ -6,26 +6,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_cuda.files.cufile import NoCuFile, find_cufile, what_is_missing
+from kv_cuda.files.cufile import NoCuFile, find_cufile, kvikio_version, why_not
+
+CPU = torch.device("cpu")
 
 
-def test_cufile_is_looked_for_without_touching_it(tmp_path: Path) -> None:
-    proc, dev = tmp_path / "proc", tmp_path / "dev"
-    dev.mkdir()
+def test_a_cpu_needs_no_cufile(tmp_path: Path) -> None:
+    assert isinstance(find_cufile(CPU, tmp_path), NoCuFile)
 
-    def missing(kvikio: str | None) -> NoCuFile | None:
-        return what_is_missing(kvikio, proc=proc, dev=dev)
 
-    assert "neither" in str(missing(None))
-    assert "without the nvidia-fs module" in str(missing("26.10"))
-    (proc / "driver/nvidia-fs").mkdir(parents=True)
-    (proc / "driver/nvidia-fs/version").write_text("version: 2.20")
-    assert "its devices are missing" in str(missing("26.10"))
-    (dev / "nvidia-fs0").touch()
-    without = missing(None)
-    assert without is not None and without.advice == "pip install 'kv-cuda[gds]'"
-    assert missing("26.10") is None
-    assert isinstance(find_cufile(torch.device("cpu"), proc=proc, dev=dev), NoCuFile)
+def test_without_kvikio_cufile_is_not_asked(tmp_path: Path) -> None:
+    if kvikio_version() is not None:
+        pytest.skip("kvikio is installed")
+    found = find_cufile(torch.device("cuda", 0), tmp_path)
+    assert isinstance(found, NoCuFile) and "kv-cuda[gds]" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("question", "why"),
+    [
+        ("import sys, os; os.listdir(sys.argv[1])", ""),
+        ("while True: pass", "does not answer within 0.5 s"),
+        ("raise RuntimeError('no driver')", "cannot read a file of {place}: RuntimeError: no driver"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "its process ended with -11"),
+    ],
+    ids=["yes", "spins", "no", "crashes"],
+)
+def test_cufile_is_asked_in_a_child_process_with_a_limit(tmp_path: Path, question: str, why: str) -> None:
+    """The directory does not exist yet: the file system is that of its parent."""
+    limit_s = 0.5 if "while" in question else 60.0
+    said = why_not(CPU, tmp_path / "kv" / "later", limit_s=limit_s, question=question)
+    assert why.format(place=tmp_path) in said and bool(why) == bool(said)
 
 
 KVIKIO = """
@@ -39,15 +50,14 @@ class Memory(numpy.ndarray):
         return self.size
 
 memory = numpy.zeros(4096, numpy.uint8).view(Memory)
-for move in ("read", "write"):
-    file = CuFiles(kvikio).open(sys.argv[1], writable=move == "write")
-    try:
-        print("moved", getattr(file, move)(memory, 0).wait())
-    except OSError as error:
-        print("failed", error)
-    file.close()
+file = CuFiles(kvikio).open(sys.argv[1])
 try:
-    CuFiles(kvikio).open(sys.argv[1] + " that is not there", writable=False)
+    print("moved", file.read(memory, 0).wait())
+except OSError as error:
+    print("failed", error)
+file.close()
+try:
+    CuFiles(kvikio).open(sys.argv[1] + " that is not there")
 except OSError as error:
     print("failed", error)
 """
@@ -65,6 +75,6 @@ def test_the_real_library_fails_in_ways_that_we_expect(tmp_path: Path) -> None:
     )
     said = done.stdout.splitlines()
     assert all(line.startswith("failed") and "cuFile could not" in line for line in said), done.stderr
-    assert len(said) == 3
-    assert all("libcuda" in line for line in said[:2])
-    assert "No such file" in said[2]
+    assert len(said) == 2
+    assert "libcuda" in said[0]
+    assert "No such file" in said[1]

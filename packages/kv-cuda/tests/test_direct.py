@@ -17,7 +17,7 @@ from kv_core.checksum import checksum_of
 from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import FileExtent, HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.outcome import Absent, Damaged, Loaded, ReadFailed
+from kv_core.outcome import Damaged, Loaded, ReadFailed
 from kv_core.transfer import TransferPlan, plan_transfer
 from kv_cuda import make_copier
 from kv_cuda.copy.copy_paths import FileCopyPaths
@@ -44,15 +44,15 @@ class Broken:
 
     def __init__(self) -> None:
         self.real = HostFiles()
-        self.reads = self.writes = 0
+        self.reads = 0
         self.registered: list[int] = []
         self.on_open: Callable[[], None] = lambda: None
         self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[int, torch.Tensor], int] = lambda moved, memory: moved
 
-    def open(self, path: str, *, writable: bool) -> OpenFile:
+    def open(self, path: str) -> OpenFile:
         self.on_open()
-        return _BrokenFile(self, self.real.open(path, writable=writable))
+        return _BrokenFile(self, self.real.open(path))
 
     def register(self, memory: torch.Tensor) -> None:
         self.registered.append(memory.data_ptr())
@@ -72,11 +72,6 @@ class _BrokenFile:
         self.files.reads += 1
         self.files.on_begin()
         return _BrokenTransfer(self.files, self.real.read(memory, offset), memory)
-
-    def write(self, memory: torch.Tensor, offset: int) -> Transfer:
-        self.files.writes += 1
-        self.files.on_begin()
-        return _BrokenTransfer(self.files, self.real.write(memory, offset), memory)
 
     def close(self) -> None:
         self.real.close()
@@ -113,15 +108,6 @@ class Slab:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.write_bytes(bytes(3 * SLOT))
-
-    def room(self, chunks: int = 3) -> list[FileExtent]:
-        return [FileExtent(str(self.path), at * SLOT + 4096, FORMAT.nbytes, None) for at in range(chunks)]
-
-    def written(self, checksums: list[bytes | None]) -> list[FileExtent]:
-        return [replace(extent, checksum=checksum) for extent, checksum in zip(self.room(), checksums, strict=True)]
-
-    def chunk(self, at: int) -> bytes:
-        return self.path.read_bytes()[at * SLOT + 4096 :][: FORMAT.nbytes]
 
     def flip(self, at: int) -> None:
         data = bytearray(self.path.read_bytes())
@@ -161,10 +147,6 @@ def copiers() -> Iterator[Copiers]:
         copier.close()
 
 
-def store(copier: DirectCopier, slab: Slab) -> list[bytes | None]:
-    return copier.store(slab.room(), TABLE, block_tokens=TOKENS)
-
-
 def load(copier: DirectCopier, extents: list[FileExtent], last_token: int = 3 * CHUNK) -> Carried:
     carried = copier.load(extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=last_token)
     carried.event.wait()
@@ -180,47 +162,39 @@ def kept(tensors: list[torch.Tensor], slab: Slab) -> list[FileExtent]:
     plan = plan_transfer(extents, TABLE, chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
     copier.store(plan).wait()
     data = bytearray(slab.path.read_bytes())
-    checksums: list[bytes | None] = []
+    written = []
     for at in range(3):
         chunk = pool[at * FORMAT.nbytes : (at + 1) * FORMAT.nbytes]
         data[at * SLOT + 4096 : at * SLOT + 4096 + FORMAT.nbytes] = chunk
-        checksums.append(checksum_of(memoryview(chunk)))
+        written.append(FileExtent(str(slab.path), at * SLOT + 4096, FORMAT.nbytes, checksum_of(memoryview(chunk))))
     slab.path.write_bytes(data)
-    return slab.written(checksums)
+    return written
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor], blocks: list[int]) -> bool:
     return all(torch.equal(mine[blocks], theirs[blocks]) for mine, theirs in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("writer", ["direct", "staged"])
-@pytest.mark.parametrize("reader", ["direct", "staged"])
-def test_what_one_path_wrote_the_other_reads(slab: Slab, copiers: Copiers, writer: str, reader: str) -> None:
+@pytest.mark.parametrize("copy_path", ["direct", "staged"])
+def test_what_is_in_files_is_in_its_blocks_and_in_no_other(slab: Slab, copiers: Copiers, copy_path: str) -> None:
     tensors, empty, counted = filled(), CACHE.make(), Broken()
-    expected = kept(tensors, slab)
-    chunks = [slab.chunk(at) for at in range(3)]
-    slab.path.write_bytes(bytes(3 * SLOT))
-    checksums = store(copiers(tensors, counted if writer == "direct" else MISSING), slab)
-    assert checksums == [extent.checksum for extent in expected]
-    assert [slab.chunk(at) for at in range(3)] == chunks
-    carried = load(copiers(empty, counted if reader == "direct" else MISSING), slab.written(checksums))
+    carried = load(copiers(empty, counted if copy_path == "direct" else MISSING), kept(tensors, slab))
     assert carried.outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
     assert not any(layer[4].any() for layer in empty), "a block that nobody asked for"
-    assert (counted.writes, counted.reads) == (3 * (writer == "direct"), 3 * (reader == "direct"))
+    assert counted.reads == 3 * (copy_path == "direct")
 
 
 def test_what_has_no_thread_is_moved_by_those_who_wait_and_never_again(slab: Slab, copiers: Copiers) -> None:
-    """An executor keeps what it could not start a thread for, and the file's room may be another chunk's later."""
+    """An executor keeps what it could not start a thread for, and the ring's room is another chunk's later."""
     tensors, empty = filled(), CACHE.make()
-    writer, reader = copiers(tensors, MISSING), copiers(empty, MISSING)
+    reader, written = copiers(empty, MISSING), kept(tensors, slab)
     with threads_left():
-        written = slab.written(store(writer, slab))
         assert load(reader, written).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
     slab.path.write_bytes(bytes(3 * SLOT))
-    assert [type(outcome) for outcome in load(writer, written).outcomes] == [Damaged] * 3
-    assert not any(slab.path.read_bytes())
+    assert [type(outcome) for outcome in load(reader, written).outcomes] == [Damaged] * 3
+    assert same(tensors, empty, TABLE)
 
 
 def test_more_chunks_than_the_ring_holds_take_turns(
@@ -229,9 +203,7 @@ def test_more_chunks_than_the_ring_holds_take_turns(
     """Halves of one chunk, so that the first is used again while the last begins."""
     monkeypatch.setattr("kv_cuda.files.direct._MAX_CHUNKS_IN_HALF", 1)
     tensors, empty = filled(), CACHE.make()
-    checksums = store(copiers(tensors, files), slab)
-    assert checksums == [extent.checksum for extent in kept(tensors, slab)]
-    assert load(copiers(empty, files), slab.written(checksums)).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert load(copiers(empty, files), kept(tensors, slab)).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, empty, TABLE)
 
 
@@ -247,20 +219,6 @@ def test_of_a_chunk_in_part_only_what_is_asked_for_is_written(slab: Slab, copier
     assert carried.outcomes == [Loaded(FORMAT.nbytes)] * 2
     assert same(tensors, empty, [6, 1])
     assert not any(layer[block].any() for layer in empty for block in (5, 0, 3, 2, 4))
-
-
-def test_what_is_not_there_is_absent_and_its_neighbours_are_loaded(slab: Slab, copiers: Copiers, files: Broken) -> None:
-    tensors, empty = filled(), CACHE.make()
-    extents: list[FileExtent | None] = [*kept(tensors, slab)]
-    extents[1] = None
-    carried = copiers(empty, files).load(extents, TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
-    assert carried.outcomes == [Loaded(FORMAT.nbytes), Absent(), Loaded(FORMAT.nbytes)]
-    assert same(tensors, empty, [5, 0, 1, 2])
-    assert not any(layer[block].any() for layer in empty for block in (3, 6))
-    room: list[FileExtent | None] = [*slab.room()]
-    room[0] = None
-    written = copiers(tensors, files).store(room, TABLE, block_tokens=TOKENS)
-    assert [checksum is None for checksum in written] == [True, False, False]
 
 
 FAILURES = {
@@ -293,20 +251,6 @@ def test_a_read_that_goes_wrong_is_staged_and_said_once(
     assert "files are staged through host memory from now on" in caplog.text
     assert files.reads <= 3
     assert not files.registered, "memory that is not used is not kept"
-    assert not copier.has_direct_path
-
-
-@pytest.mark.parametrize("failure", [name for name in FAILURES if name != "brings wrong bytes"])
-def test_a_write_that_goes_wrong_is_staged(slab: Slab, copiers: Copiers, files: Broken, failure: str) -> None:
-    tensors = filled()
-    expected = kept(tensors, slab)
-    chunks = [slab.chunk(at) for at in range(3)]
-    slab.path.write_bytes(bytes(3 * SLOT))
-    copier = copiers(tensors, files)
-    setattr(files, *FAILURES[failure])
-    for _ in range(2):
-        assert store(copier, slab) == [extent.checksum for extent in expected]
-        assert [slab.chunk(at) for at in range(3)] == chunks
     assert not copier.has_direct_path
 
 
@@ -353,7 +297,6 @@ def test_a_file_that_ends_early_is_damage_and_one_that_is_gone_is_not(
     carried = load(copier, extents)
     assert [type(outcome) for outcome in carried.outcomes] == [ReadFailed] * 3
     assert "No such file" in str(carried.outcomes[0])
-    assert store(copier, slab) == [None] * 3
 
 
 def test_another_file_in_the_place_of_one_that_is_open_is_opened(slab: Slab, copiers: Copiers, files: Broken) -> None:
@@ -391,17 +334,16 @@ def test_the_path_that_was_measured_to_be_faster_is_taken(slab: Slab, copiers: C
     tensors = filled()
     extents = kept(tensors, slab)
     above = str(slab.path.parent)
-    for copy_paths, reads, writes in (
-        ({}, 3, 3),
-        ({above: {"load": "staged", "store": "direct"}}, 0, 3),
-        ({"/": {"load": "direct", "store": "staged"}}, 3, 0),
-        ({"/": {"load": "staged", "store": "staged"}, above: {"load": "direct", "store": "staged"}}, 3, 0),
+    for copy_paths, reads in (
+        ({}, 3),
+        ({above: "staged"}, 0),
+        ({"/": "direct"}, 3),
+        ({"/": "staged", above: "direct"}, 3),
+        ({"/": "direct", above: "staged"}, 0),
     ):
         counted = Broken()
-        copier = copiers(tensors, counted, copy_paths=FileCopyPaths(copy_paths))
-        load(copier, extents)
-        store(copier, slab)
-        assert (counted.reads, counted.writes) == (reads, writes)
+        load(copiers(tensors, counted, copy_paths=FileCopyPaths(copy_paths)), extents)
+        assert counted.reads == reads
 
 
 def test_memory_that_cannot_be_registered_leaves_the_staged_paths(
@@ -486,8 +428,6 @@ def test_what_does_not_go_together_is_refused(slab: Slab, copiers: Copiers) -> N
         load(copier, extents, CHUNK)
     with pytest.raises(InputError, match=r"an extent of 5 bytes for chunks of"):
         load(copier, [replace(extents[0], nbytes=5)], CHUNK)
-    with pytest.raises(InputError, match="reserved room, with no chunk"):
-        load(copier, [replace(extents[0], checksum=None)], CHUNK)
     with pytest.raises(InputError, match="do not reach token"):
         copier.load(extents, TABLE[:3], block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)
     with pytest.raises(InputError, match="slots"):
@@ -504,12 +444,17 @@ def test_every_format_goes_by_files(tmp_path: Path, kind: str) -> None:
         "blocks": lambda: layout.blocks_format(CHUNK, "test"),
         "int8": lambda: layout.quantised_format("int8", CHUNK),
     }[kind]()
+    writer, pool = make_copier(layout, tensors, described), bytearray(4096)
+    writer.attach("pool", memoryview(pool))
+    extents = [HostExtent("pool", 0, described.nbytes)]
+    writer.store(
+        plan_transfer(extents, TABLE[:2], chunk_tokens=CHUNK, block_tokens=TOKENS, first_token=0, last_token=CHUNK)
+    ).wait()
+    writer.detach("pool")
     path = tmp_path / "slab-0000"
-    path.write_bytes(bytes(8192))
-    writer, reader = (
-        DirectCopier(make_copier(layout, blocks, described), described, CPU, Broken()) for blocks in (tensors, empty)
-    )
-    (checksum,) = writer.store([FileExtent(str(path), 4096, described.nbytes, None)], TABLE[:2], block_tokens=TOKENS)
+    path.write_bytes(bytes(4096) + pool)
+    checksum = checksum_of(memoryview(pool)[: described.nbytes])
+    reader = DirectCopier(make_copier(layout, empty, described), described, CPU, Broken())
     extent = FileExtent(str(path), 4096, described.nbytes, checksum)
     carried = reader.load([extent], TABLE[:2], block_tokens=TOKENS, first_token=0, last_token=CHUNK)
     carried.event.wait()
@@ -517,33 +462,29 @@ def test_every_format_goes_by_files(tmp_path: Path, kind: str) -> None:
     for mine, theirs in zip(tensors, empty, strict=True):
         tolerance = 0.02 if kind == "int8" else 0.0
         assert torch.allclose(mine[TABLE[:2]], theirs[TABLE[:2]], rtol=0, atol=tolerance * float(mine.abs().max()))
-    writer.close()
     reader.close()
 
 
 def test_on_a_cpu_files_are_staged(slab: Slab, copiers: Copiers) -> None:
-    tensors = filled()
-    copier = make_direct_copier(CACHE.layout, tensors, FORMAT)
+    tensors, empty = filled(), CACHE.make()
+    copier = make_direct_copier(CACHE.layout, empty, FORMAT, slab.path.parent)
     copiers.made.append(copier)
     assert not copier.has_direct_path
-    assert store(copier, slab) == [extent.checksum for extent in kept(tensors, slab)]
+    assert load(copier, kept(tensors, slab)).outcomes == [Loaded(FORMAT.nbytes)] * 3
+    assert same(tensors, empty, TABLE)
 
 
 @pytest.mark.gpu
-def test_the_gpu_reads_and_writes_files(tmp_path: Path) -> None:
+def test_the_gpu_reads_files(tmp_path: Path) -> None:
     """By cuFile where it is here, else staged; either way what the CPU wrote."""
     device = torch.device("cuda", torch.cuda.current_device())
     slab = Slab(tmp_path / "slab-0000")
-    tensors = filled()
+    tensors, empty = filled(), CACHE.make("cuda")
     expected = kept(tensors, slab)
-    there, empty = [tensor.to(device) for tensor in tensors], CACHE.make("cuda")
-    writer, reader = (make_direct_copier(CACHE.layout, blocks, FORMAT) for blocks in (there, empty))
-    found = find_cufile(device)
-    assert writer.has_direct_path == (not isinstance(found, NoCuFile))
-    assert store(writer, slab) == [extent.checksum for extent in expected]
+    reader, found = make_direct_copier(CACHE.layout, empty, FORMAT, tmp_path), find_cufile(device, tmp_path)
+    assert isinstance(found, CuFiles | NoCuFile)
+    assert reader.has_direct_path == isinstance(found, CuFiles)
     assert load(reader, expected).outcomes == [Loaded(FORMAT.nbytes)] * 3
     assert same(tensors, [layer.cpu() for layer in empty], TABLE)
-    assert reader.has_direct_path == (not isinstance(found, NoCuFile))
-    assert isinstance(found, CuFiles | NoCuFile)
-    writer.close()
+    assert reader.has_direct_path == isinstance(found, CuFiles)
     reader.close()

@@ -18,9 +18,10 @@ def test_without_a_driver_the_cpu_is_all_right() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     findings = list(doctor.check(DoctorOptions(".", measure=True)))
-    assert [finding.what for finding in findings] == ["kv-cuda", "GPU"]
+    assert [finding.what for finding in findings] == ["kv-cuda", "GPU", "GPUDirect Storage"]
     assert findings[1].state == "ok"
     assert "on the CPU" in findings[1].found
+    assert "files are staged through host memory" in findings[2].found
 
 
 def test_a_driver_without_a_cuda_build_of_torch_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,13 +45,13 @@ def test_gpudirect_storage_says_what_is_missing_and_which_path_is_taken(monkeypa
     finding = doctor.gpudirect_storage(NoCuFile("neither is here", "install both"), FileCopyPaths())
     assert (finding.state, finding.advice) == ("ok", "install both")
     assert finding.found == "neither is here: files are staged through host memory"
-    assert doctor.gpudirect_storage(NoCuFile("no devices", "", has_module=True), FileCopyPaths()).state == "note"
+    assert doctor.gpudirect_storage(NoCuFile("no devices", "", is_installed=True), FileCopyPaths()).state == "note"
     monkeypatch.setattr(doctor, "kvikio_version", lambda: "26.10")
     files = HostFiles()
     assert "kv bench copy --file" in doctor.gpudirect_storage(files, FileCopyPaths()).advice
-    finding = doctor.gpudirect_storage(files, FileCopyPaths({"/nvme": {"load": "direct", "store": "staged"}}))
+    finding = doctor.gpudirect_storage(files, FileCopyPaths({"/nvme": "direct"}))
     assert finding.state == "ok"
-    assert finding.found == "kvikio 26.10 and the nvidia-fs module; /nvme: load direct, store staged"
+    assert finding.found == "kvikio 26.10; /nvme: direct"
     files.close()
 
 

@@ -122,15 +122,12 @@ def test_measuring_files_finds_both_paths_and_which_is_faster(tmp_path: Path) ->
     sizes = Sizes(layers=1, heads=1, chunk_tokens=4, chunks=3, block_tokens=(4,))
     cpu, files = torch.device("cpu"), HostFiles()
     measured = list(measure_files(cpu, tmp_path, files, sizes))
-    assert {(one.direction, one.copy_path) for one in measured} == {
-        (direction, copy_path) for direction in ("load", "store") for copy_path in ("direct", "staged")
-    }
+    assert {one.copy_path for one in measured} == {"direct", "staged"}
     assert all(one.gbps > 0 and one.limit_gbps > 0 and one.directory == str(tmp_path) for one in measured)
     assert not list(tmp_path.iterdir()), "what was written is removed"
     copy_paths = file_copy_paths_from(measured)
-    for direction in ("load", "store"):
-        best = max((one for one in measured if one.direction == direction), key=lambda one: one.gbps)
-        assert copy_paths.takes_direct(direction, str(tmp_path / "kv-0" / "slab-0000")) == (best.copy_path == "direct")
+    best = max(measured, key=lambda one: one.gbps)
+    assert copy_paths.takes_direct(str(tmp_path / "kv-0" / "slab-0000")) == (best.copy_path == "direct")
     alone = list(measure_files(cpu, tmp_path, NoCuFile("none here", ""), sizes))
     assert {one.copy_path for one in alone} == {"staged"}
     assert file_copy_paths_from(alone) == FileCopyPaths(), "there is nothing to choose"
@@ -145,18 +142,18 @@ def test_the_command_keeps_which_path_is_faster_for_a_directory(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = Sizes(layers=1, heads=1, chunk_tokens=4, block_tokens=(4,))
     monkeypatch.setattr("kv_cuda.tune.measure_files.Sizes", lambda: small)
-    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: HostFiles())
+    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device, directory: HostFiles())
     for number, json_lines in (("1", False), ("2", True)):
         disk = tmp_path / number
         disk.mkdir()
         asked = argparse.Namespace(file=disk, json=json_lines, dry_run=False)
         kept = bench_cli._file_copy_paths(torch.device("cpu"), "test", asked)
         said = capsys.readouterr().out.splitlines()
-        assert len(said) == 4
+        assert len(said) == 2
         assert all(json.loads(line)["directory"] == str(disk) if json_lines else str(disk) in line for line in said)
     assert kept is not None
     assert set(read_file_copy_paths(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
-    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device: NoCuFile("no driver", "get one"))
+    monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device, directory: NoCuFile("no driver", "get one"))
     assert bench_cli._file_copy_paths(torch.device("cpu"), "test", asked) is None
     assert "no direct path: no driver. get one" in capsys.readouterr().err
     asked.dry_run = True
@@ -168,7 +165,7 @@ def test_which_path_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: 
     path = file_copy_paths_file("NVIDIA H200")
     assert path == tmp_path / "kv-cuda" / "file-copy-paths-nvidia-h200.json"
     assert read_file_copy_paths(path) == FileCopyPaths()
-    copy_paths = FileCopyPaths({"/nvme": {"load": "direct", "store": "staged"}})
+    copy_paths = FileCopyPaths({"/nvme": "direct"})
     write_file_copy_paths(path, copy_paths)
     assert read_file_copy_paths(path) == copy_paths
 
@@ -177,8 +174,8 @@ def test_which_path_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: 
     "directories",
     [
         "[]",
-        '{"nvme": {"load": "direct", "store": "direct"}}',
-        '{"/": {"load": "tunnel", "store": "direct"}}',
+        '{"nvme": "direct"}',
+        '{"/": "tunnel"}',
         '{"/": 5}',
     ],
 )

@@ -206,6 +206,11 @@ def test_what_no_server_left_at_its_socket_is_left_alone(home: Path, name: str, 
              "tiers": [{"type": "disk", "directory": "HOME/link", "capacity_bytes": "1GiB"}]},
             "is a link to HOME/unmounted, which is not there",
         ),
+        (
+            {"host": {"capacity_bytes": "1MiB"},
+             "tiers": [{"type": "gds", "directory": "HOME/kv", "capacity_bytes": "1GiB"}]},
+            "type: gds is not for a server, because the lease of a file does not cross its socket; write type: disk",
+        ),
     ],
 )  # fmt: skip
 def test_what_would_refuse_every_client_later_ends_the_start(

@@ -68,6 +68,7 @@ def test_for_the_linker_the_same_settings_go_into_its_own_config(capsys: pytest.
         (["--tier", "disk:directory=2026,capacity_bytes=1GiB"], "directory"),
         (["--tier", "dram:capacity_bytes=1" + "0" * 5000], 'such as "4MiB"'),
         (["--config-file", "/nowhere.yaml"], "cannot be read"),
+        (["--tier", "gds:directory=/tmp/kv,capacity_bytes=1GiB"], "type: gds is for vLLM; write type: disk"),
     ],
 )
 def test_what_would_be_refused_at_the_start_is_refused_here(

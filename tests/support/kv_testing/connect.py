@@ -73,6 +73,7 @@ class DictService:
         wait_for_promotion: bool = False,
         costs: Costs | None = None,
         tiers: Sequence[str] | None = None,
+        reads_files: bool = False,
     ) -> LookupPlan:
         self.tiers_read.append(tiers)
         held = [key in self.held for key in keys]

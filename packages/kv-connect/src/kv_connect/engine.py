@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 from kv_core.coverage import Coverage
+from kv_core.device import FileReader
 from kv_core.errors import ConfigError
 from kv_core.extent import HostExtent
 from kv_core.format import is_quantised_kind
@@ -33,6 +34,7 @@ from kv_connect.halves.engine_costs import EngineCosts
 from kv_connect.halves.handover import HandOvers
 from kv_connect.halves.layerwise_promises import LayerwiseRule
 from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.straight import StraightReads, straight_tier
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.identity.identity import LiveKeySpace, LiveWeights, Origins, ServedModel
 from kv_connect.identity.weights import EngineWeights
@@ -142,6 +144,7 @@ class Engine(OffSwitch):
     nodes: for an engine over several nodes, in the scheduler's process: the cache of all of them.
     pools: in a worker's process, those attached to its copiers.
     ready: in the process of a scheduler that promises layerwise loads to workers elsewhere, what they have ready.
+    straight: in a process that has a tier of type `gds`, what reads it.
     terms: a digest of what the processes of an engine must agree on: the chunks' tokens, groups, shards and format.
     """
 
@@ -157,6 +160,7 @@ class Engine(OffSwitch):
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self.weights: EngineWeights | None = None
+        self.straight: StraightReads | None = None
         self._bus: EventBus | None = None
         self._shape: ConnectShape | None = None
         self.facts: EngineFacts | None = None
@@ -200,6 +204,7 @@ class Engine(OffSwitch):
         replica: Replica | None = None,
         loads: bool = True,
         stores: bool = True,
+        make_reader: Callable[[], FileReader] | None = None,
     ) -> None:
         """Open the cache of a worker, once the layout of its engine's memory is proven. If no server is found, `off`
         has the reason.
@@ -207,6 +212,7 @@ class Engine(OffSwitch):
         in_process: whether everything of this engine that uses the cache is in this process.
         replica: for an engine that has several, which share a server.
         loads, stores: what the engine's role lets us do.
+        make_reader: of the files of a tier of type `gds`, if there is one.
 
         Raises:
             ConfigError: the settings do not fit this engine or this machine.
@@ -214,8 +220,21 @@ class Engine(OffSwitch):
         self.share = share
         if share.is_first_here:
             warn_of_other_formats(settings, stored)
-        if in_process and replica is None and not settings.server.socket:
-            self.cache, self._bus = open_in_process(settings, chunks)
+        alone = in_process and replica is None and not settings.server.socket
+        gds = ""
+        if not settings.server.socket:  # a server that is joined has tiers of its own
+            settings, gds = straight_tier(settings, facts.groups, facts.formats, alone=alone)
+        if alone:
+            if gds and make_reader is not None:
+                self.straight = StraightReads(gds, make_reader())
+            try:
+                self.cache, self._bus = open_in_process(
+                    settings, chunks, () if self.straight is None else (self.straight,)
+                )
+            except BaseException:
+                if self.straight is not None:
+                    self.straight.reader.close()
+                raise
         else:
             try:
                 self.cache, self.server = open_remote(
@@ -291,6 +310,7 @@ class Engine(OffSwitch):
             stores=share.stores,
             max_in_flight_bytes=in_flight_bytes,
             stores_layers=self._stores_layers(),
+            straight=self.straight,
         )
         self._roles.add("WORKER")
         return self.worker

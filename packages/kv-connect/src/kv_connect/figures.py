@@ -32,6 +32,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "loaded_tokens": Figure("counter", "Tokens that were loaded instead of being computed."),
     "stored_tokens": Figure("counter", "Tokens whose chunks entered the pool."),
     "loaded_bytes": Figure("counter", "Bytes copied from the pool to the engine, by all its ranks."),
+    "loaded_file_bytes": Figure("counter", "Bytes that the engine has read in the files of a tier of type gds."),
     "stored_bytes": Figure("counter", "Bytes copied from the engine to the pool, by all its ranks."),
     "loads": Figure("counter", "Loads that were started."),
     "loads_failed": Figure(

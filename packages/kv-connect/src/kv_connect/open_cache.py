@@ -7,7 +7,7 @@ named in the settings is joined instead and shared with every engine that names 
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from kv_server.report import Registration
 from kv_server.supervised import SupervisedServer
 from kv_tiers.approximate import fingerprint_above
 from kv_tiers.build import build_local_cache
+from kv_tiers.cache.extension import Extension
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.settings import Settings
@@ -79,7 +80,9 @@ def socket_of(settings: Settings, engine_id: str, replica: Replica | None = None
     return default_socket(f"{PRIVATE_PREFIX}{name}" + (f"-node{node}" if node else ""))
 
 
-def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, EventBus]:
+def open_in_process(
+    settings: Settings, chunks: Format, extensions: Sequence[Extension] = ()
+) -> tuple[LocalCache, EventBus]:
     """The cache in this process, and the bus that delivers its events: close it after the cache.
 
     Raises:
@@ -103,6 +106,7 @@ def open_in_process(settings: Settings, chunks: Format) -> tuple[LocalCache, Eve
             cold=settings.cold,
             tenants=read_tenants(settings.tenants, capacity_bytes=settings.host.capacity_bytes),
             events=bus.source("", chunks.group_bytes, settings.chunk_tokens),
+            extensions=extensions,
         )
     except BaseException:
         bus.close()
@@ -184,7 +188,8 @@ def check_replicas(settings: Settings) -> None:
     """
     if settings.server.socket:
         return
-    owned = [f"tiers[{number}] (disk)" for number, tier in enumerate(settings.tiers) if tier.get("type") == "disk"]
+    types = [tier.get("type") for tier in settings.tiers]
+    owned = [f"tiers[{number}] ({kind})" for number, kind in enumerate(types) if kind in ("disk", "gds")]
     owned += ["host.name"] if settings.host.name else []
     if owned:
         raise ConfigError(

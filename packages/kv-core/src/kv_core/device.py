@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from kv_core.extent import HostExtent
+from kv_core.extent import FileExtent, HostExtent
+from kv_core.outcome import LoadOutcome
 from kv_core.transfer import TransferPlan
 
 
@@ -96,3 +97,37 @@ class LayerwiseCopier(DeviceCopier, Protocol):
         Raises:
             InputError: as for `load`.
         """
+
+
+class FileRead(CopyEvent, Protocol):
+    """A read of chunks from files to blocks. It ends well even if chunks could not be read: see `outcomes`."""
+
+    @property
+    def outcomes(self) -> Sequence[LoadOutcome]:
+        """By chunk, once it is done. The blocks of a chunk that is not `Loaded` are unspecified."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, without its wait for others."""
+
+
+class FileReader(Protocol):
+    """Reads chunks from a tier's files straight into the blocks of one group of layers, one read after the other."""
+
+    def read(
+        self,
+        files: Sequence[FileExtent],
+        block_ids: Sequence[int],
+        *,
+        block_tokens: int,
+        first_token: int,
+        last_token: int,
+    ) -> FileRead:
+        """Begin to fill the slots of the prompt's tokens `first_token … last_token` (excluding the last), once what the
+        engine has enqueued so far no longer uses them.
+
+        files: the chunks that these tokens belong to, with their checksums. block_ids: the prompt's blocks.
+        """
+
+    def close(self) -> None:
+        """Wait for reads in progress and release everything."""

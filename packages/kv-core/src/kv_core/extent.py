@@ -15,12 +15,12 @@ class HostExtent:
 @dataclass(frozen=True, slots=True)
 class FileExtent:
     """`nbytes` bytes that start `offset` bytes into the file at `path`; up to the next multiple of 4096
-    the file belongs to this chunk, so that whole pages can be read and written.
+    the file belongs to this chunk, so that whole pages can be read.
 
-    checksum: the checksum of the bytes (`kv_core.checksum`); None where they are still to be written.
+    checksum: the checksum of the bytes (`kv_core.checksum`).
     """
 
     path: str
     offset: int
     nbytes: int
-    checksum: bytes | None
+    checksum: bytes

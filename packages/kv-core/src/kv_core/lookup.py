@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_core.cost import Choice
+from kv_core.extent import FileExtent
 
 
 class Ended(Enum):
@@ -18,7 +19,7 @@ class Ended(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LookupPlan:
-    """The leading chunks that `holder` may now load. They stay in the pool until its lease ends or expires.
+    """The leading chunks that `holder` may now load. They stay where they are until its lease ends or expires.
 
     holder: the owner of the lease.
     chunks: number of leading chunks that hit: every group has all that it needs of them, in every shard.
@@ -28,6 +29,7 @@ class LookupPlan:
         prompts diverge from this one there while a window or a state is missing. Without such groups: `chunks`.
     lacking: the group that ended the hit before `prefix_chunks`; -1 if none did.
     choice: whether loading pays, if the lookup came with costs.
+    files: where the last of these chunks are in a tier's files, if they are to be read there instead of in the pool.
     """
 
     holder: str
@@ -37,3 +39,4 @@ class LookupPlan:
     prefix_chunks: int = 0
     lacking: int = -1
     choice: Choice | None = None
+    files: tuple[FileExtent, ...] = ()

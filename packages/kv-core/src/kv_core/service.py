@@ -133,13 +133,16 @@ class LookupOptions(TypedDict, total=False):
         holder's first lookup to its end. False, the default: only what can be promised now, and nothing is promoted.
     costs: the engine's. With them, only chunks that are estimated to arrive sooner than they are computed are waited
         for, and the answer says whether loading pays. None, the default: use whatever is held.
-    tiers: the tiers that may be read for the holder, besides the pool, which everything passes through. They stay the
-        same until the holder ends. None, the default: all.
+    tiers: the tiers that may be read for the holder, besides the pool. They stay the same until the holder ends. None,
+        the default: all.
+    reads_files: whether the engine reads those chunks itself that the answer has in files, instead of having them
+        promoted. False, the default: everything passes through the pool.
     """
 
     wait_for_promotion: bool
     costs: Costs | None
     tiers: Sequence[str] | None
+    reads_files: bool
 
 
 class StoreOptions(TypedDict, total=False):

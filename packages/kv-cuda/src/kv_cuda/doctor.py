@@ -4,6 +4,7 @@ import ctypes.util
 import importlib.util
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -26,6 +27,7 @@ def check(options: DoctorOptions) -> Iterator[Finding]:
     yield Finding("ok", "kv-cuda", f"{version_of('kv-cuda')} on torch {torch.__version__}")
     if not torch.cuda.is_available():
         yield _no_gpu()
+        yield gpudirect_storage(find_cufile(torch.device("cpu"), Path(options.path)), FileCopyPaths())
         return
     for number in range(torch.cuda.device_count()):
         yield from _device(number, options)
@@ -33,7 +35,8 @@ def check(options: DoctorOptions) -> Iterator[Finding]:
     yield from _copies()
     first = torch.device("cuda", 0)
     yield gpudirect_storage(
-        find_cufile(first), measured(first, file_copy_paths_file, read_file_copy_paths, FileCopyPaths())
+        find_cufile(first, Path(options.path)),
+        measured(first, file_copy_paths_file, read_file_copy_paths, FileCopyPaths()),
     )
 
 
@@ -120,12 +123,9 @@ def gpudirect_storage(cufile: Files | NoCuFile, copy_paths: FileCopyPaths) -> Fi
     what = "GPUDirect Storage"
     if isinstance(cufile, NoCuFile):
         found = f"{cufile.why}: files are staged through host memory"
-        return Finding("note" if cufile.has_module else "ok", what, found, cufile.advice)
+        return Finding("note" if cufile.is_installed else "ok", what, found, cufile.advice)
     if not copy_paths.measured:
-        found = f"kvikio {kvikio_version()} and the nvidia-fs module: files are read straight into the GPU"
+        found = f"kvikio {kvikio_version()}: files of this directory are read straight into the GPU"
         return Finding("note", what, found, "see whether that is faster: kv bench copy --file DIRECTORY")
-    faster = [
-        f"{path}: load {by_direction['load']}, store {by_direction['store']}"
-        for path, by_direction in sorted(copy_paths.measured.items())
-    ]
-    return Finding("ok", what, f"kvikio {kvikio_version()} and the nvidia-fs module; {'; '.join(faster)}")
+    faster = [f"{directory}: {copy_path}" for directory, copy_path in sorted(copy_paths.measured.items())]
+    return Finding("ok", what, f"kvikio {kvikio_version()}; {'; '.join(faster)}")

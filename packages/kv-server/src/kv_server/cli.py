@@ -14,7 +14,7 @@ from typing import Final
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_core.terminal import say
-from kv_tiers.build import check_settings
+from kv_tiers.build import check_settings, refuse_gds
 from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
 from kv_tiers.threads import OutOfThreadsError
 
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _config(args)
         check_settings(config.host, config.tiers)
+        refuse_gds(config.tiers, "is not for a server, because the lease of a file does not cross its socket")
         _allow_descriptors(config)
         # A signal between these two would leave the socket behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)

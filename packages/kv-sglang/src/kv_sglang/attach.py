@@ -29,6 +29,7 @@ from kv_server.remote_cache import RemoteCache
 from kv_server.supervised import SupervisedServer
 from kv_tiers import LocalCache
 from kv_tiers.approximate import is_approximate, uses_calibration
+from kv_tiers.build import refuse_gds
 from kv_tiers.events.bus import EventBus
 from kv_tiers.settings import Settings
 from kv_tiers.verdict import demand
@@ -172,6 +173,7 @@ def attach(
     Raises:
         ConfigError: the settings are not possible on this machine, or with this engine.
     """
+    refuse_gds(settings.tiers, "is for vLLM")
     if rank.replicas > 1:
         check_replicas(settings)
     codec, judged = "", [pages.format for pages in pools.values()]

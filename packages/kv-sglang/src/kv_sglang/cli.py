@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.terminal import say
-from kv_tiers.build import check_settings
+from kv_tiers.build import check_settings, refuse_gds
 from kv_tiers.settings import Settings, load
 
 from kv_sglang import TESTED
@@ -168,6 +168,7 @@ def _check(settings: Settings) -> None:
         for option, path in _paths(tier):
             _refuse_relative(f"tiers[{number}] ({tier['type']}): {option}", path)
     check_settings(settings.host, settings.tiers)
+    refuse_gds(settings.tiers, "is for vLLM")
 
 
 def _refuse_relative(name: str, path: str) -> None:

@@ -144,6 +144,16 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
         _check_names(names)
 
 
+def refuse_gds(tiers: Sequence[Mapping[str, object]], why: str) -> None:
+    """
+    Raises:
+        ConfigError: a tier is of type `gds`, whose files only an engine's own worker can read.
+    """
+    for number, tier in enumerate(tiers):
+        if tier.get("type") == "gds":
+            raise ConfigError(f"tiers[{number}]: type: gds {why}; write type: disk, whose chunks pass through the pool")
+
+
 def build_lane(options: Mapping[str, object], context: TierContext, *, where: str) -> tuple[Lane, WriteMode]:
     """One tier behind its lane, and when chunks are written to it. where: the user's name for this place, for errors.
 

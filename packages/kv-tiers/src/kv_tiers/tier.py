@@ -303,57 +303,25 @@ class FileLease:
     extents: tuple[FileExtent | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FileReservation:
-    """Room in a tier's files for chunks that it does not hold.
-
-    Until they are committed, neither these chunks nor the previous content is found. Only what has been written by then
-    belongs to them. A reservation does not expire either.
-
-    id: identifies the reservation.
-    extents: by key; None if there is no contiguous room, or no need for it.
-    """
-
-    id: int
-    extents: tuple[FileExtent | None, ...]
-
-
 @runtime_checkable
 class SupportsFileExtents(Protocol):
-    """Optional capability of a `Tier`: others may move the bytes between its files and their destination.
+    """Optional capability of a `Tier`: others may read the bytes in its files.
 
-    Only chunks that are stored unencoded can be moved this way; the others have no extent in a lease.
+    Only chunks that are stored unencoded can be read this way; the others have no extent in a lease.
 
-    Like `load` and `store`, every call may block and may raise `TierDown`. End leases and commit reservations before
-    `close`.
+    Like `load`, every call may block and may raise `TierDown`. End leases before `close`.
     """
 
     def lease_extents(self, keys: Sequence[ChunkKey]) -> FileLease:
         """Locate chunks, with their checksums. If a chunk's bytes turn out to be wrong, `discard` it."""
 
-    def end_lease(self, lease: FileLease) -> None:
+    def end_lease(self, lease: FileLease, failed: Sequence[ChunkKey] = ()) -> None:
         """End the lease: its holder no longer reads these chunks.
+
+        failed: those that the device could not read, passed over for a while as after a `load` that failed.
 
         Raises:
             MisuseError: it was ended before.
-        """
-
-    def reserve_extents(self, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> FileReservation:
-        """Reserve room for those of the keys that are neither stored nor being stored, as far as there is any, without
-        waiting.
-
-        keys: in the prompt's order, each the parent of the next.
-        parent: the first key's.
-        """
-
-    def commit_extents(self, reservation: FileReservation, checksums: Sequence[bytes | None]) -> list[StoreOutcome]:
-        """Commit what has been written: the chunks are stored as by `store`, with the same guarantee.
-
-        checksums: `kv_core.checksum` of each chunk's bytes. None for a chunk that was not written, whose room is
-            released, and where there was no room; for these the answer is `Refused`.
-
-        Raises:
-            MisuseError: it was committed before.
         """
 
 

@@ -1,5 +1,4 @@
-"""Bytes of the disk tier that others carry: where they lie stays theirs while they do, and no order of events serves
-what was not wholly written."""
+"""Bytes of the disk tier that others read: where they lie stays theirs while they do."""
 
 import contextlib
 import errno
@@ -13,7 +12,7 @@ from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError, TierDown
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Loaded, LoadOutcome, Refused, Stored
+from kv_core.outcome import Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
 from kv_eviction.lru import LruPolicy
 from kv_tiers import chunk_header
@@ -91,13 +90,6 @@ def put(extent: FileExtent | None, data: bytes) -> None:
         file.write(data)
 
 
-def carry(tier: DiskTier, keys: list[ChunkKey], parent: ChunkKey | None = None) -> list[object]:
-    reservation = tier.reserve_extents(keys, parent)
-    for key, extent in zip(keys, reservation.extents, strict=True):
-        put(extent, content(key, NBYTES))
-    return list(tier.commit_extents(reservation, [checksum_of(memoryview(content(key, NBYTES))) for key in keys]))
-
-
 def test_a_lease_says_where_the_bytes_are_and_how_to_know_them(tier: DiskTier) -> None:
     assert isinstance(tier, SupportsFileExtents)
     store(tier, KEYS[:3])
@@ -140,6 +132,40 @@ def test_what_is_discarded_while_it_is_read_stays_until_it_is_read(tier: DiskTie
     assert box.restart().holds(KEYS[:1]) == [False]
 
 
+@pytest.mark.parametrize("how", ["clear", "clear_tenant"])
+def test_what_is_cleared_and_stored_anew_while_it_is_read_is_elsewhere(tier: DiskTier, box: Box, how: str) -> None:
+    store(tier, KEYS)
+    lease = tier.lease_extents(KEYS)
+    if how == "clear":
+        tier.clear()
+    else:
+        tier.clear_tenant(KEYS[0].tenant)
+    assert store(tier, KEYS[:2]) == [Stored()] * 2
+    again = tier.lease_extents(KEYS[:2])
+    assert not set(again.extents) & set(lease.extents)
+    assert [bytes_at(extent) for extent in lease.extents] == [content(key, NBYTES) for key in KEYS]
+    tier.end_lease(lease)
+    tier.end_lease(again)
+    assert box.restart().holds(KEYS) == [True, True, False, False]
+
+
+def test_what_a_reader_could_not_read_is_passed_over_and_something_must_be_readable(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store(tier, KEYS[:2])
+    tier.end_lease(tier.lease_extents(KEYS[:2]), KEYS[:1])
+    assert tier.holds(KEYS[:2]) == [False, True]
+    assert tier.lease_extents(KEYS[:1]).extents == (None,)
+    with monkeypatch.context() as patched:
+        patched.setattr(File, "read", broken)
+        with pytest.raises(TierDown, match="Input/output error"):
+            tier.probe()
+    tier.probe()
+
+
 def test_a_flipped_bit_is_no_longer_what_the_lease_says(tier: DiskTier) -> None:
     store(tier, KEYS[:1])
     lease = tier.lease_extents(KEYS[:1])
@@ -179,139 +205,6 @@ def test_an_index_that_cannot_be_read_is_a_tier_that_is_down_and_leaves_no_lease
         with pytest.raises(TierDown, match="Input/output error"):
             tier.lease_extents(KEYS[:2])
     assert store(tier, key_chain(6, branch="other")) == [Stored()] * 6
-
-
-def test_what_others_wrote_is_kept_like_any_chunk(tier: DiskTier, box: Box) -> None:
-    store(tier, KEYS[:1])
-    assert carry(tier, KEYS[1:3], KEYS[0]) == [Stored()] * 2
-    assert [load(tier, key) for key in KEYS[:3]] == [Loaded(NBYTES)] * 3
-    tier = box.restart()
-    assert [load(tier, key) for key in KEYS[:3]] == [Loaded(NBYTES)] * 3
-    lease = tier.lease_extents(KEYS[1:2])
-    assert bytes_at(lease.extents[0]) == content(KEYS[1], NBYTES)
-    tier.end_lease(lease)
-
-
-def test_the_chain_of_what_others_wrote_is_known(tier: DiskTier) -> None:
-    """Tails leave before heads: two leave for two."""
-    assert carry(tier, KEYS[:4]) == [Stored()] * 4
-    store(tier, key_chain(4, branch="other"))
-    assert tier.holds(KEYS[:4]) == [True, True, False, False]
-
-
-def test_nobody_finds_what_is_not_committed(tier: DiskTier) -> None:
-    reservation = tier.reserve_extents(KEYS[:2], None)
-    for key, extent in zip(KEYS, reservation.extents, strict=False):
-        assert extent is not None and extent.checksum is None
-        put(extent, content(key, NBYTES))
-    assert tier.holds(KEYS[:2]) == [False, False]
-    lease = tier.lease_extents(KEYS[:2])
-    assert lease.extents == (None, None)
-    assert tier.reserve_extents(KEYS[:2], None).extents == (None, None)
-
-
-def test_killed_between_write_and_commit_neither_the_new_nor_the_old_is_found(tier: DiskTier, box: Box) -> None:
-    """Each slot had a chunk before, whose record could vouch for the wrong bytes."""
-    old = key_chain(6, branch="old")
-    assert store(tier, old) == [Stored()] * 6
-    reservation = tier.reserve_extents(KEYS, None)
-    assert all(reservation.extents)
-    for key, extent in zip(KEYS, reservation.extents, strict=True):
-        put(extent, content(key, NBYTES))
-    tier = box.restart()
-    assert tier.holds(KEYS) == [False] * 4
-    left = [key for key, held in zip(old, tier.holds(old), strict=True) if held]
-    assert len(left) == 2
-    assert [load(tier, key) for key in left] == [Loaded(NBYTES)] * 2
-
-
-def test_room_that_was_not_used_is_given_back(tier: DiskTier, box: Box) -> None:
-    reservation = tier.reserve_extents(KEYS, None)
-    put(reservation.extents[1], content(KEYS[1], NBYTES))
-    checksum = checksum_of(memoryview(content(KEYS[1], NBYTES)))
-    assert [type(one) for one in tier.commit_extents(reservation, [None, checksum, None, None])] == [
-        Refused,
-        Stored,
-        Refused,
-        Refused,
-    ]
-    with pytest.raises(MisuseError, match="is not open"):
-        tier.commit_extents(reservation, [None] * 4)
-    assert tier.holds(KEYS) == [False, True, False, False]
-    assert load(tier, KEYS[1]) == Loaded(NBYTES)
-    assert store(tier, key_chain(5, branch="other")) == [Stored()] * 5
-    assert box.restart().holds(KEYS) == [False, True, False, False]
-
-
-def test_a_room_is_committed_with_as_many_checksums_as_it_has_chunks(tier: DiskTier) -> None:
-    reservation = tier.reserve_extents(KEYS[:2], None)
-    with pytest.raises(MisuseError, match="1 checksums for a reservation of 2 chunks"):
-        tier.commit_extents(reservation, [None])
-    tier.commit_extents(reservation, [None, None])
-
-
-def test_bytes_that_are_not_what_was_committed_are_a_miss(tier: DiskTier) -> None:
-    """A write by the direct path that did not arrive, though it was said to have."""
-    reservation = tier.reserve_extents(KEYS[:1], None)
-    tier.commit_extents(reservation, [checksum_of(memoryview(content(KEYS[0], NBYTES)))])
-    assert "checksum of the bytes is wrong" in str(load(tier, KEYS[0]))
-
-
-def test_discarded_before_its_commit_it_is_not_found(tier: DiskTier, box: Box) -> None:
-    reservation = tier.reserve_extents(KEYS[:2], None)
-    for key, extent in zip(KEYS, reservation.extents, strict=False):
-        put(extent, content(key, NBYTES))
-    tier.discard(KEYS[1:2])
-    tier.commit_extents(reservation, [checksum_of(memoryview(content(key, NBYTES))) for key in KEYS[:2]])
-    assert tier.holds(KEYS[:2]) == [True, False]
-    assert box.restart().holds(KEYS[:2]) == [True, False]
-
-
-def test_when_the_disk_is_full_there_is_no_room_and_the_tier_goes_on(
-    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: File, start: int, least: int, end: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(File, "allocate", full)
-        reservation = tier.reserve_extents(KEYS[:2], None)
-        assert reservation.extents == (None, None)
-        assert [type(one) for one in tier.commit_extents(reservation, [None, None])] == [Refused, Refused]
-    tier.probe()
-    assert carry(tier, KEYS[:2]) == [Stored()] * 2
-
-
-@pytest.mark.parametrize("method", ["write", "sync"])
-@pytest.mark.parametrize("name", ["slab", "index"])
-def test_a_medium_that_fails_the_commit_keeps_nothing_of_it(
-    tier: DiskTier, box: Box, monkeypatch: pytest.MonkeyPatch, method: str, name: str
-) -> None:
-    def fail(self: File, *_: object) -> None:
-        if self.path.name.startswith(name):
-            raise OSError(errno.EIO, "Input/output error")
-
-    reservation = tier.reserve_extents(KEYS[:2], None)
-    for key, extent in zip(KEYS, reservation.extents, strict=False):
-        put(extent, content(key, NBYTES))
-    with monkeypatch.context() as broken:
-        broken.setattr(File, method, fail)
-        with pytest.raises(TierDown, match="Input/output error"):
-            tier.commit_extents(reservation, [checksum_of(memoryview(content(key, NBYTES))) for key in KEYS[:2]])
-    assert tier.holds(KEYS[:2]) == [False, False]
-    tier.probe()
-    assert carry(tier, KEYS[:2]) == [Stored()] * 2
-    assert box.restart().holds(KEYS[:2]) == [True, True]
-
-
-def test_a_directory_that_vanished_takes_no_commit(tier: DiskTier, box: Box) -> None:
-    reservation = tier.reserve_extents(KEYS[:2], None)
-    for path in box.paths:
-        shutil.rmtree(path)
-    with pytest.raises(TierDown, match="removed or replaced"):
-        tier.commit_extents(reservation, [bytes(16), bytes(16)])
-    tier.probe()
-    assert carry(tier, KEYS[:2]) == [Stored()] * 2
 
 
 def test_a_directory_is_not_begun_anew_while_bytes_of_it_are_carried(tier: DiskTier, box: Box) -> None:

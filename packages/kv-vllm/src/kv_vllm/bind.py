@@ -1,6 +1,7 @@
 """vLLM's memory and configuration, translated for `kv_connect.engine`."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,9 +10,10 @@ from kv_connect.chunk_size import fitted
 from kv_connect.engine import Engine, EngineFacts
 from kv_connect.neighbours import StoredFormat
 from kv_connect.open_cache import Format
+from kv_core.device import FileReader
 from kv_core.log import limited_logger
 from kv_core.plugins import extra_needed
-from kv_cuda.bind import bind_groups, table_tokens_of
+from kv_cuda.bind import BoundGroups, bind_groups, table_tokens_of
 from kv_cuda.canary import Refusal
 from kv_tiers.approximate import is_approximate, uses_calibration
 from kv_tiers.settings import Setting, Settings
@@ -90,6 +92,7 @@ def bind_worker(
         replica=replica_of(vllm_config),
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
+        make_reader=lambda: _reader(bound, settings),
     )
     places = {
         id(tensor): LayerPlace(number, index % group.layout.layers)
@@ -97,6 +100,15 @@ def bind_worker(
         for index, tensor in enumerate(group.tensors)
     }
     return {name: places[id(tensor)] for name, tensor in kv_caches.items() if id(tensor) in places}
+
+
+def _reader(bound: BoundGroups, settings: Settings) -> FileReader:
+    from kv_cuda.files.reader import ThreadReader
+
+    (group,) = bound.groups
+    (directory,) = [tier.get("directory") for tier in settings.tiers if tier.get("type") == "gds"]
+    first = directory[0] if isinstance(directory, list) and directory else directory
+    return ThreadReader(group.layout, group.tensors, group.format, Path(str(first)))
 
 
 def bind_scheduler(engine: Engine, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:

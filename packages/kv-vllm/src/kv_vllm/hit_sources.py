@@ -10,6 +10,7 @@ _SOURCES: Final[Mapping[str, CacheHitSource]] = {
     "host": CacheHitSource.HOST,
     "dram": CacheHitSource.HOST,
     "disk": CacheHitSource.DISK,
+    "gds": CacheHitSource.DISK,
 }
 """By a tier's type. Other tiers use vLLM's fallback, which also means "a remote store"."""
 

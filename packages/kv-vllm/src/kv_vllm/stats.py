@@ -45,6 +45,7 @@ _OF_SCHEDULER: Final[Mapping[str, str]] = {
 _OF_WORKER: Final[Mapping[str, str]] = {
     "stored_tokens": "tokens_stored",
     "loaded_bytes": "bytes_loaded",
+    "loaded_file_bytes": "bytes_loaded_from_files",
     "stored_bytes": "bytes_stored",
     "stores_failed": "stores_failed",
     "dropped_chunks": "chunks_dropped",

@@ -52,7 +52,8 @@ class WorkerCounts:
 
     loads_finished, loads_failed: requests whose loads ended well, and badly.
     tokens_loaded: tokens of loads that did not fail.
-    bytes_loaded: bytes of the whole chunks that these loads read.
+    bytes_loaded: bytes of the whole chunks that these loads read in the pool.
+    bytes_loaded_from_files: bytes of those that they read in a tier's files.
     chunks_stored: chunks committed.
     bytes_stored: bytes of these chunks.
     tokens_stored: their tokens, counted in one group's chunks of shard 0: a group that needs the whole prefix, if any.
@@ -65,6 +66,7 @@ class WorkerCounts:
     loads_failed: int = 0
     tokens_loaded: int = 0
     bytes_loaded: int = 0
+    bytes_loaded_from_files: int = 0
     chunks_stored: int = 0
     bytes_stored: int = 0
     tokens_stored: int = 0

@@ -104,7 +104,7 @@ class SchedulerHalf:
                 if tracked.phase is Phase.RUNNING:
                     tracked.may_wait = True
                 plan = self._look_up(request, tracked, usable, computed_tokens)
-                tracked.promised_chunks, tracked.tiers = plan.chunks, plan.tiers
+                tracked.promised_chunks, tracked.tiers, tracked.files = plan.chunks, plan.tiers, plan.files
                 tracked.junction = plan.prefix_chunks * chunk_tokens if plan.prefix_chunks > plan.chunks else 0
                 if plan.ended is Ended.PENDING:  # the lookup goes on: ending it here would begin it anew in every step
                     self._move(request.request_id, tracked, RequestEvent.PEND)
@@ -197,6 +197,7 @@ class SchedulerHalf:
                 first,
                 last,
                 () if layerwise is None else layerwise.extents,
+                tracked.files_of(first_chunk, last_chunk),
             )
         )
         self.counts.loads += 1
@@ -239,7 +240,7 @@ class SchedulerHalf:
             tracked.first_trial = min(tracked.first_trial, trial)
         if self.costs is not None:
             for load in self._loads:
-                if not load.extents:
+                if not (load.extents or load.files):
                     self.costs.load_began(load.request_id, load.last_token - load.first_token)
             if measured := self.costs.take_measured():
                 self._service.measured(measured)
@@ -435,6 +436,7 @@ class SchedulerHalf:
             wait_for_promotion=tracked.may_wait and controls.promotes,
             costs=costs,
             tiers=controls.tiers,
+            reads_files=True,
         )
 
     def _leader(self, tracked: Tracked, computed_tokens: int, usable: int) -> str:
@@ -462,7 +464,9 @@ class SchedulerHalf:
         """A second lease of the offered chunks, with their places in the pool; None: they are loaded between steps."""
         rule, shape, chunk_tokens = self._layerwise, self._shape.chunk, self._shape.chunk_tokens
         first, last = tracked.offered_from, tracked.offered_from + tracked.offered_tokens
-        if rule is None or not (rule.always or self._suits_layerwise(tracked, first, last, len(request.tokens))):
+        if rule is None or tracked.files:
+            return None
+        if not (rule.always or self._suits_layerwise(tracked, first, last, len(request.tokens))):
             return None
         first_key = first // chunk_tokens * shape.keys_per_chunk
         end_key = -(-last // chunk_tokens) * shape.keys_per_chunk
@@ -554,7 +558,7 @@ class SchedulerHalf:
         self._pending += (tracked.phase is Phase.PENDING) - (previous is Phase.PENDING)
         if (previous in HOLDING or had_promise) and tracked.phase not in HOLDING:
             self._service.end(self._holder(request_id))
-            tracked.promised_chunks, tracked.layerwise = 0, None
+            tracked.promised_chunks, tracked.layerwise, tracked.files = 0, None, ()
         if previous is Phase.RUNNING and tracked.phase is not Phase.RUNNING:
             # Preempted: its blocks are gone, and it will get others. Chunks already held stay held; the rest follow.
             tracked.store_again()

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from kv_core.errors import InputError
-from kv_core.extent import HostExtent
+from kv_core.extent import FileExtent, HostExtent
 from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would not tell a reader more.)"""
 
-STEP_VERSION = 9
+STEP_VERSION = 10
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """The key space of an empty plan that was made before the scheduler knew its own."""
 
@@ -34,6 +34,8 @@ class LoadStep:
     extents: for a layerwise load (`kv_connect.halves.layerwise`), the place of each chunk in the pool, shard by shard.
         The scheduler leases them all until every rank has reported that the load has ended. Empty: the worker leases
         the chunks and loads them between two steps.
+    files: for the last of these chunks, their place in a tier's files, where the worker reads them. The scheduler keeps
+        their lease until the load is reported as ended.
     """
 
     request_id: str
@@ -44,6 +46,7 @@ class LoadStep:
     first_token: int
     last_token: int
     extents: tuple[HostExtent, ...] = ()
+    files: tuple[FileExtent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class StepPlan:
                     load.first_token,
                     load.last_token,
                     [[extent.pool, extent.offset, extent.nbytes] for extent in load.extents],
+                    [[file.path, file.offset, file.nbytes, file.checksum] for file in load.files],
                 ]
                 for load in self.loads
             ],
@@ -181,7 +185,7 @@ NO_REPORT: Final = StepReport()
 
 
 def _load(entry: Plain) -> LoadStep:
-    request_id, first_chunk, digests, tenant, blocks, first_token, last_token, extents = _sequence(entry, 8)
+    request_id, first_chunk, digests, tenant, blocks, first_token, last_token, extents, files = _sequence(entry, 9)
     return LoadStep(
         _text(request_id),
         _count(first_chunk),
@@ -191,6 +195,7 @@ def _load(entry: Plain) -> LoadStep:
         _count(first_token),
         _count(last_token),
         tuple(_extent(extent) for extent in _sequence(extents)),
+        tuple(_file(file) for file in _sequence(files)),
     )
 
 
@@ -207,6 +212,11 @@ def _store(entry: Plain) -> StoreStep:
 def _extent(entry: Plain) -> HostExtent:
     pool, offset, nbytes = _sequence(entry, 3)
     return HostExtent(_text(pool), _count(offset), _count(nbytes))
+
+
+def _file(entry: Plain) -> FileExtent:
+    path, offset, nbytes, checksum = _sequence(entry, 4)
+    return FileExtent(_text(path), _count(offset), _count(nbytes), _bytes(checksum, (16,), "a checksum"))
 
 
 def _tables(entry: Plain) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kv_core.extent import FileExtent
 from kv_core.hashing import Digest
 from kv_core.keys import ChunkKey
 from kv_core.sequence import KeySequence
@@ -35,6 +36,7 @@ class Tracked:
     phase: where it is in its life cycle.
     chunk_keys: the keys of its chunks, chunk-major.
     promised_chunks: the number of leading chunks leased for it.
+    files: where the last of these are in a tier's files, if they are read there.
     pays: whether loading them is worthwhile.
     tiers: for each promised chunk, the tier that it came from.
     junction: the boundary, in tokens, where other prompts diverge from it while a window or a state is missing there.
@@ -62,6 +64,7 @@ class Tracked:
     phase: Phase = Phase.WAITING
     chunk_keys: list[ChunkKey] = field(default_factory=list)
     promised_chunks: int = 0
+    files: tuple[FileExtent, ...] = ()
     pays: bool = True
     tiers: tuple[str, ...] = ()
     junction: int = 0
@@ -95,6 +98,11 @@ class Tracked:
             start = chunk * chunk_tokens
             tokens[self.tiers[chunk]] += min(last, start + chunk_tokens) - max(first, start)
         return dict(tokens)
+
+    def files_of(self, first_chunk: int, last_chunk: int) -> tuple[FileExtent, ...]:
+        """Where those of these chunks are that are read in files, excluding the last one."""
+        first_in_files = self.promised_chunks - len(self.files)
+        return self.files[max(0, first_chunk - first_in_files) : max(0, last_chunk - first_in_files)]
 
     @property
     def is_filling(self) -> bool:

@@ -7,9 +7,9 @@ miss and not the same failure again, and then the request is reported.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kv_core.device import LayerwiseCopier
+from kv_core.device import FileRead, LayerwiseCopier
 from kv_core.errors import InputError, KVError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey, keys_in
@@ -23,6 +23,7 @@ from kv_connect.halves.counts import WorkerCounts
 from kv_connect.halves.layerwise import LayerLoads, LayerwiseReport
 from kv_connect.halves.step import NO_REPORT, LoadStep, StepPlan, StepReport
 from kv_connect.halves.stores import Stores
+from kv_connect.halves.straight import StraightReads
 
 _log = limited_logger(__name__)
 
@@ -34,6 +35,7 @@ class _Load:
     step: what is to be loaded, and where.
     lease: the lease on all its chunks; None if it was refused.
     copies: those into each group's blocks.
+    file_keys: the chunks that are read in files, and `read` their read.
     failure: the first reason to give the load up, or "".
     suspect: the keys to forget if it fails, so that they do not fail again.
     """
@@ -43,6 +45,8 @@ class _Load:
     copies: Copies = field(default_factory=Copies)
     failure: str = ""
     suspect: set[ChunkKey] = field(default_factory=set)
+    file_keys: Sequence[ChunkKey] = ()
+    read: FileRead | None = None
 
     def fail(self, reason: str, keys: Sequence[ChunkKey]) -> None:
         self.failure = self.failure or reason
@@ -53,13 +57,14 @@ class _Load:
 class _LoadPart:
     """One group's part of a load.
 
-    first_token: where filling its blocks begins.
+    first_token, last_token: the tokens to fill its blocks with, the last one excluded.
     first_chunk: the number of the chunk that contains this token.
     keys: the keys of the group's chunks from that chunk on.
     """
 
     group: int
     first_token: int
+    last_token: int
     first_chunk: int
     keys: list[ChunkKey]
 
@@ -79,17 +84,20 @@ class WorkerHalf:
         stores: bool = True,
         max_in_flight_bytes: int = sys.maxsize,
         stores_layers: bool = False,
+        straight: StraightReads | None = None,
     ) -> None:
         """copiers: one for each group, in the order of `shape.groups`. shard: the shard of a chunk that it moves.
         rank: distinguishes it from others with the same shard; default: the shard. stores: whether it stores; of ranks
         with the same shard, one does. max_in_flight_bytes: the most in flight to the pool while the engine continues.
         Chunks beyond it are not stored. stores_layers: layers are stored as they are computed, where a copier supports
-        it."""
+        it. straight: reads what plans name in files; None: they name none."""
         self._service = service
         self._shape = shape
         self._copiers = tuple(copiers)
         self._shard = shard
+        self._name = name
         self._holder = f"{name}/worker{shard if rank is None else rank}"
+        self._straight = straight
         self._loading: dict[str, _Load] = {}
         self._ended: set[str] = set()
         self._failed: set[str] = set()
@@ -118,6 +126,10 @@ class WorkerHalf:
                 continue
             load = self._loading[step.request_id] = _Load(step)
             parts = [part for group in range(len(self._copiers)) if (part := self._part(plan.space_id, step, group))]
+            if step.files:
+                parts = self._start_read(load, parts[0])
+            if not parts:
+                continue
             match self._service.load([key for part in parts for key in part.keys], self._holder):
                 case ReadLease() as lease:
                     load.lease = lease
@@ -225,7 +237,7 @@ class WorkerHalf:
         chunk = first_token // self._shape.chunk_tokens
         digests = step.digests[chunk - step.first_chunk :]
         keys = keys_in(space_id, digests, groups=(group,), shards=(self._shard,), tenant=step.tenant)
-        return _LoadPart(group, first_token, chunk, keys)
+        return _LoadPart(group, first_token, step.last_token, chunk, keys)
 
     def _plan_load(self, step: LoadStep, part: _LoadPart, extents: Sequence[HostExtent]) -> TransferPlan:
         group = self._shape.groups[part.group]
@@ -234,7 +246,7 @@ class WorkerHalf:
             blocks: Sequence[int] = table
         else:
             first_block = part.first_token // group.block_tokens
-            blocks = table[: -(-step.last_token // group.block_tokens)]
+            blocks = table[: -(-part.last_token // group.block_tokens)]
             if NO_BLOCK in blocks[first_block:]:
                 raise InputError(f"group {part.group} has no block for a token that is needed: {blocks[first_block:]}")
         if group.coverage.kind == "state":
@@ -245,9 +257,29 @@ class WorkerHalf:
             chunk_tokens=self._shape.chunk_tokens,
             block_tokens=group.block_tokens,
             first_token=part.first_token,
-            last_token=step.last_token,
+            last_token=part.last_token,
             extents_from_chunk=part.first_chunk,
         )
+
+    def _start_read(self, load: _Load, part: _LoadPart) -> list[_LoadPart]:
+        """Begin to read the chunks that are in files; returns the part that is in the pool, if any."""
+        step, group = load.step, self._shape.groups[part.group]
+        in_pool = len(part.keys) - len(step.files)
+        between = min(step.last_token, (part.first_chunk + in_pool) * self._shape.chunk_tokens)
+        load.file_keys = part.keys[in_pool:]
+        try:
+            assert self._straight is not None
+            load.read = self._straight.reader.read(
+                step.files,
+                step.blocks[group.table],
+                block_tokens=group.block_tokens,
+                first_token=max(part.first_token, between),
+                last_token=step.last_token,
+            )
+            load.copies.add([load.read])
+        except KVError as error:
+            load.fail(str(error), ())
+        return [replace(part, keys=part.keys[:in_pool], last_token=between)] if in_pool else []
 
     def _finish_loads(self) -> None:
         """Finish the loads whose copies are complete."""
@@ -267,8 +299,13 @@ class WorkerHalf:
                 return
 
     def _finish(self, load: _Load) -> None:
-        if load.copies.failure is not None and load.lease is not None:
-            load.fail(str(load.copies.failure), load.lease.keys)
+        if load.copies.failure is not None:
+            load.fail(str(load.copies.failure), () if load.lease is None else load.lease.keys)
+        if load.read is not None and self._straight is not None and load.copies.failure is None:
+            # A chunk that could not be read is not suspect: its tier passes over it for a while.
+            why, damaged = self._straight.has_read(f"{self._name}/{load.step.request_id}", load.file_keys, load.read)
+            if why:
+                load.fail(why, damaged)
         if load.lease is not None and not self._service.release(load.lease):
             load.fail(
                 "the lease expired, or its chunks were forgotten, while the bytes were being copied", load.lease.keys
@@ -281,6 +318,7 @@ class WorkerHalf:
             self.counts.tokens_loaded += step.last_token - step.first_token
             if load.lease is not None:
                 self.counts.bytes_loaded += sum(extent.nbytes for extent in load.lease.extents)
+            self.counts.bytes_loaded_from_files += sum(file.nbytes for file in step.files)
         self._end(step.request_id, load.failure)
 
     def _end(self, request_id: str, failure: str) -> None:

@@ -7,7 +7,7 @@
 For each direction, a table gives the fastest path by run length (contiguous bytes on both sides). The built-in table is
 an H100's (docs/performance.md); `kv bench copy` measures it on the device and writes a file that is used from then on.
 
-There are two more paths between files and the device (`kv_cuda.files.direct`). Which is faster depends on the medium:
+There are two more paths from files to the device (`kv_cuda.files.direct`). Which is faster depends on the medium:
 `kv bench copy --file DIRECTORY` measures it and writes the result for each directory to another file.
 """
 
@@ -48,16 +48,16 @@ class CopyPaths:
 
 @dataclass(frozen=True, slots=True)
 class FileCopyPaths:
-    """The faster path by direction for each directory that was measured, by its absolute path."""
+    """The faster path for each directory that was measured, by its absolute path."""
 
-    measured: Mapping[str, Mapping[Direction, FileCopyPath]] = field(default_factory=dict)
+    measured: Mapping[str, FileCopyPath] = field(default_factory=dict)
 
-    def takes_direct(self, direction: Direction, path: str) -> bool:
+    def takes_direct(self, path: str) -> bool:
         """Whether this file takes the direct path: as measured for its nearest parent directory; True without a
         measurement."""
         for parent in Path(path).parents:
-            if (copy_paths := self.measured.get(str(parent))) is not None:
-                return copy_paths[direction] == "direct"
+            if (copy_path := self.measured.get(str(parent))) is not None:
+                return copy_path == "direct"
         return True
 
 
@@ -71,7 +71,7 @@ def copy_paths_file(device_name: str) -> Path:
 
 
 def file_copy_paths_file(device_name: str) -> Path:
-    """Like `copy_paths_file`, for the measured paths between files and this kind of device."""
+    """Like `copy_paths_file`, for the measured paths from files to this kind of device."""
     return _table_file("file-copy-paths", device_name)
 
 
@@ -152,13 +152,11 @@ def fastest(rates: Mapping[int, Mapping[CopyPath, float]]) -> tuple[tuple[int, C
     return tuple(table)
 
 
-def _directories(saved: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[Direction, FileCopyPath]]:
-    directories: dict[str, dict[Direction, FileCopyPath]] = {}
-    for path, copy_paths in saved.items():
-        directories[path] = {direction: copy_paths[direction] for direction in get_args(Direction)}
-        if not Path(path).is_absolute() or not set(directories[path].values()) <= set(get_args(FileCopyPath)):
-            raise ValueError(f"{path}: {copy_paths}")
-    return directories
+def _directories(saved: Mapping[str, Any]) -> dict[str, FileCopyPath]:
+    for path, copy_path in saved.items():
+        if not Path(path).is_absolute() or copy_path not in get_args(FileCopyPath):
+            raise ValueError(f"{path}: {copy_path}")
+    return dict(saved)
 
 
 def _table(saved: Sequence[Sequence[Any]]) -> tuple[tuple[int, CopyPath], ...]:

@@ -1,8 +1,9 @@
-"""GPUDirect Storage: files ↔ device memory, through cuFile as wrapped by kvikio.
+"""GPUDirect Storage: files → device memory, through cuFile as wrapped by kvikio.
 
-Availability is determined once and without touching cuFile, because opening cuFile's driver never returns if the kernel
-lacks it. Three things are required: NVIDIA's kernel module, its devices (a container has the first without the second),
-and kvikio outside its compatibility mode, which copies through its own host memory; our staged path does that with one
+Whether a machine has it is asked of cuFile itself, by reading a file of the directory in question: it depends on the
+driver, the file system and the kernel (NVIDIA's module, or since CUDA 12.8 the kernel's own peer-to-peer transfers).
+The question is asked in a child process with a time limit, because without a driver opening cuFile's never returns.
+kvikio's compatibility mode is off, because it copies through its own host memory; our staged path does that with one
 copy less.
 
 kvikio: https://docs.rapids.ai/api/kvikio/stable/
@@ -10,6 +11,8 @@ kvikio: https://docs.rapids.ai/api/kvikio/stable/
 
 import errno
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +26,19 @@ from kv_cuda.files.host_files import Files, OpenFile, Transfer
 
 _THREADS: Final = 8
 """Threads of kvikio, which divides a transfer into tasks of 4 MiB; each makes one call of cuFile at a time."""
+_LIMIT_S: Final = 60.0
+"""A child process imports torch and creates a context on the device, which takes seconds."""
+_QUESTION: Final = """
+import sys, tempfile
+import kvikio, kvikio.defaults, torch
+kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF)
+memory = torch.zeros(4096, dtype=torch.uint8, device=sys.argv[2])
+with tempfile.NamedTemporaryFile(dir=sys.argv[1]) as file:
+    file.write(bytes([7]) * 4096)
+    file.flush()
+    with kvikio.CuFile(file.name, "r") as opened:
+        assert opened.pread(memory, 4096, 0).get() == 4096 and bool((memory == 7).all()), "it reads other bytes"
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,54 +47,50 @@ class NoCuFile:
 
     why: what is missing.
     advice: what to do about it.
-    has_module: whether the kernel has the module.
+    is_installed: whether kvikio is.
     """
 
     why: str
     advice: str
-    has_module: bool = False
+    is_installed: bool = False
 
 
-def find_cufile(device: torch.device, *, proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> Files | NoCuFile:
-    """cuFile for memory of this device. proc, dev: the paths of /proc and /dev."""
+def find_cufile(device: torch.device, directory: Path) -> Files | NoCuFile:
+    """cuFile for memory of this device, and files of this directory or, if it does not exist yet, of its parent."""
     if device.type != "cuda":
         return NoCuFile("the blocks are not on a GPU", "")
-    return what_is_missing(kvikio_version(), proc=proc, dev=dev) or _load()
+    if kvikio_version() is None:
+        return NoCuFile("kvikio is not installed", "for the direct path: pip install 'kv-cuda[gds]'")
+    if why := why_not(device, directory):
+        return NoCuFile(f"cuFile {why}", "gdscheck -p says what the driver and the file system support", True)
+    kvikio, defaults = importlib.import_module("kvikio"), importlib.import_module("kvikio.defaults")
+    defaults.set("compat_mode", kvikio.CompatMode.OFF)
+    if defaults.get("num_threads") == 1:  # the default; another number is the user's choice
+        defaults.set("num_threads", _THREADS)
+    return CuFiles(kvikio)
 
 
 def kvikio_version() -> str | None:
     return version_of("kvikio-cu13") or version_of("kvikio-cu12")
 
 
-def what_is_missing(kvikio: str | None, *, proc: Path, dev: Path) -> NoCuFile | None:
-    """What is missing, as far as that can be seen without touching cuFile. kvikio: its version, if it is installed."""
-    has_module = (proc / "driver/nvidia-fs/version").exists()
-    if not has_module:
-        why = f"kvikio {kvikio} without the nvidia-fs module" if kvikio else "neither kvikio nor the nvidia-fs module"
-        return NoCuFile(why, "for the direct path: the nvidia-gds package, and kvikio")
-    if not any(dev.glob("nvidia-fs*")):
-        advice = "start the container with the devices: --device for each /dev/nvidia-fs*, and /run/udev read-only"
-        return NoCuFile("the nvidia-fs module is loaded, but its devices are missing", advice, has_module=True)
-    if kvikio is None:
-        return NoCuFile(
-            "the nvidia-fs module is loaded, but kvikio is not installed", "pip install 'kv-cuda[gds]'", has_module=True
-        )
-    return None
-
-
-def _load() -> Files | NoCuFile:
-    try:
-        kvikio = importlib.import_module("kvikio")
-        defaults = importlib.import_module("kvikio.defaults")
-    except (ImportError, OSError, RuntimeError) as error:
-        advice = "reinstall it: pip install --force-reinstall 'kv-cuda[gds]'"
-        return NoCuFile(f"kvikio cannot be imported: {error}", advice, has_module=True)
-    if defaults.is_compat_mode_preferred():
-        advice = "check that KVIKIO_COMPAT_MODE is not ON and that gdscheck -p finds the driver"
-        return NoCuFile("kvikio is in compatibility mode", advice, has_module=True)
-    if defaults.get("num_threads") == 1:  # the default; another number is the user's choice
-        defaults.set("num_threads", _THREADS)
-    return CuFiles(kvikio)
+def why_not(device: torch.device, directory: Path, *, limit_s: float = _LIMIT_S, question: str = _QUESTION) -> str:
+    """Why cuFile cannot read files of this directory into this device; empty: it can."""
+    place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+    # -P: what is in the current directory is nobody's module.
+    asked = [sys.executable, "-P", "-c", question, str(place), str(device)]
+    with subprocess.Popen(  # noqa: S603  # ourselves
+        asked, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            _, said = child.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return f"does not answer within {limit_s:g} s"
+    if child.returncode == 0:
+        return ""
+    last_line = said.strip().rpartition("\n")[2]
+    return f"cannot read a file of {place}: {last_line or f'its process ended with {child.returncode}'}"
 
 
 class CuFiles:
@@ -87,9 +99,9 @@ class CuFiles:
     def __init__(self, kvikio: Any) -> None:
         self._kvikio = kvikio
 
-    def open(self, path: str, *, writable: bool) -> OpenFile:
+    def open(self, path: str) -> OpenFile:
         with _raising_os_error(f"open {path}"):
-            return _CuFile(self._kvikio.CuFile(path, "r+" if writable else "r"), path)
+            return _CuFile(self._kvikio.CuFile(path, "r"), path)
 
     def register(self, memory: torch.Tensor) -> None:
         with _raising_os_error("register memory"):
@@ -110,10 +122,6 @@ class _CuFile:
     def read(self, memory: torch.Tensor, offset: int) -> Transfer:
         with _raising_os_error(f"read {self._path}"):
             return _Pending(self._file.pread(memory, memory.numel(), offset), self._path)
-
-    def write(self, memory: torch.Tensor, offset: int) -> Transfer:
-        with _raising_os_error(f"write {self._path}"):
-            return _Pending(self._file.pwrite(memory, memory.numel(), offset), self._path)
 
     def close(self) -> None:
         self._file.close()

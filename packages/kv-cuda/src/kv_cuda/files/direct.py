@@ -1,11 +1,10 @@
-"""Chunks between a tier's files and the engine's blocks: the direct path, and the staged path as its fallback.
+"""Chunks from a tier's files to the engine's blocks: the direct path, and the staged path as its fallback.
 
-    direct   cuFile moves the bytes between the file and a ring in the device's memory; their checksum is computed there
-    staged   the system moves them between the file and a ring in pinned host memory; the host computes the checksum
+    direct   cuFile reads the bytes into a ring in the device's memory; their checksum is computed there
+    staged   the system reads them into a ring in pinned host memory; the host computes the checksum
 
-In both, one half of the ring is filled or emptied by the files while the other is gathered or scattered by the group's
-own copier, for which a ring is a pool like any other. Bytes are scattered only after their checksum has been verified,
-and both paths write the same checksum, so both may be used on the same file at any time (docs/adr/0007).
+In both, one half of the ring is filled by the files while the other is scattered by the group's own copier, for which a
+ring is a pool like any other. Bytes are scattered only after their checksum has been verified (docs/adr/0007).
 
 The direct path is used if cuFile is available, unless it was measured to be slower (`kv bench copy --file`). Chunks
 that it does not deliver completely go through the staged path; if that succeeds, this copier does not use the direct
@@ -18,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -27,11 +27,11 @@ from kv_core.errors import InputError
 from kv_core.extent import FileExtent, HostExtent
 from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
-from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed
+from kv_core.outcome import Damaged, Loaded, LoadOutcome, ReadFailed
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
 from kv_cuda.choose import BoundCopier, make_copier, measured
-from kv_cuda.copy.copy_paths import Direction, FileCopyPaths, file_copy_paths_file, read_file_copy_paths
+from kv_cuda.copy.copy_paths import FileCopyPaths, file_copy_paths_file, read_file_copy_paths
 from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.files.cufile import NoCuFile, find_cufile
 from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, OpenFile, Transfer, aligned_zeros
@@ -45,9 +45,10 @@ _MAX_OPEN_FILES: Final = 128
 
 
 def make_direct_copier(
-    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat
+    layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, directory: Path
 ) -> "DirectCopier":
-    """A direct copier with its own group copier, so that a thread may use it alongside the engine's.
+    """A direct copier for files of this directory, with its own group copier, so that a thread may use it alongside the
+    engine's.
 
     Raises:
         InputError: layout, tensors and format do not fit together.
@@ -55,7 +56,7 @@ def make_direct_copier(
     device = tensors[0].device
     copier = make_copier(layout, tensors, chunk_format)
     copy_paths = measured(device, file_copy_paths_file, read_file_copy_paths, FileCopyPaths())
-    return DirectCopier(copier, chunk_format, device, find_cufile(device), copy_paths=copy_paths)
+    return DirectCopier(copier, chunk_format, device, find_cufile(device, directory), copy_paths=copy_paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class _DirectChunk:
     """One chunk of a call.
 
     index: its index among the given extents.
-    file: its place, or the place reserved for it.
+    file: its place.
     copies: its copies; their extent is replaced by one in the ring.
     """
 
@@ -85,15 +86,13 @@ class _DirectChunk:
 
 
 _Failures = dict[int, Damaged | ReadFailed]
-_Transfer = Callable[["_Ring", Sequence[_DirectChunk], _Failures], None]
-"""Loads or stores chunks through a ring; the last argument receives reasons for failures, by the chunks' `index`."""
 
 
 class DirectCopier:
-    """Copies between files and the blocks of one group of layers. Calls block as long as file I/O does: make them on a
+    """Copies from files to the blocks of one group of layers. Calls block as long as file I/O does: make them on a
     thread that may wait, one by one.
 
-    Loads and stores run after everything in the calling thread's current stream at the time of the call.
+    Loads run after everything in the calling thread's current stream at the time of the call.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class DirectCopier:
 
     def load(
         self,
-        files: Sequence[FileExtent | None],
+        files: Sequence[FileExtent],
         block_ids: Sequence[int],
         *,
         block_tokens: int,
@@ -130,8 +129,8 @@ class DirectCopier:
     ) -> Carried:
         """Load the prompt's tokens `first_token … last_token` (excluding the last) into their slots.
 
-        files: one for each chunk that these tokens belong to; None if the chunk is absent. A chunk is read as a whole
-            even if only some of its tokens are wanted.
+        files: one for each chunk that these tokens belong to. A chunk is read whole even if only some of its tokens are
+            wanted.
         block_ids, block_tokens: as for `plan_transfer`.
 
         Raises:
@@ -140,37 +139,11 @@ class DirectCopier:
             CopyFailed: the device failed.
         """
         chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
-        if any(chunk.file.checksum is None for chunk in chunks):
-            raise InputError("an extent without a checksum is reserved room, with no chunk to load")
         events: list[CopyEvent] = [DoneEvent()]
-        failed = self._transfer_all(chunks, "load", lambda ring, batch, failed: events.extend(ring.load(batch, failed)))
-        outcomes: list[LoadOutcome] = [Absent()] * len(files)
-        for chunk in chunks:
-            outcomes[chunk.index] = failed.get(chunk.index, Loaded(chunk.file.nbytes))
+        failed = self._load_all(chunks, events)
+        outcomes: list[LoadOutcome] = [failed.get(chunk.index, Loaded(chunk.file.nbytes)) for chunk in chunks]
         # All events are in one queue, so the last one completes last.
         return Carried(outcomes, events[-1])
-
-    def store(
-        self, files: Sequence[FileExtent | None], block_ids: Sequence[int], *, block_tokens: int, first_chunk: int = 0
-    ) -> list[bytes | None]:
-        """Write chunks from their blocks, which must not change meanwhile; the checksum of each that was written.
-
-        files: extents for the prompt's chunks from `first_chunk` on, whole chunks only; None where there is none. The
-            result is what a tier's `commit` takes, which makes the chunks durable.
-
-        Raises:
-            InputError, ConfigError: as for `load`.
-            CopyFailed: the device failed, or does not allow these bytes to be kept. Nothing may be committed.
-        """
-        size = self._format.chunk_tokens
-        first_token, last_token = first_chunk * size, (first_chunk + len(files)) * size
-        chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
-        written: list[bytes | None] = [None] * len(files)
-        failed = self._transfer_all(chunks, "store", lambda ring, batch, failed: ring.store(batch, written, failed))
-        for index, failure in failed.items():
-            _log.warning("a chunk could not be written: %s", failure.reason)
-            written[index] = None
-        return written
 
     def close(self) -> None:
         """Wait for transfers in flight and release rings and files."""
@@ -199,15 +172,16 @@ class DirectCopier:
             sums = ChunkSums(device, self._format.nbytes, _half_chunks(self._format)).of
             ring = _Ring("files, direct", cufile, self._copier, self._format, device=device, sums=sums)
             ring.warm_up()
-        except (ImportError, InputError, OSError) as error:
+        except (ImportError, InputError, OSError, torch.OutOfMemoryError) as error:
             _log.warning("files are staged through host memory: %s", error)
             return None
         self._copier.attach_tensor(ring.name, ring.memory)
+        _log.info("files are read straight into the GPU, by cuFile")
         return ring
 
     def _chunks(
         self,
-        files: Sequence[FileExtent | None],
+        files: Sequence[FileExtent],
         block_ids: Sequence[int],
         block_tokens: int,
         first_token: int,
@@ -221,8 +195,6 @@ class DirectCopier:
             raise InputError(f"{len(files)} files for tokens {first_token} to {last_token}, in {len(numbers)} chunks")
         chunks = []
         for index, (number, file) in enumerate(zip(numbers, files, strict=True)):
-            if file is None:
-                continue
             if file.nbytes != nbytes:
                 raise InputError(f"an extent of {file.nbytes} bytes for chunks of {nbytes}")
             plan = plan_transfer(
@@ -237,18 +209,19 @@ class DirectCopier:
             chunks.append(_DirectChunk(index, file, plan.copies))
         return chunks
 
-    def _transfer_all(self, chunks: Sequence[_DirectChunk], direction: Direction, transfer: _Transfer) -> _Failures:
-        """Use the direct path where possible, the staged one for the rest and for failures. Returns why some failed."""
+    def _load_all(self, chunks: Sequence[_DirectChunk], events: list[CopyEvent]) -> _Failures:
+        """Use the direct path where possible, the staged one for the rest and for failures. Returns why some failed.
+        events: receives those of the scattered ones, in order."""
         failed_direct: _Failures = {}
         direct = self._direct
         remaining = list(chunks)
         if direct is not None:
-            batch = [chunk for chunk in chunks if self._may_go_direct(chunk.file, direction)]
-            transfer(direct, batch, failed_direct)
+            batch = [chunk for chunk in chunks if self._may_go_direct(chunk.file)]
+            events += direct.load(batch, failed_direct)
             arrived = {chunk.index for chunk in batch} - failed_direct.keys()
             remaining = [chunk for chunk in chunks if chunk.index not in arrived]
         failed: _Failures = {}
-        transfer(self._staged, remaining, failed)
+        events += self._staged.load(remaining, failed)
         direct_faults = [failure.reason for index, failure in failed_direct.items() if index not in failed]
         if direct is not None and direct_faults:
             _log.warning(
@@ -258,12 +231,12 @@ class DirectCopier:
             direct.close()
         return failed
 
-    def _may_go_direct(self, file: FileExtent, direction: Direction) -> bool:
-        return file.offset % PAGE_BYTES == 0 and self._copy_paths.takes_direct(direction, file.path)
+    def _may_go_direct(self, file: FileExtent) -> bool:
+        return file.offset % PAGE_BYTES == 0 and self._copy_paths.takes_direct(file.path)
 
 
 class _Ring:
-    """Two halves of memory that files fill and the copier empties in turn, or vice versa."""
+    """Two halves of memory that files fill and the copier empties in turn."""
 
     def __init__(
         self,
@@ -284,7 +257,6 @@ class _Ring:
         self._files, self._copier, self._format, self._sums = files, copier, chunk_format, sums
         self._half_chunks = _half_chunks(chunk_format)
         rows, row_bytes = 2 * self._half_chunks, _row_bytes(chunk_format)
-        # Zeros, because the padding written behind a chunk must not expose other data.
         self.memory = aligned_zeros(rows * row_bytes, device)
         self._rows = self.memory.view(rows, row_bytes)
         # The memory's previous user may still access it, and file transfers do not follow the device's queues.
@@ -294,7 +266,7 @@ class _Ring:
         files.register(self.memory)
         self._transfers: tuple[list[Transfer], list[Transfer]] = ([], [])
         self._free: list[CopyEvent] = [DoneEvent(), DoneEvent()]
-        self._open: OrderedDict[tuple[str, int, int, bool], OpenFile] = OrderedDict()
+        self._open: OrderedDict[tuple[str, int, int], OpenFile] = OrderedDict()
 
     def warm_up(self) -> None:
         """Compile the checksum's kernels now, which takes a second, rather than for the first chunk."""
@@ -307,28 +279,12 @@ class _Ring:
         with self._awaiting_transfers():
             for number, (half, batch) in enumerate(halves):
                 self._free[half].wait()
-                self._begin(half, batch, writing=False)
+                self._begin(half, batch)
                 if number:
                     events += self._scatter(*halves[number - 1], failed)
             if halves:
                 events += self._scatter(*halves[-1], failed)
         return events
-
-    def store(self, chunks: Sequence[_DirectChunk], written: list[bytes | None], failed: _Failures) -> None:
-        """written: receives the checksums, by the chunks' `index`, including those of chunks that fail."""
-        halves = self._halves(chunks)
-        with self._awaiting_transfers():
-            for number, (half, batch) in enumerate(halves):
-                self._free[half].wait()
-                first = half * self._half_chunks
-                self._copier.store(self._plan(list(enumerate(batch, first)))).wait()
-                for chunk, checksum in zip(batch, self._sums(self._rows[first : first + len(batch)]), strict=True):
-                    written[chunk.index] = checksum
-                self._begin(half, batch, writing=True)
-                if number:
-                    self._wait_for_chunks(*halves[number - 1], failed)
-            if halves:
-                self._wait_for_chunks(*halves[-1], failed)
 
     def close(self) -> None:
         self._copier.detach(self.name)  # waits for the copies
@@ -356,13 +312,11 @@ class _Ring:
                         transfer.wait()
                 transfers.clear()
 
-    def _begin(self, half: int, chunks: Sequence[_DirectChunk], *, writing: bool) -> None:
-        """Begin to move whole pages of every chunk between its file and its row."""
+    def _begin(self, half: int, chunks: Sequence[_DirectChunk]) -> None:
+        """Begin to read whole pages of every chunk into its row."""
         for row, chunk in enumerate(chunks, half * self._half_chunks):
             try:
-                file = self._open_file(chunk.file.path, writable=writing)
-                move = file.write if writing else file.read
-                transfer = move(self._rows[row], chunk.file.offset)
+                transfer = self._open_file(chunk.file.path).read(self._rows[row], chunk.file.offset)
             except OSError as error:
                 transfer = _FailedTransfer(error)
             self._transfers[half].append(transfer)
@@ -382,7 +336,7 @@ class _Ring:
                 failed[chunk.index] = ReadFailed(f"{path}: {error.strerror or error}")
                 continue
             if moved < nbytes:
-                failed[chunk.index] = Damaged(f"{path}: {moved} of {nbytes} bytes were moved")
+                failed[chunk.index] = Damaged(f"{path}: {moved} of {nbytes} bytes were read")
             else:
                 arrived.append((row, chunk))
         self._transfers[half].clear()
@@ -416,11 +370,11 @@ class _Ring:
         ]
         return TransferPlan(tuple(copies), self._format.chunk_tokens)
 
-    def _open_file(self, path: str, *, writable: bool) -> OpenFile:
+    def _open_file(self, path: str) -> OpenFile:
         """The open file: one for all its chunks, reopened when another file has replaced it."""
         status = os.stat(path)
-        key = (path, status.st_dev, status.st_ino, writable)
-        file = self._open.pop(key, None) or self._files.open(path, writable=writable)
+        key = (path, status.st_dev, status.st_ino)
+        file = self._open.pop(key, None) or self._files.open(path)
         self._open[key] = file
         if len(self._open) > _MAX_OPEN_FILES:  # more than a ring has chunks, so the oldest is not in use
             self._open.popitem(last=False)[1].close()

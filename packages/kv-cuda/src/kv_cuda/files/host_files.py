@@ -1,6 +1,6 @@
 """The file interface of the direct path, and its implementation by ordinary system calls.
 
-Moving bytes between a file and memory is an interface of three calls, so that cuFile (`kv_cuda.files.cufile`, device
+Reading bytes of a file into memory is an interface of few calls, so that cuFile (`kv_cuda.files.cufile`, device
 memory) and system calls (host memory) are interchangeable. A transfer starts at once and is waited for later. Any
 failure is an `OSError`; a transfer that ends early returns a short count.
 """
@@ -33,7 +33,7 @@ def aligned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Transfer(Protocol):
-    """A read or a write that has begun."""
+    """A read that has begun."""
 
     def wait(self) -> int:
         """The number of bytes moved: fewer than requested if the file ends.
@@ -48,15 +48,13 @@ class OpenFile(Protocol):
 
     def read(self, memory: torch.Tensor, offset: int) -> Transfer: ...
 
-    def write(self, memory: torch.Tensor, offset: int) -> Transfer: ...
-
     def close(self) -> None: ...
 
 
 class Files(Protocol):
     """Every call may raise `OSError`."""
 
-    def open(self, path: str, *, writable: bool) -> OpenFile: ...
+    def open(self, path: str) -> OpenFile: ...
 
     def register(self, memory: torch.Tensor) -> None:
         """Prepare this memory for many transfers."""
@@ -73,8 +71,8 @@ class HostFiles:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-files")
 
-    def open(self, path: str, *, writable: bool) -> OpenFile:
-        return _HostFile(path, self._threads, writable=writable)
+    def open(self, path: str) -> OpenFile:
+        return _HostFile(path, self._threads)
 
     def register(self, memory: torch.Tensor) -> None:
         return None
@@ -87,8 +85,8 @@ class HostFiles:
 
 
 class _HostFile:
-    def __init__(self, path: str, threads: ThreadPoolExecutor, *, writable: bool) -> None:
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+    def __init__(self, path: str, threads: ThreadPoolExecutor) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         self._threads = threads
         self._plain = os.open(path, flags)
         try:
@@ -101,9 +99,6 @@ class _HostFile:
 
     def read(self, memory: torch.Tensor, offset: int) -> Transfer:
         return _ThreadTransfer(self._threads, partial(_read, self._file(memory, offset), memory.numpy().data, offset))
-
-    def write(self, memory: torch.Tensor, offset: int) -> Transfer:
-        return _ThreadTransfer(self._threads, partial(_write, self._file(memory, offset), memory.numpy().data, offset))
 
     def close(self) -> None:
         for file in (self._plain, self._direct):
@@ -151,11 +146,4 @@ def _read(file: int, memory: memoryview, offset: int) -> int:
         done += nbytes
         if nbytes % PAGE_BYTES:  # only the file's end has such a length, and no uncached read may start there
             break
-    return done
-
-
-def _write(file: int, memory: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(memory):
-        done += os.pwritev(file, [memory[done:]], offset + done)
     return done

@@ -21,7 +21,7 @@ Measure how fast chunks move between pinned host memory and the GPU on each path
 engine and a ring, and by the driver's batched copies. The fastest path for each length of run is saved in a file,
 which the copier reads when an engine starts. Takes about a minute; nothing else should use the GPU meanwhile.
 
-With --file: between the files of a directory and the GPU, directly (GPUDirect Storage) or through pinned memory. Name
+With --file: from the files of a directory to the GPU, directly (GPUDirect Storage) or through pinned memory. Name
 the directory of your disk tier, or any on the same file system; a GiB is written there and removed.
 """
 
@@ -78,7 +78,7 @@ def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace
     from kv_cuda.files.cufile import NoCuFile, find_cufile
     from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
 
-    cufile = find_cufile(device)
+    cufile = find_cufile(device, args.file)
     if isinstance(cufile, NoCuFile):
         say(f"no direct path: {cufile.why}. {cufile.advice}".rstrip(), file=sys.stderr)
     measured = []

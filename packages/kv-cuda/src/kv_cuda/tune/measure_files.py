@@ -1,12 +1,13 @@
-"""Measures each path between a directory's files and this device, against plain copies and the host alone."""
+"""Measures each path from a directory's files to this device, against plain copies and the host alone."""
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError
 from kv_core.extent import FileExtent
 from kv_core.outcome import Loaded
@@ -24,10 +25,10 @@ CHUNKS = 16
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFile:
-    """One copy path in one direction, as medians.
+    """One copy path, as medians.
 
     gbps: GB/s.
-    limit_gbps: GB/s of the same bytes between the files and host memory, bypassing the page cache where the file
+    limit_gbps: GB/s of the same bytes from the files to host memory, bypassing the page cache where the file
         system can, without checksum or copy.
     """
 
@@ -60,60 +61,45 @@ def measure_files(
 
 
 def file_copy_paths_from(measured: Sequence[MeasuredFile]) -> FileCopyPaths:
-    """The faster path for each directory of which both were measured in both directions."""
-    rates: dict[str, dict[Direction, dict[FileCopyPath, float]]] = {}
+    """The faster path for each directory of which both were measured."""
+    rates: dict[str, dict[FileCopyPath, float]] = {}
     for measurement in measured:
-        rates.setdefault(measurement.directory, {}).setdefault(measurement.direction, {})[measurement.copy_path] = (
-            measurement.gbps
-        )
-    return FileCopyPaths({
-        directory: {direction: max(gbps, key=gbps.__getitem__) for direction, gbps in by_direction.items()}
-        for directory, by_direction in rates.items()
-        if len(by_direction) == 2 and all(len(gbps) == 2 for gbps in by_direction.values())
-    })  # fmt: skip
+        rates.setdefault(measurement.directory, {})[measurement.copy_path] = measurement.gbps
+    faster = {directory: max(gbps, key=gbps.__getitem__) for directory, gbps in rates.items() if len(gbps) == 2}
+    return FileCopyPaths(faster)
 
 
 def _measure(
     device: torch.device, path: Path, copy_path: FileCopyPath, files: Files | NoCuFile, sizes: Sizes
 ) -> Iterator[MeasuredFile]:
-    """Store, then load, by one path."""
+    """Load by one path."""
     directory = str(path.parent.parent.absolute())
     layout = sizes.layout(16) if 16 in sizes.block_tokens else sizes.layout(sizes.block_tokens[0])
     chunk_format = layout.canonical_format(sizes.chunk_tokens)
     cache = torch.ones((layout.layers, layout.blocks, layout.page_elements), dtype=torch.bfloat16, device=device)
     slot = PAGE_BYTES + -(-chunk_format.nbytes // PAGE_BYTES) * PAGE_BYTES
-    extents = [
-        FileExtent(str(path), number * slot + PAGE_BYTES, chunk_format.nbytes, None) for number in range(sizes.chunks)
-    ]
+    chunk = os.urandom(chunk_format.nbytes)
+    checksum = checksum_of(memoryview(chunk))
+    extents = []
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, sizes.chunks * slot)
+        for offset in range(PAGE_BYTES, sizes.chunks * slot, slot):
+            os.pwrite(file.fileno(), chunk, offset)
+            extents.append(FileExtent(str(path), offset, chunk_format.nbytes, checksum))
+        os.fsync(file.fileno())
     shuffled = torch.randperm(layout.blocks, generator=torch.Generator().manual_seed(7))
     table = shuffled[: sizes.chunks * sizes.chunk_tokens // layout.block_tokens].tolist()
-    total_bytes = sizes.chunks * chunk_format.nbytes
     copier = DirectCopier(make_copier(layout, list(cache), chunk_format), chunk_format, device, files)
     plain_file = _PlainFile(path, extents, slot - PAGE_BYTES)
     try:
-        checksums = copier.store(extents, table, block_tokens=layout.block_tokens)
-        plain_file.read()  # so that its writes below leave the chunks' bytes unchanged
-        written = [replace(extent, checksum=checksum) for extent, checksum in zip(extents, checksums, strict=True)]
-        moves: list[tuple[Direction, Callable[[], None], Callable[[], None]]] = [
-            ("store", lambda: _store(copier, extents, table, layout.block_tokens), plain_file.write),
-            ("load", lambda: _load(copier, written, table, layout.block_tokens), plain_file.read),
-        ]
-        for direction, copier_move, plain_move in moves:
-            copier_s, plain_s = paired_s(copier_move, plain_move)
-            if (copy_path == "direct") != copier.has_direct_path:
-                return  # the path failed, which is logged: other paths were measured in its place
-            gbps, limit_gbps = (total_bytes / seconds / 1e9 for seconds in (copier_s, plain_s))
-            yield MeasuredFile(directory, direction, copy_path, chunk_format.nbytes, gbps, limit_gbps)
+        copier_s, plain_s = paired_s(lambda: _load(copier, extents, table, layout.block_tokens), plain_file.read)
+        if (copy_path == "direct") != copier.has_direct_path:
+            return  # the path failed, which is logged: another was measured in its place
+        gbps, limit_gbps = (sizes.chunks * chunk_format.nbytes / seconds / 1e9 for seconds in (copier_s, plain_s))
+        yield MeasuredFile(directory, "load", copy_path, chunk_format.nbytes, gbps, limit_gbps)
     finally:
         copier.close()
         plain_file.close()
-
-
-def _store(copier: DirectCopier, extents: Sequence[FileExtent], table: list[int], block_tokens: int) -> None:
-    if None in copier.store(extents, table, block_tokens=block_tokens):
-        raise OSError("a chunk could not be written")
 
 
 def _load(copier: DirectCopier, files: Sequence[FileExtent], table: list[int], block_tokens: int) -> None:
@@ -125,23 +111,16 @@ def _load(copier: DirectCopier, files: Sequence[FileExtent], table: list[int], b
 
 
 class _PlainFile:
-    """All of the chunks' bytes at once between the file and the host."""
+    """All of the chunks' bytes at once from the file to the host."""
 
     def __init__(self, path: Path, extents: Sequence[FileExtent], nbytes: int) -> None:
         self._files, self._extents = HostFiles(), extents
-        self._file = self._files.open(str(path), writable=True)
+        self._file = self._files.open(str(path))
         self._memory = aligned_zeros(len(extents) * nbytes, torch.device("cpu")).view(len(extents), nbytes)
 
     def read(self) -> None:
         transfers = [
             self._file.read(row, extent.offset) for row, extent in zip(self._memory, self._extents, strict=True)
-        ]
-        for transfer in transfers:
-            transfer.wait()
-
-    def write(self) -> None:
-        transfers = [
-            self._file.write(row, extent.offset) for row, extent in zip(self._memory, self._extents, strict=True)
         ]
         for transfer in transfers:
             transfer.wait()

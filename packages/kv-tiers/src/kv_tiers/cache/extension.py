@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kv_core.clock import Clock
+from kv_core.coverage import ChunkShape
+from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
+from kv_core.service import Holder
 
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import Doubtful, HostTier
@@ -55,3 +58,43 @@ class Extension(Protocol):
 
     def detach(self) -> None:
         """The cache is about to be closed. It may wait for a bounded time."""
+
+
+@runtime_checkable
+class Straight(Extension, Protocol):
+    """An extension whose engine reads the files of one of the tiers itself, instead of having chunks promoted. Its
+    methods wait for nothing.
+
+    tier: the name of that tier.
+    """
+
+    tier: str
+
+    def find(
+        self,
+        keys: Sequence[ChunkKey],
+        shape: ChunkShape,
+        holder: Holder,
+        *,
+        hit: int,
+        lower: frozenset[int] | None,
+        pays: Callable[[tuple[str, int, int, int]], bool],
+    ) -> Sequence[FileExtent] | None:
+        """Where the chunks after the first `hit` are, leased to the holder until it ends or looks up others. Empty:
+        they are to be promoted. None: ask again.
+
+        lower: the numbers of the tiers that may be read; None: all. pays: whether to read this part, as for
+            `LowerTiers.worth`, instead of computing it.
+        """
+
+    def holding(self, keys: Sequence[ChunkKey], lower: frozenset[int] | None) -> set[ChunkKey]:
+        """Those that an engine has read in the files, where it finds them again: it need not store these."""
+
+    def renew(self, holder: Holder) -> bool | None:
+        """Whether what is leased to the holder may still be used: none of it was forgotten. None: nothing is."""
+
+    def end(self, holder: Holder) -> None:
+        """End the holder's lease."""
+
+    def forget(self, is_gone: Callable[[ChunkKey], bool]) -> None:
+        """These chunks are being forgotten: what is read of them must not be used."""

@@ -4,9 +4,9 @@ One lock guards the index, the policy and the leases; under it nothing waits and
 take longer: computing a chunk's checksum when it is committed to a named pool, and verifying it when an adopted chunk
 is first requested. Both run outside the lock, on slots that a lease keeps in place.
 
-Only chunks in the pool are ever promised. Chunks of lower tiers are promoted first (`kv_tiers.cache.promote`), and
-committed chunks are spilled automatically (`kv_tiers.cache.spill`). Leases are in `kv_tiers.cache.leases`, operators'
-verbs in `admin`.
+Only chunks in the pool are promised, and to an engine that reads files itself those in a tier's (`Straight`). Other
+chunks of lower tiers are promoted first (`kv_tiers.cache.promote`), and committed chunks are spilled automatically
+(`kv_tiers.cache.spill`). Leases are in `kv_tiers.cache.leases`, operators' verbs in `admin`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,7 @@ from kv_core.clock import Clock
 from kv_core.cost import Costs, Measured, Skipped, choose
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError
+from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
@@ -27,7 +28,7 @@ from kv_eviction.registry import DEFAULT_POLICY, make_policy
 from kv_eviction.shares import Shares
 
 from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
-from kv_tiers.cache.extension import CacheParts, Extension
+from kv_tiers.cache.extension import CacheParts, Extension, Straight
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
@@ -109,6 +110,9 @@ class LocalCache:
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
         self.extensions = (*extensions, *(lane.tier for lane, _ in lanes if isinstance(lane.tier, Extension)))
+        self._straight = next((extension for extension in extensions if isinstance(extension, Straight)), None)
+        if self._straight is not None:
+            self.lower.on_forgotten = self._straight.forget
         for extension in self.extensions:
             extension.attach(
                 CacheParts(
@@ -126,6 +130,7 @@ class LocalCache:
         wait_for_promotion: bool = False,
         costs: Costs | None = None,
         tiers: Sequence[str] | None = None,
+        reads_files: bool = False,
     ) -> LookupPlan:
         keys = list(keys)
         lower = self.lower.numbers(tiers)
@@ -150,7 +155,21 @@ class LocalCache:
                     break
             self._verify(doubtful)
         skipped: Skipped | None = None
-        if may_wait:
+        files: Sequence[FileExtent] | None = ()
+        if self._straight is not None and may_wait and reads_files:
+            pays = partial(self._pays, shape, hit.chunks, costs)
+            files = self._straight.find(keys, shape, holder, hit=hit.chunks, lower=lower, pays=pays)
+        elif self._straight is not None:
+            self._straight.end(holder)
+        if files is None:
+            plan = replace(plan, ended=Ended.PENDING)
+        elif files and self._straight is not None:
+            plan = _with_files(plan, files, self._straight.tier, requested)
+            if costs is not None:
+                plan = replace(plan, choice=choose(costs, shape.chunk_tokens, plan.chunks))
+            with self._lock:
+                self._count_lookup(keys, hit, shape, costs, plan)
+        elif may_wait:
             # The chunks promised so far stay leased meanwhile, so chunks that are promoted extend the hit.
             is_pending = self._promotions.is_pending(keys, shape, have, holder, now_s, costs=costs, lower=lower)
             with self._lock:
@@ -188,7 +207,10 @@ class LocalCache:
         with self._lock:
             self._begin(now_s)
             promise = self._leases.promise_of(holder)
-            if promise is None or self._index.any_forgotten(promise.slots):
+            in_files = None if self._straight is None else self._straight.renew(holder)
+            if promise is None:
+                return bool(in_files)
+            if in_files is False or self._index.any_forgotten(promise.slots):
                 return False
             self._leases.renew(promise, now_s)
             return True
@@ -210,12 +232,15 @@ class LocalCache:
         chain, lower = list(keys), self.lower.numbers(tiers)
         self._host.check_keys(chain)
         now_s = self._clock.now_s()
+        # What another engine waits for has to be in the pool.
+        in_files = set() if self._straight is None or hold_s > 0 else self._straight.holding(chain, lower)
         with self._lock:
             self._begin(now_s)
             if hold_s > 0 and not self._refuses_new:  # another engine waits for these, and the tier may be slow
                 self._promotions.yield_to(chain)
             prompt_slots = self._host.touch(chain)
             missing = self._index.not_held(chain) if len(prompt_slots) < len(chain) else []
+            missing = [key for key in missing if key not in in_files] if in_files else missing
             skipped: set[int] = set()
             protected = frozenset(prompt_slots)
             # What a lower tier may take, or another engine waits for, is stored whatever it is worth.
@@ -310,6 +335,8 @@ class LocalCache:
     def end(self, holder: Holder) -> None:
         with self._lock:
             self._promotions.end(holder)
+            if self._straight is not None:
+                self._straight.end(holder)
             reads, writes = self._leases.end(holder)
             for read in reads:
                 if read.kind == "load":
@@ -402,6 +429,12 @@ class LocalCache:
             with self._lock:
                 self.admin.unpin_forgotten()
 
+    def _pays(self, shape: ChunkShape, have: int, costs: Costs | None, part: tuple[str, int, int, int]) -> bool:
+        """Whether this part is worth waiting for, as far as that is known. Takes no lock."""
+        if costs is None or costs.compute is None:
+            return True
+        return self.lower.worth([part], shape, have, costs).chunks > have
+
     # The methods below are called under the lock unless they say otherwise.
 
     def _begin(self, now_s: float) -> None:
@@ -441,10 +474,10 @@ class LocalCache:
         own = own_chunks(costs, shape)
         self._totals.lookups += 1
         self._totals.chunks_asked += max(0, len(keys) // shape.keys_per_chunk - own)
-        self._totals.chunks_hit += max(0, hit.chunks - own)
+        self._totals.chunks_hit += max(0, plan.chunks - own)
         if shape.chunk_tokens > 1 and (plan.choice is None or plan.choice.chunks):  # as in `PLAIN`: unknown
             computed_tokens = 0 if costs is None else costs.computed_tokens
-            self._totals.tokens_saved += max(0, hit.chunks * shape.chunk_tokens - computed_tokens)
+            self._totals.tokens_saved += max(0, plan.chunks * shape.chunk_tokens - computed_tokens)
         promise = self._leases.promise_of(plan.holder)
         # While the lock was free, the promise may have ended, or some of its chunks may have been forgotten.
         if promise is not None and promise.slots is hit.slots and not self._index.any_forgotten(hit.slots):
@@ -511,3 +544,16 @@ class LocalCache:
                 self._totals.chunks_refused += len(slots)
             write.keys, write.slots = write.keys[:first], write.slots[:first]
         return len(slots)
+
+
+def _with_files(plan: LookupPlan, files: Sequence[FileExtent], tier: str, requested: int) -> LookupPlan:
+    """The plan of a hit in the pool, longer by chunks that the engine reads from a tier's files."""
+    chunks = plan.chunks + len(files)
+    return replace(
+        plan,
+        chunks=chunks,
+        ended=Ended.ALL_HELD if chunks == requested else Ended.ABSENT,
+        tiers=(*plan.tiers, *[tier] * len(files)),
+        prefix_chunks=chunks,
+        files=tuple(files),
+    )

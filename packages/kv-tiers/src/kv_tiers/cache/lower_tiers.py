@@ -1,6 +1,6 @@
 """The tiers below the host tier as one unit: their lanes in order, promotion and spilling."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from kv_core.clock import Clock
@@ -18,7 +18,7 @@ from kv_tiers.cache.worth import Part, Worth, worth_waiting
 from kv_tiers.config import ColdConfig
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.tier import ReadOnly, SupportsFileExtents
+from kv_tiers.tier import ReadOnly
 from kv_tiers.tier_state import SERVING, TierState
 
 _log = limited_logger(__name__)
@@ -51,6 +51,8 @@ class LowerTiers:
         self._wait_s = config.wait_s
         self._clock = clock
         self._boot: BootMeasurement | None = None
+        self.on_forgotten: Callable[[Callable[[ChunkKey], bool]], object] = lambda is_gone: None
+        """Called with what is being forgotten, under the host's lock or not."""
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
         self.spills = Spills(host, index, lanes, part=config.spill_share, batch_chunks=batch_chunks)
@@ -86,14 +88,17 @@ class LowerTiers:
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         """Remove these keys from all lower tiers."""
+        self.on_forgotten(set(keys).__contains__)
         for lane in self._lanes:
             lane.discard(keys)
 
     def clear(self) -> None:
+        self.on_forgotten(lambda key: True)
         for lane in self._lanes:
             lane.clear()
 
     def clear_tenant(self, tenant: bytes) -> None:
+        self.on_forgotten(lambda key: key.tenant == tenant)
         for lane in self._lanes:
             lane.clear_tenant(tenant)
 
@@ -138,17 +143,9 @@ class LowerTiers:
         wait_s = self._wait_s
         return worth_waiting(self._lanes, known, {}, shape=shape, have=have, best=best, costs=costs, max_wait_s=wait_s)
 
-    def files(self) -> dict[str, SupportsFileExtents]:
-        """The tiers that are up and let others move bytes between their files and elsewhere, by name, hottest first.
-
-        Calls to them bypass their lanes, so make them on a thread that may block. End their leases and commit their
-        reservations before the cache is closed.
-        """
-        return {
-            lane.name: lane.tier
-            for lane in self._lanes
-            if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0] in SERVING
-        }
+    def lane(self, number: int) -> Lane:
+        """The lane of the tier with this number."""
+        return self._lanes[number]
 
     def tiers_that(self, kind: type[Capability]) -> list[tuple[int, Capability]]:
         """The tiers with this optional capability, and their numbers. Calls to them bypass their lanes, so make them on

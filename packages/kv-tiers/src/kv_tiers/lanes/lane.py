@@ -221,6 +221,21 @@ class Lane:
         with self._changed:
             return self._jobs.room_for_stores if self._health() in SERVING else 0
 
+    def was_read(self, arrivals: Sequence[Arrival], nbytes: int, seconds: float) -> None:
+        """Others have read these chunks in the tier's own files: treat their outcomes as those of a load."""
+        failures = self._faults(arrivals)
+        loaded = sum(isinstance(arrival.outcome, Loaded) for arrival in arrivals)
+        with self._changed:
+            now_s = self._clock.now_s()
+            self._speed.began(-1, nbytes, now_s - seconds)
+            self._speed.ended(-1, now_s, loaded=loaded == len(arrivals), stored_bytes=nbytes)
+            self._counts.loaded += loaded
+            self._counts.seconds_loading += seconds
+            if loaded and not failures:
+                self._tracker.loaded()
+        if failures:
+            self._go_down("; ".join(failures))()
+
     def health(self) -> tuple[Health, str]:
         """The tier's health, and why; empty for a tier that is up, whatever it was before."""
         with self._changed:

@@ -199,7 +199,6 @@ class DiskTier(LendsExtents, IndexedTier):
         )
         LendsExtents.__init__(self, chunks)
         IndexedTier.__init__(self, chunks.index)
-        self._reads_failed = False
         self._drops_parts = config.when_full == "drop_parts"
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:

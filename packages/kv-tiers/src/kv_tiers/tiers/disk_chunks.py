@@ -173,14 +173,11 @@ class DiskChunks:
         stored_bytes: Sequence[int],
         parent: ChunkKey | None,
         decoded_bytes: Sequence[int] = (),
-        *,
-        durable: bool = False,
     ) -> list[Place | None]:
-        """Reserve places as far as there is room, and wipe the records of what they held.
+        """Reserve places as far as there is room, and wipe the records of what they held. The sync of the new chunks'
+        records makes the evictions durable, unless no chunk got a place: then this call does.
 
         decoded_bytes: as for `ExtentIndex`.
-        durable: return only once the evictions are durable. Otherwise the sync of the new chunks' records makes them
-            durable, unless no chunk got a place: then this call does.
 
         Raises:
             TierDown: records could not be wiped.
@@ -200,7 +197,7 @@ class DiskChunks:
             except OSError as error:
                 self.abort(taken)
                 raise self.down(error) from error
-        if (room.evicted or room.cut) and (durable or not taken):
+        if (room.evicted or room.cut) and not taken:
             with self.aborting(taken):
                 self.sync_all_wipes()
         return places
@@ -216,7 +213,10 @@ class DiskChunks:
     def make_ready(self, places: list[Place]) -> None:
         """Return once it is durable that no record vouches for what these places held, and their space is allocated.
         Places for which the medium has no space are removed from the list and withheld."""
-        self.refuse_vanished(places)
+        count = len(self.directories)
+        for number in {place.entry % count for place in places}:
+            if self.directories[number].has_vanished():
+                raise OSError(errno.ENOENT, "the directory was removed or replaced")
         self._records.sync_wipes(places)
         directories = self.directories
         without_space: list[Place] = []
@@ -235,12 +235,6 @@ class DiskChunks:
                     why = error.strerror or ""
         finally:
             self.withhold(places, without_space, why)
-
-    def refuse_vanished(self, places: Sequence[Place]) -> None:
-        count = len(self.directories)
-        for number in {place.entry % count for place in places}:
-            if self.directories[number].has_vanished():
-                raise OSError(errno.ENOENT, "the directory was removed or replaced")
 
     def withhold(self, places: list[Place], short: Sequence[Place], why: str) -> None:
         """Give these up because the medium has no space; they are removed from the list."""
