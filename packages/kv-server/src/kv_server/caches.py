@@ -39,6 +39,9 @@ _OPENING_S: Final = 5.0
 Format = tuple[tuple[int, ...], str]
 """The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
 
+QuotasSet = dict[tuple[Format | None, bytes], int | None]
+"""Quotas in bytes by format (None: all) and tenant."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -84,8 +87,7 @@ class Caches:
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
         self._drained: tuple[float, int | None] | None = None
-        self._quotas: dict[tuple[Format | None, bytes], int | None] = {}
-        """By format (None: all) and tenant, those that differ from the settings."""
+        self._quotas: QuotasSet = {}
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
 
     def by_format(self) -> dict[Format, LocalCache]:
@@ -136,17 +138,49 @@ class Caches:
                 self._set_quotas(opened.format, cache)
                 self._caches[opened.format] = cache
                 self._left_s[opened.format] = self._clock.now_s()
-                fingerprint = opened.format[1]
-                context = TierContext(cache.pool.chunk_bytes, cache.pool.slot_bytes, fingerprint)
-                side = peer_side(cache)
-                reads = side.reads(fingerprint)
-                self._for_peers[context.namespace] = cache, reads
                 if self._drained is not None:
-                    side.drain.begin(*self._drained)
-                if self.peers_address is not None:
-                    side.publish(reads, self.peers_address)
+                    peer_side(cache).drain.begin(*self._drained)
+                self.publish(opened.format, cache)
             news.append(opened)
         return news
+
+    def publish(self, wanted: Format, cache: LocalCache) -> None:
+        """Let other hosts find this cache, from now on or with tiers that were opened again."""
+        context = TierContext(cache.pool.chunk_bytes, cache.pool.slot_bytes, wanted[1])
+        side = peer_side(cache)
+        reads = side.reads(wanted[1])
+        self._for_peers[context.namespace] = cache, reads
+        if self.peers_address is not None:
+            side.publish(reads, self.peers_address)
+
+    def take_over(self, wanted: Format, handed_over: tuple[str, int, int], quotas: QuotasSet) -> LocalCache:
+        """A cache on another process's pool, to be filled by the caller, who then has it `publish`ed.
+
+        handed_over: as for `build_local_cache`. quotas: `quotas_set` there.
+
+        Raises:
+            ConfigError: the settings cannot be honoured.
+        """
+        self._quotas = dict(quotas)
+        cache = self._build(wanted, handed_over)
+        self._set_quotas(wanted, cache)
+        self._caches[wanted] = cache
+        self._left_s[wanted] = self._clock.now_s()
+        return cache
+
+    @property
+    def quotas_set(self) -> QuotasSet:
+        """The quotas that differ from the settings, by format (None: all) and tenant."""
+        return dict(self._quotas)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._drained is not None
+
+    @property
+    def is_changing(self) -> bool:
+        """A cache is being opened or closed."""
+        return bool(self._opening) or any(thread.is_alive() for thread in self._closing)
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
         """Drain every cache, including those that are opened from now on.
@@ -226,22 +260,30 @@ class Caches:
         _close(cache)
         self._on_idle_closed(cache_name(name))
 
+    def _build(self, wanted: Format, handed_over: tuple[str, int, int] | None = None) -> LocalCache:
+        """
+        Raises:
+            ConfigError: the settings cannot be honoured.
+        """
+        return build_local_cache(
+            self._config.host,
+            group_bytes=wanted[0],
+            fingerprint=wanted[1],
+            tiers=self._config.tiers,
+            cold=self._config.cold,
+            clock=self._clock,
+            shared=True,
+            tenants=self._config.tenants,
+            events=self._bus.source(cache_name(wanted), wanted[0]),
+            extensions=[PeerSide()],
+            handed_over=handed_over,
+        )
+
     def _open(self, wanted: Format) -> None:
         for thread in tuple(self._closing):
             thread.join()  # to free its memory, and its files if it has the same format
         try:
-            opened: LocalCache | wire.Failed = build_local_cache(
-                self._config.host,
-                group_bytes=wanted[0],
-                fingerprint=wanted[1],
-                tiers=self._config.tiers,
-                cold=self._config.cold,
-                clock=self._clock,
-                shared=True,
-                tenants=self._config.tenants,
-                events=self._bus.source(cache_name(wanted), wanted[0]),
-                extensions=[PeerSide()],
-            )
+            opened: LocalCache | wire.Failed = self._build(wanted)
         except OutOfThreadsError as error:
             opened = wire.Failed("refused", f"in this server {error}")
         except ConfigError as error:

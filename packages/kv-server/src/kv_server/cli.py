@@ -7,11 +7,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, TierDown
 from kv_core.log import limited_logger
 from kv_core.terminal import say
 from kv_tiers.build import check_settings
@@ -20,9 +21,13 @@ from kv_tiers.threads import OutOfThreadsError
 
 from kv_server.accepting import allow_descriptors
 from kv_server.config import ServerConfig, default_socket, server_config
-from kv_server.connection import PACKAGE
-from kv_server.http.start import open_http
+from kv_server.connection import PACKAGE, NobodyListens
+from kv_server.http.start import check_http, open_http
 from kv_server.server import CacheServer
+from kv_server.succession.taking_over import TakingOver, VanishedError
+
+if TYPE_CHECKING:
+    from kv_server.http.thread import HttpThread
 
 _log = limited_logger(__name__)
 
@@ -81,10 +86,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _config(args)
         check_settings(config.host, config.tiers)
         _allow_descriptors(config)
+        succession = _succession(config) if args.take_over else None
         # A signal between these two would leave the socket behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-        http = open_http(config.http)
-        server = CacheServer(config)
+        http = open_http(config.http) if succession is None else None
+        server = CacheServer(config, succession=succession)
+        if succession is not None:
+            try:
+                server.take_over()
+            except VanishedError as error:
+                _log.warning("%s", error)
+                succession = None
+                http = open_http(config.http)
+                server = CacheServer(config, address=server.address)
     except (ConfigError, OutOfThreadsError) as error:
         say(f"kv-server: {error}", file=sys.stderr)
         return 2
@@ -98,14 +112,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_with(args.owner, server)
     if args.parent is not None:
         _terminate_with(args.parent)
+    status = 0
     try:
         if http is not None:
             http.start(server)
+        if succession is None:
+            _announce(server, http, output)
     except OutOfThreadsError as error:
         say(f"kv-server: {error}", file=sys.stderr)
+        status = 2
         server.stop()
-        server.serve()  # which closes it
-        return 2
+    later = _Later(server, config, output)
+    if succession is not None:
+        later.start()
+    try:
+        server.serve()
+    except OutOfThreadsError as error:
+        say(f"kv-server: {error}", file=sys.stderr)
+        status = 2
+    for serving in (http, later.http):
+        if serving is not None:
+            serving.stop()
+    if server.is_passed_on:
+        sys.stdout = None
+        logging.shutdown()
+        os._exit(status)  # a thread may still wait for what this process no longer has
+    if args.own_directory:
+        with suppress(OSError):
+            server.socket_path.parent.rmdir()
+    return status
+
+
+class _Later(threading.Thread):
+    """What a server that has taken over does once the other process has ended, while it serves already."""
+
+    def __init__(self, server: CacheServer, config: ServerConfig, output: int | None) -> None:
+        super().__init__(name="kv-taken-over", daemon=True)
+        self.http: HttpThread | None = None
+        self._server, self._config, self._output = server, config, output
+
+    def run(self) -> None:
+        try:
+            self._server.alone()
+            self.http = open_http(self._config.http)
+            if self.http is not None:
+                self.http.start(self._server)
+        except TierDown:  # it has been stopped meanwhile
+            return
+        except (ConfigError, OutOfThreadsError) as error:
+            _log.error("nothing is served over HTTP: %s", error)
+            self.http = None
+        _announce(self._server, self.http, self._output)
+
+
+def _announce(server: CacheServer, http: "HttpThread | None", output: int | None) -> None:
     ready = ["READY", str(server.socket_path), str(os.getpid())]
     if http is not None:
         ready.append(http.url)
@@ -119,18 +179,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # the reader has gone; if it was our owner, a lifeline ends us
         _log.warning("no process reads the line that says that this server is ready: %s", error.strerror)
         sys.stdout = None  # or it would be flushed again when we end
-    status = 0
+
+
+def _succession(config: ServerConfig) -> TakingOver | None:
+    """None: there is no server to take over from.
+
+    Raises:
+        ConfigError: it refuses, or the settings cannot be honoured.
+    """
+    check_http(config.http)
     try:
-        server.serve()
-    except OutOfThreadsError as error:
-        say(f"kv-server: {error}", file=sys.stderr)
-        status = 2
-    if http is not None:
-        http.stop()
-    if args.own_directory:
-        with suppress(OSError):
-            server.socket_path.parent.rmdir()
-    return status
+        return TakingOver(config.socket_path())
+    except (NobodyListens, VanishedError) as why:
+        _log.warning("there is no server to take over from, so this one starts with empty pools: %s", why)
+        return None
 
 
 def _allow_descriptors(config: ServerConfig) -> None:
@@ -187,6 +249,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--owner", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--own-directory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the place of the server that listens there, with all that it holds and its clients (docs/scale.md)",
+    )
     parser.add_argument(
         "--detach", action="store_true", help="continue detached from the parent process, in a session of its own"
     )

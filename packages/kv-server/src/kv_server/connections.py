@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from kv_core.log import limited_logger
 from kv_tiers.threads import OutOfThreadsError
 
 from kv_server import wire
-from kv_server.orphans import close_descriptor, open_pidfd
+from kv_server.pidfds import close_descriptor, open_pidfd
 from kv_server.session import Session
 
 _log = limited_logger(__name__)
@@ -206,6 +206,29 @@ class Connections:
             close_descriptor(descriptor)
         client.unsent.clear()
         self._gone(client)
+
+    def detach(self, client: ClientConnection) -> socket.socket:
+        """Forget this client and return its socket, on which the caller goes on."""
+        del self._connections[client.number]
+        self._eager.pop(client.number, None)
+        self._unsettled.pop(client.number, None)
+        if client.events:
+            self._selector.unregister(client.socket)
+        close_descriptor(client.pidfd)
+        return client.socket
+
+    @property
+    def last_number(self) -> int:
+        """Of the last client."""
+        return self._last_number
+
+    def restore(self, clients: Sequence[ClientConnection], last_number: int) -> None:
+        """In a new object: go on with the clients of another process."""
+        self._last_number = last_number
+        for client in clients:
+            self._connections[client.number] = self._unsettled[client.number] = client
+            self._eager[client.number] = client  # requests of it may have arrived as a whole
+            self._watch(client)
 
     def greet(self, accepted: socket.socket) -> None:
         """Take over a connection that was accepted; it does not block."""

@@ -118,6 +118,17 @@ class Drain(Message, tag="drain"):
     max_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None
 
 
+class TakeOver(Message, tag="take_over"):
+    """Have the server pass everything on to this process, which takes its place. `Done`: it is willing, and the
+    connection has another protocol from now on (`kv_server.succession`).
+
+    format: the version of what is passed on.
+    """
+
+    format: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    package: Name
+
+
 class Explain(Message, tag="explain"):
     """Queries what happened to a prompt's chunks, in every key space and tenant that the caches remember.
 
@@ -237,7 +248,7 @@ class ChangesSince(Message, tag="changes_since"):
 Watched = Allocated | MeasuredSamples
 Stored = BeginStore | Commit | Release | Forget | Taken
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
-Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | Explain | Verb
+Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | TakeOver | Explain | Verb
 
 # Answers.
 
@@ -459,6 +470,11 @@ class Frames:
 
     def feed(self, data: bytes) -> None:
         self._arrived += data
+
+    @property
+    def arrived(self) -> bytes:
+        """What has arrived and was not read."""
+        return bytes(self._arrived)
 
     def next(self) -> bytes | None:
         """The next message's body; None: it has not fully arrived.

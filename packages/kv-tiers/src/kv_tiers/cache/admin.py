@@ -112,6 +112,10 @@ class Administration:
         with self._host.lock:
             return {name: len(slots) for name, slots in self._pins.items()}
 
+    def pinned(self) -> dict[str, list[int]]:
+        """The slots of each pin. Under the lock."""
+        return self._pins
+
     def unpin_forgotten(self) -> None:
         """End the pins of chunks that were forgotten. Called under the lock."""
         self._holds.drop_forgotten()

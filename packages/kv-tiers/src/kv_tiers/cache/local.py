@@ -108,14 +108,15 @@ class LocalCache:
         self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
-        self.extensions = (*extensions, *(lane.tier for lane, _ in lanes if isinstance(lane.tier, Extension)))
-        for extension in self.extensions:
-            extension.attach(
-                CacheParts(
-                    self._host, self._index, self.lower, self.holds, self._clock,
-                    verify=self._verify, refuse_new=self._refuse_new, fetch_held=self._fetch_held,
-                )
-            )  # fmt: skip
+        self._own_extensions = tuple(extensions)
+        self.parts = CacheParts(
+            self._host, self._index, self.lower, self.holds, self._leases, self._totals, self._bounded, self._clock,
+            verify=self._verify, refuse_new=self._refuse_new, fetch_held=self._fetch_held,
+        )  # fmt: skip
+        """For extensions, and for whoever passes the cache on to another process."""
+        for extension in self._own_extensions:
+            extension.attach(self.parts)
+        self.extensions = self._own_extensions + self._attach_tiers()
 
     def lookup(
         self,
@@ -168,6 +169,17 @@ class LocalCache:
                 )
             )
         return plan
+
+    def _attach_tiers(self) -> tuple[Extension, ...]:
+        tiers = tuple(tier for _, tier in self.lower.tiers_that(Extension))  # type: ignore[type-abstract]
+        for tier in tiers:
+            tier.attach(self.parts)
+        return tiers
+
+    def reopen_tiers(self) -> None:
+        """After `LowerTiers.pause`: make the tiers again and go on with them. It may wait for each, as at the start."""
+        self.lower.reopen()
+        self.extensions = self._own_extensions + self._attach_tiers()
 
     @property
     def tiers(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 from kv_core.clock import Clock
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
+from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
@@ -169,6 +170,42 @@ class LowerTiers:
     def drain(self, timeout_s: float) -> None:
         """Spill everything that is pending, as far as time allows."""
         self.spills.drain(timeout_s)
+
+    def pause(self, timeout_s: float) -> bool:
+        """Close the tiers until `reopen`: nothing is found there, and what is to be stored or removed there waits.
+
+        timeout_s: of calls that are in progress, for each tier. False: one has not returned; it may be called again.
+        """
+        if self._boot is not None:
+            self._boot.stop()
+            self._boot.join()
+        with self._host.lock:
+            self.upgrades.stop()
+        closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, as in `close`
+        return all(closed)
+
+    def reopen(self) -> None:
+        for lane in self._lanes:
+            try:
+                lane.reopen()
+            except ConfigError as error:
+                _log.warning("tier %s stays closed: %s", lane.name, error)
+        with self._host.lock:
+            self.upgrades.resume()
+
+    def removals(self) -> list[tuple[bool, list[bytes], list[ChunkKey]]]:
+        """By tier, what it has still to remove (`Lane.removals`)."""
+        return [lane.removals() for lane in self._lanes]
+
+    def restore_removals(self, number: int, removals: tuple[bool, list[bytes], list[ChunkKey]]) -> None:
+        """In a new cache: the tier of this number has still to remove these."""
+        is_clearing, tenants, keys = removals
+        lane = self._lanes[number]
+        if is_clearing:
+            lane.clear()
+        for tenant in tenants:
+            lane.clear_tenant(tenant)
+        lane.discard(keys)
 
     def close(self, timeout_s: float) -> bool:
         """Drain, then close. False: a tier still uses memory of the pool in a call that does not return."""

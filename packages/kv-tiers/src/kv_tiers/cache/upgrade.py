@@ -98,7 +98,7 @@ class Upgrades:
             if len(lane.divisors) > 1:
                 host.watcher = self
                 lane.when_idle = partial(self._next, number)
-        self._adopt()
+        self.adopt()
 
     @property
     def approximations(self) -> int:
@@ -158,7 +158,18 @@ class Upgrades:
         for wanted in self._wanted:
             wanted.clear()
 
-    def _adopt(self) -> None:
+    def resume(self) -> None:
+        """Upgrade again what `stop` left."""
+        self._stopped = False
+        for slot, approximation in self._by_slot.items():
+            self._wanted[approximation.tier][slot] = approximation
+        self._wake_lanes(range(len(self._lanes)))
+
+    def parts(self) -> dict[int, int]:
+        """By slot, the number of first parts from which each approximation was decoded."""
+        return {slot: approximation.parts for slot, approximation in self._by_slot.items()}
+
+    def adopt(self) -> None:
         """Request the remainder of adopted approximations from the first tier that has parts, as their own tier is not
         known. Without the lock, before the cache is in use.
         """

@@ -23,7 +23,7 @@ import msgspec
 from kv_core.clock import Clock
 from kv_core.log import limited_logger
 
-from kv_tiers.events.changes import ChangeLog, Changes
+from kv_tiers.events.changes import Change, ChangeLog, Changes
 from kv_tiers.events.events import Event
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.threads import must_start
@@ -77,6 +77,15 @@ class Source:
             self._changes = ChangeLog()
             self.on = True
         return self._changes.since(upto)
+
+    def record(self) -> tuple[int, tuple[Change, ...]] | None:
+        """The record that `changes_since` reads, and where it ends; None: nobody has asked for one."""
+        since = None if self._changes is None else self._changes.since(0)
+        return None if since is None else (since.upto, since.changes)
+
+    def restore(self, upto: int, changes: Sequence[Change]) -> None:
+        """In a new source: go on with the `record` of another."""
+        self._changes, self.on = ChangeLog.restored(upto, changes), True
 
 
 class Occurred(msgspec.Struct, frozen=True):

@@ -179,7 +179,14 @@ class HostPool:
 
     @classmethod
     def shared(
-        cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), core_dump: bool = False
+        cls,
+        name: str,
+        chunk_bytes: int,
+        slots: int,
+        *,
+        group_bytes: Sequence[int] = (),
+        core_dump: bool = False,
+        descriptor: int = -1,
     ) -> "HostPool":
         """A pool without a name in any file system; a process that receives `descriptor` can map it too.
 
@@ -187,15 +194,21 @@ class HostPool:
         sealed against truncation and growth, so that no process can take pages from under another.
 
         chunk_bytes, group_bytes, core_dump: as for `anonymous`.
+        descriptor: of the pool of this name and size that another process hands over; -1: it is a new one. It is the
+            pool's from now on.
 
         Raises:
             ConfigError: not enough memory.
         """
         nbytes = _check_size(name, chunk_bytes, slots)
-        file, is_sealed = _open_unnamed(name)
+        is_new = descriptor < 0
+        file, is_sealed = _open_unnamed(name) if is_new else (descriptor, hasattr(os, "memfd_create"))
         try:
-            os.ftruncate(file, nbytes)
-            if is_sealed:
+            if is_new:
+                os.ftruncate(file, nbytes)
+            elif os.fstat(file).st_size != nbytes:
+                raise OSError(errno.EINVAL, "it has another size")
+            if is_new and is_sealed:
                 fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             pool = cls(
                 name,
@@ -329,6 +342,11 @@ class HostPool:
     def place(self, slot: int) -> int:
         """The position of this slot in `view`, counted in slots, which is also that of its record in the directory."""
         return self._places.at(slot)
+
+    @property
+    def moved(self) -> dict[int, int]:
+        """The places of the slots that are not where they were initially."""
+        return self._places.moved
 
     def swap(self, first: int, second: int) -> None:
         """Exchange the places of two slots: each then has the other's bytes, which stay where they are in memory."""
