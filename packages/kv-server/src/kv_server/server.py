@@ -457,7 +457,7 @@ class CacheServer:
             TierDown: the same, and why.
         """
         assert self._passing is not None
-        channel, until_s = self._passing.channel, time.monotonic() + STOPPED_S
+        channel, stopped_s = self._passing.channel, time.monotonic()
         for client in self._connections.all():
             if client.is_ending or any(descriptor >= 0 for _, descriptor in client.unsent):
                 self._connections.drop(client)
@@ -472,11 +472,12 @@ class CacheServer:
                 images,
                 [_orphan_image(token, one, formats[id(one.cache)]) for token, one in orphans.items()],
                 self._connections.last_number,
+                stopped_s,
             )
             descriptors = [number for client in clients for number in (client.socket.fileno(), client.pidfd)]
             descriptors += [one.pidfd for one in orphans.values()]
             channel.send(rest, [number for number in descriptors if number >= 0], within_s=STOPPED_S)
-            self._is_passed_on = channel.is_taken(within_s=until_s - time.monotonic())
+            self._is_passed_on = channel.is_taken(within_s=stopped_s + STOPPED_S - time.monotonic())
             if self._is_passed_on:
                 self.is_stopping = True
                 for one in passed:
@@ -583,6 +584,9 @@ class CacheServer:
         for image, rest_of_it in zip(self._succession.prepared.pools, rest.caches, strict=True):
             restore_tiers(self.caches[image.format], rest_of_it)
         self._answer_waiting(wire.Register | wire.Explain)
+        text = "taken over, with %d chunks and %d clients, which have waited for %.1f ms"
+        chunks = sum(cache.counts().chunks_resident for cache in self.caches.values())
+        _log.info(text, chunks, len(rest.clients), 1e3 * (time.monotonic() - rest.stopped_s))
 
     def alone(self) -> None:
         """On another thread, while this server serves: wait until the server that it took over from has ended, and

@@ -63,10 +63,11 @@ class OrphanImage(msgspec.Struct):
 class Remainder(msgspec.Struct):
     """The last part. The old process does nothing from here on, unless it refuses.
 
-    caches: in the order of `Prepared.pools`. last_number: of a client.
+    caches: in the order of `Prepared.pools`. last_number: of a client. stopped_s: since when, by the monotonic clock.
     """
 
     caches: list[CacheImage]
     clients: list[ClientImage]
     orphans: list[OrphanImage]
     last_number: int
+    stopped_s: float
