@@ -29,9 +29,10 @@ def close_descriptor(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def is_gone(pidfd: int) -> bool:
+def is_gone(pidfd: int, *, within_s: float = 0.0) -> bool:
+    """within_s: wait until then: a process that ends closes what it has open a moment before."""
     if pidfd < 0:
         return False
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(within_s * 1000))

@@ -12,6 +12,7 @@ from kv_server.succession.channel import FORMAT, Channel
 from kv_server.succession.messages import Begin, Prepared, Ready, Remainder
 
 _ASKED_S: Final = 10.0
+_GONE_S: Final = 2.0
 
 
 class VanishedError(TierDown):
@@ -84,6 +85,6 @@ class TakingOver:
         self._pidfd = -1
 
     def _not_taken(self, why: str) -> ConfigError | VanishedError:
-        if is_gone(self._pidfd):
+        if is_gone(self._pidfd, within_s=_GONE_S):
             return VanishedError("the server has died before this process could take over; it starts empty")
         return ConfigError(f"the server at this socket is not taken over, and goes on: {why}")
