@@ -30,7 +30,7 @@ from kv_tiers.testing.tier_contract import content
 
 SLOTS = 12
 LEASE_S = 50.0
-branches, lengths, holders = st.integers(0, 4), st.integers(1, 4), st.sampled_from(["1/a", "1/b", "2l", "job"])
+branches, lengths, holders = st.integers(0, 3), st.integers(1, 4), st.sampled_from(["1/a", "1/b", "2l", "job"])
 
 
 def cross(message: Any, kind: Any) -> Any:
@@ -62,7 +62,7 @@ class PassedOn(RuleBasedStateMachine):
         return LocalCache(pool, lease_s=LEASE_S, clock=self.clock, events=EventBus().source("c", (CHUNK_BYTES,)))
 
     def keys(self, branch: int, length: int) -> list[ChunkKey]:
-        return key_chain(length, branch=str(branch), salt="ann" if branch == 4 else None)
+        return key_chain(length, branch=str(branch), salt="ann" if branch == 3 else None)
 
     @rule(branch=branches, length=lengths, holder=holders)
     def ask(self, branch: int, length: int, holder: str) -> None:
@@ -78,6 +78,11 @@ class PassedOn(RuleBasedStateMachine):
     def store(self, branch: int, length: int, holder: str, hold_s: float) -> None:
         lease = self.cache.begin_store(self.keys(branch, length), holder, hold_s=hold_s)
         self.writes[lease.id] = lease
+
+    @rule(branch=branches)
+    def put(self, branch: int) -> None:
+        self.store(branch, 4, "1/a", 0.0)
+        self.finish_store(-1, gives_up=False)
 
     @rule(number=st.integers(0, 100), gives_up=st.booleans())
     def finish_store(self, number: int, gives_up: bool) -> None:
@@ -152,7 +157,7 @@ class PassedOn(RuleBasedStateMachine):
     def seen(self, cache: LocalCache) -> object:
         """All that anyone can see, after what ends by the clock has ended."""
         counts = cache.counts()
-        keys = [self.keys(branch, 4) for branch in range(5)]
+        keys = [self.keys(branch, 4) for branch in range(4)]
         return (
             counts,
             sorted(cache.admin.resident_keys()),
@@ -191,4 +196,4 @@ class PassedOn(RuleBasedStateMachine):
 
 
 TestPassedOn = PassedOn.TestCase
-TestPassedOn.settings = settings(deadline=None, stateful_step_count=40, max_examples=60)
+TestPassedOn.settings = settings(deadline=None, stateful_step_count=60, max_examples=100)
