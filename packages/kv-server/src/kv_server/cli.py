@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _announce(server, http, output)
     except OutOfThreadsError as error:
         say(f"kv-server: {error}", file=sys.stderr)
-        status = 2
+        status, http = 2, None
         server.stop()
     later = _Later(server, config, output)
     if succession is not None:
