@@ -13,7 +13,7 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_server import ServerConfig, wire
-from kv_server.caches import Caches, Format
+from kv_server.caches import Caches
 from kv_server.connection import ask_server
 from kv_server.drain.state import DrainState
 from kv_server.http.jobs import MAX_RUNNING, PrefixJobs
@@ -24,6 +24,7 @@ from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import Follow, Followed, Given, PeerHeld, PeerStream, PeerTaken, Request, unpack_keys
 from kv_server.server import CacheServer
+from kv_server.wire import Format
 from kv_testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,

@@ -10,8 +10,10 @@ not.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
 from typing import Final
 
 from kv_core.clock import Clock
@@ -23,6 +25,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.host_port import HostPort
 from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.threads import OutOfThreadsError, join_all, must_start
 from kv_tiers.tier import TierContext
 
@@ -30,25 +33,26 @@ from kv_server import wire
 from kv_server.config import ServerConfig
 from kv_server.peers.reads import PeerReads
 from kv_server.peers.side import PeerSide, peer_side
+from kv_server.succession.kept import KeptIndex, image_of_kept, kept_path, open_kept, restore_kept, write_index
+from kv_server.succession.messages import OrphanImage, QuotasSet
+from kv_server.wire import Format
 
 _log = limited_logger(__name__)
 
 _OPENING_S: Final = 5.0
 """How long `close` waits for caches that are being opened. A large disk takes minutes, and no chunk is in its pool."""
 
-Format = tuple[tuple[int, ...], str]
-"""The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
-
-QuotasSet = dict[tuple[Format | None, bytes], int | None]
-"""Quotas in bytes by format (None: all) and tenant."""
-
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The outcome of opening a new format's cache: the cache, or why there is none."""
+    """The outcome of opening a new format's cache: the cache, or why there is none.
+
+    orphans: what clients of an earlier server may still be copying there.
+    """
 
     format: Format
     cache: LocalCache | wire.Failed
+    orphans: Sequence[OrphanImage] = ()
 
 
 def cache_name(wanted: Format) -> str:
@@ -214,17 +218,17 @@ class Caches:
         for chunk_format in affected:
             self._quotas[chunk_format, tenant] = quota_bytes
 
-    def close(self) -> None:
+    def close(self, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, then close. Takes at most some seconds per cache. One that is still being opened
-        closes itself later."""
+        closes itself later. orphans: what clients may still be copying."""
         join_all(self._opening.values(), _OPENING_S)
         for thread in self._closing:
             thread.join()
         with self._end:
             self._is_closed = True
         self.opened()
-        for cache in self._caches.values():
-            _close(cache)
+        for wanted, cache in self._caches.items():
+            self._close_cache(wanted, cache, [orphan for orphan in orphans if orphan.format == wanted])
 
     def _set_quotas(self, wanted: Format, cache: LocalCache) -> None:
         """In a new cache, which is used even if its pool cannot provide them."""
@@ -257,8 +261,34 @@ class Caches:
         return True
 
     def _close_one(self, name: Format, cache: LocalCache) -> None:
-        _close(cache)
+        self._close_cache(name, cache)
         self._on_idle_closed(cache_name(name))
+
+    def _kept_path(self, wanted: Format) -> Path | None:
+        """Of the file of this cache's pool; None: it has none."""
+        name = self._config.host.name
+        return kept_path(name, cache_name(wanted)) if name else None
+
+    def _open_kept(self, wanted: Format) -> tuple[tuple[str, int, int], KeptIndex | None] | None:
+        """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        path = self._kept_path(wanted)
+        slots = self._config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
+        if path is None or slots < 1:
+            return None
+        opened = open_kept(path, wanted, slots)
+        name = f"kept-{token_hex(8)}" if opened.index is None else opened.index.pool.name
+        return (name, slots, opened.descriptor), opened.index
+
+    def _close_cache(self, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage] = ()) -> None:
+        """Complete pending spills, and leave a pool with a name to the next server."""
+        path = self._kept_path(wanted)
+        kept = None if path is None else image_of_kept(path, wanted, cache, orphans)
+        if _close(cache) and path is not None and kept is not None:
+            write_index(path, kept)
 
     def _build(self, wanted: Format, handed_over: tuple[str, int, int] | None = None) -> LocalCache:
         """
@@ -282,8 +312,13 @@ class Caches:
     def _open(self, wanted: Format) -> None:
         for thread in tuple(self._closing):
             thread.join()  # to free its memory, and its files if it has the same format
+        orphans: list[OrphanImage] = []
         try:
-            opened: LocalCache | wire.Failed = self._build(wanted)
+            kept = self._open_kept(wanted)
+            opened: LocalCache | wire.Failed = self._build(wanted, kept and kept[0])
+            if kept is not None and kept[1] is not None and isinstance(opened, LocalCache):
+                restore_kept(opened, kept[1])
+                orphans = kept[1].orphans
         except OutOfThreadsError as error:
             opened = wire.Failed("refused", f"in this server {error}")
         except ConfigError as error:
@@ -294,15 +329,15 @@ class Caches:
         with self._end:
             is_late = self._is_closed
             if not is_late:
-                self._opened.append(Opened(wanted, opened))
+                self._opened.append(Opened(wanted, opened, orphans))
         if not is_late:
             self._wake()
         elif isinstance(opened, LocalCache):
-            _close(opened)
+            self._close_cache(wanted, opened, orphans)
 
 
-def _close(cache: LocalCache) -> None:
-    """Complete pending spills, and log what the cache achieved."""
+def _close(cache: LocalCache) -> bool:
+    """Complete pending spills, and log what the cache achieved. False: a tier may still use the pool."""
     counts = cache.counts()
     _log.info(
         "the KV cache is closed: %d lookups found %d of %d chunks, and %d chunks entered the pool",
@@ -312,3 +347,5 @@ def _close(cache: LocalCache) -> None:
         cache.close()
     except BufferError as error:
         _log.warning("%s", error)  # the memory is freed when the process ends
+        return False
+    return True

@@ -30,11 +30,12 @@ from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort
 from kv_tiers.threads import OutOfThreadsError, must_start
+from msgspec.structs import replace
 
 from kv_server import facts, wire
 from kv_server.accepting import Acceptor
 from kv_server.address import ListeningSocket
-from kv_server.caches import Caches, Format, Opened
+from kv_server.caches import Caches, Opened
 from kv_server.config import ServerConfig
 from kv_server.connection import PACKAGE
 from kv_server.connections import ClientConnection, Connections, turn_away
@@ -51,6 +52,7 @@ from kv_server.succession.image import Passed, end_others, restore_cache, restor
 from kv_server.succession.messages import ClientImage, OrphanImage, Remainder
 from kv_server.succession.passing_on import STOPPED_S, PassingOn
 from kv_server.succession.taking_over import TakingOver
+from kv_server.wire import Format
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -567,14 +569,7 @@ class CacheServer:
                 client.session.restore(image.session)
             clients.append(client)
         orphans = {
-            image.token: Orphan(
-                self.caches[image.format],
-                image.leases,
-                image.pid,
-                next(left) if image.has_pidfd else -1,
-                image.lost_s,
-                image.unmapped_s,
-            )
+            image.token: _orphan_of(image, self.caches[image.format], next(left) if image.has_pidfd else -1)
             for image in rest.orphans
         }
         return clients, orphans
@@ -667,6 +662,9 @@ class CacheServer:
         self._wake_reader.recv(4096)
         self._mailbox.drain()
         for opened in self.formats.opened():
+            for image in opened.orphans:
+                if isinstance(opened.cache, LocalCache):
+                    self._orphans.restore(image.token, _orphan_of(image, opened.cache, -1))
             for client in self._connections.all():
                 match client.waiting:
                     case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
@@ -694,9 +692,14 @@ class CacheServer:
         self._mailbox.close()
         for client in [] if self._is_passed_on else self._connections.all():
             self._connections.drop(client)
+        formats = {id(cache): wanted for wanted, cache in self.caches.items()}
+        orphans = [
+            replace(_orphan_image(token, one, formats[id(one.cache)]), has_pidfd=False)
+            for token, one in self._orphans.all().items()
+        ]
         self._orphans.close()
         if not self._is_passed_on:  # else the pools and what is in them are the other process's
-            self.formats.close()
+            self.formats.close(orphans)
         self.bus.close()
         self._selector.close()
         self._wake_reader.close()
@@ -725,6 +728,10 @@ def _image_of(client: ClientConnection) -> ClientImage:
 
 def _orphan_image(token: bytes, orphan: Orphan, wanted: Format) -> OrphanImage:
     return OrphanImage(token, wanted, orphan.leases, orphan.pid, orphan.pidfd >= 0, orphan.lost_s, orphan.unmapped_s)
+
+
+def _orphan_of(image: OrphanImage, cache: LocalCache, pidfd: int) -> Orphan:
+    return Orphan(cache, image.leases, image.pid, pidfd, image.lost_s, image.unmapped_s)
 
 
 def _open_peers(config: PeersConfig, caches: Caches) -> "PeerServer | None":

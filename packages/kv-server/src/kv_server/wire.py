@@ -44,6 +44,8 @@ GroupBytes = Annotated[
     tuple[Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)], ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)
 ]
 """By group, the size of its chunks."""
+Format = tuple[tuple[int, ...], str]
+"""The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
 CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 

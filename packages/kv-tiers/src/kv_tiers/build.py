@@ -74,9 +74,7 @@ def build_local_cache(
         )
     quotas = quotas_of(tenants)
     policy = make_policy(config.policy, max(1, slots - sum(quotas.values()) // slot_bytes_for(chunk_bytes)))
-    if config.name and shared:
-        raise ConfigError(f"a pool that a server shares has no name; leave out name: {config.name}")
-    if config.name:
+    if config.name and not shared:
         pool = HostPool.named(
             config.name,
             chunk_bytes,

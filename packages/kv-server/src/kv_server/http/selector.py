@@ -6,9 +6,9 @@ import msgspec
 from kv_tiers.cache.local import LocalCache
 from msgspec import UNSET, Meta, UnsetType
 
-from kv_server.caches import Format
 from kv_server.http.problem import Problem
 from kv_server.http.relay import Relay
+from kv_server.wire import Format
 
 
 class FormatSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

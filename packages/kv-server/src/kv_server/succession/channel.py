@@ -20,6 +20,7 @@ FORMAT: Final = 1
 _HEADER: Final = struct.Struct("<QI")
 _AT_ONCE: Final = 128
 """Descriptors in one system call; Linux allows 253."""
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=bytes)  # of keys
 _TAKEN: Final = b"T"
 _REFUSED: Final = b"N"
 
@@ -31,7 +32,6 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=bytes)  # of keys
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = (), *, within_s: float = 30.0) -> None:
         """The other process gets descriptors of its own.
@@ -39,7 +39,7 @@ class Channel:
         Raises:
             TierDown: the other process has ended, or does not read.
         """
-        body = self._encoder.encode(message)
+        body = encoded(message)
         try:
             self._socket.settimeout(within_s)
             self._socket.sendall(_HEADER.pack(len(body), len(descriptors)))
@@ -67,7 +67,7 @@ class Channel:
                 descriptors += some
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
-            return msgspec.msgpack.decode(self._read(nbytes, until_s), type=kind, dec_hook=_decoded), descriptors
+            return decoded(self._read(nbytes, until_s), kind), descriptors
         except (OSError, TierDown, msgspec.DecodeError, UnicodeDecodeError) as error:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -125,5 +125,14 @@ class Channel:
         return bytes(data)
 
 
-def _decoded(kind: type, value: object) -> object:
-    return kind(value)
+def encoded(message: msgspec.Struct) -> bytes:
+    """With keys in it."""
+    return _ENCODER.encode(message)
+
+
+def decoded(body: bytes, kind: type[M]) -> M:
+    """
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: it is not of this kind.
+    """
+    return msgspec.msgpack.decode(body, type=kind, dec_hook=lambda wanted, value: wanted(value))

@@ -17,7 +17,7 @@ from kv_tiers.events.changes import Change
 from kv_tiers.index.journal import Journal
 from kv_tiers.pool.directory import slots_least_worth_first
 
-from kv_server.caches import Format
+from kv_server.wire import Format
 
 _OF_A_SESSION: Final = re.compile(r"\d+(l|/.*)", re.DOTALL)
 """The holders of clients (`kv_server.session`)."""

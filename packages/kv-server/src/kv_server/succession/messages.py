@@ -3,9 +3,12 @@
 import msgspec
 
 from kv_server import wire
-from kv_server.caches import Format, QuotasSet
 from kv_server.session import LastingLease, SessionImage
 from kv_server.succession.image import CacheImage, PoolImage
+from kv_server.wire import Format
+
+QuotasSet = dict[tuple[Format | None, bytes], int | None]
+"""Quotas in bytes by format (None: all) and tenant."""
 
 
 class Begin(msgspec.Struct):

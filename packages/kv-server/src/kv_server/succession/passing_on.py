@@ -10,11 +10,11 @@ from kv_core.log import limited_logger
 from kv_tiers.cache.local import LocalCache
 
 from kv_server.address import ListeningSocket
-from kv_server.caches import Format, QuotasSet
 from kv_server.succession.channel import Channel
 from kv_server.succession.image import Passed
-from kv_server.succession.messages import Begin, Prepared, Ready
+from kv_server.succession.messages import Begin, Prepared, QuotasSet, Ready
 from kv_server.succession.phases import Phase, PhaseEvent, next_phase
+from kv_server.wire import Format
 
 _log = limited_logger(__name__)
 

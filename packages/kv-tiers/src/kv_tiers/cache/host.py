@@ -350,6 +350,12 @@ class HostTier:
         if self._index.exchange(slot, lent):
             self.free([lent])
 
+    def doubt(self, checksums: Mapping[int, bytes]) -> None:
+        """Adopted chunks, by slot, whose bytes are to be verified before they are used."""
+        for slot, checksum in checksums.items():
+            if (key := self._index.key_at(slot)) is not None:
+                self._doubtful[slot] = _Doubt(checksum, self.pool.sizes.of(key))
+
     def lease_doubtful(self, slots: Sequence[int]) -> Doubtful:
         """Lease those of the slots that have not been verified yet, until `verify` is done with them."""
         if not self._doubtful:

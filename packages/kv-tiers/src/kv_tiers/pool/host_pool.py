@@ -202,7 +202,7 @@ class HostPool:
         """
         nbytes = _check_size(name, chunk_bytes, slots)
         is_new = descriptor < 0
-        file, is_sealed = _open_unnamed(name) if is_new else (descriptor, hasattr(os, "memfd_create"))
+        file, is_sealed = _open_unnamed(name) if is_new else (descriptor, _is_sealed(descriptor))
         try:
             if is_new:
                 os.ftruncate(file, nbytes)
@@ -460,6 +460,13 @@ def _open_unnamed(name: str) -> tuple[int, bool]:
         return os.memfd_create(f"kv-tiers-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
     with tempfile.NamedTemporaryFile(prefix="kv-tiers-", dir=_parent()) as named:  # unlinked with the block, mode 0600
         return os.dup(named.fileno()), False
+
+
+def _is_sealed(file: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # its file system has no seals
+        return False
 
 
 def _make_private(directory: Path) -> None:
