@@ -11,7 +11,7 @@ from kv_core.testing import key_chain
 from kv_server import launch, wire
 from kv_server.connection import PACKAGE, ask_server
 from kv_server.succession.channel import FORMAT
-from kv_server.succession.phases import Phase, PhaseEvent, next_phase
+from kv_server.succession.phases import PassingPhase, PhaseEvent, next_phase
 from kv_testing.cache_servers import fill, held, join_server, read, report_of, settings_for, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import Loads, UpgradedServers, end
@@ -26,18 +26,18 @@ def upgraded(home: Path, slots: int = 64, **options: object) -> UpgradedServers:
 def test_whatever_happens_the_phases_end_with_one_that_serves() -> None:
     """Every event in every phase either is misuse or leads on; only TAKEN ends with the other process."""
     ways = {}
-    for phase, event in itertools.product(Phase, PhaseEvent):
+    for phase, event in itertools.product(PassingPhase, PhaseEvent):
         try:
             ways[phase, event] = next_phase(phase, event)
         except MisuseError:
             continue
-    assert {to for (_, event), to in ways.items() if event is PhaseEvent.TAKEN} == {Phase.OVER}
-    assert [way for way, to in ways.items() if to is Phase.OVER] == [(Phase.STOPPED, PhaseEvent.TAKEN)]
-    waiting = {Phase.CLOSING, Phase.OPENING, Phase.STOPPED}
+    assert {to for (_, event), to in ways.items() if event is PhaseEvent.TAKEN} == {PassingPhase.OVER}
+    assert [way for way, to in ways.items() if to is PassingPhase.OVER] == [(PassingPhase.STOPPED, PhaseEvent.TAKEN)]
+    waiting = {PassingPhase.CLOSING, PassingPhase.OPENING, PassingPhase.STOPPED}
     assert {phase for phase, event in ways if event is PhaseEvent.LOST} == waiting
-    assert all(ways[phase, PhaseEvent.LOST] is Phase.RETURNING for phase in waiting)
-    assert ways[Phase.RETURNING, PhaseEvent.REOPENED] is Phase.SERVING
-    assert not [phase for phase, _ in ways if phase is Phase.OVER]
+    assert all(ways[phase, PhaseEvent.LOST] is PassingPhase.RETURNING for phase in waiting)
+    assert ways[PassingPhase.RETURNING, PhaseEvent.REOPENED] is PassingPhase.SERVING
+    assert not [phase for phase, _ in ways if phase is PassingPhase.OVER]
 
 
 def test_everything_goes_on_in_the_new_process(home: Path) -> None:

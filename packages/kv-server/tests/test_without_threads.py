@@ -63,18 +63,18 @@ def test_a_format_that_could_not_be_opened_can_be_later_and_one_that_could_not_b
     ending.callback(caches.close)
     with threads_left(), pytest.raises(RuntimeError):
         caches.open(format_of("one"), [])
-    assert not caches.opening()
+    assert not caches.opening
     assert caches.open(format_of("one"), [])
     until(caches.opened)
-    one = caches.find(format_of("one"))
+    one = caches.by_format().get(format_of("one"))
     assert one is not None
     clock.advance(2 * LEASE_S)
     with threads_left(), pytest.raises(RuntimeError):
         caches.open(format_of("two"), [])
-    assert caches.find(format_of("one")) is one and one.counts().slots_total == 8
+    assert caches.by_format().get(format_of("one")) is one and one.counts().slots_total == 8
     assert caches.open(format_of("two"), [])
     until(caches.opened)
-    assert caches.find(format_of("one")) is None and caches.find(format_of("two")) is not None
+    assert caches.by_format().get(format_of("one")) is None and caches.by_format().get(format_of("two")) is not None
 
 
 def test_a_format_that_is_opened_during_a_drain_is_served_though_nothing_of_it_is_offered(ending: ExitStack) -> None:

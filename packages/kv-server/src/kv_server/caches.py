@@ -82,31 +82,28 @@ class Caches:
         self._wake = wake
         self._on_idle_closed = on_idle_closed
         self._caches: dict[Format, LocalCache] = {}
-        self._opening: dict[Format, threading.Thread] = {}
+        self.opening: dict[Format, threading.Thread] = {}
+        """Those that are being opened."""
         self._opened: deque[Opened] = deque()
         self._left_s: dict[Format, float] = {}
-        self._closing: list[threading.Thread] = []
+        self.closing: list[threading.Thread] = []
+        """Those that are being closed to make room; they may have ended."""
         self._end = threading.Lock()
         self._is_closed = False  # from then on nobody takes what is `opened`; under that lock
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
-        self._drained: tuple[float, int | None] | None = None
-        self._quotas: QuotasSet = {}
+        self.drained: tuple[float, int | None] | None = None
+        """What `drain` was given last; None: nothing is being drained."""
+        self.quotas_set: QuotasSet = {}
+        """Those that differ from the settings."""
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
 
     def by_format(self) -> dict[Format, LocalCache]:
         return dict(self._caches)
 
-    def find(self, wanted: Format) -> LocalCache | None:
-        return self._caches.get(wanted)
-
     def for_peers(self, namespace: str) -> tuple[LocalCache, PeerReads] | None:
         """The cache whose tiers have this namespace, and what peers may read of it. On any thread."""
         return self._for_peers.get(namespace)
-
-    def opening(self) -> list[Format]:
-        """Those that are being opened."""
-        return list(self._opening)
 
     def left(self, cache: LocalCache) -> None:
         """A client of this cache has gone."""
@@ -122,14 +119,14 @@ class Caches:
         Raises:
             OutOfThreadsError: the system has no more threads for us.
         """
-        if wanted in self._opening:
+        if wanted in self.opening:
             return True
-        is_full = len(self._caches) + len(self._opening) >= self._config.max_formats
+        is_full = len(self._caches) + len(self.opening) >= self._config.max_formats
         if is_full and not self._close_idle(in_use):
             return False
         thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
         must_start(thread)  # first, because the system may have no more threads for us: then nothing is being opened
-        self._opening[wanted] = thread
+        self.opening[wanted] = thread
         return True
 
     def opened(self) -> list[Opened]:
@@ -137,13 +134,13 @@ class Caches:
         news = []
         while self._opened:
             opened = self._opened.popleft()
-            self._opening.pop(opened.format).join()
+            self.opening.pop(opened.format).join()
             if isinstance(cache := opened.cache, LocalCache):
                 self._set_quotas(opened.format, cache)
                 self._caches[opened.format] = cache
                 self._left_s[opened.format] = self._clock.now_s()
-                if self._drained is not None:
-                    peer_side(cache).drain.begin(*self._drained)
+                if self.drained is not None:
+                    peer_side(cache).drain.begin(*self.drained)
                 self.publish(opened.format, cache)
             news.append(opened)
         return news
@@ -165,26 +162,12 @@ class Caches:
         Raises:
             ConfigError: the settings cannot be honoured.
         """
-        self._quotas = dict(quotas)
+        self.quotas_set = dict(quotas)
         cache = self._build(wanted, handed_over)
         self._set_quotas(wanted, cache)
         self._caches[wanted] = cache
         self._left_s[wanted] = self._clock.now_s()
         return cache
-
-    @property
-    def quotas_set(self) -> QuotasSet:
-        """The quotas that differ from the settings, by format (None: all) and tenant."""
-        return dict(self._quotas)
-
-    @property
-    def is_draining(self) -> bool:
-        return self._drained is not None
-
-    @property
-    def is_changing(self) -> bool:
-        """A cache is being opened or closed."""
-        return bool(self._opening) or any(thread.is_alive() for thread in self._closing)
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
         """Drain every cache, including those that are opened from now on.
@@ -195,7 +178,7 @@ class Caches:
         types = {tier.get("type") for tier in self._config.tiers}
         if not (any(peer_side(cache).drain.can_begin for cache in self._caches.values()) or "peers" in types):
             raise InputError("no tier of type peers is configured, so there is no host to offer chunks to")
-        self._drained = timeout_s, max_bytes
+        self.drained = timeout_s, max_bytes
         for cache in self._caches.values():
             peer_side(cache).drain.begin(timeout_s, max_bytes)
 
@@ -205,7 +188,7 @@ class Caches:
         return [*([f"pool {name}"] if (name := self._config.host.name) else []), *disks]
 
     def end_drain(self) -> None:
-        self._drained = None
+        self.drained = None
         for cache in self._caches.values():
             peer_side(cache).drain.end()
 
@@ -213,16 +196,16 @@ class Caches:
         """Set this quota (None: the common share) in caches that are opened from now on. formats: only caches of these
         formats; None: all."""
         if formats is None:  # a quota for all formats replaces those for single ones
-            self._quotas = {key: quota for key, quota in self._quotas.items() if key[1] != tenant}
+            self.quotas_set = {key: quota for key, quota in self.quotas_set.items() if key[1] != tenant}
         affected: list[Format | None] = [None] if formats is None else list(formats)
         for chunk_format in affected:
-            self._quotas[chunk_format, tenant] = quota_bytes
+            self.quotas_set[chunk_format, tenant] = quota_bytes
 
     def close(self, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, then close. Takes at most some seconds per cache. One that is still being opened
         closes itself later. orphans: what clients may still be copying."""
-        join_all(self._opening.values(), _OPENING_S)
-        for thread in self._closing:
+        join_all(self.opening.values(), _OPENING_S)
+        for thread in self.closing:
             thread.join()
         with self._end:
             self._is_closed = True
@@ -232,8 +215,8 @@ class Caches:
 
     def _set_quotas(self, wanted: Format, cache: LocalCache) -> None:
         """In a new cache, which is used even if its pool cannot provide them."""
-        quotas = {tenant: quota for (one, tenant), quota in self._quotas.items() if one is None}
-        quotas |= {tenant: quota for (one, tenant), quota in self._quotas.items() if one == wanted}
+        quotas = {tenant: quota for (one, tenant), quota in self.quotas_set.items() if one is None}
+        quotas |= {tenant: quota for (one, tenant), quota in self.quotas_set.items() if one == wanted}
         before = {use.tenant: use.quota_bytes or 0 for use in cache.admin.tenants()}
         # First those that leave more to the others.
         for tenant, quota in sorted(quotas.items(), key=lambda of: (of[1] or 0) - before.get(of[0], 0)):
@@ -255,7 +238,7 @@ class Caches:
         # Not on this thread: closing first completes pending spills.
         thread = threading.Thread(target=self._close_one, args=(longest, cache), daemon=True)
         must_start(thread)  # first, as in `open`: else the cache would be nobody's, and never be closed
-        self._closing = [*(other for other in self._closing if other.is_alive()), thread]
+        self.closing = [*(other for other in self.closing if other.is_alive()), thread]
         del self._caches[longest], self._left_s[longest]
         self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
         return True
@@ -310,7 +293,7 @@ class Caches:
         )
 
     def _open(self, wanted: Format) -> None:
-        for thread in tuple(self._closing):
+        for thread in tuple(self.closing):
             thread.join()  # to free its memory, and its files if it has the same format
         orphans: list[OrphanImage] = []
         try:

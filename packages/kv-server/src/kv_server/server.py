@@ -107,12 +107,14 @@ class CacheServer:
         """The events of all of its caches; it is closed with them."""
         self._passing: PassingOn | None = None
         self._succession = succession
-        self._is_private = self._is_passed_on = False
+        self._is_private = False
+        self.is_passed_on = False
+        """Another process has taken over."""
         descriptors = [] if succession is None else succession.descriptors
         try:
             if address is None and descriptors:
                 address = ListeningSocket.handed_over(config.socket_path(), descriptors[0], descriptors[1])
-            self._address = address or ListeningSocket(config.socket_path())
+            self.address = address or ListeningSocket(config.socket_path())
         except ConfigError:
             self.bus.close()
             raise
@@ -128,9 +130,9 @@ class CacheServer:
         self._mailbox = ServerMailbox(self._wake)
         self._orphans = Orphans(self._clock, self._lease_s)
         self._connections = Connections(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
-        self._acceptor = Acceptor(self._address.listener, greet=self._connections.greet, turn_away=turn_away)
+        self._acceptor = Acceptor(self.address.listener, greet=self._connections.greet, turn_away=turn_away)
         self._accepts_from_s: float | None = None
-        self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self.address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
         self.is_stopping = False
         try:
@@ -153,7 +155,7 @@ class CacheServer:
 
     @property
     def socket_path(self) -> Path:
-        return self._address.path
+        return self.address.path
 
     @property
     def caches(self) -> dict[Format, LocalCache]:
@@ -189,7 +191,7 @@ class CacheServer:
             while not self.is_stopping:
                 for key, _ in self._selector.select(self._patience_s()):
                     key.data()
-                    if self._is_passed_on:  # what clients have sent is the other process's
+                    if self.is_passed_on:  # what clients have sent is the other process's
                         return
                 self._connections.take_turns()
                 self._orphans.expire()
@@ -198,15 +200,8 @@ class CacheServer:
         finally:
             self._close()
 
-    @property
-    def is_passed_on(self) -> bool:
-        """Another process has taken over."""
-        return self._is_passed_on
-
     def _patience_s(self) -> float | None:
         """How long to wait for a request. None: without limit."""
-        if self._connections.are_eager():
-            return 0
         soonest = [self._orphans.patience_s(), self._connections.patience_s()]
         if self._accepts_from_s is not None:
             soonest.append(max(0.0, self._accepts_from_s - time.monotonic()))
@@ -215,13 +210,13 @@ class CacheServer:
     def _accept(self) -> None:
         backoff_s = self._acceptor.accept()
         if backoff_s:
-            self._selector.unregister(self._address.listener)
+            self._selector.unregister(self.address.listener)
             self._accepts_from_s = time.monotonic() + backoff_s
 
     def _accept_again(self) -> None:
         if self._accepts_from_s is not None and self._accepts_from_s <= time.monotonic():
             self._accepts_from_s = None
-            self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self.address.listener, selectors.EVENT_READ, self._accept)
 
     def _answer(self, client: ClientConnection, request: wire.Request) -> None:
         """
@@ -286,7 +281,7 @@ class CacheServer:
             raise MisuseError("this session is registered already; unregister, or connect again")
         request.forgotten.unpack()  # invalid keys are refused before anything is created for them
         wanted = (request.group_bytes, request.fingerprint)
-        cache = self.formats.find(wanted)
+        cache = self.caches.get(wanted)
         if cache is not None:
             self._begin_session(client, request, cache)
         elif self._passing is not None:
@@ -423,9 +418,9 @@ class CacheServer:
             return
         self._passing = PassingOn(
             Channel(self._connections.detach(client)),
-            self._address,
+            self.address,
             self.caches,
-            self.formats.quotas_set,
+            dict(self.formats.quotas_set),
             close_peers=self._close_peers,
             stop=lambda passed: self.submit(partial(self._pass_on, passed)),
             gone_on=lambda: self.submit(self._go_on_serving),
@@ -442,9 +437,9 @@ class CacheServer:
             return "it is an engine's private server, which ends with its engine"
         if self._passing is not None:
             return "another process is taking over from this server already"
-        if self.formats.is_changing:
+        if self.formats.opening or any(thread.is_alive() for thread in self.formats.closing):
             return "a cache is being opened or closed: try again when that is done"
-        if self.formats.is_draining:
+        if self.formats.drained is not None:
             return "its chunks are being passed on to other hosts: end that first (kv drain --end)"
         return ""
 
@@ -479,12 +474,12 @@ class CacheServer:
             descriptors = [number for client in clients for number in (client.socket.fileno(), client.pidfd)]
             descriptors += [one.pidfd for one in orphans.values()]
             channel.send(rest, [number for number in descriptors if number >= 0], within_s=STOPPED_S)
-            self._is_passed_on = channel.is_taken(within_s=stopped_s + STOPPED_S - time.monotonic())
-            if self._is_passed_on:
+            self.is_passed_on = channel.is_taken(within_s=stopped_s + STOPPED_S - time.monotonic())
+            if self.is_passed_on:
                 self.is_stopping = True
                 for one in passed:
                     one.cache.parts.host.stop()
-        return self._is_passed_on
+        return self.is_passed_on
 
     def _go_on_serving(self) -> None:
         """No other process has taken over."""
@@ -646,7 +641,7 @@ class CacheServer:
             self.registrations(),
             len(self._orphans),
             caches,
-            opening=len(self.formats.opening()),
+            opening=len(self.formats.opening),
             uptime_s=self._clock.now_s() - self._started_s,
             peers=None if self._peers is None else self._peers.counts(),
             keeps=self.formats.keeps(),
@@ -678,19 +673,15 @@ class CacheServer:
         if self._peers is not None:
             yield from peer_families(self._peers.counts())
 
-    @property
-    def address(self) -> ListeningSocket:
-        return self._address
-
     def _close(self, *, keeps_address: bool = False) -> None:
-        keeps_address = keeps_address or self._is_passed_on
+        keeps_address = keeps_address or self.is_passed_on
         if not keeps_address:
-            self._address.stop_listening()
+            self.address.stop_listening()
         self._acceptor.close()
         if self._peers is not None:
             self._peers.close()  # it reads from the caches
         self._mailbox.close()
-        for client in [] if self._is_passed_on else self._connections.all():
+        for client in [] if self.is_passed_on else self._connections.all():
             self._connections.drop(client)
         formats = {id(cache): wanted for wanted, cache in self.caches.items()}
         orphans = [
@@ -698,16 +689,16 @@ class CacheServer:
             for token, one in self._orphans.all().items()
         ]
         self._orphans.close()
-        if not self._is_passed_on:  # else the pools and what is in them are the other process's
+        if not self.is_passed_on:  # else the pools and what is in them are the other process's
             self.formats.close(orphans)
         self.bus.close()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
-        if self._is_passed_on:
-            self._address.abandon()
+        if self.is_passed_on:
+            self.address.abandon()
         elif not keeps_address:
-            self._address.close()
+            self.address.close()
 
 
 def _image_of(client: ClientConnection) -> ClientImage:

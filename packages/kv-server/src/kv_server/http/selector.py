@@ -48,7 +48,7 @@ async def check_opened(relay: Relay, selector: FormatSelector) -> None:
     Raises:
         Problem: a cache that matches is being opened, and what its tiers hold cannot be reached yet.
     """
-    opening = sum(selector.matches(one) for one in await relay.on_server(lambda server: server.formats.opening()))
+    opening = sum(selector.matches(one) for one in await relay.on_server(lambda server: list(server.formats.opening)))
     if opening:
         raise Problem(503, f"{opening} caches are being opened; ask again soon", {"retry-after": "1"})
 

@@ -1,4 +1,4 @@
-"""Live upgrade: a running server passes everything on to a new process, and its clients notice a pause.
+"""Live upgrade: a running server passes everything on to a new process while its clients wait for an instant.
 
 The new process asks at the socket. What takes long happens while the old one serves: it closes its tiers (of which
 nothing is found for that time), and the new one maps the pools, takes in most of their chunks and opens the tiers. Then

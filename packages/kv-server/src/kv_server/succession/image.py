@@ -13,7 +13,7 @@ from kv_core.keys import ChunkKey
 from kv_tiers.cache.host import CacheTotals
 from kv_tiers.cache.leases import ReadEntry, WriteEntry
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.events.changes import Change
+from kv_tiers.events.changes import Change, ChangeLog
 from kv_tiers.index.journal import Journal
 from kv_tiers.pool.directory import slots_least_worth_first
 
@@ -113,10 +113,10 @@ class Passed:
         if index.replaced:
             raise TierDown("bytes are still read that better ones have replaced")
         reads, writes, last_lease = leases.entries()
-        leased = {slot for read in reads for slot in read.slots}.union(*cache.admin.pinned().values())
+        leased = {slot for read in reads for slot in read.slots}.union(*cache.admin.pinned.values())
         shares = parts.host.shares
         names = cache.tiers[1:]
-        totals_of_record = cache.events.record()
+        record = None if cache.events.log is None else cache.events.log.since(0)
         return CacheImage(
             [(key, -1 if (slot := index.find(key)) is None else slot) for key in changed],
             [(slot, shares.tenant_at(slot)) for slot in index.leaving() if slot in leased],
@@ -124,14 +124,14 @@ class Passed:
             reads,
             writes,
             last_lease,
-            cache.admin.pinned(),
+            cache.admin.pinned,
             parts.holds.until_s(),
             dict(zip(names, parts.lower.spills.waiting(), strict=True)),
-            dict(zip(names, parts.lower.removals(), strict=True)),
-            parts.lower.upgrades.parts(),
-            cache.pool.moved,
+            {lane.name: lane.removals() for lane in parts.lower.lanes},
+            {slot: one.parts for slot, one in parts.lower.upgrades.by_slot.items()},
+            cache.pool.places.moved,
             parts.totals,
-            None if totals_of_record is None else (totals_of_record[0], list(totals_of_record[1])),
+            None if record is None else (record.upto, list(record.changes)),
         )
 
     def end(self) -> None:
@@ -193,17 +193,18 @@ def restore_cache(cache: LocalCache, image: CacheImage) -> None:
             (index.lease_bytes if read.kind == "load" else index.lease)(read.slots)
         for name, slots in image.pins.items():
             index.lease(slots)
-            cache.admin.pinned()[name] = slots
+            cache.admin.pinned[name] = slots
         now_s = parts.clock.now_s()
         for slot, until_s in image.holds.items():
             if index.key_at(slot) is not None:
                 parts.holds.hold([slot], until_s, now_s)
         cache.pool.take(used)
-        cache.pool.moved.update(image.moved)
+        cache.pool.places.moved.update(image.moved)
         for name, count in asdict(image.totals).items():
             setattr(parts.totals, name, count)
         if image.record is not None:
-            cache.events.restore(*image.record)
+            cache.events.log = ChangeLog.restored(*image.record)
+            cache.events.on = True
         host.adopted_parts.update(image.parts)
 
 
@@ -213,7 +214,13 @@ def restore_tiers(cache: LocalCache, image: CacheImage) -> None:
     with parts.host.lock:
         for number, name in enumerate(cache.tiers[1:]):
             if name in image.removals:
-                parts.lower.restore_removals(number, image.removals[name])
+                is_clearing, tenants, keys = image.removals[name]
+                lane = parts.lower.lanes[number]
+                if is_clearing:
+                    lane.clear()
+                for tenant in tenants:
+                    lane.clear_tenant(tenant)
+                lane.discard(keys)
             parts.lower.spills.restore(number, image.waiting.get(name, ()))
         parts.lower.upgrades.adopt()
 

@@ -28,7 +28,7 @@ class Prepared(msgspec.Struct):
         return {(wanted, tenant): quota for wanted, tenant, quota in self.quotas}
 
 
-class Ready(msgspec.Struct):
+class TakerReady(msgspec.Struct):
     """The new process has opened its tiers and lacks only the last part."""
 
 

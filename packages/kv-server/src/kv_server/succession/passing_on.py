@@ -12,8 +12,8 @@ from kv_tiers.cache.local import LocalCache
 from kv_server.address import ListeningSocket
 from kv_server.succession.channel import Channel
 from kv_server.succession.image import Passed
-from kv_server.succession.messages import Begin, Prepared, QuotasSet, Ready
-from kv_server.succession.phases import Phase, PhaseEvent, next_phase
+from kv_server.succession.messages import Begin, Prepared, QuotasSet, TakerReady
+from kv_server.succession.phases import PassingPhase, PhaseEvent, next_phase
 from kv_server.wire import Format
 
 _log = limited_logger(__name__)
@@ -47,7 +47,7 @@ class PassingOn(threading.Thread):
         """
         super().__init__(name="kv-passing-on", daemon=True)
         self.channel = channel
-        self.phase = next_phase(Phase.SERVING, PhaseEvent.ASKED)
+        self.phase = next_phase(PassingPhase.SERVING, PhaseEvent.ASKED)
         self._address = address
         self._quotas = quotas
         self._passed = [Passed(wanted, cache) for wanted, cache in caches.items()]
@@ -72,7 +72,8 @@ class PassingOn(threading.Thread):
             while not passed.cache.lower.pause(_CLOSING_S):
                 pass
             if passed.cache.parts.host.is_open:
-                passed.cache.reopen_tiers()
+                passed.cache.lower.reopen()
+                passed.cache.attach_tiers()
         self._meet(PhaseEvent.REOPENED)
         self._gone_on()
 
@@ -93,7 +94,7 @@ class PassingOn(threading.Thread):
         pools = [passed.cache.pool.descriptor for passed in self._passed]
         self.channel.send(prepared, [*self._address.descriptors(), *pools])
         self._meet(PhaseEvent.CLOSED)
-        self.channel.receive(Ready, within_s=_OPENING_S)
+        self.channel.receive(TakerReady, within_s=_OPENING_S)
         self._close_peers()
         self._meet(PhaseEvent.READY)
         return self._stop(self._passed).result()

@@ -6,7 +6,7 @@ from typing import Final
 from kv_core.errors import MisuseError
 
 
-class Phase(Enum):
+class PassingPhase(Enum):
     SERVING = auto()
     CLOSING = auto()
     """It serves, and its tiers are being closed."""
@@ -33,18 +33,18 @@ class PhaseEvent(Enum):
 
 
 _NEXT: Final = {
-    (Phase.SERVING, PhaseEvent.ASKED): Phase.CLOSING,
-    (Phase.CLOSING, PhaseEvent.CLOSED): Phase.OPENING,
-    (Phase.CLOSING, PhaseEvent.LOST): Phase.RETURNING,
-    (Phase.OPENING, PhaseEvent.READY): Phase.STOPPED,
-    (Phase.OPENING, PhaseEvent.LOST): Phase.RETURNING,
-    (Phase.STOPPED, PhaseEvent.TAKEN): Phase.OVER,
-    (Phase.STOPPED, PhaseEvent.LOST): Phase.RETURNING,
-    (Phase.RETURNING, PhaseEvent.REOPENED): Phase.SERVING,
+    (PassingPhase.SERVING, PhaseEvent.ASKED): PassingPhase.CLOSING,
+    (PassingPhase.CLOSING, PhaseEvent.CLOSED): PassingPhase.OPENING,
+    (PassingPhase.CLOSING, PhaseEvent.LOST): PassingPhase.RETURNING,
+    (PassingPhase.OPENING, PhaseEvent.READY): PassingPhase.STOPPED,
+    (PassingPhase.OPENING, PhaseEvent.LOST): PassingPhase.RETURNING,
+    (PassingPhase.STOPPED, PhaseEvent.TAKEN): PassingPhase.OVER,
+    (PassingPhase.STOPPED, PhaseEvent.LOST): PassingPhase.RETURNING,
+    (PassingPhase.RETURNING, PhaseEvent.REOPENED): PassingPhase.SERVING,
 }
 
 
-def next_phase(phase: Phase, event: PhaseEvent) -> Phase:
+def next_phase(phase: PassingPhase, event: PhaseEvent) -> PassingPhase:
     """
     Raises:
         MisuseError: this does not happen in this phase.

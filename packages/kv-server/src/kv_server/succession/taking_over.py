@@ -9,7 +9,7 @@ from kv_server import wire
 from kv_server.connection import PACKAGE, ServerConnection
 from kv_server.pidfds import close_descriptor, is_gone
 from kv_server.succession.channel import FORMAT, Channel
-from kv_server.succession.messages import Begin, Prepared, Ready, Remainder
+from kv_server.succession.messages import Begin, Prepared, Remainder, TakerReady
 
 _ASKED_S: Final = 10.0
 _GONE_S: Final = 2.0
@@ -60,7 +60,7 @@ class TakingOver:
             ConfigError: it gives up, and goes on serving. VanishedError: it has died.
         """
         try:
-            self._channel.send(Ready())
+            self._channel.send(TakerReady())
             return self._channel.receive(Remainder)
         except TierDown as why:
             raise self._not_taken(str(why)) from None

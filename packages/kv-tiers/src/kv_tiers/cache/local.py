@@ -114,9 +114,10 @@ class LocalCache:
             verify=self._verify, refuse_new=self._refuse_new, fetch_held=self._fetch_held,
         )  # fmt: skip
         """For extensions, and for whoever passes the cache on to another process."""
-        for extension in self._own_extensions:
+        self.extensions = self._own_extensions
+        for extension in extensions:
             extension.attach(self.parts)
-        self.extensions = self._own_extensions + self._attach_tiers()
+        self.attach_tiers()
 
     def lookup(
         self,
@@ -170,16 +171,12 @@ class LocalCache:
             )
         return plan
 
-    def _attach_tiers(self) -> tuple[Extension, ...]:
-        tiers = tuple(tier for _, tier in self.lower.tiers_that(Extension))  # type: ignore[type-abstract]
+    def attach_tiers(self) -> None:
+        """To be called again after `LowerTiers.reopen`."""
+        tiers = tuple(lane.tier for lane in self.lower.lanes if isinstance(lane.tier, Extension))
         for tier in tiers:
             tier.attach(self.parts)
-        return tiers
-
-    def reopen_tiers(self) -> None:
-        """After `LowerTiers.pause`: make the tiers again and go on with them. It may wait for each, as at the start."""
-        self.lower.reopen()
-        self.extensions = self._own_extensions + self._attach_tiers()
+        self.extensions = self._own_extensions + tiers
 
     @property
     def tiers(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class LowerTiers:
         keep_s: as for `Promotions`.
         """
         self._host = host
-        self._lanes = [lane for lane, _ in lanes]
+        self.lanes = [lane for lane, _ in lanes]
         self._modes = [mode for _, mode in lanes]
         self._wait_s = config.wait_s
         self._clock = clock
@@ -55,11 +55,11 @@ class LowerTiers:
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
         self.spills = Spills(host, index, lanes, part=config.spill_share, batch_chunks=batch_chunks)
-        self.upgrades = Upgrades(host, index, self._lanes, clock=clock)
+        self.upgrades = Upgrades(host, index, self.lanes, clock=clock)
         self.promotions = Promotions(
             host,
             index,
-            self._lanes,
+            self.lanes,
             self.spills,
             self.upgrades,
             wait_s=config.wait_s,
@@ -71,40 +71,40 @@ class LowerTiers:
 
     def numbers(self, names: Sequence[str] | None) -> frozenset[int] | None:
         """The numbers of the tiers with these names; None: no names, so all tiers. Takes no lock."""
-        return None if names is None else frozenset(n for n, lane in enumerate(self._lanes) if lane.name in names)
+        return None if names is None else frozenset(n for n, lane in enumerate(self.lanes) if lane.name in names)
 
     def measure(self) -> None:
         """Begin the boot measurement, which ends before the lanes do if not earlier."""
         pool = self._host.pool
         try:
-            self._boot = BootMeasurement(self._lanes, pool.sizes, pool.slot_bytes, self._clock)
+            self._boot = BootMeasurement(self.lanes, pool.sizes, pool.slot_bytes, self._clock)
         except RuntimeError as error:  # the system has no more threads for us
             _log.info("the tiers are not measured: %s", error)
 
     def any_of(self, numbers: frozenset[int] | None) -> bool:
         """Whether there is any tier among those with these numbers (None: among all)."""
-        return bool(self._lanes if numbers is None else numbers)
+        return bool(self.lanes if numbers is None else numbers)
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         """Remove these keys from all lower tiers."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.discard(keys)
 
     def clear(self) -> None:
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.clear()
 
     def clear_tenant(self, tenant: bytes) -> None:
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.clear_tenant(tenant)
 
     def holding(self, keys: Sequence[ChunkKey]) -> dict[str, list[bool]]:
         """Which of these each tier holds, hottest first; of tiers that answer from memory. Takes no lock."""
-        return {lane.name: lane.holds(keys) for lane in self._lanes if lane.holds_is_local}
+        return {lane.name: lane.holds(keys) for lane in self.lanes if lane.holds_is_local}
 
     def local_lanes(self) -> list[Lane]:
         """The lanes of tiers that answer from memory of what is on this host, hottest first."""
-        return [lane for lane in self._lanes if lane.holds_is_local and not isinstance(lane.tier, ReadOnly)]
+        return [lane for lane in self.lanes if lane.holds_is_local and not isinstance(lane.tier, ReadOnly)]
 
     def held_here(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these the tiers on this host hold. Takes no lock."""
@@ -117,7 +117,7 @@ class LowerTiers:
         """How many more chunks fit into the tiers on this host above this one, where they get each chunk as it enters
         the pool, until they begin to be full. Takes no lock."""
         free, local = 0, self.local_lanes()
-        for lane, mode in zip(self._lanes[:above], self._modes, strict=False):
+        for lane, mode in zip(self.lanes[:above], self._modes, strict=False):
             if mode == "through" and lane in local and lane.health()[0] in SERVING:
                 usage = lane.usage()
                 free_bytes = int(_FULL_FROM * (usage.capacity_bytes or 0)) - (usage.used_bytes or 0)
@@ -126,18 +126,18 @@ class LowerTiers:
 
     def remote_tiers_skipped(self) -> list[str]:
         """The tiers that `holding` skips."""
-        return [lane.name for lane in self._lanes if not lane.holds_is_local]
+        return [lane.name for lane in self.lanes if not lane.holds_is_local]
 
     def worth(self, parts: Sequence[tuple[str, int, int, int]], shape: ChunkShape, have: int, costs: Costs) -> Worth:
         """What a lookup that finds `have` chunks in the pool and these parts in lower tiers would wait for now.
 
         parts: for each, the tier's name, the first chunk, the one after the last, and the number of bytes.
         """
-        number_of = {lane.name: number for number, lane in enumerate(self._lanes)}
+        number_of = {lane.name: number for number, lane in enumerate(self.lanes)}
         known = [Part(number_of[name], first, end, nbytes) for name, first, end, nbytes in parts if name in number_of]
         best = max((part.end for part in known), default=have)
         wait_s = self._wait_s
-        return worth_waiting(self._lanes, known, {}, shape=shape, have=have, best=best, costs=costs, max_wait_s=wait_s)
+        return worth_waiting(self.lanes, known, {}, shape=shape, have=have, best=best, costs=costs, max_wait_s=wait_s)
 
     def files(self) -> dict[str, SupportsFileExtents]:
         """The tiers that are up and let others move bytes between their files and elsewhere, by name, hottest first.
@@ -147,20 +147,20 @@ class LowerTiers:
         """
         return {
             lane.name: lane.tier
-            for lane in self._lanes
+            for lane in self.lanes
             if isinstance(lane.tier, SupportsFileExtents) and lane.health()[0] in SERVING
         }
 
     def tiers_that(self, kind: type[Capability]) -> list[tuple[int, Capability]]:
         """The tiers with this optional capability, and their numbers. Calls to them bypass their lanes, so make them on
         a thread that may block. Takes no lock."""
-        return [(number, lane.tier) for number, lane in enumerate(self._lanes) if isinstance(lane.tier, kind)]
+        return [(number, lane.tier) for number, lane in enumerate(self.lanes) if isinstance(lane.tier, kind)]
 
     def states(self) -> list[TierState]:
         with self._host.lock:
             spills, upgraded = self.spills.counts(), list(self.upgrades.counts)
         states = []
-        for lane, spill, upgrades in zip(self._lanes, spills, upgraded, strict=True):
+        for lane, spill, upgrades in zip(self.lanes, spills, upgraded, strict=True):
             health, why = lane.health()
             states.append(
                 TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), upgrades)
@@ -181,31 +181,17 @@ class LowerTiers:
             self._boot.join()
         with self._host.lock:
             self.upgrades.stop()
-        closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, as in `close`
+        closed = [lane.close(timeout_s) for lane in self.lanes]  # all of them, as in `close`
         return all(closed)
 
     def reopen(self) -> None:
-        for lane in self._lanes:
+        for lane in self.lanes:
             try:
                 lane.reopen()
             except ConfigError as error:
                 _log.warning("tier %s stays closed: %s", lane.name, error)
         with self._host.lock:
             self.upgrades.resume()
-
-    def removals(self) -> list[tuple[bool, list[bytes], list[ChunkKey]]]:
-        """By tier, what it has still to remove (`Lane.removals`)."""
-        return [lane.removals() for lane in self._lanes]
-
-    def restore_removals(self, number: int, removals: tuple[bool, list[bytes], list[ChunkKey]]) -> None:
-        """In a new cache: the tier of this number has still to remove these."""
-        is_clearing, tenants, keys = removals
-        lane = self._lanes[number]
-        if is_clearing:
-            lane.clear()
-        for tenant in tenants:
-            lane.clear_tenant(tenant)
-        lane.discard(keys)
 
     def close(self, timeout_s: float) -> bool:
         """Drain, then close. False: a tier still uses memory of the pool in a call that does not return."""
@@ -224,5 +210,5 @@ class LowerTiers:
             _log.warning(text, unspilled, timeout_s)
         if self._boot is not None:
             self._boot.join()  # it calls tiers, and none is called while it is closed
-        closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, even after one that does not close
+        closed = [lane.close(timeout_s) for lane in self.lanes]  # all of them, even after one that does not close
         return all(closed)

@@ -23,7 +23,7 @@ import msgspec
 from kv_core.clock import Clock
 from kv_core.log import limited_logger
 
-from kv_tiers.events.changes import Change, ChangeLog, Changes
+from kv_tiers.events.changes import ChangeLog, Changes
 from kv_tiers.events.events import Event
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.threads import must_start
@@ -51,14 +51,15 @@ class Source:
         self.is_logged = False
         """A subscriber logs what an operator should know, so that the cache does not."""
         self._is_subscribed = False
-        self._changes: ChangeLog | None = None
+        self.log: ChangeLog | None = None
+        """What `changes_since` reads; None: nobody has asked for it."""
         self._bus, self._queue, self._max_queued = bus, bus._queue, bus._max_queued
         self._append, self._now_s, self._dropped = bus._queue.append, bus.now_s, bus._drop
 
     def publish(self, event: Event) -> None:
         """Queue an event for the subscribers. From any thread, under any lock."""
-        if self._changes is not None:
-            self._changes.note(event)
+        if self.log is not None:
+            self.log.note(event)
             if not self._is_subscribed:
                 return
         if len(self._queue) < self._max_queued:
@@ -73,19 +74,10 @@ class Source:
 
         upto: as in the last answer; 0 at first.
         """
-        if self._changes is None:
-            self._changes = ChangeLog()
+        if self.log is None:
+            self.log = ChangeLog()
             self.on = True
-        return self._changes.since(upto)
-
-    def record(self) -> tuple[int, tuple[Change, ...]] | None:
-        """The record that `changes_since` reads, and where it ends; None: nobody has asked for one."""
-        since = None if self._changes is None else self._changes.since(0)
-        return None if since is None else (since.upto, since.changes)
-
-    def restore(self, upto: int, changes: Sequence[Change]) -> None:
-        """In a new source: go on with the `record` of another."""
-        self._changes, self.on = ChangeLog.restored(upto, changes), True
+        return self.log.since(upto)
 
 
 class Occurred(msgspec.Struct, frozen=True):
@@ -213,7 +205,7 @@ class EventBus:
     def _switch(self, source: Source) -> None:
         """Switch the source on if there are subscribers, else off."""
         source._is_subscribed = bool(self._subscribers) and not self._closed
-        source.on = source._is_subscribed or source._changes is not None
+        source.on = source._is_subscribed or source.log is not None
         source.on_requests = source._is_subscribed and any(
             subscriber.wants_requests for subscriber in self._subscribers
         )

@@ -97,7 +97,7 @@ class HostPool:
         self._returned: list[int] = []
         self._untouched_from = 0
         self._backed = bytearray(slots)
-        self._places = Places(name, self.sizes, self.slot_bytes, slots)
+        self.places = Places(name, self.sizes, self.slot_bytes, slots)
         self._pages = PopulatedPages(mapping, self._slots_offset, slots * self.slot_bytes)
         if not keeps_directory:
             self._pages.reached(0)
@@ -321,7 +321,7 @@ class HostPool:
             return set()
         unbacked: set[int] = set()
         for slot in slots:
-            place = self._places.at(slot)
+            place = self.places.at(slot)
             if not self._backed[place]:
                 try:
                     os.posix_fallocate(self._file, self._slots_offset + place * self.slot_bytes, self.slot_bytes)
@@ -341,29 +341,24 @@ class HostPool:
 
     def place(self, slot: int) -> int:
         """The position of this slot in `view`, counted in slots, which is also that of its record in the directory."""
-        return self._places.at(slot)
-
-    @property
-    def moved(self) -> dict[int, int]:
-        """The places of the slots that are not where they were initially."""
-        return self._places.moved
+        return self.places.at(slot)
 
     def swap(self, first: int, second: int) -> None:
         """Exchange the places of two slots: each then has the other's bytes, which stay where they are in memory."""
-        self._places.swap(first, second)
+        self.places.swap(first, second)
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """The extents of these chunks in these slots, each of its own size."""
-        return self._places.extents(keys, slots)
+        return self.places.extents(keys, slots)
 
     def chunk(self, slot: int, nbytes: int) -> memoryview:
         """The bytes of a chunk of this size in this slot. Release it."""
-        start = self._places.at(slot) * self.slot_bytes
+        start = self.places.at(slot) * self.slot_bytes
         return self.view[start : start + nbytes]
 
     def pages(self, slot: int) -> memoryview:
         """The whole slot, from a page's boundary. Release it."""
-        start = self._places.at(slot) * self.slot_bytes
+        start = self.places.at(slot) * self.slot_bytes
         return self.view[start : start + self.slot_bytes]
 
     def close(self) -> None:
