@@ -1,6 +1,7 @@
 """Live upgrades: a server takes over from another one under load, and either dies at each step."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kv_server import launch, wire
 from kv_server.connection import PACKAGE, ask_server
 from kv_server.succession.channel import FORMAT
 from kv_server.succession.phases import PassingPhase, PhaseEvent, next_phase
-from kv_testing.cache_servers import fill, held, join_server, read, report_of, settings_for, store
+from kv_testing.cache_servers import SLOT_BYTES, fill, held, join_server, read, report_of, settings_for, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import Loads, UpgradedServers, end
 from kv_testing.wait import line, until
@@ -235,6 +236,36 @@ def test_a_private_server_is_not_taken_over(home: Path) -> None:
     refused = ask_server(home / "s", wire.TakeOver(FORMAT, PACKAGE))
     assert isinstance(refused, wire.Failed) and "private" in refused.text
     server.stop()
+
+
+def test_settings_are_those_of_the_new_server(home: Path) -> None:
+    """Tiers that come and go, and quotas; what does not fit a quota any more is evicted, and what is read stays."""
+    servers = upgraded(home, slots=16)
+    plain: dict[str, object] = {"host": {"capacity_bytes": 16 * SLOT_BYTES}}
+    disk = json.loads(servers.config.read_text())
+    small = {"name": "ann", "salt": "ann", "quota_bytes": 3 * SLOT_BYTES}
+    cache, keys = join_server(home), key_chain(6, salt="ann")
+    for _ in range(5):
+        servers.config.write_text(json.dumps(plain | {"tenants": [small]}))
+        store(cache, keys)
+        lease = cache.load(key_chain(2, salt="ann"), "l")
+        assert isinstance(lease, ReadLease)
+        servers.upgrade()
+        assert cache.release(lease)
+        until(lambda: cache.lookup(keys, "r").chunks == 3)
+        (report,) = report_of(home / "s").caches
+        assert (report.tiers, report.tenants[0].quota_bytes, report.tenants[0].chunks) == ([], 3 * SLOT_BYTES, 3)
+        servers.config.write_text(json.dumps(disk))
+        servers.upgrade()
+        store(cache, keys)
+        assert read(cache, keys)
+        (report,) = report_of(home / "s").caches
+        assert (report.tiers[0].name, report.tenants[0].quota_bytes, report.tenants[0].chunks) == ("disk", None, 6)
+        cache.end("r")
+        cache.forget(keys)
+    assert cache.generation == 0
+    cache.close()
+    servers.close()
 
 
 def test_without_a_server_there_it_starts_as_usual(home: Path) -> None:

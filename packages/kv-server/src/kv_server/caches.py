@@ -163,6 +163,10 @@ class Caches:
             ConfigError: the settings cannot be honoured.
         """
         self.quotas_set = dict(quotas)
+        slots = self._config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
+        if slots != handed_over[1]:
+            text = "the pool of cache %s keeps its %d slots; the %d of capacity_bytes count after a restart"
+            _log.warning(text, cache_name(wanted), handed_over[1], slots)
         cache = self._build(wanted, handed_over)
         self._set_quotas(wanted, cache)
         self._caches[wanted] = cache

@@ -40,6 +40,7 @@ same file, and join this server if server.socket is set in it. In YAML:
 
   host:
     capacity_bytes: 4GiB          # of each format's pool at most; taken from the machine as it is used
+    name: kv                      # the pool outlives this server, if that is stopped and not killed
     lease_s: 300                  # how long chunks stay leased for a client that has gone silent
     policy: prefix                # what is evicted when room is needed
   tiers:                          # below the pool, hottest first; as many as you like
@@ -252,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--take-over",
         action="store_true",
-        help="take the place of the server that listens there, with all that it holds and its clients (docs/scale.md)",
+        help="take the place of the server that listens there, with all that it holds and its clients",
     )
     parser.add_argument(
         "--detach", action="store_true", help="continue detached from the parent process, in a session of its own"

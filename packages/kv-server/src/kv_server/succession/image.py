@@ -10,7 +10,7 @@ from typing import Final
 from kv_core.coverage import ChunkShape, Coverage
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
-from kv_tiers.cache.host import CacheTotals
+from kv_tiers.cache.host import AT_ONCE, CacheTotals
 from kv_tiers.cache.leases import ReadEntry, WriteEntry
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.changes import Change, ChangeLog
@@ -223,6 +223,11 @@ def restore_tiers(cache: LocalCache, image: CacheImage) -> None:
                 lane.discard(keys)
             parts.lower.spills.restore(number, image.waiting.get(name, ()))
         parts.lower.upgrades.adopt()
+        parts.host.shares.note_over()  # these settings may have other quotas
+    is_too_much = True
+    while is_too_much:
+        with parts.host.lock:
+            is_too_much = parts.host.trim(AT_ONCE)
 
 
 def end_others(cache: LocalCache) -> None:
