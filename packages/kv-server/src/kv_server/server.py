@@ -458,7 +458,9 @@ class CacheServer:
         for client in self._connections.all():
             if client.is_ending or any(descriptor >= 0 for _, descriptor in client.unsent):
                 self._connections.drop(client)
+        gc.disable()  # a collection looks at every chunk
         with ExitStack() as held:
+            held.callback(gc.enable)
             for one in passed:
                 held.enter_context(one.cache.parts.host.lock)  # other threads change nothing either
             clients, orphans = self._connections.all(), self._orphans.all()
@@ -574,9 +576,10 @@ class CacheServer:
         for image, rest_of_it in zip(self._succession.prepared.pools, rest.caches, strict=True):
             restore_tiers(self.caches[image.format], rest_of_it)
         self._answer_waiting(wire.Register | wire.Explain)
-        text = "taken over, with %d chunks and %d clients, which have waited for %.1f ms"
+        waited_s = time.monotonic() - rest.stopped_s
         chunks = sum(cache.counts().chunks_resident for cache in self.caches.values())
-        _log.info(text, chunks, len(rest.clients), 1e3 * (time.monotonic() - rest.stopped_s))
+        text = "taken over, with %d chunks and %d clients, which have waited for %.1f ms"
+        _log.info(text, chunks, len(rest.clients), 1e3 * waited_s)
 
     def alone(self) -> None:
         """On another thread, while this server serves: wait until the server that it took over from has ended, and

@@ -153,6 +153,7 @@ def restore_pool(cache: LocalCache, image: PoolImage) -> None:
         for key, slot in zip(image.keys, image.at, strict=True):
             parts.host.shares.took([slot], key.tenant)
             parts.index.adopt(key, slot)
+        cache.pool.take(image.at)
 
 
 def restore_cache(cache: LocalCache, image: CacheImage) -> None:
@@ -160,17 +161,18 @@ def restore_cache(cache: LocalCache, image: CacheImage) -> None:
     parts = cache.parts
     host, index, shares = parts.host, parts.index, parts.host.shares
     with host.lock:
+        used: list[int] = []  # those that `restore_pool` has not taken: it has, while the other process served, most
         for key, slot in image.changed:
             old = index.find(key)
             if old is not None and old != slot:
                 index.empty(old)
-                shares.left(old)
+                host.free([old])
         for key, slot in image.changed:
             if slot >= 0 and index.find(key) is None:
                 shares.took([slot], key.tenant)
                 index.adopt(key, slot)
+                used.append(slot)
         index.restore_leaving(slot for slot, _ in image.leaving)
-        _, used = index.resident(index.keys())
         for slot, tenant in image.leaving:
             shares.took([slot], tenant)
             used.append(slot)

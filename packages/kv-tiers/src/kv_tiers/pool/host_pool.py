@@ -301,13 +301,14 @@ class HostPool:
         self._returned.append(slot)
 
     def take(self, slots: Iterable[int]) -> None:
-        """Mark slots of a fresh pool as in use: an earlier process filled them."""
-        if self._untouched_from:
-            raise MisuseError(f"pool {self.name!r} has handed out slots already")
-        for slot in slots:
+        """Mark free slots as in use: an earlier process filled them."""
+        taken = set(slots)
+        if any(self._taken[slot] for slot in taken):
+            raise MisuseError(f"pool {self.name!r} has handed out some of these slots already")
+        for slot in taken:
             self._taken[slot] = 1
-            self._untouched_from = max(self._untouched_from, slot + 1)
-        self._returned = [slot for slot in range(self._untouched_from) if not self._taken[slot]]
+        first, self._untouched_from = self._untouched_from, max(self._untouched_from, max(taken, default=-1) + 1)
+        self._returned = [slot for slot in (*self._returned, *range(first, self._untouched_from)) if slot not in taken]
         self._pages.reached(self._untouched_from * self.slot_bytes)
         self._pages.written(self._untouched_from * self.slot_bytes)
 
