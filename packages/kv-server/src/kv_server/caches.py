@@ -76,7 +76,8 @@ class Caches:
 
         on_idle_closed: called on another thread with the name of a cache that was closed to make room.
         """
-        self._config = config
+        self.config = config
+        """Of caches that are opened from now on."""
         self._bus = bus
         self._clock = clock
         self._wake = wake
@@ -121,7 +122,7 @@ class Caches:
         """
         if wanted in self.opening:
             return True
-        is_full = len(self._caches) + len(self.opening) >= self._config.max_formats
+        is_full = len(self._caches) + len(self.opening) >= self.config.max_formats
         if is_full and not self._close_idle(in_use):
             return False
         thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
@@ -163,7 +164,7 @@ class Caches:
             ConfigError: the settings cannot be honoured.
         """
         self.quotas_set = dict(quotas)
-        slots = self._config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
+        slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
         if slots != handed_over[1]:
             text = "the pool of cache %s keeps its %d slots; the %d of capacity_bytes count after a restart"
             _log.warning(text, cache_name(wanted), handed_over[1], slots)
@@ -179,7 +180,7 @@ class Caches:
         Raises:
             InputError: there is no host to offer chunks to.
         """
-        types = {tier.get("type") for tier in self._config.tiers}
+        types = {tier.get("type") for tier in self.config.tiers}
         if not (any(peer_side(cache).drain.can_begin for cache in self._caches.values()) or "peers" in types):
             raise InputError("no tier of type peers is configured, so there is no host to offer chunks to")
         self.drained = timeout_s, max_bytes
@@ -188,8 +189,8 @@ class Caches:
 
     def keeps(self) -> list[str]:
         """Places of the settings that may hold chunks of an earlier process."""
-        disks = [str(tier.get("name") or "disk") for tier in self._config.tiers if tier.get("type") == "disk"]
-        return [*([f"pool {name}"] if (name := self._config.host.name) else []), *disks]
+        disks = [str(tier.get("name") or "disk") for tier in self.config.tiers if tier.get("type") == "disk"]
+        return [*([f"pool {name}"] if (name := self.config.host.name) else []), *disks]
 
     def end_drain(self) -> None:
         self.drained = None
@@ -236,7 +237,7 @@ class Caches:
             return False
         idle = [name for name, cache in self._caches.items() if cache not in in_use]
         longest = min(idle, key=self._left_s.__getitem__, default=None)
-        if longest is None or self._clock.now_s() - self._left_s[longest] < self._config.host.lease_s:
+        if longest is None or self._clock.now_s() - self._left_s[longest] < self.config.host.lease_s:
             return False
         cache = self._caches[longest]
         # Not on this thread: closing first completes pending spills.
@@ -253,7 +254,7 @@ class Caches:
 
     def _kept_path(self, wanted: Format) -> Path | None:
         """Of the file of this cache's pool; None: it has none."""
-        name = self._config.host.name
+        name = self.config.host.name
         return kept_path(name, cache_name(wanted)) if name else None
 
     def _open_kept(self, wanted: Format) -> tuple[tuple[str, int, int], KeptIndex | None] | None:
@@ -263,7 +264,7 @@ class Caches:
             ConfigError: it cannot be used.
         """
         path = self._kept_path(wanted)
-        slots = self._config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
+        slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
         if path is None or slots < 1:
             return None
         opened = open_kept(path, wanted, slots)
@@ -283,14 +284,14 @@ class Caches:
             ConfigError: the settings cannot be honoured.
         """
         return build_local_cache(
-            self._config.host,
+            self.config.host,
             group_bytes=wanted[0],
             fingerprint=wanted[1],
-            tiers=self._config.tiers,
-            cold=self._config.cold,
+            tiers=self.config.tiers,
+            cold=self.config.cold,
             clock=self._clock,
             shared=True,
-            tenants=self._config.tenants,
+            tenants=self.config.tenants,
             events=self._bus.source(cache_name(wanted), wanted[0]),
             extensions=[PeerSide()],
             handed_over=handed_over,

@@ -1,5 +1,4 @@
-"""`kv-server`: the cache in a process of its own. Prints one line when it is ready, and stops on SIGTERM,
-SIGINT or SIGHUP."""
+"""`kv-server`: the cache in a process of its own. Prints one line when it is ready, and stops on SIGTERM or SIGINT."""
 
 import argparse
 import ctypes
@@ -17,12 +16,13 @@ from kv_core.log import limited_logger
 from kv_core.terminal import say
 from kv_tiers.build import check_settings
 from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
-from kv_tiers.threads import OutOfThreadsError
+from kv_tiers.threads import OutOfThreadsError, start_thread
 
 from kv_server.accepting import allow_descriptors
 from kv_server.config import ServerConfig, default_socket, server_config
 from kv_server.connection import PACKAGE, NobodyListens
 from kv_server.http.start import check_http, open_http
+from kv_server.reloading import Reloading
 from kv_server.server import CacheServer
 from kv_server.succession.taking_over import TakingOver, VanishedError
 
@@ -72,8 +72,9 @@ same file, and join this server if server.socket is set in it. In YAML:
     archive_directory: /…/saved   # where prefixes are exported to and imported from
 
 When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
-SIGTERM, SIGINT and SIGHUP (unless nohup has it ignored) stop it: it accepts no more clients, stores what is waiting
-for the lower tiers, and exits. Only processes of the user that started it are served at the socket.
+SIGTERM and SIGINT stop it: it accepts no more clients, stores what is waiting for the lower tiers, and exits. So does
+SIGHUP (unless nohup has it ignored) without a file; with one, it has the file read again: quotas change at once, all
+else by another server with --take-over. Only processes of the user that started it are served at the socket.
 """
 
 
@@ -103,7 +104,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OutOfThreadsError) as error:
         say(f"kv-server: {error}", file=sys.stderr)
         return 2
-    for number in _ENDING:
+    reloads = args.config not in {None, STANDARD_INPUT}
+    ending = [number for number in _ENDING if number != signal.SIGHUP or not reloads]
+    if reloads:
+        reloading = Reloading(server, config, lambda: _config(args))
+        if why := start_thread(reloading):
+            _log.warning("the settings are not read again on SIGHUP: %s", why)
+        signal.signal(signal.SIGHUP, lambda *_: reloading.want())
+    for number in ending:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
             signal.signal(number, lambda *_: server.stop())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
