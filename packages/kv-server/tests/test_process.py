@@ -193,7 +193,6 @@ def command(
     [
         [signal.SIGTERM],
         [signal.SIGINT],
-        [signal.SIGHUP],
         [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM],
     ],
 )
