@@ -146,7 +146,7 @@ def test_under_load_nothing_is_lost_and_no_load_fails(home: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_hundred_upgrades_under_load(home: Path) -> None:
-    servers = upgraded(home, slots=96)
+    servers = upgraded(home, slots=96, disk_chunks=400)
     stems = [key_chain(4, branch=f"kept {number}") for number in range(12)]
     keeper = join_server(home)
     for stem in stems:
