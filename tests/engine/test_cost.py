@@ -81,7 +81,7 @@ def test_what_a_quick_tier_has_is_loaded_and_what_a_slow_one_has_is_computed(
         assert last.load_s is not None and last.compute_s is not None and last.load_s < last.compute_s
         assert lookups.measured > 0
 
-        (tier,) = (lane.tier for lane in running.cache.lower._lanes)
+        (tier,) = (lane.tier for lane in running.cache.lower.lanes)
         assert isinstance(tier, ThrottledTier)
         # From now a prompt takes 0.2 s to come up, and less to compute; on a busy machine twice what that took.
         tier.load_bytes_per_s = min(10e6, PROMPT_BYTES / (2 * computing_s))

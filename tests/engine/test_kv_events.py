@@ -157,7 +157,7 @@ def test_nothing_is_recorded_where_nobody_asks(tiny_llama: str) -> None:
         connector = oracle.scheduler.connector
         assert connector is not None and list(connector.take_events()) == []
         source = oracle.engine.cache.events  # type: ignore[union-attr]
-        assert not source.on and source._changes is None
+        assert not source.on and source.log is None
     finally:
         oracle.close()
 

@@ -637,7 +637,7 @@ def test_the_command_waits_for_caches_that_are_being_opened(
     statuses: list[int] = []
     command = threading.Thread(target=lambda: statuses.append(main(["drain", "--socket", str(served.path)])))
     command.start()
-    until(lambda: served.server.formats._drained is not None)  # it has been asked for
+    until(lambda: served.server.formats.drained is not None)  # it has been asked for
     go_on.set()
     joined(joining, command)
     assert statuses == [0] and capsys.readouterr().out.startswith("drained: of 0 chunks")

@@ -25,6 +25,7 @@ CLIENT = {
     "kv_server.connection",
     "kv_server.link",
     "kv_server.mapped",
+    "kv_server.pidfds",
     "kv_server.remote_cache",
     "kv_server.report",
     "kv_server.returning",

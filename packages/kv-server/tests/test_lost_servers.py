@@ -21,8 +21,9 @@ from kv_core.service import LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
 from kv_server import launch, wire
 from kv_server import remote_cache as client_module
+from kv_server.link import MAX_BACK_OFF_S
 from kv_server.mapped import MappedPool
-from kv_server.returning import Returning
+from kv_server.returning import LOOK_S, Returning
 from kv_testing.cache_servers import (
     ThreadedServer,
     fill,
@@ -141,6 +142,18 @@ def test_killed_under_load_and_back_with_what_the_disk_has(home: Path) -> None:
     server.stop()
 
 
+def test_an_idle_client_is_back_within_a_second_however_long_the_server_was_away(home: Path) -> None:
+    assert MAX_BACK_OFF_S + LOOK_S < 1
+    server = start_server(home)
+    cache = join_server(home, engine="idle")
+    kill_server(server)
+    until(lambda: cache._link._back_off_s == MAX_BACK_OFF_S)  # it will not try more rarely than now
+    server = start_server(home)
+    until(lambda: [session.engine for session in report_of(home / "s").sessions] == ["idle"], 60)
+    cache.close()
+    server.stop()
+
+
 def test_an_idle_client_is_with_the_next_server_and_its_next_lookup_finds_what_the_disk_has(home: Path) -> None:
     """Nobody calls it while the server is killed and another one started: not the call that would find out."""
     server = start_server(home, disk=True)
@@ -179,7 +192,7 @@ def test_a_client_that_nobody_closes_leaves_nothing_behind(served: ThreadedServe
     joined(returning)
 
 
-def test_a_server_that_stays_away_is_tried_ever_less_often() -> None:
+def test_a_server_that_stays_away_is_tried_now_and_then() -> None:
     """Without a pause in between it would keep a processor busy. While there is a server, nothing is tried."""
     near, far = socket.socketpair()
     looks: list[float] = []
@@ -205,11 +218,11 @@ def test_a_server_that_stays_away_is_tried_ever_less_often() -> None:
     returning._stopped = Stopped()
     returning.start()
     until(lambda: len(looks) == 6)
-    assert waits == [0.2, 0.4, 0.8, 1.6, 2.0]
+    assert waits == [LOOK_S] * 5
     assert returning.is_alive() and len(looks) == 6
     far.close()
     joined(returning)
-    assert waits == [0.2, 0.4, 0.8, 1.6, 2.0, 0.2, 0.4, 0.8] and looks[6:] == [5, 6, 7]
+    assert waits == [LOOK_S] * 8 and looks[6:] == [5, 6, 7]
     near.close()
 
 

@@ -193,7 +193,6 @@ def command(
     [
         [signal.SIGTERM],
         [signal.SIGINT],
-        [signal.SIGHUP],
         [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM],
     ],
 )
@@ -401,7 +400,6 @@ def test_a_server_has_a_socket_wherever_temporary_files_are(home: Path, monkeypa
     server = launch({"host": {"capacity_bytes": "1MiB"}}, socket=default_socket(engine))
     server.stop()
     for wrong in (
-        {"host": {"name": "n"}},
         {"server": {"max_formats": 0}},
         {"server": {"name": "a/b"}},
         {"server": {"socket": "/" + "a" * 120}},

@@ -33,6 +33,7 @@ REQUESTS: list[wire.Request] = [
     wire.Status(),
     wire.Drain(True, 60.0, 1 << 30),
     wire.Drain(False, 60.0, None),
+    wire.TakeOver(1, "0.1.0"),
     wire.Explain(32, b"d" * 64, [bytes([1]) + bytes(29)]),
     wire.Lookup(KEYS, "holder", 16, ("all", "window:512"), 2, {"wait_for_promotion": True}),
     wire.Lookup(KEYS, "holder", 16, ("all",), 1, {"wait_for_promotion": True, "tiers": ["disk"]}),

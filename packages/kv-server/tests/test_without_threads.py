@@ -13,7 +13,7 @@ from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
 from kv_core.testing import key_chain
 from kv_server import ServerConfig, wire
-from kv_server.caches import Caches, Format
+from kv_server.caches import Caches
 from kv_server.connection import ask_server
 from kv_server.drain.state import DrainState
 from kv_server.http.jobs import MAX_RUNNING, PrefixJobs
@@ -24,6 +24,7 @@ from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import Follow, Followed, Given, PeerHeld, PeerStream, PeerTaken, Request, unpack_keys
 from kv_server.server import CacheServer
+from kv_server.wire import Format
 from kv_testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,
@@ -62,18 +63,18 @@ def test_a_format_that_could_not_be_opened_can_be_later_and_one_that_could_not_b
     ending.callback(caches.close)
     with threads_left(), pytest.raises(RuntimeError):
         caches.open(format_of("one"), [])
-    assert not caches.opening()
+    assert not caches.opening
     assert caches.open(format_of("one"), [])
     until(caches.opened)
-    one = caches.find(format_of("one"))
+    one = caches.by_format().get(format_of("one"))
     assert one is not None
     clock.advance(2 * LEASE_S)
     with threads_left(), pytest.raises(RuntimeError):
         caches.open(format_of("two"), [])
-    assert caches.find(format_of("one")) is one and one.counts().slots_total == 8
+    assert caches.by_format().get(format_of("one")) is one and one.counts().slots_total == 8
     assert caches.open(format_of("two"), [])
     until(caches.opened)
-    assert caches.find(format_of("one")) is None and caches.find(format_of("two")) is not None
+    assert caches.by_format().get(format_of("one")) is None and caches.by_format().get(format_of("two")) is not None
 
 
 def test_a_format_that_is_opened_during_a_drain_is_served_though_nothing_of_it_is_offered(ending: ExitStack) -> None:

@@ -426,7 +426,6 @@ def test_kv_config_shows_which_observers_an_engine_would_refuse(
             "a token has 16",
         ),
         ({"peers": {"listen": "127.0.0.1:0", "tls_ca_file": "/no"}}, "go together"),
-        ({"http": {"listen": "127.0.0.1:0"}, "host": {"name": "mine"}}, "a pool that a server shares has no name"),
         ({"server": {"name": "a/b"}}, "write a plain word"),
     ],
 )

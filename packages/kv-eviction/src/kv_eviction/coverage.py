@@ -7,7 +7,7 @@ of their own. The oldest of that order is compared with the policy's victim, and
 evicted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey, keys_in
@@ -44,6 +44,17 @@ class BoundedGroups:
     def shape_of(self, space_id: bytes) -> ChunkShape | None:
         """The shape of the latest lookup in a key space. None: there was none, or only of whole prefixes."""
         return self._shapes.get(space_id)
+
+    def shapes(self) -> dict[bytes, ChunkShape]:
+        """By key space, the shape of the latest lookup with such groups."""
+        return dict(self._shapes)
+
+    def restore(self, shapes: Mapping[bytes, ChunkShape]) -> None:
+        """In a new object: the `shapes` of another."""
+        for space_id, shape in shapes.items():
+            self.note(
+                keys_in(space_id, [bytes(16)], groups=range(len(shape.groups)), shards=range(shape.shards)), shape
+            )
 
     def has(self, key: ChunkKey) -> bool:
         return _group_of(key) in self._known

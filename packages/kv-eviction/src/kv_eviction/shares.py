@@ -89,6 +89,12 @@ class Shares:
         assert account is not None
         return account.share
 
+    def tenant_at(self, slot: int) -> bytes:
+        """The tenant to which this taken slot belongs."""
+        account = self._account_at[slot]
+        assert account is not None
+        return account.tenant
+
     def took(self, slots: Sequence[int], tenant: bytes) -> None:
         """From now on the slots belong to this tenant, and to no other."""
         account = self._accounts.get(tenant) or _Account(tenant, self.of(tenant))

@@ -55,6 +55,24 @@ class ListeningSocket:
             self.close()
             raise _cannot_listen(path, error) from None
 
+    @classmethod
+    def handed_over(cls, path: Path, listener: int, lock: int) -> "ListeningSocket":
+        """The descriptors of another process's, which are ours from now on."""
+        made = cls.__new__(cls)
+        made.path, made._lock = path, lock
+        made.listener = socket.socket(fileno=listener)
+        made.listener.setblocking(False)
+        return made
+
+    def descriptors(self) -> tuple[int, int]:
+        """For `handed_over`: of the socket and of its lock. They stay ours too, until `abandon`."""
+        return self.listener.fileno(), self._lock
+
+    def abandon(self) -> None:
+        """Close both, and leave the files to the process that has been handed them."""
+        self.listener.close()
+        os.close(self._lock)
+
     def stop_listening(self) -> None:
         with suppress(OSError):  # something else may be there by now, and a server that stops has more to do
             self.path.unlink(missing_ok=True)

@@ -10,8 +10,10 @@ not.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
 from typing import Final
 
 from kv_core.clock import Clock
@@ -23,6 +25,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.events.bus import EventBus
 from kv_tiers.host_port import HostPort
 from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.host_pool import slot_bytes_for
 from kv_tiers.threads import OutOfThreadsError, join_all, must_start
 from kv_tiers.tier import TierContext
 
@@ -30,22 +33,26 @@ from kv_server import wire
 from kv_server.config import ServerConfig
 from kv_server.peers.reads import PeerReads
 from kv_server.peers.side import PeerSide, peer_side
+from kv_server.succession.kept import KeptIndex, image_of_kept, kept_path, open_kept, restore_kept, write_index
+from kv_server.succession.messages import OrphanImage, QuotasSet
+from kv_server.wire import Format
 
 _log = limited_logger(__name__)
 
 _OPENING_S: Final = 5.0
 """How long `close` waits for caches that are being opened. A large disk takes minutes, and no chunk is in its pool."""
 
-Format = tuple[tuple[int, ...], str]
-"""The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
-
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The outcome of opening a new format's cache: the cache, or why there is none."""
+    """The outcome of opening a new format's cache: the cache, or why there is none.
+
+    orphans: what clients of an earlier server may still be copying there.
+    """
 
     format: Format
     cache: LocalCache | wire.Failed
+    orphans: Sequence[OrphanImage] = ()
 
 
 def cache_name(wanted: Format) -> str:
@@ -69,38 +76,35 @@ class Caches:
 
         on_idle_closed: called on another thread with the name of a cache that was closed to make room.
         """
-        self._config = config
+        self.config = config
+        """Of caches that are opened from now on."""
         self._bus = bus
         self._clock = clock
         self._wake = wake
         self._on_idle_closed = on_idle_closed
         self._caches: dict[Format, LocalCache] = {}
-        self._opening: dict[Format, threading.Thread] = {}
+        self.opening: dict[Format, threading.Thread] = {}
+        """Those that are being opened."""
         self._opened: deque[Opened] = deque()
         self._left_s: dict[Format, float] = {}
-        self._closing: list[threading.Thread] = []
+        self.closing: list[threading.Thread] = []
+        """Those that are being closed to make room; they may have ended."""
         self._end = threading.Lock()
         self._is_closed = False  # from then on nobody takes what is `opened`; under that lock
         self.peers_address: HostPort | None = None
         """Where other hosts' servers read from this one; None: nowhere."""
-        self._drained: tuple[float, int | None] | None = None
-        self._quotas: dict[tuple[Format | None, bytes], int | None] = {}
-        """By format (None: all) and tenant, those that differ from the settings."""
+        self.drained: tuple[float, int | None] | None = None
+        """What `drain` was given last; None: nothing is being drained."""
+        self.quotas_set: QuotasSet = {}
+        """Those that differ from the settings."""
         self._for_peers: dict[str, tuple[LocalCache, PeerReads]] = {}
 
     def by_format(self) -> dict[Format, LocalCache]:
         return dict(self._caches)
 
-    def find(self, wanted: Format) -> LocalCache | None:
-        return self._caches.get(wanted)
-
     def for_peers(self, namespace: str) -> tuple[LocalCache, PeerReads] | None:
         """The cache whose tiers have this namespace, and what peers may read of it. On any thread."""
         return self._for_peers.get(namespace)
-
-    def opening(self) -> list[Format]:
-        """Those that are being opened."""
-        return list(self._opening)
 
     def left(self, cache: LocalCache) -> None:
         """A client of this cache has gone."""
@@ -116,14 +120,14 @@ class Caches:
         Raises:
             OutOfThreadsError: the system has no more threads for us.
         """
-        if wanted in self._opening:
+        if wanted in self.opening:
             return True
-        is_full = len(self._caches) + len(self._opening) >= self._config.max_formats
+        is_full = len(self._caches) + len(self.opening) >= self.config.max_formats
         if is_full and not self._close_idle(in_use):
             return False
         thread = threading.Thread(target=self._open, args=(wanted,), daemon=True)
         must_start(thread)  # first, because the system may have no more threads for us: then nothing is being opened
-        self._opening[wanted] = thread
+        self.opening[wanted] = thread
         return True
 
     def opened(self) -> list[Opened]:
@@ -131,22 +135,44 @@ class Caches:
         news = []
         while self._opened:
             opened = self._opened.popleft()
-            self._opening.pop(opened.format).join()
+            self.opening.pop(opened.format).join()
             if isinstance(cache := opened.cache, LocalCache):
                 self._set_quotas(opened.format, cache)
                 self._caches[opened.format] = cache
                 self._left_s[opened.format] = self._clock.now_s()
-                fingerprint = opened.format[1]
-                context = TierContext(cache.pool.chunk_bytes, cache.pool.slot_bytes, fingerprint)
-                side = peer_side(cache)
-                reads = side.reads(fingerprint)
-                self._for_peers[context.namespace] = cache, reads
-                if self._drained is not None:
-                    side.drain.begin(*self._drained)
-                if self.peers_address is not None:
-                    side.publish(reads, self.peers_address)
+                if self.drained is not None:
+                    peer_side(cache).drain.begin(*self.drained)
+                self.publish(opened.format, cache)
             news.append(opened)
         return news
+
+    def publish(self, wanted: Format, cache: LocalCache) -> None:
+        """Let other hosts find this cache, from now on or with tiers that were opened again."""
+        context = TierContext(cache.pool.chunk_bytes, cache.pool.slot_bytes, wanted[1])
+        side = peer_side(cache)
+        reads = side.reads(wanted[1])
+        self._for_peers[context.namespace] = cache, reads
+        if self.peers_address is not None:
+            side.publish(reads, self.peers_address)
+
+    def take_over(self, wanted: Format, handed_over: tuple[str, int, int], quotas: QuotasSet) -> LocalCache:
+        """A cache on another process's pool, to be filled by the caller, who then has it `publish`ed.
+
+        handed_over: as for `build_local_cache`. quotas: `quotas_set` there.
+
+        Raises:
+            ConfigError: the settings cannot be honoured.
+        """
+        self.quotas_set = dict(quotas)
+        slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
+        if slots != handed_over[1]:
+            text = "the pool of cache %s keeps its %d slots; the %d of capacity_bytes count after a restart"
+            _log.warning(text, cache_name(wanted), handed_over[1], slots)
+        cache = self._build(wanted, handed_over)
+        self._set_quotas(wanted, cache)
+        self._caches[wanted] = cache
+        self._left_s[wanted] = self._clock.now_s()
+        return cache
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
         """Drain every cache, including those that are opened from now on.
@@ -154,20 +180,20 @@ class Caches:
         Raises:
             InputError: there is no host to offer chunks to.
         """
-        types = {tier.get("type") for tier in self._config.tiers}
+        types = {tier.get("type") for tier in self.config.tiers}
         if not (any(peer_side(cache).drain.can_begin for cache in self._caches.values()) or "peers" in types):
             raise InputError("no tier of type peers is configured, so there is no host to offer chunks to")
-        self._drained = timeout_s, max_bytes
+        self.drained = timeout_s, max_bytes
         for cache in self._caches.values():
             peer_side(cache).drain.begin(timeout_s, max_bytes)
 
     def keeps(self) -> list[str]:
         """Places of the settings that may hold chunks of an earlier process."""
-        disks = [str(tier.get("name") or "disk") for tier in self._config.tiers if tier.get("type") == "disk"]
-        return [*([f"pool {name}"] if (name := self._config.host.name) else []), *disks]
+        disks = [str(tier.get("name") or "disk") for tier in self.config.tiers if tier.get("type") == "disk"]
+        return [*([f"pool {name}"] if (name := self.config.host.name) else []), *disks]
 
     def end_drain(self) -> None:
-        self._drained = None
+        self.drained = None
         for cache in self._caches.values():
             peer_side(cache).drain.end()
 
@@ -175,27 +201,27 @@ class Caches:
         """Set this quota (None: the common share) in caches that are opened from now on. formats: only caches of these
         formats; None: all."""
         if formats is None:  # a quota for all formats replaces those for single ones
-            self._quotas = {key: quota for key, quota in self._quotas.items() if key[1] != tenant}
+            self.quotas_set = {key: quota for key, quota in self.quotas_set.items() if key[1] != tenant}
         affected: list[Format | None] = [None] if formats is None else list(formats)
         for chunk_format in affected:
-            self._quotas[chunk_format, tenant] = quota_bytes
+            self.quotas_set[chunk_format, tenant] = quota_bytes
 
-    def close(self) -> None:
+    def close(self, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, then close. Takes at most some seconds per cache. One that is still being opened
-        closes itself later."""
-        join_all(self._opening.values(), _OPENING_S)
-        for thread in self._closing:
+        closes itself later. orphans: what clients may still be copying."""
+        join_all(self.opening.values(), _OPENING_S)
+        for thread in self.closing:
             thread.join()
         with self._end:
             self._is_closed = True
         self.opened()
-        for cache in self._caches.values():
-            _close(cache)
+        for wanted, cache in self._caches.items():
+            self._close_cache(wanted, cache, [orphan for orphan in orphans if orphan.format == wanted])
 
     def _set_quotas(self, wanted: Format, cache: LocalCache) -> None:
         """In a new cache, which is used even if its pool cannot provide them."""
-        quotas = {tenant: quota for (one, tenant), quota in self._quotas.items() if one is None}
-        quotas |= {tenant: quota for (one, tenant), quota in self._quotas.items() if one == wanted}
+        quotas = {tenant: quota for (one, tenant), quota in self.quotas_set.items() if one is None}
+        quotas |= {tenant: quota for (one, tenant), quota in self.quotas_set.items() if one == wanted}
         before = {use.tenant: use.quota_bytes or 0 for use in cache.admin.tenants()}
         # First those that leave more to the others.
         for tenant, quota in sorted(quotas.items(), key=lambda of: (of[1] or 0) - before.get(of[0], 0)):
@@ -211,37 +237,76 @@ class Caches:
             return False
         idle = [name for name, cache in self._caches.items() if cache not in in_use]
         longest = min(idle, key=self._left_s.__getitem__, default=None)
-        if longest is None or self._clock.now_s() - self._left_s[longest] < self._config.host.lease_s:
+        if longest is None or self._clock.now_s() - self._left_s[longest] < self.config.host.lease_s:
             return False
         cache = self._caches[longest]
         # Not on this thread: closing first completes pending spills.
         thread = threading.Thread(target=self._close_one, args=(longest, cache), daemon=True)
         must_start(thread)  # first, as in `open`: else the cache would be nobody's, and never be closed
-        self._closing = [*(other for other in self._closing if other.is_alive()), thread]
+        self.closing = [*(other for other in self.closing if other.is_alive()), thread]
         del self._caches[longest], self._left_s[longest]
         self._for_peers = {name: one for name, one in self._for_peers.items() if one[0] is not cache}
         return True
 
     def _close_one(self, name: Format, cache: LocalCache) -> None:
-        _close(cache)
+        self._close_cache(name, cache)
         self._on_idle_closed(cache_name(name))
 
+    def _kept_path(self, wanted: Format) -> Path | None:
+        """Of the file of this cache's pool; None: it has none."""
+        name = self.config.host.name
+        return kept_path(name, cache_name(wanted)) if name else None
+
+    def _open_kept(self, wanted: Format) -> tuple[tuple[str, int, int], KeptIndex | None] | None:
+        """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        path = self._kept_path(wanted)
+        slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
+        if path is None or slots < 1:
+            return None
+        opened = open_kept(path, wanted, slots)
+        name = f"kept-{token_hex(8)}" if opened.index is None else opened.index.pool.name
+        return (name, slots, opened.descriptor), opened.index
+
+    def _close_cache(self, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage] = ()) -> None:
+        """Complete pending spills, and leave a pool with a name to the next server."""
+        path = self._kept_path(wanted)
+        kept = None if path is None else image_of_kept(path, wanted, cache, orphans)
+        if _close(cache) and path is not None and kept is not None:
+            write_index(path, kept)
+
+    def _build(self, wanted: Format, handed_over: tuple[str, int, int] | None = None) -> LocalCache:
+        """
+        Raises:
+            ConfigError: the settings cannot be honoured.
+        """
+        return build_local_cache(
+            self.config.host,
+            group_bytes=wanted[0],
+            fingerprint=wanted[1],
+            tiers=self.config.tiers,
+            cold=self.config.cold,
+            clock=self._clock,
+            shared=True,
+            tenants=self.config.tenants,
+            events=self._bus.source(cache_name(wanted), wanted[0]),
+            extensions=[PeerSide()],
+            handed_over=handed_over,
+        )
+
     def _open(self, wanted: Format) -> None:
-        for thread in tuple(self._closing):
+        for thread in tuple(self.closing):
             thread.join()  # to free its memory, and its files if it has the same format
+        orphans: list[OrphanImage] = []
         try:
-            opened: LocalCache | wire.Failed = build_local_cache(
-                self._config.host,
-                group_bytes=wanted[0],
-                fingerprint=wanted[1],
-                tiers=self._config.tiers,
-                cold=self._config.cold,
-                clock=self._clock,
-                shared=True,
-                tenants=self._config.tenants,
-                events=self._bus.source(cache_name(wanted), wanted[0]),
-                extensions=[PeerSide()],
-            )
+            kept = self._open_kept(wanted)
+            opened: LocalCache | wire.Failed = self._build(wanted, kept and kept[0])
+            if kept is not None and kept[1] is not None and isinstance(opened, LocalCache):
+                restore_kept(opened, kept[1])
+                orphans = kept[1].orphans
         except OutOfThreadsError as error:
             opened = wire.Failed("refused", f"in this server {error}")
         except ConfigError as error:
@@ -252,15 +317,15 @@ class Caches:
         with self._end:
             is_late = self._is_closed
             if not is_late:
-                self._opened.append(Opened(wanted, opened))
+                self._opened.append(Opened(wanted, opened, orphans))
         if not is_late:
             self._wake()
         elif isinstance(opened, LocalCache):
-            _close(opened)
+            self._close_cache(wanted, opened, orphans)
 
 
-def _close(cache: LocalCache) -> None:
-    """Complete pending spills, and log what the cache achieved."""
+def _close(cache: LocalCache) -> bool:
+    """Complete pending spills, and log what the cache achieved. False: a tier may still use the pool."""
     counts = cache.counts()
     _log.info(
         "the KV cache is closed: %d lookups found %d of %d chunks, and %d chunks entered the pool",
@@ -270,3 +335,5 @@ def _close(cache: LocalCache) -> None:
         cache.close()
     except BufferError as error:
         _log.warning("%s", error)  # the memory is freed when the process ends
+        return False
+    return True

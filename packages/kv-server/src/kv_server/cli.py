@@ -1,5 +1,4 @@
-"""`kv-server`: the cache in a process of its own. Prints one line when it is ready, and stops on SIGTERM,
-SIGINT or SIGHUP."""
+"""`kv-server`: the cache in a process of its own. Prints one line when it is ready, and stops on SIGTERM or SIGINT."""
 
 import argparse
 import ctypes
@@ -7,23 +6,29 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kv_core.errors import ConfigError
+from kv_core.errors import ConfigError, TierDown
 from kv_core.log import limited_logger
 from kv_core.terminal import say
 from kv_tiers.build import check_settings, refuse_gds
 from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
-from kv_tiers.threads import OutOfThreadsError
+from kv_tiers.threads import OutOfThreadsError, start_thread
 
 from kv_server.accepting import allow_descriptors
 from kv_server.config import ServerConfig, default_socket, server_config
-from kv_server.connection import PACKAGE
-from kv_server.http.start import open_http
+from kv_server.connection import PACKAGE, NobodyListens
+from kv_server.http.start import check_http, open_http
 from kv_server.notify import ServiceManager
+from kv_server.reloading import Reloading
 from kv_server.server import CacheServer
+from kv_server.succession.taking_over import TakingOver, VanishedError
+
+if TYPE_CHECKING:
+    from kv_server.http.thread import HttpThread
 
 _log = limited_logger(__name__)
 
@@ -36,6 +41,7 @@ same file, and join this server if server.socket is set in it. In YAML:
 
   host:
     capacity_bytes: 4GiB          # of each format's pool; allocated as it is used
+    name: kv                      # the pool outlives this server, if that is stopped and not killed
     lease_s: 300                  # how long chunks stay leased for a client that has gone silent
     policy: prefix                # what is evicted when room is needed
   tiers:                          # below the pool, hottest first; as many as you like
@@ -67,8 +73,9 @@ same file, and join this server if server.socket is set in it. In YAML:
     archive_directory: /…/saved   # where prefixes are exported to and imported from
 
 When it serves it prints READY, its socket, its process number, the page's address and peers=HOST:PORT on one line.
-SIGTERM, SIGINT and SIGHUP (unless nohup has it ignored) stop it: it accepts no more clients, stores what is waiting
-for the lower tiers, and exits. Only processes of the user that started it are served at the socket.
+SIGTERM and SIGINT stop it: it accepts no more clients, stores what is waiting for the lower tiers, and exits. So does
+SIGHUP (unless nohup has it ignored) without a file; with one, it has the file read again: quotas change at once, all
+else by another server with --take-over. Only processes of the user that started it are served at the socket.
 """
 
 
@@ -84,10 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_settings(config.host, config.tiers)
         refuse_gds(config.tiers, "is not for a server, because the lease of a file does not cross its socket")
         _allow_descriptors(config)
+        succession = _succession(config) if args.take_over else None
         # A signal between these two would leave the socket behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-        http = open_http(config.http)
-        server = CacheServer(config)
+        http = open_http(config.http) if succession is None else None
+        server = CacheServer(config, succession=succession)
+        if succession is not None:
+            try:
+                server.take_over()
+            except VanishedError as error:
+                _log.warning("%s", error)
+                succession = None
+                http = open_http(config.http)
+                server = CacheServer(config, address=server.address)
     except (ConfigError, OutOfThreadsError) as error:
         say(f"kv-server: {error}", file=sys.stderr)
         return 2
@@ -96,7 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         server.stop()
         manager.stopping()
 
-    for number in _ENDING:
+    reloads = args.config not in {None, STANDARD_INPUT}
+    ending = [number for number in _ENDING if number != signal.SIGHUP or not reloads]
+    if reloads:
+        reloading = Reloading(server, config, lambda: _config(args))
+        if why := start_thread(reloading):
+            _log.warning("the settings are not read again on SIGHUP: %s", why)
+        signal.signal(signal.SIGHUP, lambda *_: reloading.want())
+    for number in ending:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
             signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
@@ -106,15 +129,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_with(args.owner, server)
     if args.parent is not None:
         _terminate_with(args.parent)
+    status = 0
     try:
         if http is not None:
             http.start(server)
         manager.keep_alive(server.submit)
+        if succession is None:
+            _announce(server, http, output, manager)
     except OutOfThreadsError as error:
         say(f"kv-server: {error}", file=sys.stderr)
+        status, http = 2, None
         server.stop()
-        server.serve()  # which closes it
-        return 2
+    later = _Later(server, config, output, manager)
+    if succession is not None:
+        later.start()
+    try:
+        server.serve()
+    except OutOfThreadsError as error:
+        say(f"kv-server: {error}", file=sys.stderr)
+        status = 2
+    for serving in (http, later.http):
+        if serving is not None:
+            serving.stop()
+    if server.is_passed_on:
+        sys.stdout = None
+        logging.shutdown()
+        os._exit(status)  # a thread may still wait for what this process no longer has
+    if args.own_directory:
+        with suppress(OSError):
+            server.socket_path.parent.rmdir()
+    return status
+
+
+class _Later(threading.Thread):
+    """What a server that has taken over does once the other process has ended, while it serves already."""
+
+    def __init__(self, server: CacheServer, config: ServerConfig, output: int | None, manager: ServiceManager) -> None:
+        super().__init__(name="kv-taken-over", daemon=True)
+        self.http: HttpThread | None = None
+        self._server, self._config, self._output, self._manager = server, config, output, manager
+
+    def run(self) -> None:
+        try:
+            self._server.alone()
+            self.http = open_http(self._config.http)
+            if self.http is not None:
+                self.http.start(self._server)
+        except TierDown:  # it has been stopped meanwhile
+            return
+        except (ConfigError, OutOfThreadsError) as error:
+            _log.error("nothing is served over HTTP: %s", error)
+            self.http = None
+        _announce(self._server, self.http, self._output, self._manager)
+
+
+def _announce(server: CacheServer, http: "HttpThread | None", output: int | None, manager: ServiceManager) -> None:
     ready = ["READY", str(server.socket_path), str(os.getpid())]
     if http is not None:
         ready.append(http.url)
@@ -129,18 +198,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         _log.warning("no process reads the line that says that this server is ready: %s", error.strerror)
         sys.stdout = None  # or it would be flushed again when we end
     manager.ready()
-    status = 0
+
+
+def _succession(config: ServerConfig) -> TakingOver | None:
+    """None: there is no server to take over from.
+
+    Raises:
+        ConfigError: it refuses, or the settings cannot be honoured.
+    """
+    check_http(config.http)
     try:
-        server.serve()
-    except OutOfThreadsError as error:
-        say(f"kv-server: {error}", file=sys.stderr)
-        status = 2
-    if http is not None:
-        http.stop()
-    if args.own_directory:
-        with suppress(OSError):
-            server.socket_path.parent.rmdir()
-    return status
+        return TakingOver(config.socket_path())
+    except (NobodyListens, VanishedError) as why:
+        _log.warning("there is no server to take over from, so this one starts with empty pools: %s", why)
+        return None
 
 
 def _allow_descriptors(config: ServerConfig) -> None:
@@ -197,6 +268,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--owner", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--own-directory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the place of the server that listens there, with all that it holds and its clients",
+    )
     parser.add_argument(
         "--detach", action="store_true", help="continue detached from the parent process, in a session of its own"
     )

@@ -86,8 +86,6 @@ def server_config(settings: Settings) -> ServerConfig:
         **msgspec.structs.asdict(settings.server),
     )
     _check_address(config)
-    if config.host.name:
-        raise ConfigError(f"host.name is {config.host.name!r}: a pool that a server shares has no name; leave it out")
     if "/" in config.name or not config.name or config.name.startswith("."):
         raise ConfigError(f"server.name is {config.name!r}; write a plain word")
     if len(os.fsencode(config.socket_path())) > _MAX_PATH_BYTES:

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 from kv_core.errors import ConfigError, InputError, TierDown
 
 from kv_server import wire
+from kv_server.pidfds import open_pidfd
 
 _READ_BYTES: Final = 1 << 16
 _PEER: Final = struct.Struct("3i")
@@ -131,6 +132,15 @@ class ServerConnection:
             OSError: this process may open no more descriptors.
         """
         return self._socket.dup()
+
+    def pidfd(self) -> int:
+        """Of the server's process; -1: the kernel cannot say."""
+        pid, _, _ = _PEER.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        return open_pidfd(self._socket, pid)
+
+    def release(self) -> socket.socket:
+        """The socket, on which the caller goes on instead."""
+        return self._socket
 
     def has_ended(self) -> bool:
         """Whether the server has closed the connection. Sends nothing and does not wait."""

@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from kv_core.log import limited_logger
 from kv_tiers.threads import OutOfThreadsError
 
 from kv_server import wire
-from kv_server.orphans import close_descriptor, open_pidfd
+from kv_server.pidfds import close_descriptor, open_pidfd
 from kv_server.session import Session
 
 _log = limited_logger(__name__)
@@ -103,17 +103,16 @@ class Connections:
         self._connections: dict[int, ClientConnection] = {}
         self._eager: dict[int, ClientConnection] = {}  # clients with more requests waiting than their turn allowed
         self._unsettled: dict[int, ClientConnection] = {}  # clients that may have to be dropped for their silence
-        self._last_number = 0
+        self.last_number = 0
+        """Of the last client."""
 
     def all(self) -> list[ClientConnection]:
         return list(self._connections.values())
 
-    def are_eager(self) -> bool:
-        """Whether a client already has another request waiting."""
-        return bool(self._eager)
-
     def patience_s(self) -> float | None:
-        """How soon `expire` should be called."""
+        """How soon `take_turns` and `expire` should be called: at once while a client has another request waiting."""
+        if self._eager:
+            return 0.0
         due = [due_s for client in self._unsettled.values() if (due_s := client.due_s) is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
@@ -142,7 +141,7 @@ class Connections:
         for _ in range(FRAMES_A_TURN):
             if client.waiting or client.is_ending or client.number not in self._connections:
                 break
-            if not self.attempt(client, partial(self._take_next, client)):
+            if not self._attempt(client, partial(self._take_next, client)):
                 break
         else:
             self._eager[client.number] = client
@@ -155,12 +154,12 @@ class Connections:
             return
         client.waiting = None
         client.last_seen_s = time.monotonic()
-        self.attempt(client, act)
+        self._attempt(client, act)
         if client.session is None and client.number in self._connections:
             self._unsettled[client.number] = client
         self.work(client)
 
-    def attempt(self, client: ClientConnection, act: Callable[[], bool]) -> bool:
+    def _attempt(self, client: ClientConnection, act: Callable[[], bool]) -> bool:
         """Handle a request. Malformed requests, and bugs of ours, affect only the client that sent it."""
         try:
             return act()
@@ -207,12 +206,30 @@ class Connections:
         client.unsent.clear()
         self._gone(client)
 
+    def detach(self, client: ClientConnection) -> socket.socket:
+        """Forget this client and return its socket, on which the caller goes on."""
+        del self._connections[client.number]
+        self._eager.pop(client.number, None)
+        self._unsettled.pop(client.number, None)
+        if client.events:
+            self._selector.unregister(client.socket)
+        close_descriptor(client.pidfd)
+        return client.socket
+
+    def restore(self, clients: Sequence[ClientConnection], last_number: int) -> None:
+        """In a new object: go on with the clients of another process."""
+        self.last_number = last_number
+        for client in clients:
+            self._connections[client.number] = self._unsettled[client.number] = client
+            self._eager[client.number] = client  # requests of it may have arrived as a whole
+            self._watch(client)
+
     def greet(self, accepted: socket.socket) -> None:
         """Take over a connection that was accepted; it does not block."""
         pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        self._last_number += 1
-        client = self._connections[self._last_number] = ClientConnection(
-            self._last_number, accepted, pid, last_seen_s=time.monotonic()
+        self.last_number += 1
+        client = self._connections[self.last_number] = ClientConnection(
+            self.last_number, accepted, pid, last_seen_s=time.monotonic()
         )
         self._unsettled[client.number] = client
         if uid != os.geteuid():

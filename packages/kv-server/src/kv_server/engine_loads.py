@@ -18,7 +18,7 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_observe.explain import explain, weigh
 from kv_tiers.cache.local import LocalCache
 
-from kv_server.caches import Format
+from kv_server.wire import Format
 
 OnLookup = Callable[[Sequence[ChunkKey], ChunkShape, Costs | None, LookupPlan], None]
 """Given a lookup's keys, what its hit needs, the engine's costs, and the answer."""

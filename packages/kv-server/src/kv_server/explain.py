@@ -15,9 +15,9 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.threads import start_thread
 
 from kv_server import wire
-from kv_server.caches import Format
 from kv_server.peers.side import directories_of
 from kv_server.report import Registration
+from kv_server.wire import Format
 
 MAX_RUNS = 1024
 MAX_EXPLAINED_KEY_SPACES = 16

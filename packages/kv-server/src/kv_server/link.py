@@ -21,7 +21,8 @@ from kv_server.connection import NobodyListens, Opening, ServerConnection
 _log = limited_logger(__name__)
 
 FIRST_BACK_OFF_S: Final = 0.02
-MAX_BACK_OFF_S: Final = 2.0
+MAX_BACK_OFF_S: Final = 0.4
+"""Short enough for an idle engine to be back within a second (`returning`); connecting in vain takes microseconds."""
 OPENING_S: Final = 600.0
 """How much longer to wait at first for a server that opens its tiers: a disk with millions of chunks takes minutes."""
 

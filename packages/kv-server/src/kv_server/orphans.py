@@ -15,8 +15,6 @@ The log names a client that keeps its slots for long.
 """
 
 import os
-import select
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from kv_core.clock import Clock
 from kv_core.log import limited_logger
 from kv_tiers.cache.local import LocalCache
 
+from kv_server.pidfds import close_descriptor, is_gone
 from kv_server.session import LastingLease, release
 
 _log = limited_logger(__name__)
@@ -34,7 +33,6 @@ SETTLE_S: Final = 10.0
 """From when nobody maps the pool, if the process has not ended or its end is not known: for its devices to be reset."""
 _FIRST_LOOK_S: Final = 0.02
 _MAX_LOOK_S: Final = 1.0
-_SO_PEERPIDFD: Final = 77  # of Linux 6.5; Python has no name for it
 
 
 @dataclass(slots=True)
@@ -90,6 +88,13 @@ class Orphans:
                 break
         orphan = self._orphans[token] = Orphan(cache, copying, pid, pidfd, self._clock.now_s())
         self._look(token, orphan)
+
+    def all(self) -> dict[bytes, Orphan]:
+        return dict(self._orphans)
+
+    def restore(self, token: bytes, orphan: Orphan) -> None:
+        """One of another process. Takes over the pidfd."""
+        self._orphans[token] = orphan
 
     def take(self, token: bytes) -> Orphan | None:
         """Remove an orphan because its owner is back. The caller gives up the leases that the owner no longer wants."""
@@ -156,35 +161,6 @@ def give_up(cache: LocalCache, leases: Mapping[int, LastingLease]) -> None:
     """Release all of these, because nothing is being copied there any more."""
     for number, lease in leases.items():
         release(cache, number, lease)
-
-
-def open_pidfd(connection: socket.socket, pid: int) -> int:
-    """Of the process at the other end; -1 if none is available, as for another container's before Linux 6.5.
-
-    pid: its number; 0 if it is not visible here.
-    """
-    try:
-        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pass
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return -1
-
-
-def close_descriptor(descriptor: int) -> None:
-    """-1: there is none."""
-    if descriptor >= 0:
-        os.close(descriptor)
-
-
-def is_gone(pidfd: int) -> bool:
-    if pidfd < 0:
-        return False
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 def _slots(orphan: Orphan) -> int:

@@ -3,8 +3,7 @@
 An engine that is idle for an hour makes no call that would find out. Two things must not wait for one: a server cannot
 know whether a client that lost its connection is in the middle of a copy, so it keeps the slots of its open stores
 reserved until the client reports which leases it still has; and the first request after a restart of the server should
-find what its tiers have. While there is a connection, this waits for its end; without one, it tries at growing
-intervals.
+find what its tiers have. While there is a connection, this waits for its end; without one, it tries to connect.
 """
 
 import socket
@@ -20,8 +19,8 @@ from kv_server.connection import wait_for_end
 
 _log = limited_logger(__name__)
 
-_FIRST_S: Final = 0.2
-_MAX_S: Final = 2.0
+LOOK_S: Final = 0.2
+"""How often it tries."""
 
 Watched = socket.socket
 
@@ -45,7 +44,6 @@ class Returning(threading.Thread):
                 watched.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
-        wait_s = _FIRST_S
         while not self._stopped.is_set():
             look = self._look()
             try:
@@ -55,10 +53,8 @@ class Returning(threading.Thread):
                 return
             del look
             if self._watched is None:
-                self._stopped.wait(wait_s)
-                wait_s = min(2 * wait_s, _MAX_S)
+                self._stopped.wait(LOOK_S)
                 continue
             with self._watched as watched:
                 wait_for_end(watched)
                 self._watched = None
-            wait_s = _FIRST_S

@@ -5,47 +5,61 @@ takes long, and has a thread of its own. A connection that closes ends its sessi
 read leases and promises are released. Its write leases are the exception (`kv_server.orphans`).
 """
 
+import gc
 import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from heapq import nlargest
 from pathlib import Path
 from secrets import token_bytes
+from types import UnionType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError, InputError, MisuseError
+from kv_core.log import limited_logger
 from kv_observe.build import build_bus
 from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort
+from kv_tiers.threads import OutOfThreadsError, must_start
+from msgspec.structs import replace
 
 from kv_server import facts, wire
 from kv_server.accepting import Acceptor
 from kv_server.address import ListeningSocket
-from kv_server.caches import Caches, Format, Opened
+from kv_server.caches import Caches, Opened
 from kv_server.config import ServerConfig
 from kv_server.connection import PACKAGE
 from kv_server.connections import ClientConnection, Connections, turn_away
 from kv_server.engine_loads import EngineLoads
 from kv_server.explain import explain_elsewhere, explain_prompt
 from kv_server.mailbox import ServerMailbox
-from kv_server.orphans import Orphans, close_descriptor, give_up
+from kv_server.orphans import Orphan, Orphans, give_up
 from kv_server.peers.side import directories_of, peer_side
+from kv_server.pidfds import close_descriptor
 from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport
 from kv_server.session import Session
+from kv_server.succession.channel import FORMAT, Channel
+from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
+from kv_server.succession.messages import ClientImage, OrphanImage, Remainder
+from kv_server.succession.passing_on import STOPPED_S, PassingOn
+from kv_server.succession.taking_over import TakingOver
+from kv_server.wire import Format
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from kv_server.peers.server import PeerServer
+
+_log = limited_logger(__name__)
 
 T = TypeVar("T")
 
@@ -56,12 +70,23 @@ _MAX_MODELS: Final = 8
 class CacheServer:
     """Serves from `serve` until `stop`. Everything but `stop`, `is_stopping` and `submit` is for one thread."""
 
-    def __init__(self, config: ServerConfig, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        clock: Clock | None = None,
+        address: ListeningSocket | None = None,
+        succession: TakingOver | None = None,
+    ) -> None:
         """Bind the socket. Clients that connect from now on wait until `serve`.
+
+        address: of an earlier server of these settings; None: bind the socket.
+        succession: everything is taken over from the server that this names. Call `take_over`, then `serve`.
 
         Raises:
             ConfigError: another server has it, or it cannot be used.
         """
+        self._config = config
         self._lease_s = config.host.lease_s
         self._max_formats = config.max_formats
         self.tenant_names = {tenant.tag: tenant.name for tenant in config.tenants}
@@ -80,8 +105,16 @@ class CacheServer:
             lambda: self.network_metrics(existing_caches()),
         )
         """The events of all of its caches; it is closed with them."""
+        self._passing: PassingOn | None = None
+        self._succession = succession
+        self._is_private = False
+        self.is_passed_on = False
+        """Another process has taken over."""
+        descriptors = [] if succession is None else succession.descriptors
         try:
-            self._address = ListeningSocket(config.socket_path())
+            if address is None and descriptors:
+                address = ListeningSocket.handed_over(config.socket_path(), descriptors[0], descriptors[1])
+            self.address = address or ListeningSocket(config.socket_path())
         except ConfigError:
             self.bus.close()
             raise
@@ -97,16 +130,22 @@ class CacheServer:
         self._mailbox = ServerMailbox(self._wake)
         self._orphans = Orphans(self._clock, self._lease_s)
         self._connections = Connections(self._selector, config.max_sessions, answer=self._answer, gone=self._gone)
-        self._acceptor = Acceptor(self._address.listener, greet=self._connections.greet, turn_away=turn_away)
+        self._acceptor = Acceptor(self.address.listener, greet=self._connections.greet, turn_away=turn_away)
         self._accepts_from_s: float | None = None
-        self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self.address.listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
         self.is_stopping = False
         try:
-            self._peers = _open_peers(config.peers, self.formats)
-            self.formats.peers_address = self.peers_address
+            if succession is None:
+                self._peers = _open_peers(config.peers, self.formats)
+                self.formats.peers_address = self.peers_address
+            else:
+                quotas = succession.prepared.quotas_set()
+                for image, descriptor in zip(succession.prepared.pools, descriptors[2:], strict=True):
+                    cache = self.formats.take_over(image.format, (image.name, image.slots, descriptor), quotas)
+                    restore_pool(cache, image)
         except ConfigError:
-            self._close()
+            self._close(keeps_address=succession is not None)
             raise
 
     @property
@@ -116,7 +155,7 @@ class CacheServer:
 
     @property
     def socket_path(self) -> Path:
-        return self._address.path
+        return self.address.path
 
     @property
     def caches(self) -> dict[Format, LocalCache]:
@@ -137,6 +176,7 @@ class CacheServer:
 
     def watch(self, descriptor: int) -> None:
         """Stop when this descriptor is closed at the other end, which lives as long as the server is wanted."""
+        self._is_private = True
         self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
 
     def serve(self) -> None:
@@ -151,6 +191,8 @@ class CacheServer:
             while not self.is_stopping:
                 for key, _ in self._selector.select(self._patience_s()):
                     key.data()
+                    if self.is_passed_on:  # what clients have sent is the other process's
+                        return
                 self._connections.take_turns()
                 self._orphans.expire()
                 self._connections.expire()
@@ -160,8 +202,6 @@ class CacheServer:
 
     def _patience_s(self) -> float | None:
         """How long to wait for a request. None: without limit."""
-        if self._connections.are_eager():
-            return 0
         soonest = [self._orphans.patience_s(), self._connections.patience_s()]
         if self._accepts_from_s is not None:
             soonest.append(max(0.0, self._accepts_from_s - time.monotonic()))
@@ -170,13 +210,13 @@ class CacheServer:
     def _accept(self) -> None:
         backoff_s = self._acceptor.accept()
         if backoff_s:
-            self._selector.unregister(self._address.listener)
+            self._selector.unregister(self.address.listener)
             self._accepts_from_s = time.monotonic() + backoff_s
 
     def _accept_again(self) -> None:
         if self._accepts_from_s is not None and self._accepts_from_s <= time.monotonic():
             self._accepts_from_s = None
-            self._selector.register(self._address.listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self.address.listener, selectors.EVENT_READ, self._accept)
 
     def _answer(self, client: ClientConnection, request: wire.Request) -> None:
         """
@@ -200,6 +240,8 @@ class CacheServer:
                 else:
                     self.formats.end_drain()
                 send(wire.Stated(self.report()))
+            case wire.TakeOver():
+                self._begin_passing_on(client, request)
             case wire.Explain():
                 client.waiting = request
                 state = (self.caches, self.registrations(), self._history, self.bus.now_s())
@@ -239,9 +281,11 @@ class CacheServer:
             raise MisuseError("this session is registered already; unregister, or connect again")
         request.forgotten.unpack()  # invalid keys are refused before anything is created for them
         wanted = (request.group_bytes, request.fingerprint)
-        cache = self.formats.find(wanted)
+        cache = self.caches.get(wanted)
         if cache is not None:
             self._begin_session(client, request, cache)
+        elif self._passing is not None:
+            client.waiting = request  # whichever process goes on opens it
         elif self.formats.open(wanted, self._in_use()):
             client.waiting = request
         else:
@@ -268,22 +312,7 @@ class CacheServer:
         except OSError as error:
             self._connections.refuse(client, f"this server can lend its pool to no more clients: {error.strerror}")
             return
-        note = partial(self.engine_loads.looked_up, request.engine, (request.group_bytes, request.fingerprint))
-        session = Session(
-            client.number,
-            cache,
-            lease_s=self._lease_s,
-            clock=self._clock,
-            is_watched=client.pidfd >= 0 or pool.knows_lent,
-            is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
-            on_lookup=(lambda *_: None) if facts.REPEATS_LOOKUPS in request.facts else note,
-            ends_holds=facts.READS_TOGETHER not in request.facts,
-        )
-        chunk_tokens = request.facts.get(facts.CHUNK_TOKENS, "")
-        if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
-            cache.events.chunk_tokens = int(chunk_tokens)
-        if model := request.facts.get(facts.MODEL_NAME):
-            self._note_model((request.group_bytes, request.fingerprint), model)
+        session = self._make_session(client, request, cache)
         self._resume(session, request)
         if request.is_cleared:
             cache.clear()
@@ -300,6 +329,24 @@ class CacheServer:
             lease_s=self._lease_s,
         )
         self._connections.send(client, answer, lent)
+
+    def _make_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> Session:
+        note = partial(self.engine_loads.looked_up, request.engine, (request.group_bytes, request.fingerprint))
+        chunk_tokens = request.facts.get(facts.CHUNK_TOKENS, "")
+        if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
+            cache.events.chunk_tokens = int(chunk_tokens)
+        if model := request.facts.get(facts.MODEL_NAME):
+            self._note_model((request.group_bytes, request.fingerprint), model)
+        return Session(
+            client.number,
+            cache,
+            lease_s=self._lease_s,
+            clock=self._clock,
+            is_watched=client.pidfd >= 0 or cache.pool.knows_lent,
+            is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
+            on_lookup=(lambda *_: None) if facts.REPEATS_LOOKUPS in request.facts else note,
+            ends_holds=facts.READS_TOGETHER not in request.facts,
+        )
 
     def _resume(self, session: Session, request: wire.Register) -> None:
         """Take over the leases under which this client was copying in its previous session, and which it still has."""
@@ -358,6 +405,199 @@ class CacheServer:
         if model not in models:
             self._models[wanted] = [*models[1 - _MAX_MODELS :], model]
 
+    # Passing everything on to another process, or taking it over (`kv_server.succession`).
+
+    def _begin_passing_on(self, client: ClientConnection, request: wire.TakeOver) -> None:
+        why = self._why_not_passed_on(request)
+        if why:
+            self._connections.refuse(client, why)
+            return
+        self._connections.send(client, wire.Done())
+        if client.unsent:
+            self._connections.drop(client)
+            return
+        self._passing = PassingOn(
+            Channel(self._connections.detach(client)),
+            self.address,
+            self.caches,
+            dict(self.formats.quotas_set),
+            close_peers=self._close_peers,
+            stop=lambda passed: self.submit(partial(self._pass_on, passed)),
+            gone_on=lambda: self.submit(self._go_on_serving),
+        )
+        must_start(self._passing)
+
+    def _why_not_passed_on(self, request: wire.TakeOver) -> str:
+        if request.format != FORMAT:
+            return (
+                f"release {PACKAGE} passes on what it has in format {FORMAT}, and release {request.package} takes over "
+                f"format {request.format}: stop this server, and start the other one"
+            )
+        if self._is_private:
+            return "it is an engine's private server, which ends with its engine"
+        if self._passing is not None:
+            return "another process is taking over from this server already"
+        if self.formats.opening or any(thread.is_alive() for thread in self.formats.closing):
+            return "a cache is being opened or closed: try again when that is done"
+        if self.formats.drained is not None:
+            return "its chunks are being passed on to other hosts: end that first (kv drain --end)"
+        return ""
+
+    def _close_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+
+    def _pass_on(self, passed: Sequence[Passed]) -> bool:
+        """Serve nobody until the other process has taken over. False: it does not, and this one goes on.
+
+        Raises:
+            TierDown: the same, and why.
+        """
+        assert self._passing is not None
+        channel, stopped_s = self._passing.channel, time.monotonic()
+        for client in self._connections.all():
+            if client.is_ending or any(descriptor >= 0 for _, descriptor in client.unsent):
+                self._connections.drop(client)
+        gc.disable()  # a collection looks at every chunk
+        with ExitStack() as held:
+            held.callback(gc.enable)
+            for one in passed:
+                held.enter_context(one.cache.parts.host.lock)  # other threads change nothing either
+            clients, orphans = self._connections.all(), self._orphans.all()
+            images = [_image_of(client) for client in clients]
+            formats = {id(cache): wanted for wanted, cache in self.caches.items()}
+            rest = Remainder(
+                [one.cache_image() for one in passed],
+                images,
+                [_orphan_image(token, one, formats[id(one.cache)]) for token, one in orphans.items()],
+                self._connections.last_number,
+                stopped_s,
+            )
+            descriptors = [number for client in clients for number in (client.socket.fileno(), client.pidfd)]
+            descriptors += [one.pidfd for one in orphans.values()]
+            channel.send(rest, [number for number in descriptors if number >= 0], within_s=STOPPED_S)
+            self.is_passed_on = channel.is_taken(within_s=stopped_s + STOPPED_S - time.monotonic())
+            if self.is_passed_on:
+                self.is_stopping = True
+                for one in passed:
+                    one.cache.parts.host.stop()
+        return self.is_passed_on
+
+    def _go_on_serving(self) -> None:
+        """No other process has taken over."""
+        self._passing = None
+        if self._peers is not None:
+            try:
+                self._open_peers()
+            except ConfigError as error:
+                _log.warning("other hosts cannot read from this server any more: %s", error)
+        for wanted, cache in self.caches.items():
+            self.formats.publish(wanted, cache)
+        self._answer_waiting(wire.Register)
+
+    def _open_peers(self) -> None:
+        """
+        Raises:
+            ConfigError: the address is taken.
+        """
+        self._peers = _open_peers(self._config.peers, self.formats)
+        self.formats.peers_address = self.peers_address
+        if self._peers is not None:
+            self._peers.start()
+
+    def _answer_waiting(self, kinds: type | UnionType) -> None:
+        for client in self._connections.all():
+            if (request := client.waiting) is not None and isinstance(request, kinds):
+                self._connections.finish(client, partial(self._answer_again, client, request))
+
+    def _answer_again(self, client: ClientConnection, request: wire.Request) -> bool:
+        self._answer(client, request)
+        return True
+
+    def take_over(self) -> None:
+        """Take the place of the server from which this one takes over: then `serve`.
+
+        Raises:
+            ConfigError: it gives up, and goes on serving; this server is closed.
+            VanishedError: it has died; this server is closed, and another one can have its `address`.
+        """
+        assert self._succession is not None
+        gc.collect()
+        gc.freeze()  # or the first collection while clients wait would look at every chunk
+        try:
+            rest, descriptors = self._succession.remainder()
+            for image, rest_of_it in zip(self._succession.prepared.pools, rest.caches, strict=True):
+                restore_cache(self.caches[image.format], rest_of_it)
+            clients, orphans = self._restored(rest, descriptors)
+            self._succession.commit()
+        except BaseException:
+            self._close(keeps_address=True)
+            raise
+        self._connections.restore(clients, rest.last_number)
+        for token, orphan in orphans.items():
+            self._orphans.restore(token, orphan)
+        self.submit(partial(self._begin_to_serve, rest))
+
+    def _restored(
+        self, rest: Remainder, descriptors: Sequence[int]
+    ) -> tuple[list[ClientConnection], dict[bytes, Orphan]]:
+        """The clients and the orphans of the other process, with their descriptors."""
+        left = iter(descriptors)
+        clients = []
+        for image in rest.clients:
+            client = ClientConnection(
+                image.number,
+                socket.socket(fileno=next(left)),
+                image.pid,
+                next(left) if image.has_pidfd else -1,
+                is_greeted=image.is_greeted,
+                waiting=image.waiting,
+                token=image.token,
+                last_seen_s=image.last_seen_s,
+            )
+            client.socket.setblocking(False)
+            client.frames.feed(image.frames)
+            if image.unsent:
+                client.unsent.append((image.unsent, -1))
+            if image.session is not None and image.register is not None:
+                cache = self.caches[image.register.group_bytes, image.register.fingerprint]
+                client.register = image.register
+                client.session = self._make_session(client, image.register, cache)
+                client.session.restore(image.session)
+            clients.append(client)
+        orphans = {
+            image.token: _orphan_of(image, self.caches[image.format], next(left) if image.has_pidfd else -1)
+            for image in rest.orphans
+        }
+        return clients, orphans
+
+    def _begin_to_serve(self, rest: Remainder) -> None:
+        assert self._succession is not None
+        for image, rest_of_it in zip(self._succession.prepared.pools, rest.caches, strict=True):
+            restore_tiers(self.caches[image.format], rest_of_it)
+        self._answer_waiting(wire.Register | wire.Explain)
+        waited_s = time.monotonic() - rest.stopped_s
+        chunks = sum(cache.counts().chunks_resident for cache in self.caches.values())
+        text = "taken over, with %d chunks and %d clients, which have waited for %.1f ms"
+        _log.info(text, chunks, len(rest.clients), 1e3 * waited_s)
+
+    def alone(self) -> None:
+        """On another thread, while this server serves: wait until the server that it took over from has ended, and
+        take what only one process can have."""
+        assert self._succession is not None
+        self._succession.wait_for_end()
+        for cache in self.submit(lambda: list(self.caches.values())).result():
+            end_others(cache)
+        self.submit(self._go_on_alone).result()
+
+    def _go_on_alone(self) -> None:
+        try:
+            self._open_peers()
+        except (ConfigError, OutOfThreadsError) as error:
+            _log.warning("other hosts cannot read from this server: %s", error)
+        for wanted, cache in self.caches.items():
+            self.formats.publish(wanted, cache)
+
     # Reports.
 
     def registrations(self) -> list[Registration]:
@@ -404,7 +644,7 @@ class CacheServer:
             self.registrations(),
             len(self._orphans),
             caches,
-            opening=len(self.formats.opening()),
+            opening=len(self.formats.opening),
             uptime_s=self._clock.now_s() - self._started_s,
             peers=None if self._peers is None else self._peers.counts(),
             keeps=self.formats.keeps(),
@@ -420,6 +660,9 @@ class CacheServer:
         self._wake_reader.recv(4096)
         self._mailbox.drain()
         for opened in self.formats.opened():
+            for image in opened.orphans:
+                if isinstance(opened.cache, LocalCache):
+                    self._orphans.restore(image.token, _orphan_of(image, opened.cache, -1))
             for client in self._connections.all():
                 match client.waiting:
                     case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
@@ -433,21 +676,56 @@ class CacheServer:
         if self._peers is not None:
             yield from peer_families(self._peers.counts())
 
-    def _close(self) -> None:
-        self._address.stop_listening()
+    def _close(self, *, keeps_address: bool = False) -> None:
+        keeps_address = keeps_address or self.is_passed_on
+        if not keeps_address:
+            self.address.stop_listening()
         self._acceptor.close()
         if self._peers is not None:
             self._peers.close()  # it reads from the caches
         self._mailbox.close()
-        for client in self._connections.all():
+        for client in [] if self.is_passed_on else self._connections.all():
             self._connections.drop(client)
+        formats = {id(cache): wanted for wanted, cache in self.caches.items()}
+        orphans = [
+            replace(_orphan_image(token, one, formats[id(one.cache)]), has_pidfd=False)
+            for token, one in self._orphans.all().items()
+        ]
         self._orphans.close()
-        self.formats.close()
+        if not self.is_passed_on:  # else the pools and what is in them are the other process's
+            self.formats.close(orphans)
         self.bus.close()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
-        self._address.close()
+        if self.is_passed_on:
+            self.address.abandon()
+        elif not keeps_address:
+            self.address.close()
+
+
+def _image_of(client: ClientConnection) -> ClientImage:
+    return ClientImage(
+        client.number,
+        client.pid,
+        client.pidfd >= 0,
+        client.is_greeted,
+        client.waiting,
+        client.register,
+        None if client.session is None else client.session.image(),
+        client.token,
+        client.frames.arrived,
+        b"".join(data for data, _ in client.unsent),
+        client.last_seen_s,
+    )
+
+
+def _orphan_image(token: bytes, orphan: Orphan, wanted: Format) -> OrphanImage:
+    return OrphanImage(token, wanted, orphan.leases, orphan.pid, orphan.pidfd >= 0, orphan.lost_s, orphan.unmapped_s)
+
+
+def _orphan_of(image: OrphanImage, cache: LocalCache, pidfd: int) -> Orphan:
+    return Orphan(cache, image.leases, image.pid, pidfd, image.lost_s, image.unmapped_s)
 
 
 def _open_peers(config: PeersConfig, caches: Caches) -> "PeerServer | None":

@@ -73,6 +73,20 @@ class LastingLease:
     is_write: bool
 
 
+@dataclass(frozen=True, slots=True)
+class SessionImage:
+    """What a session holds, for another process.
+
+    lasting: its lasting leases, by their numbers.
+    timed: its promises (by their holders) and read leases (by their numbers): how many keys, and until when.
+    holders: those that it has used, the oldest first.
+    """
+
+    lasting: dict[int, LastingLease]
+    timed: list[tuple[Holder | int, int, float]]
+    holders: list[Holder]
+
+
 class Session:
     """The session of one registered client. Used by the server's thread only."""
 
@@ -159,6 +173,19 @@ class Session:
         self._holders.clear()
         self._timed.clear()
         self._keys_held = sum(lease.keys for lease in self.lasting.values())
+
+    def image(self) -> "SessionImage":
+        """For `restore`."""
+        timed = [(what, one.keys, one.deadline_s) for what, one in self._timed.items()]
+        return SessionImage(self.lasting, timed, list(self._holders))
+
+    def restore(self, image: "SessionImage") -> None:
+        """In a new session of the same number: what it held in another process."""
+        self.adopt(image.lasting)
+        for what, keys, deadline_s in image.timed:
+            self._timed[what] = _Timed(keys, deadline_s)
+            self._keys_held += keys
+        self._holders.update(dict.fromkeys(image.holders))
 
     def adopt(self, leases: dict[int, LastingLease]) -> None:
         """Take over the lasting leases of this client's previous session."""

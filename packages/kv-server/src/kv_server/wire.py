@@ -44,6 +44,8 @@ GroupBytes = Annotated[
     tuple[Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)], ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)
 ]
 """By group, the size of its chunks."""
+Format = tuple[tuple[int, ...], str]
+"""The chunk size in bytes of each group of layers, and the fingerprint of what the bytes mean."""
 CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
@@ -116,6 +118,17 @@ class Drain(Message, tag="drain"):
     is_begun: bool
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     max_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None
+
+
+class TakeOver(Message, tag="take_over"):
+    """Have the server pass everything on to this process, which takes its place. `Done`: it is willing, and the
+    connection has another protocol from now on (`kv_server.succession`).
+
+    format: the version of what is passed on.
+    """
+
+    format: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    package: Name
 
 
 class Explain(Message, tag="explain"):
@@ -237,7 +250,7 @@ class ChangesSince(Message, tag="changes_since"):
 Watched = Allocated | MeasuredSamples
 Stored = BeginStore | Commit | Release | Forget | Taken
 Verb = Lookup | Renew | Load | Stored | End | Watched | Clear | Counts | ChangesSince
-Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | Explain | Verb
+Request = Hello | Register | Unregister | Registered | Ping | Status | Drain | TakeOver | Explain | Verb
 
 # Answers.
 
@@ -459,6 +472,11 @@ class Frames:
 
     def feed(self, data: bytes) -> None:
         self._arrived += data
+
+    @property
+    def arrived(self) -> bytes:
+        """What has arrived and was not read."""
+        return bytes(self._arrived)
 
     def next(self) -> bytes | None:
         """The next message's body; None: it has not fully arrived.

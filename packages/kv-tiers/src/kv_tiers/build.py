@@ -46,6 +46,7 @@ def build_local_cache(
     tenants: Sequence[Tenant] = (),
     events: Source | None = None,
     extensions: Sequence[Extension] = (),
+    handed_over: tuple[str, int, int] | None = None,
 ) -> LocalCache:
     """A cache for chunks of one format.
 
@@ -56,13 +57,14 @@ def build_local_cache(
     shared: the pool has a descriptor by which other processes can map it (`HostPool.shared`), and no name.
     tenants: those with a quota have that much of the pool to themselves.
     extensions: what takes part in the cache besides its tiers.
+    handed_over: the name, slots and descriptor of another process's shared pool, to be used instead of a new one.
 
     Raises:
         ConfigError: the settings cannot be honoured on this machine.
     """
     check_approximate(tiers, fingerprint)
     chunk_bytes = PayloadSizes(group_bytes).largest
-    slots = config.capacity_bytes // slot_bytes_for(chunk_bytes)
+    slots = config.capacity_bytes // slot_bytes_for(chunk_bytes) if handed_over is None else handed_over[1]
     if slots < 1:
         smallest = slot_bytes_for(chunk_bytes)
         raise ConfigError(
@@ -72,9 +74,7 @@ def build_local_cache(
         )
     quotas = quotas_of(tenants)
     policy = make_policy(config.policy, max(1, slots - sum(quotas.values()) // slot_bytes_for(chunk_bytes)))
-    if config.name and shared:
-        raise ConfigError(f"a pool that a server shares has no name; leave out name: {config.name}")
-    if config.name:
+    if config.name and not shared:
         pool = HostPool.named(
             config.name,
             chunk_bytes,
@@ -85,8 +85,15 @@ def build_local_cache(
         )
     elif shared:
         # Globally unique: a client that stays across a server's restart must not mistake the new pool for the old one.
-        name = f"shared-{os.getpid()}-{secrets.token_hex(8)}"
-        pool = HostPool.shared(name, chunk_bytes, slots, group_bytes=group_bytes, core_dump=config.core_dump)
+        name, _, descriptor = handed_over or (f"shared-{os.getpid()}-{secrets.token_hex(8)}", slots, -1)
+        pool = HostPool.shared(
+            name,
+            chunk_bytes,
+            slots,
+            group_bytes=group_bytes,
+            core_dump=config.core_dump,
+            descriptor=descriptor,
+        )
     else:
         # The name appears only in extents; this process has no other pool with this number.
         name = f"host-{os.getpid()}-{next(_NUMBERS)}"
@@ -163,7 +170,8 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     factory, lane_config, tier_options = _read_tier(options, where)
     codec = _codec(lane_config, context, where)
     _check_parts(options, codec, where)
-    tier = factory(tier_options, dataclasses.replace(context, name=lane_config.name))
+    make = partial(factory, tier_options, dataclasses.replace(context, name=lane_config.name))
+    tier = make()
     tier.name = lane_config.name
     if lane_config.approximate and not isinstance(tier, ReadsPrefixes):
         tier.close()
@@ -171,6 +179,7 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     lane = Lane(
         tier,
         chunk_header.format_id(context.fingerprint),
+        make=make,
         codec=codec,
         find_codec=lambda name: codec_factory(name)({}, context),
         approximate=lane_config.approximate,

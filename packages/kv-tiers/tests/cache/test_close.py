@@ -73,7 +73,7 @@ def store(cache: LocalCache, keys: list[ChunkKey]) -> None:
 
 
 def disk_of(cache: LocalCache) -> DiskTier:
-    tier = cache.lower._lanes[0].tier
+    tier = cache.lower.lanes[0].tier
     assert isinstance(tier, DiskTier)
     return tier
 

@@ -200,11 +200,11 @@ def test_a_quota_holds_the_lock_for_a_few_chunks_at_a_time(monkeypatch: pytest.M
     seen: list[tuple[int, int]] = []
 
     def turn() -> None:
-        shares = cache._host._shares
+        shares = cache._host.shares
         moved = shares.common.slots_used if shares._quota_shares == {} else shares._quota_shares[ANN].slots_used
         seen.append((moved, cache.counts().slots_used))
 
-    cache._host._shares._account_at = scanned = ReadOutsideTheLock(cache._host._shares._account_at)
+    cache._host.shares._account_at = scanned = ReadOutsideTheLock(cache._host.shares._account_at)
     scanned.lock = turnstile = Turnstile(cache, turn)
     for quota in (7 * SLOT, None):
         cache.admin.set_quota(ANN, quota)
@@ -250,12 +250,12 @@ def test_others_take_turns_while_a_quota_is_set(policy: str, seed: int, monkeypa
             cache.end(holder)
         assert used(cache)[BEN] == 4
 
-    cache._host._shares._account_at = scanned = ReadOutsideTheLock(cache._host._shares._account_at)
+    cache._host.shares._account_at = scanned = ReadOutsideTheLock(cache._host.shares._account_at)
     scanned.lock = turnstile = Turnstile(cache, turn)
     for quota in (chance.randrange(8, 21), chance.randrange(0, 8), None, chance.randrange(21), None):
         cache.admin.set_quota(ANN, None if quota is None else quota * SLOT)
         assert quotas_of(cache) == ({} if quota is None else {ANN: quota})
-        shares = cache._host._shares
+        shares = cache._host.shares
         assert (shares.common.slots, shares._moving) == (96 - (quota or 0), None)
     turnstile.is_turn = True  # nobody else's any more
     for holder in "ab":

@@ -216,9 +216,9 @@ class Upgrading(RuleBasedStateMachine):
         assert replaced >= {slot for slot, life in enumerate(index._life) if life is Life.REPLACED}
         assert all(index.is_read(slot) for slot in replaced)
         assert len(replaced) <= upgrade._STILL_READ + 1
-        for slot, one in upgrades._by_slot.items():
+        for slot, one in upgrades.by_slot.items():
             assert index.key_at(slot) == one.key
-        kept = [one.first_bytes for one in upgrades._by_slot.values() if one.first_bytes is not None]
+        kept = [one.first_bytes for one in upgrades.by_slot.values() if one.first_bytes is not None]
         assert upgrades._cached_bytes == sum(len(first.payload) for first in kept)
 
     @invariant()
@@ -229,7 +229,7 @@ class Upgrading(RuleBasedStateMachine):
                 slot = self.cache._index.find(key)
                 if slot is not None and key not in self.computed:
                     with pool.chunk(slot, CHUNK_BYTES) as chunk:
-                        assert (chunk == exact(key)) != (slot in upgrades._by_slot)
+                        assert (chunk == exact(key)) != (slot in upgrades.by_slot)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):

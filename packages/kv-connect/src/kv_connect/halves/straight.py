@@ -76,9 +76,9 @@ class StraightReads:
     def attach(self, parts: CacheParts) -> None:
         self._parts = parts
         numbers = [number for number, _ in parts.lower.tiers_that(object)]
-        self._number = next(number for number in numbers if parts.lower.lane(number).name == self.tier)
+        self._number = next(number for number in numbers if parts.lower.lanes[number].name == self.tier)
         self._others = frozenset(numbers) - {self._number}
-        self._lane = parts.lower.lane(self._number)
+        self._lane = parts.lower.lanes[self._number]
 
     def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
         return None

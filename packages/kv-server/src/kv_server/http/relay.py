@@ -14,11 +14,11 @@ from kv_core.errors import MisuseError, TierDown
 from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 
-from kv_server.caches import Format
 from kv_server.http.jobs import PrefixJobs
 from kv_server.http.problem import Problem
 from kv_server.report import Report
 from kv_server.server import CacheServer
+from kv_server.wire import Format
 
 ANSWER_S: Final = 2.0
 """Seconds that the serving thread may take to answer; it takes far less than a millisecond. Engines wait no longer than

@@ -6,9 +6,9 @@ import msgspec
 from kv_tiers.cache.local import LocalCache
 from msgspec import UNSET, Meta, UnsetType
 
-from kv_server.caches import Format
 from kv_server.http.problem import Problem
 from kv_server.http.relay import Relay
+from kv_server.wire import Format
 
 
 class FormatSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,7 +48,7 @@ async def check_opened(relay: Relay, selector: FormatSelector) -> None:
     Raises:
         Problem: a cache that matches is being opened, and what its tiers hold cannot be reached yet.
     """
-    opening = sum(selector.matches(one) for one in await relay.on_server(lambda server: server.formats.opening()))
+    opening = sum(selector.matches(one) for one in await relay.on_server(lambda server: list(server.formats.opening)))
     if opening:
         raise Problem(503, f"{opening} caches are being opened; ask again soon", {"retry-after": "1"})
 

@@ -11,11 +11,11 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.options import BYTES_PATTERN, byte_count, spelled_as
 from msgspec import Meta
 
-from kv_server.caches import Format
 from kv_server.http.operation import Operation
 from kv_server.http.problem import Problem
 from kv_server.http.relay import Relay
 from kv_server.http.selector import FormatSelector, select_caches
+from kv_server.wire import Format
 
 
 class Quota(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -61,7 +61,8 @@ class Administration:
         self._lower = lower
         self._promotions = lower.promotions
         self._holds = holds
-        self._pins: dict[str, list[int]] = {}
+        self.pinned: dict[str, list[int]] = {}
+        """By the pin's name, its slots. Under the lock."""
         self._quota_lock = threading.Lock()  # serialises changes of quotas; taken before the host's lock
 
     def check_open(self) -> None:
@@ -82,12 +83,12 @@ class Administration:
         """
         with self._host.lock:
             self._host.check_open()
-            old_slots = self._pins.pop(name, [])
+            old_slots = self.pinned.pop(name, [])
             hit = find_hit(self._index, list(keys), shape)
             if hit.slots:
                 share_at = self._shares.at
                 share = share_at(hit.slots[0])
-                pinned = sum(len(pin) for pin in self._pins.values() if share_at(pin[0]) is share)
+                pinned = sum(len(pin) for pin in self.pinned.values() if share_at(pin[0]) is share)
                 room = max(0, share.slots // 2 - pinned)
                 while needed_count(shape, hit.chunks) > room:
                     chunks = fitting(shape, hit.chunks, room)
@@ -96,13 +97,13 @@ class Administration:
             self._index.lease(slots)
             self._host.unlease(old_slots)
             if slots:
-                self._pins[name] = slots
+                self.pinned[name] = slots
             return hit.chunks
 
     def unpin(self, name: str) -> bool:
         """Make the pinned chunks evictable again. False: there is no pin of this name."""
         with self._host.lock:
-            slots = self._pins.pop(name, None)
+            slots = self.pinned.pop(name, None)
             if slots is not None:
                 self._host.unlease(slots)
             return slots is not None
@@ -110,25 +111,25 @@ class Administration:
     def pins(self) -> dict[str, int]:
         """How many chunks each name pins."""
         with self._host.lock:
-            return {name: len(slots) for name, slots in self._pins.items()}
+            return {name: len(slots) for name, slots in self.pinned.items()}
 
     def unpin_forgotten(self) -> None:
         """End the pins of chunks that were forgotten. Called under the lock."""
         self._holds.drop_forgotten()
         was_forgotten = self._index.was_forgotten
-        for name, slots in list(self._pins.items()):
+        for name, slots in list(self.pinned.items()):
             forgotten = [slot for slot in slots if was_forgotten(slot)]
             if forgotten:
                 remaining = [slot for slot in slots if not was_forgotten(slot)]
                 if remaining:
-                    self._pins[name] = remaining
+                    self.pinned[name] = remaining
                 else:
-                    del self._pins[name]
+                    del self.pinned[name]
                 self._host.unlease(forgotten)
 
     def unpin_all(self) -> None:
         """Forget all pins: the cache is being closed, which frees their slots too. Under the lock."""
-        self._pins.clear()
+        self.pinned.clear()
 
     def warm_up(
         self, keys: Sequence[ChunkKey], name: str, *, timeout_s: float = 60.0, shape: ChunkShape = PLAIN

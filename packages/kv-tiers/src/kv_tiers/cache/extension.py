@@ -12,16 +12,18 @@ from kv_core.coverage import ChunkShape
 from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder
+from kv_eviction.coverage import BoundedGroups
 
 from kv_tiers.cache.holds import Holds
-from kv_tiers.cache.host import Doubtful, HostTier
+from kv_tiers.cache.host import CacheTotals, Doubtful, HostTier
+from kv_tiers.cache.leases import Leases
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.index.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
 class CacheParts:
-    """The parts of one cache. `host.lock` guards `index` and `holds`.
+    """The parts of one cache. `host.lock` guards all but `lower` and `clock`.
 
     verify: checks adopted chunks that `HostTier.lease_doubtful` reports. Called without the lock.
     refuse_new: from now on nothing new is stored, and this says why; "": chunks are stored again. Takes the lock.
@@ -33,6 +35,9 @@ class CacheParts:
     index: Residency
     lower: LowerTiers
     holds: Holds
+    leases: Leases
+    totals: CacheTotals
+    bounded: BoundedGroups
     clock: Clock
     verify: Callable[[Doubtful], None]
     refuse_new: Callable[[str], None]

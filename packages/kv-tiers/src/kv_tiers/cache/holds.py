@@ -81,6 +81,10 @@ class Holds:
             new.append(slot)
         return new
 
+    def until_s(self) -> dict[int, float]:
+        """By slot, until when each chunk is held."""
+        return {slot: hold.until_s for slot, hold in self._held.items()}
+
     def read(self, slots: Sequence[int]) -> None:
         """End the holds of these, which have been read or are not needed."""
         if self._held:

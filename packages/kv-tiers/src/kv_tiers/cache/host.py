@@ -107,7 +107,7 @@ class HostTier:
         self.events = events
         self.lock = threading.Lock()
         self._index = index
-        self._shares = shares
+        self.shares = shares
         self._totals = totals
         policy = shares.common.policy
         self._policy_name = policy_name(policy.policy if isinstance(policy, CoveragePolicy) else policy)
@@ -133,7 +133,7 @@ class HostTier:
 
     def share_of(self, tenant: bytes) -> Share:
         """The share to which this tenant's chunks belong."""
-        return self._shares.of(tenant)
+        return self.shares.of(tenant)
 
     def held(self) -> Held:
         """The chunks that lookups can find now."""
@@ -163,11 +163,11 @@ class HostTier:
 
     def refuses(self, key: ChunkKey, *, is_last: bool) -> bool:
         """As `EvictionPolicy.refuses`, by the policy of the share that the chunk belongs to."""
-        return self._shares.of(key.tenant).policy.refuses(key, is_last=is_last)
+        return self.shares.of(key.tenant).policy.refuses(key, is_last=is_last)
 
     def why_full(self, tenant: bytes) -> str:
         """Why `reserve` has found no room for a chunk of this tenant."""
-        share = self._shares.of(tenant)
+        share = self.shares.of(tenant)
         if share.slots <= 0:
             return "the quotas leave nothing to other tenants" if share.is_common else "the quota of its tenant is 0"
         whose = f"the pool's {share.slots} slots"
@@ -200,7 +200,7 @@ class HostTier:
             wanted = list(tenant_keys)
             arriving = wanted if may_refuse else ()
             tenant_slots = self._slots_for(tenant, len(wanted), protected, skipped, arriving)
-            self._shares.took(tenant_slots, tenant)
+            self.shares.took(tenant_slots, tenant)
             slots += tenant_slots
             if len(tenant_slots) < len(wanted):
                 break
@@ -211,11 +211,11 @@ class HostTier:
     def to_move(self) -> list[int]:
         """The slots of the tenant whose share has changed (`Shares.set_quota`), in the order in which to `move` them.
         Without the lock: it looks at every slot."""
-        return self._index.tails_first(self._shares.to_move())
+        return self._index.tails_first(self.shares.to_move())
 
     def move(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            if self._shares.move(slot, self._index.key_at(slot)):
+            if self.shares.move(slot, self._index.key_at(slot)):
                 self._index.has_moved(slot)
 
     def trim(self, at_most: int) -> bool:
@@ -223,12 +223,12 @@ class HostTier:
         there was nothing to evict.
         """
         has_evicted = False
-        for share in list(self._shares.over):
+        for share in list(self.shares.over):
             evicted = self._make_room(share, min(at_most, share.slots_used - share.slots), (), set())
             self.free(evicted)
             has_evicted = has_evicted or bool(evicted)
             if share.slots_used <= share.slots:
-                self._shares.over.remove(share)
+                self.shares.over.remove(share)
             self.publish_evicted("quota")
         return has_evicted
 
@@ -306,7 +306,7 @@ class HostTier:
 
     def free(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._shares.left(slot)
+            self.shares.left(slot)
             self.pool.free(slot)
 
     def lend(self, slot: int) -> int | None:
@@ -315,7 +315,7 @@ class HostTier:
         """
         key = self._index.key_at(slot)
         assert key is not None
-        share = self._shares.of(key.tenant)
+        share = self.shares.of(key.tenant)
         if share.slots_used >= share.slots and (
             share.slots < _EVICTS_FROM or self._index.victim((), set(), share.policy) == slot
         ):
@@ -323,7 +323,7 @@ class HostTier:
         lent_slots = self._slots_for(key.tenant, 1, (), set())
         if not lent_slots:
             return None
-        self._shares.took(lent_slots, key.tenant)
+        self.shares.took(lent_slots, key.tenant)
         self._index.lend(lent_slots[0])
         return lent_slots[0]
 
@@ -349,6 +349,12 @@ class HostTier:
         self.pool.swap(slot, lent)
         if self._index.exchange(slot, lent):
             self.free([lent])
+
+    def doubt(self, checksums: Mapping[int, bytes]) -> None:
+        """Adopted chunks, by slot, whose bytes are to be verified before they are used."""
+        for slot, checksum in checksums.items():
+            if (key := self._index.key_at(slot)) is not None:
+                self._doubtful[slot] = _Doubt(checksum, self.pool.sizes.of(key))
 
     def lease_doubtful(self, slots: Sequence[int]) -> Doubtful:
         """Lease those of the slots that have not been verified yet, until `verify` is done with them."""
@@ -399,7 +405,7 @@ class HostTier:
         skipped: set[int],
         arriving: Sequence[ChunkKey] = (),
     ) -> list[int]:
-        share = self._shares.of(tenant)
+        share = self.shares.of(tenant)
         if share.slots_used > share.slots:  # a quota was lowered, and leases of that time have ended
             self.free(self._make_room(share, min(AT_ONCE, share.slots_used - share.slots), protected, skipped))
         room = max(0, share.slots - share.slots_used)
@@ -466,14 +472,14 @@ class HostTier:
                 directory.wipe(record.slot)
                 continue
             adopted[record.key] = record.slot
-            self._shares.took([record.slot], record.key.tenant)
+            self.shares.took([record.slot], record.key.tenant)
             self._index.adopt(record.key, record.slot)
             self._doubtful[record.slot] = _Doubt(record.digest, self.pool.sizes.of(record.key))
             if record.parts:
                 self.adopted_parts[record.slot] = record.parts
         self.pool.take(adopted.values())
         self._totals.chunks_adopted = len(adopted)
-        self._shares.note_over()
+        self.shares.note_over()
         self.trim(len(adopted))
         if adopted:
             _log.info("pool %s: %d chunks of an earlier process are held", self.pool.name, len(adopted))

@@ -176,6 +176,24 @@ class Leases:
             expired.append(oldest)
         return expired
 
+    def entries(self) -> tuple[list[ReadEntry], list[WriteEntry], int]:
+        """All that are open, reads in the order of their ends, and the last number."""
+        return [*self._reads.values(), *self._lasting.values()], list(self._writes.values()), self._last_number
+
+    def restore(self, reads: Sequence[ReadEntry], writes: Sequence[WriteEntry], last_number: int) -> None:
+        """In a new table: the `entries` of another one."""
+        self._last_number = last_number
+        for read in reads:
+            (self._lasting if read.deadline_s == math.inf else self._reads)[read.number] = read
+            holding = self._holding(read.holder)
+            if read.kind == "promise":
+                holding.promise = read.number
+            else:
+                holding.reads.add(read.number)
+        for write in writes:
+            self._writes[write.number] = write
+            self._holding(write.holder).writes.add(write.number)
+
     def clear(self) -> list[WriteEntry]:
         """End everything; returns the writes."""
         writes = list(self._writes.values())

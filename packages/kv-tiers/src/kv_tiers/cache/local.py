@@ -109,17 +109,19 @@ class LocalCache:
         self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
-        self.extensions = (*extensions, *(lane.tier for lane, _ in lanes if isinstance(lane.tier, Extension)))
         self._straight = next((extension for extension in extensions if isinstance(extension, Straight)), None)
         if self._straight is not None:
             self.lower.on_forgotten = self._straight.forget
-        for extension in self.extensions:
-            extension.attach(
-                CacheParts(
-                    self._host, self._index, self.lower, self.holds, self._clock,
-                    verify=self._verify, refuse_new=self._refuse_new, fetch_held=self._fetch_held,
-                )
-            )  # fmt: skip
+        self._own_extensions = tuple(extensions)
+        self.parts = CacheParts(
+            self._host, self._index, self.lower, self.holds, self._leases, self._totals, self._bounded, self._clock,
+            verify=self._verify, refuse_new=self._refuse_new, fetch_held=self._fetch_held,
+        )  # fmt: skip
+        """For extensions, and for whoever passes the cache on to another process."""
+        self.extensions = self._own_extensions
+        for extension in extensions:
+            extension.attach(self.parts)
+        self.attach_tiers()
 
     def lookup(
         self,
@@ -187,6 +189,13 @@ class LocalCache:
                 )
             )
         return plan
+
+    def attach_tiers(self) -> None:
+        """To be called again after `LowerTiers.reopen`."""
+        tiers = tuple(lane.tier for lane in self.lower.lanes if isinstance(lane.tier, Extension))
+        for tier in tiers:
+            tier.attach(self.parts)
+        self.extensions = self._own_extensions + tiers
 
     @property
     def tiers(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 from kv_core.clock import Clock
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
+from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 
@@ -46,7 +47,7 @@ class LowerTiers:
         keep_s: as for `Promotions`.
         """
         self._host = host
-        self._lanes = [lane for lane, _ in lanes]
+        self.lanes = [lane for lane, _ in lanes]
         self._modes = [mode for _, mode in lanes]
         self._wait_s = config.wait_s
         self._clock = clock
@@ -56,11 +57,11 @@ class LowerTiers:
         slots, slot_bytes = host.pool.slots, host.pool.slot_bytes
         batch_chunks = max(1, config.batch_bytes // slot_bytes)
         self.spills = Spills(host, index, lanes, part=config.spill_share, batch_chunks=batch_chunks)
-        self.upgrades = Upgrades(host, index, self._lanes, clock=clock)
+        self.upgrades = Upgrades(host, index, self.lanes, clock=clock)
         self.promotions = Promotions(
             host,
             index,
-            self._lanes,
+            self.lanes,
             self.spills,
             self.upgrades,
             wait_s=config.wait_s,
@@ -72,43 +73,43 @@ class LowerTiers:
 
     def numbers(self, names: Sequence[str] | None) -> frozenset[int] | None:
         """The numbers of the tiers with these names; None: no names, so all tiers. Takes no lock."""
-        return None if names is None else frozenset(n for n, lane in enumerate(self._lanes) if lane.name in names)
+        return None if names is None else frozenset(n for n, lane in enumerate(self.lanes) if lane.name in names)
 
     def measure(self) -> None:
         """Begin the boot measurement, which ends before the lanes do if not earlier."""
         pool = self._host.pool
         try:
-            self._boot = BootMeasurement(self._lanes, pool.sizes, pool.slot_bytes, self._clock)
+            self._boot = BootMeasurement(self.lanes, pool.sizes, pool.slot_bytes, self._clock)
         except RuntimeError as error:  # the system has no more threads for us
             _log.info("the tiers are not measured: %s", error)
 
     def any_of(self, numbers: frozenset[int] | None) -> bool:
         """Whether there is any tier among those with these numbers (None: among all)."""
-        return bool(self._lanes if numbers is None else numbers)
+        return bool(self.lanes if numbers is None else numbers)
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         """Remove these keys from all lower tiers."""
         self.on_forgotten(set(keys).__contains__)
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.discard(keys)
 
     def clear(self) -> None:
         self.on_forgotten(lambda key: True)
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.clear()
 
     def clear_tenant(self, tenant: bytes) -> None:
         self.on_forgotten(lambda key: key.tenant == tenant)
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.clear_tenant(tenant)
 
     def holding(self, keys: Sequence[ChunkKey]) -> dict[str, list[bool]]:
         """Which of these each tier holds, hottest first; of tiers that answer from memory. Takes no lock."""
-        return {lane.name: lane.holds(keys) for lane in self._lanes if lane.holds_is_local}
+        return {lane.name: lane.holds(keys) for lane in self.lanes if lane.holds_is_local}
 
     def local_lanes(self) -> list[Lane]:
         """The lanes of tiers that answer from memory of what is on this host, hottest first."""
-        return [lane for lane in self._lanes if lane.holds_is_local and not isinstance(lane.tier, ReadOnly)]
+        return [lane for lane in self.lanes if lane.holds_is_local and not isinstance(lane.tier, ReadOnly)]
 
     def held_here(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of these the tiers on this host hold. Takes no lock."""
@@ -121,7 +122,7 @@ class LowerTiers:
         """How many more chunks fit into the tiers on this host above this one, where they get each chunk as it enters
         the pool, until they begin to be full. Takes no lock."""
         free, local = 0, self.local_lanes()
-        for lane, mode in zip(self._lanes[:above], self._modes, strict=False):
+        for lane, mode in zip(self.lanes[:above], self._modes, strict=False):
             if mode == "through" and lane in local and lane.health()[0] in SERVING:
                 usage = lane.usage()
                 free_bytes = int(_FULL_FROM * (usage.capacity_bytes or 0)) - (usage.used_bytes or 0)
@@ -130,33 +131,29 @@ class LowerTiers:
 
     def remote_tiers_skipped(self) -> list[str]:
         """The tiers that `holding` skips."""
-        return [lane.name for lane in self._lanes if not lane.holds_is_local]
+        return [lane.name for lane in self.lanes if not lane.holds_is_local]
 
     def worth(self, parts: Sequence[tuple[str, int, int, int]], shape: ChunkShape, have: int, costs: Costs) -> Worth:
         """What a lookup that finds `have` chunks in the pool and these parts in lower tiers would wait for now.
 
         parts: for each, the tier's name, the first chunk, the one after the last, and the number of bytes.
         """
-        number_of = {lane.name: number for number, lane in enumerate(self._lanes)}
+        number_of = {lane.name: number for number, lane in enumerate(self.lanes)}
         known = [Part(number_of[name], first, end, nbytes) for name, first, end, nbytes in parts if name in number_of]
         best = max((part.end for part in known), default=have)
         wait_s = self._wait_s
-        return worth_waiting(self._lanes, known, {}, shape=shape, have=have, best=best, costs=costs, max_wait_s=wait_s)
-
-    def lane(self, number: int) -> Lane:
-        """The lane of the tier with this number."""
-        return self._lanes[number]
+        return worth_waiting(self.lanes, known, {}, shape=shape, have=have, best=best, costs=costs, max_wait_s=wait_s)
 
     def tiers_that(self, kind: type[Capability]) -> list[tuple[int, Capability]]:
         """The tiers with this optional capability, and their numbers. Calls to them bypass their lanes, so make them on
         a thread that may block. Takes no lock."""
-        return [(number, lane.tier) for number, lane in enumerate(self._lanes) if isinstance(lane.tier, kind)]
+        return [(number, lane.tier) for number, lane in enumerate(self.lanes) if isinstance(lane.tier, kind)]
 
     def states(self) -> list[TierState]:
         with self._host.lock:
             spills, upgraded = self.spills.counts(), list(self.upgrades.counts)
         states = []
-        for lane, spill, upgrades in zip(self._lanes, spills, upgraded, strict=True):
+        for lane, spill, upgrades in zip(self.lanes, spills, upgraded, strict=True):
             health, why = lane.health()
             states.append(
                 TierState(lane.name, health, why, lane.usage(), lane.counts(), spill, lane.load_cost(), upgrades)
@@ -166,6 +163,28 @@ class LowerTiers:
     def drain(self, timeout_s: float) -> None:
         """Spill everything that is pending, as far as time allows."""
         self.spills.drain(timeout_s)
+
+    def pause(self, timeout_s: float) -> bool:
+        """Close the tiers until `reopen`: nothing is found there, and what is to be stored or removed there waits.
+
+        timeout_s: of calls that are in progress, for each tier. False: one has not returned; it may be called again.
+        """
+        if self._boot is not None:
+            self._boot.stop()
+            self._boot.join()
+        with self._host.lock:
+            self.upgrades.stop()
+        closed = [lane.close(timeout_s) for lane in self.lanes]  # all of them, as in `close`
+        return all(closed)
+
+    def reopen(self) -> None:
+        for lane in self.lanes:
+            try:
+                lane.reopen()
+            except ConfigError as error:
+                _log.warning("tier %s stays closed: %s", lane.name, error)
+        with self._host.lock:
+            self.upgrades.resume()
 
     def close(self, timeout_s: float) -> bool:
         """Drain, then close. False: a tier still uses memory of the pool in a call that does not return."""
@@ -184,5 +203,5 @@ class LowerTiers:
             _log.warning(text, unspilled, timeout_s)
         if self._boot is not None:
             self._boot.join()  # it calls tiers, and none is called while it is closed
-        closed = [lane.close(timeout_s) for lane in self._lanes]  # all of them, even after one that does not close
+        closed = [lane.close(timeout_s) for lane in self.lanes]  # all of them, even after one that does not close
         return all(closed)

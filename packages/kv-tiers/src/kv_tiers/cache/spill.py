@@ -182,6 +182,21 @@ class Spills:
         if added:
             self._submit_waiting(self._host.share_of(chain[0].tenant))
 
+    def waiting(self) -> list[list[tuple[int, ChunkKey, ChunkKey | None]]]:
+        """By tier, the chunks that it is still to get: the slot, the key and the parent's of each, oldest first."""
+        return [
+            [(slot, chunk.key, chunk.parent) for queue in tier.queues.values() for slot, chunk in queue.items()]
+            for tier in self._tiers
+        ]
+
+    def restore(self, number: int, waiting: Sequence[tuple[int, ChunkKey, ChunkKey | None]]) -> None:
+        """In a new cache: this tier is still to get these, as `waiting` lists them."""
+        tier = self._tiers[number]
+        for slot, key, parent in waiting if tier.mode != "never" else ():
+            tier.add(slot, _Waiting(key, parent), self._host.share_of(key.tenant))
+        for share in list(tier.queues):
+            self._submit_waiting(share)
+
     def _submit_waiting(self, share: Share) -> None:
         """Submit as many chunks as the lanes have room for, now that this share has new ones."""
         if self._stopped:

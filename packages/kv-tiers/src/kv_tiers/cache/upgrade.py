@@ -86,7 +86,7 @@ class Upgrades:
         self._index = index
         self._lanes = list(lanes)
         self._clock = clock
-        self._by_slot: dict[int, Approximation] = {}
+        self.by_slot: dict[int, Approximation] = {}
         self._wanted: list[OrderedDict[int, Approximation]] = [OrderedDict() for _ in lanes]  # by tier: not tried yet
         self._under_way: list[_OngoingUpgrade | None] = [None for _ in lanes]
         self._passed_over: set[int] = set()  # slots that were being read, or for which there was no second one
@@ -98,12 +98,12 @@ class Upgrades:
             if len(lane.divisors) > 1:
                 host.watcher = self
                 lane.when_idle = partial(self._next, number)
-        self._adopt()
+        self.adopt()
 
     @property
     def approximations(self) -> int:
         """How many chunks in the pool are approximations of what a tier has."""
-        return len(self._by_slot)
+        return len(self.by_slot)
 
     @property
     def is_at_rest(self) -> bool:
@@ -123,7 +123,7 @@ class Upgrades:
         """
         for slot, arrival in zip(slots, arrivals, strict=True):
             if arrival.parts and self._index.key_at(slot) == arrival.key:
-                approximation = self._by_slot[slot] = Approximation(arrival.key, tier, arrival.parts)
+                approximation = self.by_slot[slot] = Approximation(arrival.key, tier, arrival.parts)
                 self._host.is_approximate(slot, arrival.parts)
                 if divisor != 1 and not self._stopped:
                     self._wanted[tier][slot] = approximation
@@ -132,10 +132,10 @@ class Upgrades:
 
     def left(self, slots: Collection[int]) -> None:
         """See `SlotWatcher`."""
-        if not self._by_slot:
+        if not self.by_slot:
             return
         for slot in slots:
-            if (approximation := self._by_slot.pop(slot, None)) is not None:
+            if (approximation := self.by_slot.pop(slot, None)) is not None:
                 self._wanted[approximation.tier].pop(slot, None)
                 self._passed_over.discard(slot)
                 self._cache_first_bytes(approximation, None)
@@ -158,7 +158,14 @@ class Upgrades:
         for wanted in self._wanted:
             wanted.clear()
 
-    def _adopt(self) -> None:
+    def resume(self) -> None:
+        """Upgrade again what `stop` left."""
+        self._stopped = False
+        for slot, approximation in self.by_slot.items():
+            self._wanted[approximation.tier][slot] = approximation
+        self._wake_lanes(range(len(self._lanes)))
+
+    def adopt(self) -> None:
         """Request the remainder of adopted approximations from the first tier that has parts, as their own tier is not
         known. Without the lock, before the cache is in use.
         """
@@ -166,7 +173,7 @@ class Upgrades:
         for slot, parts in self._host.adopted_parts.items():
             key = self._index.key_at(slot)
             if tier is not None and key is not None:
-                self._by_slot[slot] = self._wanted[tier][slot] = Approximation(key, tier, parts)
+                self.by_slot[slot] = self._wanted[tier][slot] = Approximation(key, tier, parts)
         if tier is not None:
             self._wake_lanes([tier])
 
@@ -226,7 +233,7 @@ class Upgrades:
             under_way = self._under_way[tier]
             assert under_way is not None
             approximation, slot = under_way.approximation, under_way.slot
-            is_here = self._by_slot.get(slot) is approximation and not self._stopped
+            is_here = self.by_slot.get(slot) is approximation and not self._stopped
             if is_here and arrival is None:
                 under_way.is_paused = True
             elif not is_here or arrival is None or not _is_better(arrival, approximation):
@@ -241,7 +248,7 @@ class Upgrades:
         self._host.exchange(upgrade.slot, upgrade.lent, arrival.checksum, arrival.parts)
         approximation.parts = arrival.parts
         if not approximation.parts:
-            del self._by_slot[upgrade.slot]
+            del self.by_slot[upgrade.slot]
         self.counts[approximation.tier] += 1
         if self._host.events.on:
             name, key = self._lanes[approximation.tier].name, approximation.key

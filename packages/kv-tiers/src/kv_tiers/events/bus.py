@@ -51,14 +51,15 @@ class Source:
         self.is_logged = False
         """A subscriber logs what an operator should know, so that the cache does not."""
         self._is_subscribed = False
-        self._changes: ChangeLog | None = None
+        self.log: ChangeLog | None = None
+        """What `changes_since` reads; None: nobody has asked for it."""
         self._bus, self._queue, self._max_queued = bus, bus._queue, bus._max_queued
         self._append, self._now_s, self._dropped = bus._queue.append, bus.now_s, bus._drop
 
     def publish(self, event: Event) -> None:
         """Queue an event for the subscribers. From any thread, under any lock."""
-        if self._changes is not None:
-            self._changes.note(event)
+        if self.log is not None:
+            self.log.note(event)
             if not self._is_subscribed:
                 return
         if len(self._queue) < self._max_queued:
@@ -73,10 +74,10 @@ class Source:
 
         upto: as in the last answer; 0 at first.
         """
-        if self._changes is None:
-            self._changes = ChangeLog()
+        if self.log is None:
+            self.log = ChangeLog()
             self.on = True
-        return self._changes.since(upto)
+        return self.log.since(upto)
 
 
 class Occurred(msgspec.Struct, frozen=True):
@@ -204,7 +205,7 @@ class EventBus:
     def _switch(self, source: Source) -> None:
         """Switch the source on if there are subscribers, else off."""
         source._is_subscribed = bool(self._subscribers) and not self._closed
-        source.on = source._is_subscribed or source._changes is not None
+        source.on = source._is_subscribed or source.log is not None
         source.on_requests = source._is_subscribed and any(
             subscriber.wants_requests for subscriber in self._subscribers
         )

@@ -53,6 +53,15 @@ class ChangeLog:
         self._keys = 0
         self._upto = 0
 
+    @classmethod
+    def restored(cls, upto: int, changes: Sequence[Change]) -> "ChangeLog":
+        """One that goes on where another ended."""
+        log = cls()
+        for change in changes:
+            log._append(change)
+        log._upto = upto
+        return log
+
     def note(self, event: Event) -> None:
         """Record the changes to the pool in this event. Called under the cache's lock: nothing here waits."""
         match event:

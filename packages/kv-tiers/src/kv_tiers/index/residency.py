@@ -417,6 +417,20 @@ class Residency:
             self._gone(slot)
         return slot
 
+    def leaving(self) -> list[int]:
+        """The slots of chunks that were forgotten and are still leased."""
+        return list(self._leaving)
+
+    def restore_leaving(self, slots: Iterable[int]) -> None:
+        """In a new index: chunks that were forgotten in an earlier one are still read there. Lease them."""
+        for slot in slots:
+            self._life[slot] = Life.LEAVING
+            self._leaving.add(slot)
+
+    def orphaned(self, slots: Iterable[int]) -> list[int]:
+        """Those of these reserved slots whose chunks were forgotten while being written."""
+        return [slot for slot in slots if self._life[slot] is Life.ORPHANED]
+
     def was_forgotten(self, slot: int) -> bool:
         """Whether the chunk was forgotten and is still leased."""
         return slot in self._leaving

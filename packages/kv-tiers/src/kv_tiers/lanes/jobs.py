@@ -306,6 +306,11 @@ class Jobs:
                 unremoved,
             )
 
+    def removals(self) -> tuple[bool, list[bytes], list[ChunkKey]]:
+        """What is still to be removed: everything, the chunks of these tenants, and these."""
+        tenants = self._tenants_to_clear.keys() | self._clearing_tenants
+        return self.is_clearing, list(tenants), list(self._discards.keys() | self._discarding)
+
     def _has_removals(self) -> bool:
         return bool(self._discards or self._clear_next or self._tenants_to_clear)
 

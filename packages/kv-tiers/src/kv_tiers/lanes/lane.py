@@ -65,6 +65,7 @@ class Lane:
         tier: Tier,
         format_id: bytes,
         *,
+        make: Callable[[], Tier] | None = None,
         codec: Codec | None = None,
         find_codec: FindCodec = no_codec,
         approximate: bool = False,
@@ -78,13 +79,15 @@ class Lane:
         stuck_s: float = 10.0,
         clock: Clock | None = None,
     ) -> None:
-        """codec, find_codec: as for `Payloads`.
+        """make: makes the same tier again, for `reopen`.
+        codec, find_codec: as for `Payloads`.
         approximate: whether only first parts may be read of chunks that have parts; the tier must be a `ReadsPrefixes`.
         drops_parts: as for `Payloads`.
         only_hides: others fill this tier: discarded or cleared chunks stay there, but are no longer found by us.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that need a fixed order.
         clock: times the back-off, and calls that hang. Drains and closes use the system's clock."""
         self.tier = tier
+        self._make = make
         self.name = tier.name
         self.holds_is_local = tier.holds_is_local
         self.events = UNWATCHED
@@ -112,6 +115,7 @@ class Lane:
             backoff_s=backoff_s, max_backoff_s=max_backoff_s, stuck_s=stuck_s, clock=self._clock
         )
         self._changed = threading.Condition()
+        self._threads = threads
         self._running = Running(threads, tier, self._clock)
         self._counts = LaneCounts()
         self._speed = LoadSpeed()
@@ -248,7 +252,9 @@ class Lane:
             return replace(self._counts, queued=self._jobs.queued)
 
     def usage(self) -> TierUsage:
-        return self.tier.usage()
+        with self._changed:
+            is_open = not self._tracker.is_closed
+        return self.tier.usage() if is_open else TierUsage()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or running. False: something still is when the time is up."""
@@ -280,6 +286,26 @@ class Lane:
         except Exception as error:  # noqa: BLE001  # it is closed either way, and its memory no longer in use
             _log.warning("tier %s: closing it failed: %s: %s", self.name, type(error).__name__, error)
         return True
+
+    def reopen(self) -> None:
+        """After `close`: make the tier again and go on with it.
+
+        Raises:
+            ConfigError: it cannot be made, and stays closed.
+        """
+        assert self._make is not None
+        self.tier = self._moving.tier = self._make()
+        self.tier.name = self.name
+        with self._changed:
+            self._running = Running(self._threads, self.tier, self._clock)
+            self._tracker.is_closed = False
+        self._workers = Workers(self.name, self._threads, self._work)
+        self._workers.start()
+
+    def removals(self) -> tuple[bool, list[bytes], list[ChunkKey]]:
+        """What the tier has still to remove: everything, the chunks of these tenants, and these."""
+        with self._changed:
+            return self._jobs.removals()
 
     def step(self) -> bool:
         """Do one job in this thread. False: there is none to do now."""

@@ -47,7 +47,7 @@ class Moving:
     ) -> None:
         """jobs, speed, counts: the lane's objects, used under its lock, which is `changed`."""
         self.decodes = False
-        self._tier = tier
+        self.tier = tier
         self._payloads = payloads
         self._jobs = jobs
         self._speed = speed
@@ -117,11 +117,11 @@ class Moving:
         with self._changed:
             chunks = [chunk for chunk in job.chunks if chunk.key not in job.dropped]
         writes = self._payloads.writes(chunks)
-        outcome_of = dict(zip([write.key for write in writes], self._tier.store(writes) if writes else (), strict=True))
+        outcome_of = dict(zip([write.key for write in writes], self.tier.store(writes) if writes else (), strict=True))
         outcomes = [outcome_of.get(chunk.key, Refused("it was discarded meanwhile")) for chunk in job.chunks]
         stored = sum(isinstance(outcome, Stored) for outcome in outcomes)
         for reason in dict.fromkeys(outcome.reason for outcome in outcomes if isinstance(outcome, Unstorable)):
-            _log.warning("tier %s cannot store some chunks: %s", self._tier.name, reason)
+            _log.warning("tier %s cannot store some chunks: %s", self.tier.name, reason)
         with self._changed:
             self._counts.stored += stored
             self._counts.refused += len(outcomes) - stored
@@ -133,13 +133,13 @@ class Moving:
         """The outcomes of these reads of a load, by the id of the read. was_read: called with each answer."""
         arrivals: dict[int, Arrival] = {}
         if job.divisor > 1 and wanted:
-            assert isinstance(self._tier, ReadsPrefixes)
-            prefixes = self._tier.load_prefixes([first_parts(read, job.divisor) for read in wanted])
+            assert isinstance(self.tier, ReadsPrefixes)
+            prefixes = self.tier.load_prefixes([first_parts(read, job.divisor) for read in wanted])
             was_read(prefixes)
             arrivals = self._payloads.approximations(wanted, prefixes, keeps=job.keeps)
             wanted = [read for read in wanted if id(read) not in arrivals]
         if wanted:
-            outcomes = self._tier.load(wanted)
+            outcomes = self.tier.load(wanted)
             was_read(outcomes)
             arrivals.update(
                 (id(read), self._arrival(read, outcome)) for read, outcome in zip(wanted, outcomes, strict=True)
@@ -149,16 +149,16 @@ class Moving:
     def _step(self, remainder: LoadRemainder) -> Arrival | None:
         """Read one step of the payload. None: there is more to read."""
         read = remainder.read
-        if remainder.in_one or not isinstance(self._tier, ReadsRemainders) or not isinstance(self._tier, ReadsPrefixes):
-            return self._arrival(read, self._tier.load([read])[0])
+        if remainder.in_one or not isinstance(self.tier, ReadsRemainders) or not isinstance(self.tier, ReadsPrefixes):
+            return self._arrival(read, self.tier.load([read])[0])
         if remainder.bytes_read:
             upto_bytes = min(remainder.bytes_read + STEP_BYTES, chunk_header.stored_bytes_in(read.header))
-            outcome = self._tier.load_remainders(
+            outcome = self.tier.load_remainders(
                 [replace(read, wanted_bytes=upto_bytes, from_bytes=remainder.bytes_read)]
             )[0]
         else:
             upto_bytes = chunk_header.prefix_bytes(min(STEP_BYTES, chunk_bytes(read)), chunk_bytes(read))
-            outcome = self._tier.load_prefixes([replace(read, wanted_bytes=upto_bytes)])[0]
+            outcome = self.tier.load_prefixes([replace(read, wanted_bytes=upto_bytes)])[0]
         if not isinstance(outcome, Loaded):
             return Arrival(read.key, outcome)
         remainder.bytes_read = outcome.nbytes
@@ -173,7 +173,7 @@ class Moving:
     def _arrival(self, read: Read, outcome: LoadOutcome) -> Arrival:
         if not isinstance(outcome, Loaded):
             return Arrival(read.key, outcome)
-        return self._payloads.arrival(read, outcome, self._tier.name)
+        return self._payloads.arrival(read, outcome, self.tier.name)
 
 
 def refuse(job: Job, why: str) -> None:

@@ -97,7 +97,7 @@ class HostPool:
         self._returned: list[int] = []
         self._untouched_from = 0
         self._backed = bytearray(slots)
-        self._places = Places(name, self.sizes, self.slot_bytes, slots)
+        self.places = Places(name, self.sizes, self.slot_bytes, slots)
         self._pages = PopulatedPages(mapping, self._slots_offset, slots * self.slot_bytes)
         if not keeps_directory:
             self._pages.reached(0)
@@ -179,7 +179,14 @@ class HostPool:
 
     @classmethod
     def shared(
-        cls, name: str, chunk_bytes: int, slots: int, *, group_bytes: Sequence[int] = (), core_dump: bool = False
+        cls,
+        name: str,
+        chunk_bytes: int,
+        slots: int,
+        *,
+        group_bytes: Sequence[int] = (),
+        core_dump: bool = False,
+        descriptor: int = -1,
     ) -> "HostPool":
         """A pool without a name in any file system; a process that receives `descriptor` can map it too.
 
@@ -187,15 +194,21 @@ class HostPool:
         sealed against truncation and growth, so that no process can take pages from under another.
 
         chunk_bytes, group_bytes, core_dump: as for `anonymous`.
+        descriptor: of the pool of this name and size that another process hands over; -1: it is a new one. It is the
+            pool's from now on.
 
         Raises:
             ConfigError: not enough memory.
         """
         nbytes = _check_size(name, chunk_bytes, slots)
-        file, is_sealed = _open_unnamed(name)
+        is_new = descriptor < 0
+        file, is_sealed = _open_unnamed(name) if is_new else (descriptor, _is_sealed(descriptor))
         try:
-            os.ftruncate(file, nbytes)
-            if is_sealed:
+            if is_new:
+                os.ftruncate(file, nbytes)
+            elif os.fstat(file).st_size != nbytes:
+                raise OSError(errno.EINVAL, "it has another size")
+            if is_new and is_sealed:
                 fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             pool = cls(
                 name,
@@ -290,13 +303,14 @@ class HostPool:
         self._returned.append(slot)
 
     def take(self, slots: Iterable[int]) -> None:
-        """Mark slots of a fresh pool as in use: an earlier process filled them."""
-        if self._untouched_from:
-            raise MisuseError(f"pool {self.name!r} has handed out slots already")
-        for slot in slots:
+        """Mark free slots as in use: an earlier process filled them."""
+        taken = set(slots)
+        if any(self._taken[slot] for slot in taken):
+            raise MisuseError(f"pool {self.name!r} has handed out some of these slots already")
+        for slot in taken:
             self._taken[slot] = 1
-            self._untouched_from = max(self._untouched_from, slot + 1)
-        self._returned = [slot for slot in range(self._untouched_from) if not self._taken[slot]]
+        first, self._untouched_from = self._untouched_from, max(self._untouched_from, max(taken, default=-1) + 1)
+        self._returned = [slot for slot in (*self._returned, *range(first, self._untouched_from)) if slot not in taken]
         self._pages.reached(self._untouched_from * self.slot_bytes)
         self._pages.written(self._untouched_from * self.slot_bytes)
 
@@ -310,7 +324,7 @@ class HostPool:
             return set()
         unbacked: set[int] = set()
         for slot in slots:
-            place = self._places.at(slot)
+            place = self.places.at(slot)
             if not self._backed[place]:
                 try:
                     os.posix_fallocate(self._file, self._slots_offset + place * self.slot_bytes, self.slot_bytes)
@@ -330,24 +344,24 @@ class HostPool:
 
     def place(self, slot: int) -> int:
         """The position of this slot in `view`, counted in slots, which is also that of its record in the directory."""
-        return self._places.at(slot)
+        return self.places.at(slot)
 
     def swap(self, first: int, second: int) -> None:
         """Exchange the places of two slots: each then has the other's bytes, which stay where they are in memory."""
-        self._places.swap(first, second)
+        self.places.swap(first, second)
 
     def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
         """The extents of these chunks in these slots, each of its own size."""
-        return self._places.extents(keys, slots)
+        return self.places.extents(keys, slots)
 
     def chunk(self, slot: int, nbytes: int) -> memoryview:
         """The bytes of a chunk of this size in this slot. Release it."""
-        start = self._places.at(slot) * self.slot_bytes
+        start = self.places.at(slot) * self.slot_bytes
         return self.view[start : start + nbytes]
 
     def pages(self, slot: int) -> memoryview:
         """The whole slot, from a page's boundary. Release it."""
-        start = self._places.at(slot) * self.slot_bytes
+        start = self.places.at(slot) * self.slot_bytes
         return self.view[start : start + self.slot_bytes]
 
     def close(self) -> None:
@@ -444,6 +458,13 @@ def _open_unnamed(name: str) -> tuple[int, bool]:
         return os.memfd_create(f"kv-tiers-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
     with tempfile.NamedTemporaryFile(prefix="kv-tiers-", dir=_parent()) as named:  # unlinked with the block, mode 0600
         return os.dup(named.fileno()), False
+
+
+def _is_sealed(file: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # its file system has no seals
+        return False
 
 
 def _make_private(directory: Path) -> None:

@@ -30,19 +30,20 @@ class Places:
         self._sizes = sizes
         self._slot_bytes = slot_bytes
         self._extents: list[HostExtent | None] = [None] * slots
-        self._moved: dict[int, int] = {}  # slots that are not where they were initially
+        self.moved: dict[int, int] = {}
+        """The places of slots that are not where they were initially."""
 
     def at(self, slot: int) -> int:
         """The place of this slot, counted in slots."""
-        return self._moved.get(slot, slot)
+        return self.moved.get(slot, slot)
 
     def swap(self, first: int, second: int) -> None:
         """Have two slots change places."""
         for slot, place in ((first, self.at(second)), (second, self.at(first))):
             if slot == place:
-                self._moved.pop(slot, None)
+                self.moved.pop(slot, None)
             else:
-                self._moved[slot] = place
+                self.moved[slot] = place
         self._extents[first], self._extents[second] = self._extents[second], self._extents[first]
 
     def extent(self, slot: int, nbytes: int) -> HostExtent:

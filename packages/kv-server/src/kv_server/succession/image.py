@@ -1,0 +1,240 @@
+"""What a cache passes on to another process: first its chunks, then what has changed since and everything else.
+
+Both are taken under the cache's lock. Slots keep their numbers, and leases theirs, so that clients go on with them.
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from kv_core.coverage import ChunkShape, Coverage
+from kv_core.errors import TierDown
+from kv_core.keys import ChunkKey
+from kv_tiers.cache.host import AT_ONCE, CacheTotals
+from kv_tiers.cache.leases import ReadEntry, WriteEntry
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.events.changes import Change, ChangeLog
+from kv_tiers.index.journal import Journal
+from kv_tiers.pool.directory import slots_least_worth_first
+
+from kv_server.wire import Format
+
+_OF_A_SESSION: Final = re.compile(r"\d+(l|/.*)", re.DOTALL)
+"""The holders of clients (`kv_server.session`)."""
+
+
+@dataclass(slots=True)
+class PoolImage:
+    """The chunks of a pool, and the pool.
+
+    format, name, slots: of the cache and its pool.
+    keys, at: the chunks, the least worth first, and their slots.
+    shapes: by key space, what a hit needs: tokens of a chunk, coverages as text, shards.
+    """
+
+    format: Format
+    name: str
+    slots: int
+    keys: list[ChunkKey]
+    at: list[int]
+    shapes: dict[bytes, tuple[int, list[str], int]]
+
+
+@dataclass(slots=True)
+class CacheImage:
+    """The rest of a cache.
+
+    changed: chunks that came or left since the `PoolImage`, and where each is now; -1: it is not here.
+    leaving: slots of chunks that were forgotten and are still read, with their tenants.
+    orphaned: slots of those that were forgotten while they are written.
+    reads, writes, last_lease: the open leases, and the last number of one.
+    pins, holds: slots by name, and until when each is held.
+    waiting, removals: by tier, what it is still to get and to remove.
+    parts: of approximations, by slot.
+    moved: slots that are not at their places.
+    totals: the counters.
+    record: of changes, for engines that follow them.
+    """
+
+    changed: list[tuple[ChunkKey, int]]
+    leaving: list[tuple[int, bytes]]
+    orphaned: list[int]
+    reads: list[ReadEntry]
+    writes: list[WriteEntry]
+    last_lease: int
+    pins: dict[str, list[int]]
+    holds: dict[int, float]
+    waiting: dict[str, list[tuple[int, ChunkKey, ChunkKey | None]]]
+    removals: dict[str, tuple[bool, list[bytes], list[ChunkKey]]]
+    parts: dict[int, int]
+    moved: dict[int, int]
+    totals: CacheTotals
+    record: tuple[int, list[Change]] | None
+
+
+class Passed:
+    """One cache that is passed on."""
+
+    def __init__(self, wanted: Format, cache: LocalCache) -> None:
+        self.cache = cache
+        self._format = wanted
+        self._journal = Journal()
+
+    def pool_image(self) -> PoolImage:
+        """Takes the lock itself. Changes are recorded from now on, until `end`."""
+        parts, pool = self.cache.parts, self.cache.pool
+        with parts.host.lock:
+            self._journal.take()
+            parts.index.journal = self._journal
+            keys = parts.index.keys()
+            slots = [slot for key in keys if (slot := parts.index.find(key)) is not None]
+            shapes = parts.bounded.shapes()
+        number_of = {slot: number for number, slot in enumerate(slots)}
+        key_at = dict(zip(slots, keys, strict=True))
+        parents = parts.index.parents()
+        ordered = slots_least_worth_first(number_of, {slot: parents.get(slot, -1) for slot in slots})
+        spelled = {
+            space_id: (shape.chunk_tokens, list(map(str, shape.groups)), shape.shards)
+            for space_id, shape in shapes.items()
+        }
+        return PoolImage(self._format, pool.name, pool.slots, [key_at[slot] for slot in ordered], ordered, spelled)
+
+    def cache_image(self) -> CacheImage:
+        """Under the lock.
+
+        Raises:
+            TierDown: it cannot be taken now.
+        """
+        cache, parts = self.cache, self.cache.parts
+        index, leases = parts.index, parts.leases
+        changed = self._journal.take()
+        if changed is None:
+            raise TierDown("more has changed than can be passed on at once")
+        if index.replaced:
+            raise TierDown("bytes are still read that better ones have replaced")
+        reads, writes, last_lease = leases.entries()
+        leased = {slot for read in reads for slot in read.slots}.union(*cache.admin.pinned.values())
+        shares = parts.host.shares
+        names = cache.tiers[1:]
+        record = None if cache.events.log is None else cache.events.log.since(0)
+        return CacheImage(
+            [(key, -1 if (slot := index.find(key)) is None else slot) for key in changed],
+            [(slot, shares.tenant_at(slot)) for slot in index.leaving() if slot in leased],
+            [slot for write in writes for slot in index.orphaned(write.slots)],
+            reads,
+            writes,
+            last_lease,
+            cache.admin.pinned,
+            parts.holds.until_s(),
+            dict(zip(names, parts.lower.spills.waiting(), strict=True)),
+            {lane.name: lane.removals() for lane in parts.lower.lanes},
+            {slot: one.parts for slot, one in parts.lower.upgrades.by_slot.items()},
+            cache.pool.places.moved,
+            parts.totals,
+            None if record is None else (record.upto, list(record.changes)),
+        )
+
+    def end(self) -> None:
+        """Record nothing more."""
+        if self.cache.parts.index.journal is self._journal:
+            self.cache.parts.index.journal = None
+
+
+def restore_pool(cache: LocalCache, image: PoolImage) -> None:
+    """In a new cache on the same pool, that nobody uses yet."""
+    parts = cache.parts
+    with parts.host.lock:
+        parts.bounded.restore(
+            {
+                space_id: ChunkShape(tokens, tuple(map(Coverage.parse, groups)), shards)
+                for space_id, (tokens, groups, shards) in image.shapes.items()
+            }
+        )
+        for key, slot in zip(image.keys, image.at, strict=True):
+            parts.host.shares.took([slot], key.tenant)
+            parts.index.adopt(key, slot)
+        cache.pool.take(image.at)
+
+
+def restore_cache(cache: LocalCache, image: CacheImage) -> None:
+    """After `restore_pool`: all but what `restore_tiers` does."""
+    parts = cache.parts
+    host, index, shares = parts.host, parts.index, parts.host.shares
+    with host.lock:
+        used: list[int] = []  # those that `restore_pool` has not taken: it has, while the other process served, most
+        for key, slot in image.changed:
+            old = index.find(key)
+            if old is not None and old != slot:
+                index.empty(old)
+                host.free([old])
+        for key, slot in image.changed:
+            if slot >= 0 and index.find(key) is None:
+                shares.took([slot], key.tenant)
+                index.adopt(key, slot)
+                used.append(slot)
+        index.restore_leaving(slot for slot, _ in image.leaving)
+        for slot, tenant in image.leaving:
+            shares.took([slot], tenant)
+            used.append(slot)
+        orphaned = set(image.orphaned)
+        for is_orphan in (True, False):  # its chunk may be written again elsewhere
+            for write in image.writes:
+                pairs = [
+                    pair for pair in zip(write.keys, write.slots, strict=True) if (pair[1] in orphaned) == is_orphan
+                ]
+                keys, slots = [key for key, _ in pairs], [slot for _, slot in pairs]
+                index.reserve(keys, slots)
+                if is_orphan:
+                    index.orphan(keys, slots)
+                for key, slot in pairs:
+                    shares.took([slot], key.tenant)
+                used += slots
+        parts.leases.restore(image.reads, image.writes, image.last_lease)
+        for read in image.reads:
+            read.since = 0  # of replaced bytes, of which there are none
+            (index.lease_bytes if read.kind == "load" else index.lease)(read.slots)
+        for name, slots in image.pins.items():
+            index.lease(slots)
+            cache.admin.pinned[name] = slots
+        now_s = parts.clock.now_s()
+        for slot, until_s in image.holds.items():
+            if index.key_at(slot) is not None:
+                parts.holds.hold([slot], until_s, now_s)
+        cache.pool.take(used)
+        cache.pool.places.moved.update(image.moved)
+        for name, count in asdict(image.totals).items():
+            setattr(parts.totals, name, count)
+        if image.record is not None:
+            cache.events.log = ChangeLog.restored(*image.record)
+            cache.events.on = True
+        host.adopted_parts.update(image.parts)
+
+
+def restore_tiers(cache: LocalCache, image: CacheImage) -> None:
+    """Once this process serves: have its tiers get and remove what those of the other process had not yet."""
+    parts = cache.parts
+    with parts.host.lock:
+        for number, name in enumerate(cache.tiers[1:]):
+            if name in image.removals:
+                is_clearing, tenants, keys = image.removals[name]
+                lane = parts.lower.lanes[number]
+                if is_clearing:
+                    lane.clear()
+                for tenant in tenants:
+                    lane.clear_tenant(tenant)
+                lane.discard(keys)
+            parts.lower.spills.restore(number, image.waiting.get(name, ()))
+        parts.lower.upgrades.adopt()
+        parts.host.shares.note_over()  # these settings may have other quotas
+    is_too_much = True
+    while is_too_much:
+        with parts.host.lock:
+            is_too_much = parts.host.trim(AT_ONCE)
+
+
+def end_others(cache: LocalCache) -> None:
+    """The other process has ended: give back what its own threads had leased."""
+    with cache.parts.host.lock:
+        holders = [holder for holder in cache.parts.leases.holders() if not _OF_A_SESSION.fullmatch(holder)]
+    for holder in holders:
+        cache.end(holder)

@@ -1,0 +1,199 @@
+"""A cache that is passed on goes on as if nothing had happened, whatever was under way."""
+
+import os
+import socket
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kv_core.clock import HandClock
+from kv_core.coverage import ChunkShape, Coverage
+from kv_core.keys import ChunkKey
+from kv_core.service import LoadFailed, ReadLease, WriteLease
+from kv_core.testing import key_chain
+from kv_server.succession.channel import Channel
+from kv_server.succession.image import (
+    CacheImage,
+    Passed,
+    PoolImage,
+    end_others,
+    restore_cache,
+    restore_pool,
+    restore_tiers,
+)
+from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up
+from kv_tiers.cache.local import LocalCache
+from kv_tiers.events.bus import EventBus
+from kv_tiers.pool.host_pool import HostPool
+from kv_tiers.testing.tier_contract import content
+
+SLOTS = 12
+LEASE_S = 50.0
+branches, lengths, holders = st.integers(0, 3), st.integers(1, 4), st.sampled_from(["1/a", "1/b", "2l", "job"])
+
+
+def cross(message: Any, kind: Any) -> Any:
+    """As it arrives in the other process."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    sending, receiving = Channel(ours), Channel(theirs)
+    try:
+        sending.send(message)
+        return receiving.receive(kind, within_s=5)[0]
+    finally:
+        sending.close()
+        receiving.close()
+
+
+class PassedOn(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.clock = HandClock()
+        pool = HostPool.shared("p", CHUNK_BYTES, SLOTS)
+        self.cache = self.on(pool)
+        self.reads: dict[int, ReadLease] = {}
+        self.writes: dict[int, WriteLease] = {}
+        self.passed: tuple[Passed, PoolImage] | None = None
+        self.upto = self.cache.changes_since(0).upto
+        self.found: set[ChunkKey] = set()
+
+    def on(self, pool: HostPool) -> LocalCache:
+        return LocalCache(pool, lease_s=LEASE_S, clock=self.clock, events=EventBus().source("c", (CHUNK_BYTES,)))
+
+    def keys(self, branch: int, length: int) -> list[ChunkKey]:
+        return key_chain(length, branch=str(branch), salt="ann" if branch == 3 else None)
+
+    @rule(branch=branches, length=lengths, holder=holders)
+    def ask(self, branch: int, length: int, holder: str) -> None:
+        self.cache.lookup(self.keys(branch, length), holder, shape=ChunkShape(16, (Coverage("all", 0),), 1))
+
+    @rule(branch=branches, length=lengths, holder=holders, lasting=st.booleans())
+    def load(self, branch: int, length: int, holder: str, lasting: bool) -> None:
+        lease = self.cache.load(self.keys(branch, length), holder, lasting=lasting)
+        if not isinstance(lease, LoadFailed):
+            self.reads[lease.id] = lease
+
+    @rule(branch=branches, length=lengths, holder=holders, hold_s=st.sampled_from([0.0, 0.0, 20.0]))
+    def store(self, branch: int, length: int, holder: str, hold_s: float) -> None:
+        lease = self.cache.begin_store(self.keys(branch, length), holder, hold_s=hold_s)
+        self.writes[lease.id] = lease
+
+    @rule(branch=branches)
+    def put(self, branch: int) -> None:
+        self.store(branch, 4, "1/a", 0.0)
+        self.finish_store(-1, gives_up=False)
+
+    @rule(number=st.integers(0, 100), gives_up=st.booleans())
+    def finish_store(self, number: int, gives_up: bool) -> None:
+        if self.writes:
+            lease = self.writes.pop(list(self.writes)[number % len(self.writes)])
+            for key, extent in zip(lease.keys, lease.extents, strict=True):
+                self.cache.pool.view[extent.offset : extent.offset + extent.nbytes] = content(key, extent.nbytes)
+            if gives_up:
+                assert self.cache.release(lease)
+            else:
+                self.cache.commit(lease)
+
+    @rule(number=st.integers(0, 100))
+    def finish_load(self, number: int) -> None:
+        if self.reads:
+            lease = self.reads.pop(list(self.reads)[number % len(self.reads)])
+            view = self.cache.pool.view
+            copied = [bytes(view[extent.offset : extent.offset + extent.nbytes]) for extent in lease.extents]
+            if self.cache.release(lease):
+                assert copied == [content(key, CHUNK_BYTES) for key in lease.keys]
+
+    @rule(holder=holders)
+    def end(self, holder: str) -> None:
+        self.cache.end(holder)
+        left = self.cache.parts.leases.entries()
+        numbers = {entry.number for entries in left[:2] for entry in entries}
+        self.reads = {number: lease for number, lease in self.reads.items() if number in numbers}
+        self.writes = {number: lease for number, lease in self.writes.items() if number in numbers}
+
+    @rule(branch=branches, length=lengths)
+    def forget(self, branch: int, length: int) -> None:
+        self.cache.forget(self.keys(branch, length))
+
+    @rule(branch=branches, length=lengths, name=st.sampled_from("xy"), unpins=st.booleans())
+    def pin(self, branch: int, length: int, name: str, unpins: bool) -> None:
+        if unpins:
+            self.cache.admin.unpin(name)
+        else:
+            self.cache.admin.pin(self.keys(branch, length), name)
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule()
+    def prepare(self) -> None:
+        if self.passed is None:
+            passed = Passed(((CHUNK_BYTES,), "f"), self.cache)
+            self.passed = passed, cross(passed.pool_image(), PoolImage)
+
+    @rule(is_taken=st.booleans())
+    def pass_on(self, is_taken: bool) -> None:
+        self.prepare()
+        assert self.passed is not None
+        (passed, pool_image), self.passed = self.passed, None
+        old = self.cache
+        with old.parts.host.lock:
+            image = cross(passed.cache_image(), CacheImage)
+        if not is_taken:
+            passed.end()
+            return
+        before = self.seen(old)
+        descriptor = os.dup(old.pool.descriptor)
+        new = self.on(HostPool.shared("p", CHUNK_BYTES, SLOTS, descriptor=descriptor))
+        restore_pool(new, pool_image)
+        restore_cache(new, image)
+        restore_tiers(new, image)
+        assert self.seen(new) == before
+        old.parts.host.stop()
+        self.cache = new
+
+    def seen(self, cache: LocalCache) -> object:
+        """All that anyone can see, after what ends by the clock has ended."""
+        counts = cache.counts()
+        keys = [self.keys(branch, 4) for branch in range(4)]
+        return (
+            counts,
+            sorted(cache.admin.resident_keys()),
+            [cache.admin.where(some) for some in keys],
+            cache.admin.pins(),
+            cache.admin.tenants(),
+            cache.holds.chunks,
+            cache.holds.until_s(),
+            cache.changes_since(self.upto),
+            cache.pool.slots_used,
+        )
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        if hasattr(self, "cache"):
+            assert_adds_up(self.cache.counts())
+            changes = self.cache.changes_since(self.upto)
+            assert changes.is_whole
+            self.upto = changes.upto
+            for change in changes.changes:
+                self.found = self.found | set(change.keys) if change.entered else self.found - set(change.keys)
+            assert self.found == set(self.cache.admin.resident_keys())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        end_others(self.cache)
+        assert "job" not in self.cache.parts.leases.holders()
+        for holder in ("1/a", "1/b", "2l"):
+            self.cache.end(holder)
+        for name in "xy":
+            self.cache.admin.unpin(name)
+        self.clock.advance(1000)
+        self.cache.forget(self.cache.admin.resident_keys())
+        assert self.cache.counts().slots_used == 0
+
+
+TestPassedOn = PassedOn.TestCase
+TestPassedOn.settings = settings(deadline=None, stateful_step_count=60, max_examples=100)

@@ -1,0 +1,319 @@
+"""Live upgrades: a server takes over from another one under load, and either dies at each step."""
+
+import itertools
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from kv_core.errors import MisuseError
+from kv_core.lookup import Ended
+from kv_core.service import LoadFailed, ReadLease
+from kv_core.testing import key_chain
+from kv_server import launch, wire
+from kv_server.connection import PACKAGE, ask_server
+from kv_server.succession.channel import FORMAT
+from kv_server.succession.phases import PassingPhase, PhaseEvent, next_phase
+from kv_testing.cache_servers import SLOT_BYTES, fill, held, join_server, read, report_of, settings_for, store
+from kv_testing.service_contract import CHUNK_BYTES
+from kv_testing.upgrades import Loads, UpgradedServers, end
+from kv_testing.wait import line, until
+from kv_tiers.testing.tier_contract import content
+
+
+def upgraded(home: Path, slots: int = 64, **options: object) -> UpgradedServers:
+    return UpgradedServers(home, settings_for(home, slots, disk=True, **options))  # type: ignore[arg-type]
+
+
+def test_whatever_happens_the_phases_end_with_one_that_serves() -> None:
+    """Every event in every phase either is misuse or leads on; only TAKEN ends with the other process."""
+    ways = {}
+    for phase, event in itertools.product(PassingPhase, PhaseEvent):
+        try:
+            ways[phase, event] = next_phase(phase, event)
+        except MisuseError:
+            continue
+    assert {to for (_, event), to in ways.items() if event is PhaseEvent.TAKEN} == {PassingPhase.OVER}
+    assert [way for way, to in ways.items() if to is PassingPhase.OVER] == [(PassingPhase.STOPPED, PhaseEvent.TAKEN)]
+    waiting = {PassingPhase.CLOSING, PassingPhase.OPENING, PassingPhase.STOPPED}
+    assert {phase for phase, event in ways if event is PhaseEvent.LOST} == waiting
+    assert all(ways[phase, PhaseEvent.LOST] is PassingPhase.RETURNING for phase in waiting)
+    assert ways[PassingPhase.RETURNING, PhaseEvent.REOPENED] is PassingPhase.SERVING
+    assert not [phase for phase, _ in ways if phase is PassingPhase.OVER]
+
+
+def test_everything_goes_on_in_the_new_process(home: Path) -> None:
+    servers = upgraded(home)
+    cache, other = join_server(home), join_server(home)
+    pool, old = cache.pool, report_of(home / "s").pid
+    found, forgotten, cleared = key_chain(5), key_chain(3, branch="forgotten"), key_chain(2, branch="dropped")
+    for keys in (found, forgotten, cleared):
+        store(cache, keys)
+    assert cache.changes_since(0).upto >= 0
+    since = cache.changes_since(0).upto
+    reading, lasting = cache.load(found, "reading"), other.load(found, "lasting", lasting=True)
+    void = cache.load(forgotten, "void")
+    assert isinstance(reading, ReadLease) and isinstance(lasting, ReadLease) and isinstance(void, ReadLease)
+    writing, dropped = (
+        cache.begin_store(key_chain(2, branch="new"), "w"),
+        other.begin_store(key_chain(2, branch="x"), "w"),
+    )
+    cache.forget([*forgotten, *cleared, *dropped.keys])
+    promised = cache.lookup(found, "promised")
+    until(lambda: cache.counts().slots_used == 12)  # none is on its way to the disk any more
+    before = cache.counts()
+
+    servers.upgrade()
+
+    assert report_of(home / "s").pid != old
+    assert cache.counts() == before
+    assert cache.renew("promised") and promised.chunks == 5
+    assert cache.release(reading) and other.release(lasting)
+    assert not cache.release(void)
+    fill(cache, writing)
+    cache.commit(writing)
+    fill(other, dropped)
+    other.commit(dropped)
+    assert read(other, writing.keys) and read(cache, found)
+    assert isinstance(cache.load(dropped.keys, "l"), LoadFailed)
+    changes = cache.changes_since(since)
+    assert changes.is_whole and {key for change in changes.changes for key in change.keys} >= set(writing.keys)
+    assert (cache.generation, cache.pool) == (0, pool)
+    assert [held(cache, keys) for keys in (forgotten, cleared)] == [0, 0]
+    cache.end("promised")
+    counts = cache.counts()
+    assert (counts.read_leases, counts.write_leases, counts.slots_used) == (0, 0, 7)
+    cache.close()
+    other.close()
+    servers.close()
+
+
+def test_room_that_a_lost_client_may_be_writing_stays_reserved_until_it_is_back(home: Path) -> None:
+    servers = upgraded(home, slots=4)
+    cache, other = join_server(home), join_server(home)
+    writing = cache.begin_store(key_chain(3, branch="copying"), "w")
+    with cache._lock:
+        cache._link.lose("for the test")
+        cache._link.back_off(1000)
+    until(lambda: report_of(home / "s").orphans == 1)
+    servers.upgrade()
+    assert report_of(home / "s").orphans == 1
+    assert len(other.begin_store(key_chain(4, branch="other"), "w").keys) == 1
+    with cache._lock:
+        cache._link.back_off(0)
+    until(lambda: cache.lookup(writing.keys, "r").ended is not Ended.REFUSED)
+    fill(cache, writing)
+    cache.commit(writing)
+    assert (read(cache, writing.keys), cache.generation) == (True, 0)
+    cache.close()
+    other.close()
+    servers.close()
+
+
+def test_what_no_engine_has_asked_for_yet_and_chunks_below_the_pool_are_found_after_it(home: Path) -> None:
+    servers = upgraded(home, slots=8)
+    cache = join_server(home)
+    stems = [key_chain(4, branch=str(number)) for number in range(6)]
+    for number, stem in enumerate(stems, 1):
+        store(cache, stem)
+        until(lambda wanted=4 * number: report_of(home / "s").caches[0].tiers[0].usage.chunks == wanted)
+    for _ in range(2):
+        servers.upgrade()
+    assert [held(cache, stem) for stem in stems] == [4] * 6
+    assert cache.generation == 0
+    cache.close()
+    servers.close()
+
+
+def test_under_load_nothing_is_lost_and_no_load_fails(home: Path) -> None:
+    servers = upgraded(home, slots=48)
+    loads = Loads(home / "s")
+    for _ in range(4):
+        rounds = sum(loads.rounds)
+        until(lambda wanted=rounds + 50: sum(loads.rounds) > wanted or loads.failures, 60)
+        servers.upgrade()
+    rounds = sum(loads.rounds)
+    until(lambda: sum(loads.rounds) > rounds + 50 or loads.failures, 60)
+    loads.stop()
+    assert not loads.failures
+    assert {cache.generation for cache in loads.caches} == {0}
+    assert len(servers.pauses_ms()) == 4
+    counts = report_of(home / "s").caches[0].counts
+    assert (counts.read_leases, counts.write_leases, counts.chunks_damaged) == (0, 0, 0)
+    servers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_hundred_upgrades_under_load(home: Path) -> None:
+    servers = upgraded(home, slots=96, disk_chunks=400)
+    stems = [key_chain(4, branch=f"kept {number}") for number in range(12)]
+    keeper = join_server(home)
+    for stem in stems:
+        store(keeper, stem)
+    loads = Loads(home / "s", prompts=40)
+    for _ in range(200):
+        servers.upgrade()
+        assert not loads.failures
+    loads.stop()
+    assert not loads.failures
+    assert keeper.generation == 0
+    assert [held(keeper, stem) for stem in stems] == [4] * 12
+    pauses_ms = sorted(servers.pauses_ms())
+    assert len(pauses_ms) == 200
+    print(f"pause: median {pauses_ms[100]} ms, p99 {pauses_ms[197]} ms, longest {pauses_ms[-1]} ms")
+    keeper.close()
+    servers.close()
+
+
+NEW_DIES = [("send", 1), ("receive", 1), ("send", 2), ("receive", 2), ("commit", 1)]
+OLD_DIES = [("receive", 1), ("send", 1), ("receive", 2), ("send", 2), ("is_taken", 1)]
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "when"),
+    [(*call, when) for call in NEW_DIES for when in ("before", "after") if (call[0], when) != ("commit", "after")],
+)
+def test_the_old_server_goes_on_if_the_new_one_is_killed(home: Path, method: str, count: int, when: str) -> None:
+    servers = upgraded(home)
+    cache, keys = join_server(home), key_chain(4)
+    store(cache, keys)
+    until(lambda: report_of(home / "s").caches[0].tiers[0].usage.chunks == 4)
+    reading, old = cache.load(keys, "reading"), report_of(home / "s").pid
+    assert isinstance(reading, ReadLease)
+    new = servers.start("--take-over", dies=(method, str(count), when))
+    assert line(new.stdout) == ""
+    assert new.wait(60) == -9
+    assert cache.release(reading) and read(cache, keys)
+    assert (report_of(home / "s").pid, cache.generation) == (old, 0)
+    until(lambda: report_of(home / "s").caches[0].tiers[0].usage.chunks == 4)  # the disk is open again
+    servers.upgrade()
+    assert read(cache, keys) and cache.generation == 0
+    end(new)
+    cache.close()
+    servers.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "when"), [(*call, when) for call in OLD_DIES for when in ("before", "after")]
+)
+def test_the_new_server_serves_if_the_old_one_is_killed(home: Path, method: str, count: int, when: str) -> None:
+    """With everything, if it has it; otherwise with what is on the disk."""
+    servers = upgraded(home)
+    servers.close()
+    servers.process = servers.start(dies=(method, str(count), when))
+    assert line(servers.process.stdout).startswith("READY")
+    cache, keys = join_server(home), key_chain(4)
+    store(cache, keys)
+    until(lambda: report_of(home / "s").caches[0].tiers[0].usage.chunks == 4)
+    reading = cache.load(keys, "reading")
+    assert isinstance(reading, ReadLease)
+    new = servers.start("--take-over")
+    assert line(new.stdout).startswith("READY")
+    assert servers.process.wait(60) == -9
+    has_everything = method == "is_taken" or (method, count, when) == ("send", 2, "after")
+    assert cache.release(reading) == has_everything
+    until(lambda: cache.lookup(keys, "r").ended is not Ended.REFUSED)
+    assert cache.generation == (0 if has_everything else 1)
+    assert held(cache, keys) == 4 and report_of(home / "s").pid == new.pid
+    cache.close()
+    end(servers.process)
+    end(new)
+
+
+def test_what_cannot_follow_says_so_before_anything_is_touched(home: Path) -> None:
+    servers = upgraded(home)
+    cache = join_server(home)
+    store(cache, key_chain(2))
+    refused = ask_server(home / "s", wire.TakeOver(FORMAT + 1, "9.9"))
+    assert isinstance(refused, wire.Failed)
+    assert f"format {FORMAT}" in refused.text and "9.9" in refused.text and PACKAGE in refused.text
+    assert read(cache, key_chain(2)) and report_of(home / "s").caches[0].tiers[0].health.name == "UP"
+    cache.close()
+    servers.close()
+
+
+def test_a_private_server_is_not_taken_over(home: Path) -> None:
+    server = launch(settings_for(home), socket=home / "s")
+    refused = ask_server(home / "s", wire.TakeOver(FORMAT, PACKAGE))
+    assert isinstance(refused, wire.Failed) and "private" in refused.text
+    server.stop()
+
+
+def test_settings_are_those_of_the_new_server(home: Path) -> None:
+    """Tiers that come and go, and quotas; what does not fit a quota any more is evicted, and what is read stays."""
+    servers = upgraded(home, slots=16)
+    plain: dict[str, object] = {"host": {"capacity_bytes": 16 * SLOT_BYTES}}
+    disk = json.loads(servers.config.read_text())
+    small = {"name": "ann", "salt": "ann", "quota_bytes": 3 * SLOT_BYTES}
+    cache, keys = join_server(home), key_chain(6, salt="ann")
+    for _ in range(5):
+        servers.config.write_text(json.dumps(plain | {"tenants": [small]}))
+        store(cache, keys)
+        lease = cache.load(key_chain(2, salt="ann"), "l")
+        assert isinstance(lease, ReadLease)
+        servers.upgrade()
+        assert cache.release(lease)
+        until(lambda: cache.lookup(keys, "r").chunks == 3)
+        (report,) = report_of(home / "s").caches
+        assert (report.tiers, report.tenants[0].quota_bytes, report.tenants[0].chunks) == ([], 3 * SLOT_BYTES, 3)
+        servers.config.write_text(json.dumps(disk))
+        servers.upgrade()
+        store(cache, keys)
+        assert read(cache, keys)
+        (report,) = report_of(home / "s").caches
+        assert (report.tiers[0].name, report.tenants[0].quota_bytes, report.tenants[0].chunks) == ("disk", None, 6)
+        cache.end("r")
+        cache.forget(keys)
+    assert cache.generation == 0
+    cache.close()
+    servers.close()
+
+
+def test_fifty_reloads_of_quotas_under_load(home: Path) -> None:
+    servers = upgraded(home, slots=16)
+    settings = json.loads(servers.config.read_text())
+    cache, keys = join_server(home), key_chain(6, salt="ann")
+    loads = Loads(home / "s", prompts=8)
+
+    def quota() -> int | None:
+        tenants = report_of(home / "s").caches[0].tenants
+        return next((tenant.quota_bytes for tenant in tenants if tenant.name == "ann"), None)
+
+    def reload(tenants: list[dict[str, object]], **others: object) -> None:
+        servers.config.write_text(json.dumps(settings | {"tenants": tenants} | others))
+        servers.process.send_signal(signal.SIGHUP)
+
+    for number in range(25):
+        wanted = (3 + number % 3) * SLOT_BYTES
+        reload([{"name": "ann", "salt": "ann", "quota_bytes": wanted}])
+        until(lambda wanted=wanted: quota() == wanted)
+        store(cache, keys)
+        until(lambda wanted=wanted: cache.lookup(keys, "r").chunks <= wanted // SLOT_BYTES)
+        cache.end("r")
+        reload([])
+        until(lambda: quota() is None)
+    loads.stop()
+    assert not loads.failures
+    before = servers.log.read_text()
+    servers.config.write_text("{")
+    servers.process.send_signal(signal.SIGHUP)
+    until(lambda: "the settings stay as they are" in servers.log.read_text())
+    reload([], cold={"wait_s": 2.0})
+    until(lambda: "changes of cold take effect with kv-server --take-over" in servers.log.read_text())
+    assert "stay as they are" not in before and report_of(home / "s").pid == servers.process.pid
+    cache.close()
+    servers.close()
+
+
+def test_without_a_server_there_it_starts_as_usual(home: Path) -> None:
+    servers = upgraded(home)
+    servers.close()
+    servers.process = servers.start("--take-over")
+    assert line(servers.process.stdout).startswith("READY")
+    cache = join_server(home)
+    lease = store(cache, key_chain(1))
+    extent = lease.extents[0]
+    assert bytes(cache.pool.view[extent.offset : extent.offset + CHUNK_BYTES]) == content(lease.keys[0], CHUNK_BYTES)
+    cache.close()
+    servers.close()
