@@ -186,7 +186,7 @@ def test_what_a_cache_spilled_is_loaded_into_blocks_past_its_pool(bench: Bench, 
     crowd_out(cache, "crowd")
     assert cache.lookup(KEYS, "engine").chunks == 0
     bench.forget_blocks()
-    disk = cache.lower.lane(0).tier
+    disk = cache.lower.lanes[0].tier
     assert isinstance(disk, DiskTier)
     lent = disk.lease_extents(KEYS)
     carried = bench.copier.load(found(lent), TABLE, block_tokens=TOKENS, first_token=0, last_token=3 * CHUNK)

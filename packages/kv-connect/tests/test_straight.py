@@ -321,7 +321,7 @@ def test_other_tiers_may_have_more_so_an_early_end_is_promoted(tmp_path: Path) -
     plan = box.look_up(KEYS[:3])
     assert len(plan.files) == 3
     box.cache.end("h")
-    box.cache.lower.lane(0).discard(KEYS[2:3])
+    box.cache.lower.lanes[0].discard(KEYS[2:3])
     box.cache.lower.drain(10)
     plan = box.look_up(KEYS[:3])
     assert (plan.chunks, plan.files, plan.tiers) == (3, (), ("gds", "gds", "dram"))
