@@ -49,14 +49,15 @@ def calls(name: str) -> set[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A file system with the unit, systemd's own, and a command in the server's place."""
+    """A file system with the unit, systemd's own, and commands that do nothing."""
     shutil.copytree("/usr/lib/systemd/system", tmp_path / "usr/lib/systemd/system", symlinks=True)
-    for path in ("etc/systemd/system", "opt/kv-server/bin"):
-        (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
     shutil.copy(UNIT, tmp_path / "etc/systemd/system")
-    command = tmp_path / options("ExecStart")[0].split()[0].lstrip("/")
-    command.write_text("#!/bin/sh\n")
-    command.chmod(0o755)
+    for told in options("ExecStart") + options("ExecReload"):
+        command = tmp_path / told.split()[0].lstrip("/")
+        command.parent.mkdir(parents=True, exist_ok=True)
+        command.write_text("#!/bin/sh\n")
+        command.chmod(0o755)
     return tmp_path
 
 
