@@ -433,7 +433,7 @@ def test_what_a_restarted_server_serves_from_its_disk_is_held(capsys: pytest.Cap
         first.close()
         again = Asked(Path(home), capsys, tiers=tiers)
         status, out = again.run(tokens)
-        assert status == 1 and "once a request has asked for them, or with --space" in out
+        assert status == 1 and "with --space, or once an engine has looked them up" in out
         plan = again.remote.lookup(keys_of(tokens), "r", wait_for_promotion=True)
         until(lambda: again.remote.lookup(keys_of(tokens), "r", wait_for_promotion=True).chunks == 2)
         assert plan.holder == "r"

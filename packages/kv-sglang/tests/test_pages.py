@@ -463,7 +463,7 @@ def test_a_slow_tier_is_not_waited_for_where_computing_is_known_to_be_quicker(
         names = hashes(2)
         assert store.write(names, slots(0, 1)) == [True, True]
         (opened,) = made.opened.values()
-        (lane,) = opened.lower._lanes
+        (lane,) = opened.lower.lanes
 
         def settle() -> None:
             assert lane.drain(5)  # a probe may be on its way
