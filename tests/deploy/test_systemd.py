@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from secrets import token_hex
 from urllib.request import urlopen
 
 import pytest
 from kv_core.testing import key_chain
 from kv_testing.cache_servers import held, join_at, store
 from kv_testing.wait import line
+from kv_tiers.pool.host_pool import pool_path
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "kv-server.service"
@@ -87,7 +89,9 @@ def test_a_server_works_under_the_units_limits_on_system_calls(tmp_path: Path) -
         named = set().union(*map(calls, entry.lstrip("~").split()))
         allowed = allowed - named if entry.startswith("~") else allowed | named
     assert "read" in allowed and "mount" not in allowed and "setpriority" not in allowed
-    text = (UNIT.parent / "kv.yaml").read_text().replace("64GiB", "64MiB").replace("500GiB", "1GiB")
+    name = f"test-{token_hex(6)}"
+    text = (UNIT.parent / "kv.yaml").read_text().replace("name: kv ", f"name: {name} ")
+    text = text.replace("64GiB", "64MiB").replace("500GiB", "1GiB")
     settings = tmp_path / "kv.yaml"
     settings.write_text(re.sub(r"/(run|var/cache|var/lib)/kv-server", str(tmp_path), text).replace(":9400", ":0"))
     (limits,) = options("MemoryDenyWriteExecute")
@@ -109,3 +113,7 @@ def test_a_server_works_under_the_units_limits_on_system_calls(tmp_path: Path) -
             process.kill()
     assert (process.returncode, errors) == (0, "")
     assert any((tmp_path / "chunks").rglob("slab-*"))
+    left = sorted(pool_path(name).parent.glob(f"{name}.*"))
+    assert [path.suffix for path in left][1:] == [".index"]  # for the next server
+    for path in left:
+        path.unlink()

@@ -16,6 +16,7 @@ from engines import PAGE, Answer, Engine, corrupt, started
 from kv_blend import request_fields
 from kv_server.process import launch
 from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SYSTEM, Prompt
+from kv_tiers.pool.host_pool import HostPool
 from test_disaggregated import assert_nothing_is_leased
 
 EXACT = [FIRST, SECOND, *(Prompt((at,)) for at in range(4)), Prompt((1, 0)), Prompt((3, 2, 1))]
@@ -41,8 +42,10 @@ def exact(tiny_llama: str) -> dict[Prompt, Answer]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> str:
-    return f"kv-blend-{uuid.uuid4().hex[:8]}"
+def pool() -> Iterator[str]:
+    name = f"kv-blend-{uuid.uuid4().hex[:8]}"
+    yield name
+    HostPool.unlink(name)
 
 
 @pytest.fixture(scope="module")
