@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from kv_connect.halves.straight import StraightReads
+from kv_connect.halves.direct_reads import DirectReads
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.lookup import Ended
@@ -35,7 +35,7 @@ def opened(directory: Path) -> tuple[LocalCache, ThreadReader]:
     tier = {"type": "gds", "directory": str(directory), "capacity_bytes": 1 << 20}
     cache = build_local_cache(
         HostConfig(capacity_bytes=1 << 20), group_bytes=(chunk.nbytes,), fingerprint=chunk.fingerprint,
-        tiers=[tier], extensions=[StraightReads("gds", reader)],
+        tiers=[tier], extensions=[DirectReads("gds", reader)],
     )  # fmt: skip
     return cache, reader
 

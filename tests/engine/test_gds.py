@@ -31,9 +31,9 @@ def at_rest(engine: Engine) -> dict[str, Any]:
     """As of any engine, and nothing is leased in the files."""
     seen = engine.assert_at_rest()
     (one,) = engines().values()
-    assert one.straight is not None
-    files: Any = one.straight._files
-    assert one.straight._lent == {}
+    assert one.direct is not None
+    files: Any = one.direct._files
+    assert one.direct._leased == {}
     until(lambda: not files._leases and not files._index._reading)
     return seen
 
@@ -139,8 +139,8 @@ def test_a_request_that_is_aborted_while_it_is_read_leaves_nothing(
     core.abort_request(["lost"])
     core.step()
     (one,) = engines().values()
-    assert one.straight is not None
-    assert one.straight._lent, "its files stay leased while they are being read"
+    assert one.direct is not None
+    assert one.direct._leased, "its files stay leased while they are being read"
     gate.is_open.set()
     assert filled.ask_in_turn(PROMPTS) == reference
     at_rest(filled)

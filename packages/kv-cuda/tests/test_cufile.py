@@ -23,7 +23,7 @@ def test_without_kvikio_cufile_is_not_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "why"),
+    ("probe", "why"),
     [
         ("import sys, os; os.listdir(sys.argv[1])", ""),
         ("while True: pass", "does not answer within 0.5 s"),
@@ -32,10 +32,10 @@ def test_without_kvikio_cufile_is_not_asked(tmp_path: Path) -> None:
     ],
     ids=["yes", "spins", "no", "crashes"],
 )
-def test_cufile_is_asked_in_a_child_process_with_a_limit(tmp_path: Path, question: str, why: str) -> None:
+def test_cufile_is_probed_in_a_child_process_with_a_limit(tmp_path: Path, probe: str, why: str) -> None:
     """The directory does not exist yet: the file system is that of its parent."""
-    limit_s = 0.5 if "while" in question else 60.0
-    said = why_not(CPU, tmp_path / "kv" / "later", limit_s=limit_s, question=question)
+    limit_s = 0.5 if "while" in probe else 60.0
+    said = why_not(CPU, tmp_path / "kv" / "later", limit_s=limit_s, probe=probe)
     assert why.format(place=tmp_path) in said and bool(why) == bool(said)
 
 

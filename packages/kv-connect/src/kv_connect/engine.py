@@ -30,11 +30,11 @@ from kv_tiers.pool.machine import spelled
 from kv_tiers.settings import Settings
 
 from kv_connect.guard import OffSwitch
+from kv_connect.halves.direct_reads import DirectReads, direct_tier
 from kv_connect.halves.engine_costs import EngineCosts
 from kv_connect.halves.handover import HandOvers
 from kv_connect.halves.layerwise_promises import LayerwiseRule
 from kv_connect.halves.scheduler import SchedulerHalf
-from kv_connect.halves.straight import StraightReads, straight_tier
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.identity.identity import LiveKeySpace, LiveWeights, Origins, ServedModel
 from kv_connect.identity.weights import EngineWeights
@@ -144,7 +144,7 @@ class Engine(OffSwitch):
     nodes: for an engine over several nodes, in the scheduler's process: the cache of all of them.
     pools: in a worker's process, those attached to its copiers.
     ready: in the process of a scheduler that promises layerwise loads to workers elsewhere, what they have ready.
-    straight: in a process that has a tier of type `gds`, what reads it.
+    direct: in a process that has a tier of type `gds`, what reads it.
     terms: a digest of what the processes of an engine must agree on: the chunks' tokens, groups, shards and format.
     """
 
@@ -160,7 +160,7 @@ class Engine(OffSwitch):
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self.weights: EngineWeights | None = None
-        self.straight: StraightReads | None = None
+        self.direct: DirectReads | None = None
         self._bus: EventBus | None = None
         self._shape: ConnectShape | None = None
         self.facts: EngineFacts | None = None
@@ -223,17 +223,15 @@ class Engine(OffSwitch):
         alone = in_process and replica is None and not settings.server.socket
         gds = ""
         if not settings.server.socket:  # a server that is joined has tiers of its own
-            settings, gds = straight_tier(settings, facts.groups, facts.formats, alone=alone)
+            settings, gds = direct_tier(settings, facts.groups, facts.formats, alone=alone)
         if alone:
             if gds and make_reader is not None:
-                self.straight = StraightReads(gds, make_reader())
+                self.direct = DirectReads(gds, make_reader())
             try:
-                self.cache, self._bus = open_in_process(
-                    settings, chunks, () if self.straight is None else (self.straight,)
-                )
+                self.cache, self._bus = open_in_process(settings, chunks, () if self.direct is None else (self.direct,))
             except BaseException:
-                if self.straight is not None:
-                    self.straight.reader.close()
+                if self.direct is not None:
+                    self.direct.reader.close()
                 raise
         else:
             try:
@@ -310,7 +308,7 @@ class Engine(OffSwitch):
             stores=share.stores,
             max_in_flight_bytes=in_flight_bytes,
             stores_layers=self._stores_layers(),
-            straight=self.straight,
+            direct=self.direct,
         )
         self._roles.add("WORKER")
         return self.worker

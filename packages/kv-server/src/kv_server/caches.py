@@ -33,8 +33,15 @@ from kv_server import wire
 from kv_server.config import ServerConfig
 from kv_server.peers.reads import PeerReads
 from kv_server.peers.side import PeerSide, peer_side
-from kv_server.succession.kept import KeptIndex, image_of_kept, kept_path, open_kept, restore_kept, write_index
 from kv_server.succession.messages import OrphanImage, QuotasSet
+from kv_server.succession.saved_pool import (
+    SavedIndex,
+    image_to_save,
+    open_saved,
+    restore_saved,
+    saved_path,
+    write_index,
+)
 from kv_server.wire import Format
 
 _log = limited_logger(__name__)
@@ -252,31 +259,31 @@ class Caches:
         self._close_cache(name, cache)
         self._on_idle_closed(cache_name(name))
 
-    def _kept_path(self, wanted: Format) -> Path | None:
+    def _saved_path(self, wanted: Format) -> Path | None:
         """Of the file of this cache's pool; None: it has none."""
         name = self.config.host.name
-        return kept_path(name, cache_name(wanted)) if name else None
+        return saved_path(name, cache_name(wanted)) if name else None
 
-    def _open_kept(self, wanted: Format) -> tuple[tuple[str, int, int], KeptIndex | None] | None:
+    def _open_saved(self, wanted: Format) -> tuple[tuple[str, int, int], SavedIndex | None] | None:
         """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name.
 
         Raises:
             ConfigError: it cannot be used.
         """
-        path = self._kept_path(wanted)
+        path = self._saved_path(wanted)
         slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
         if path is None or slots < 1:
             return None
-        opened = open_kept(path, wanted, slots)
-        name = f"kept-{token_hex(8)}" if opened.index is None else opened.index.pool.name
+        opened = open_saved(path, wanted, slots)
+        name = f"saved-{token_hex(8)}" if opened.index is None else opened.index.pool.name
         return (name, slots, opened.descriptor), opened.index
 
     def _close_cache(self, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, and leave a pool with a name to the next server."""
-        path = self._kept_path(wanted)
-        kept = None if path is None else image_of_kept(path, wanted, cache, orphans)
-        if _close(cache) and path is not None and kept is not None:
-            write_index(path, kept)
+        path = self._saved_path(wanted)
+        saved = None if path is None else image_to_save(path, wanted, cache, orphans)
+        if _close(cache) and path is not None and saved is not None:
+            write_index(path, saved)
 
     def _build(self, wanted: Format, handed_over: tuple[str, int, int] | None = None) -> LocalCache:
         """
@@ -302,11 +309,11 @@ class Caches:
             thread.join()  # to free its memory, and its files if it has the same format
         orphans: list[OrphanImage] = []
         try:
-            kept = self._open_kept(wanted)
-            opened: LocalCache | wire.Failed = self._build(wanted, kept and kept[0])
-            if kept is not None and kept[1] is not None and isinstance(opened, LocalCache):
-                restore_kept(opened, kept[1])
-                orphans = kept[1].orphans
+            saved = self._open_saved(wanted)
+            opened: LocalCache | wire.Failed = self._build(wanted, saved and saved[0])
+            if saved is not None and saved[1] is not None and isinstance(opened, LocalCache):
+                restore_saved(opened, saved[1])
+                orphans = saved[1].orphans
         except OutOfThreadsError as error:
             opened = wire.Failed("refused", f"in this server {error}")
         except ConfigError as error:

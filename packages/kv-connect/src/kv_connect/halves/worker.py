@@ -20,10 +20,10 @@ from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
 from kv_connect.halves.copies import Copies
 from kv_connect.halves.counts import WorkerCounts
+from kv_connect.halves.direct_reads import DirectReads
 from kv_connect.halves.layerwise import LayerLoads, LayerwiseReport
 from kv_connect.halves.step import NO_REPORT, LoadStep, StepPlan, StepReport
 from kv_connect.halves.stores import Stores
-from kv_connect.halves.straight import StraightReads
 
 _log = limited_logger(__name__)
 
@@ -84,20 +84,20 @@ class WorkerHalf:
         stores: bool = True,
         max_in_flight_bytes: int = sys.maxsize,
         stores_layers: bool = False,
-        straight: StraightReads | None = None,
+        direct: DirectReads | None = None,
     ) -> None:
         """copiers: one for each group, in the order of `shape.groups`. shard: the shard of a chunk that it moves.
         rank: distinguishes it from others with the same shard; default: the shard. stores: whether it stores; of ranks
         with the same shard, one does. max_in_flight_bytes: the most in flight to the pool while the engine continues.
         Chunks beyond it are not stored. stores_layers: layers are stored as they are computed, where a copier supports
-        it. straight: reads what plans name in files; None: they name none."""
+        it. direct: reads what plans name in files; None: they name none."""
         self._service = service
         self._shape = shape
         self._copiers = tuple(copiers)
         self._shard = shard
         self._name = name
         self._holder = f"{name}/worker{shard if rank is None else rank}"
-        self._straight = straight
+        self._direct = direct
         self._loading: dict[str, _Load] = {}
         self._ended: set[str] = set()
         self._failed: set[str] = set()
@@ -268,8 +268,8 @@ class WorkerHalf:
         between = min(step.last_token, (part.first_chunk + in_pool) * self._shape.chunk_tokens)
         load.file_keys = part.keys[in_pool:]
         try:
-            assert self._straight is not None
-            load.read = self._straight.reader.read(
+            assert self._direct is not None
+            load.read = self._direct.reader.read(
                 step.files,
                 step.blocks[group.table],
                 block_tokens=group.block_tokens,
@@ -301,9 +301,9 @@ class WorkerHalf:
     def _finish(self, load: _Load) -> None:
         if load.copies.failure is not None:
             load.fail(str(load.copies.failure), () if load.lease is None else load.lease.keys)
-        if load.read is not None and self._straight is not None and load.copies.failure is None:
+        if load.read is not None and self._direct is not None and load.copies.failure is None:
             # A chunk that could not be read is not suspect: its tier passes over it for a while.
-            why, damaged = self._straight.has_read(f"{self._name}/{load.step.request_id}", load.file_keys, load.read)
+            why, damaged = self._direct.has_read(f"{self._name}/{load.step.request_id}", load.file_keys, load.read)
             if why:
                 load.fail(why, damaged)
         if load.lease is not None and not self._service.release(load.lease):

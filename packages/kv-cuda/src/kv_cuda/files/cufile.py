@@ -1,8 +1,8 @@
 """GPUDirect Storage: files → device memory, through cuFile as wrapped by kvikio.
 
-Whether a machine has it is asked of cuFile itself, by reading a file of the directory in question: it depends on the
+Whether a machine has it is tested with cuFile itself, by reading a file of the directory in use: it depends on the
 driver, the file system and the kernel (NVIDIA's module, or since CUDA 12.8 the kernel's own peer-to-peer transfers).
-The question is asked in a child process with a time limit, because without a driver opening cuFile's never returns.
+The probe is a child process with a time limit, because without a driver opening cuFile's never returns.
 kvikio's compatibility mode is off, because it copies through its own host memory; our staged path does that with one
 copy less.
 
@@ -28,7 +28,7 @@ _THREADS: Final = 8
 """Threads of kvikio, which divides a transfer into tasks of 4 MiB; each makes one call of cuFile at a time."""
 _LIMIT_S: Final = 60.0
 """A child process imports torch and creates a context on the device, which takes seconds."""
-_QUESTION: Final = """
+_PROBE: Final = """
 import sys, tempfile
 import kvikio, kvikio.defaults, torch
 kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF)
@@ -74,13 +74,13 @@ def kvikio_version() -> str | None:
     return version_of("kvikio-cu13") or version_of("kvikio-cu12")
 
 
-def why_not(device: torch.device, directory: Path, *, limit_s: float = _LIMIT_S, question: str = _QUESTION) -> str:
+def why_not(device: torch.device, directory: Path, *, limit_s: float = _LIMIT_S, probe: str = _PROBE) -> str:
     """Why cuFile cannot read files of this directory into this device; empty: it can."""
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     # -P: what is in the current directory is nobody's module.
-    asked = [sys.executable, "-P", "-c", question, str(place), str(device)]
+    command = [sys.executable, "-P", "-c", probe, str(place), str(device)]
     with subprocess.Popen(  # noqa: S603  # ourselves
-        asked, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as child:
         try:
             _, said = child.communicate(timeout=limit_s)

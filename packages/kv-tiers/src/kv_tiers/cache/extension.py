@@ -66,7 +66,7 @@ class Extension(Protocol):
 
 
 @runtime_checkable
-class Straight(Extension, Protocol):
+class FindsInFiles(Extension, Protocol):
     """An extension whose engine reads the files of one of the tiers itself, instead of having chunks promoted. Its
     methods wait for nothing.
 

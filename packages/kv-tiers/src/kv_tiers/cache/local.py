@@ -4,7 +4,7 @@ One lock guards the index, the policy and the leases; under it nothing waits and
 take longer: computing a chunk's checksum when it is committed to a named pool, and verifying it when an adopted chunk
 is first requested. Both run outside the lock, on slots that a lease keeps in place.
 
-Only chunks in the pool are promised, and to an engine that reads files itself those in a tier's (`Straight`). Other
+Only chunks in the pool are promised, and to an engine that reads files itself those in a tier's (`FindsInFiles`). Other
 chunks of lower tiers are promoted first (`kv_tiers.cache.promote`), and committed chunks are spilled automatically
 (`kv_tiers.cache.spill`). Leases are in `kv_tiers.cache.leases`, operators' verbs in `admin`.
 """
@@ -28,7 +28,7 @@ from kv_eviction.registry import DEFAULT_POLICY, make_policy
 from kv_eviction.shares import Shares
 
 from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
-from kv_tiers.cache.extension import CacheParts, Extension, Straight
+from kv_tiers.cache.extension import CacheParts, Extension, FindsInFiles
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
 from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
@@ -109,9 +109,9 @@ class LocalCache:
         self.admin = Administration(self, self._host, self._index, shares, self.lower, holds=self.holds)
         self._refuses_new = ""
         self._order = {name: rank for rank, name in enumerate((TIER, *(lane.name for lane, _ in lanes)))}
-        self._straight = next((extension for extension in extensions if isinstance(extension, Straight)), None)
-        if self._straight is not None:
-            self.lower.on_forgotten = self._straight.forget
+        self._direct = next((extension for extension in extensions if isinstance(extension, FindsInFiles)), None)
+        if self._direct is not None:
+            self.lower.on_forgotten = self._direct.forget
         self._own_extensions = tuple(extensions)
         self.parts = CacheParts(
             self._host, self._index, self.lower, self.holds, self._leases, self._totals, self._bounded, self._clock,
@@ -158,15 +158,15 @@ class LocalCache:
             self._verify(doubtful)
         skipped: Skipped | None = None
         files: Sequence[FileExtent] | None = ()
-        if self._straight is not None and may_wait and reads_files:
+        if self._direct is not None and may_wait and reads_files:
             pays = partial(self._pays, shape, hit.chunks, costs)
-            files = self._straight.find(keys, shape, holder, hit=hit.chunks, lower=lower, pays=pays)
-        elif self._straight is not None:
-            self._straight.end(holder)
+            files = self._direct.find(keys, shape, holder, hit=hit.chunks, lower=lower, pays=pays)
+        elif self._direct is not None:
+            self._direct.end(holder)
         if files is None:
             plan = replace(plan, ended=Ended.PENDING)
-        elif files and self._straight is not None:
-            plan = _with_files(plan, files, self._straight.tier, requested)
+        elif files and self._direct is not None:
+            plan = _with_files(plan, files, self._direct.tier, requested)
             if costs is not None:
                 plan = replace(plan, choice=choose(costs, shape.chunk_tokens, plan.chunks))
             with self._lock:
@@ -216,7 +216,7 @@ class LocalCache:
         with self._lock:
             self._begin(now_s)
             promise = self._leases.promise_of(holder)
-            in_files = None if self._straight is None else self._straight.renew(holder)
+            in_files = None if self._direct is None else self._direct.renew(holder)
             if promise is None:
                 return bool(in_files)
             if in_files is False or self._index.any_forgotten(promise.slots):
@@ -242,7 +242,7 @@ class LocalCache:
         self._host.check_keys(chain)
         now_s = self._clock.now_s()
         # What another engine waits for has to be in the pool.
-        in_files = set() if self._straight is None or hold_s > 0 else self._straight.holding(chain, lower)
+        in_files = set() if self._direct is None or hold_s > 0 else self._direct.holding(chain, lower)
         with self._lock:
             self._begin(now_s)
             if hold_s > 0 and not self._refuses_new:  # another engine waits for these, and the tier may be slow
@@ -344,8 +344,8 @@ class LocalCache:
     def end(self, holder: Holder) -> None:
         with self._lock:
             self._promotions.end(holder)
-            if self._straight is not None:
-                self._straight.end(holder)
+            if self._direct is not None:
+                self._direct.end(holder)
             reads, writes = self._leases.end(holder)
             for read in reads:
                 if read.kind == "load":

@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_connect.engine import Engine, EngineFacts
+from kv_connect.halves.direct_reads import DirectReads
 from kv_connect.halves.inputs import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
-from kv_connect.halves.straight import StraightReads
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.neighbours import StoredFormat
 from kv_connect.nodes.ranks import ALONE
@@ -130,16 +130,16 @@ class Box:
 
     def __init__(self, root: Path, *more: dict[str, Any]) -> None:
         self.reader = Reader()
-        self.straight = StraightReads("gds", self.reader)
+        self.direct = DirectReads("gds", self.reader)
         tier = {"type": "gds", "directory": str(root / "kv"), "capacity_bytes": bytes_for(CONTEXT, 6), "wait_s": 0}
         self.cache: LocalCache = build_local_cache(
             HostConfig(capacity_bytes=8 * CONTEXT.slot_bytes),
             group_bytes=(NBYTES,),
             fingerprint="f",
             tiers=[tier, *more],
-            extensions=[self.straight],
+            extensions=[self.direct],
         )
-        self.files: Any = self.straight._files
+        self.files: Any = self.direct._files
 
     def store(self, keys: Sequence[ChunkKey]) -> None:
         """One by one, as each needs a slot of the pool."""
@@ -166,7 +166,7 @@ class Box:
 
     def at_rest(self) -> None:
         until(lambda: not self.files._leases and not self.files._index._reading)
-        assert self.straight._lent == {}
+        assert self.direct._leased == {}
         counts = self.cache.counts()
         assert counts.read_leases == counts.write_leases == 0
 
@@ -216,7 +216,7 @@ def test_what_was_read_in_the_files_takes_no_slot_again(box: Box) -> None:
     box.cache.release(lease)
     plan = box.look_up(KEYS)
     read = box.reader.read(plan.files, [0] * 8, block_tokens=BLOCK, first_token=0, last_token=16)
-    assert box.straight.has_read("h", KEYS, read) == ("", [])
+    assert box.direct.has_read("h", KEYS, read) == ("", [])
     box.cache.end("h")
     lease = box.cache.begin_store([*KEYS, *key_chain(1, branch="new")], "w")
     assert lease.keys == tuple(key_chain(1, branch="new"))
@@ -265,7 +265,7 @@ def test_what_is_forgotten_just_before_it_is_leased_is_not_found(box: Box, monke
     """The tier has it until its lane comes to discard it."""
     box.store(KEYS)
     box.empty_the_pool()
-    lane, holds, discard = box.straight._lane, box.straight._lane.holds, box.files.discard
+    lane, holds, discard = box.direct._lane, box.direct._lane.holds, box.files.discard
     may_discard = threading.Event()
     monkeypatch.setattr(box.files, "discard", lambda keys: may_discard.wait(60) and discard(keys))
 
@@ -301,7 +301,7 @@ def test_whoever_does_not_read_files_has_chunks_promoted(box: Box) -> None:
 def test_a_read_that_does_not_pay_is_not_begun(box: Box) -> None:
     box.store(KEYS)
     box.empty_the_pool()
-    lane = box.straight._lane
+    lane = box.direct._lane
     for _ in range(8):
         lane.was_read([Arrival(key, Loaded(NBYTES)) for key in KEYS], 4 * NBYTES, 0.5)
     slow = box.look_up(KEYS, costs=Costs(compute=(0.001, 0.0), load=(0.0, 0.0)))
@@ -341,7 +341,7 @@ def test_a_medium_that_does_not_answer_is_not_waited_for(box: Box, monkeypatch: 
 
     monkeypatch.setattr(box.files, "lease_extents", late)
     assert box.cache.lookup(KEYS, "h", wait_for_promotion=True, reads_files=True).ended is Ended.PENDING
-    monkeypatch.setattr("kv_connect.halves.straight._LEASE_S", 0.0)
+    monkeypatch.setattr("kv_connect.halves.direct_reads._LEASE_S", 0.0)
     plan = box.look_up(KEYS)
     assert plan.files == ()  # promoted, as far as the pool has room
     box.cache.end("h")
@@ -366,7 +366,7 @@ class Halves:
     def __init__(self, box: Box) -> None:
         self.box = box
         self.scheduler = SchedulerHalf(box.cache, SHAPE, name="e")
-        self.worker = WorkerHalf(box.cache, SHAPE, [Copier()], shard=0, name="e", straight=box.straight)  # type: ignore[list-item]
+        self.worker = WorkerHalf(box.cache, SHAPE, [Copier()], shard=0, name="e", direct=box.direct)  # type: ignore[list-item]
 
     def keys(self, tokens: list[int]) -> list[ChunkKey]:
         scheduler = SchedulerHalf(self.box.cache, SHAPE, name="keys")
@@ -428,7 +428,7 @@ def test_a_load_is_read_in_files_and_its_lease_ends(halves: Halves, box: Box) ->
     assert halves.worker.counts.bytes_loaded_from_files == 4 * NBYTES
     assert (halves.worker.counts.bytes_loaded, halves.worker.counts.tokens_loaded) == (0, 16)
     assert halves.scheduler.counts.tokens_by_tier == {"gds": 16}
-    assert box.straight._lane.counts().loaded == 4
+    assert box.direct._lane.counts().loaded == 4
 
 
 def test_a_load_of_pool_and_files_takes_each_part_where_it_is(halves: Halves, box: Box) -> None:
@@ -460,13 +460,13 @@ def test_what_is_damaged_is_forgotten_and_the_request_computed(halves: Halves, b
     assert not halves.end()
     box.cache.lower.drain(10)
     assert box.files.holds(keys) == [True, False, True, True]
-    assert box.straight._lane.counts().damaged == 1
+    assert box.direct._lane.counts().damaged == 1
     assert halves.begin(TOKENS) == 4
     assert halves.end()
 
 
 def test_what_cannot_be_read_is_kept_passed_over_and_the_tier_is_down(halves: Halves, box: Box) -> None:
-    keys, lane = halves.keys(TOKENS), box.straight._lane
+    keys, lane = halves.keys(TOKENS), box.direct._lane
     box.reader.fails = True
     assert halves.begin(TOKENS) == 16
     assert not halves.end()
@@ -492,7 +492,7 @@ def test_files_of_a_request_that_is_aborted_stay_leased_until_they_have_been_rea
     box.reader.waits = True
     assert halves.begin(TOKENS) == 16
     halves.scheduler.finished("r")
-    assert box.straight._lent and box.files._leases
+    assert box.direct._leased and box.files._leases
     box.reader.complete()
     report = halves.worker.poll()
     halves.scheduler.loads_ended(report.finished, report.failed)
@@ -568,7 +568,7 @@ def test_what_cannot_work_is_refused_by_name(
 
 def test_an_engine_of_one_process_reads_files(tmp_path: Path) -> None:
     engine = bound(tmp_path, FACTS)
-    assert engine.straight is not None and engine.straight.tier == "gds"
+    assert engine.direct is not None and engine.direct.tier == "gds"
     assert engine.release("WORKER")
 
 
@@ -576,7 +576,7 @@ def test_an_engine_of_several_processes_promotes_through_the_pool_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = bound(tmp_path, FACTS, in_process=False)
-    assert engine.straight is None and engine.off == ""
+    assert engine.direct is None and engine.off == ""
     assert engine.cache is not None and engine.cache.tiers == ("host", "gds")
     assert "does not cross the socket" in caplog.text
     assert engine.release("WORKER")

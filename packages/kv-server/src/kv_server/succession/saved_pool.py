@@ -40,7 +40,7 @@ _AT_ONCE: Final = 32
 """Chunks that are verified, and leased meanwhile, at a time."""
 
 
-class KeptIndex(msgspec.Struct):
+class SavedIndex(msgspec.Struct):
     """The index beside a pool's file. checksums: of the chunks in `pool.keys`."""
 
     format: int
@@ -55,10 +55,10 @@ class OpenedPool:
     """A pool's file, open and locked. index: what is in it; None: nothing."""
 
     descriptor: int
-    index: KeptIndex | None
+    index: SavedIndex | None
 
 
-def kept_path(name: str, cache: str) -> Path:
+def saved_path(name: str, cache: str) -> Path:
     """The file of the pool of this name, of one of a server's caches.
 
     Raises:
@@ -67,7 +67,7 @@ def kept_path(name: str, cache: str) -> Path:
     return pool_path(f"{name}.{cache}")
 
 
-def open_kept(path: Path, wanted: Format, slots: int) -> OpenedPool:
+def open_saved(path: Path, wanted: Format, slots: int) -> OpenedPool:
     """The pool of these slots in this file, with what the last server left there.
 
     Raises:
@@ -95,7 +95,7 @@ def open_kept(path: Path, wanted: Format, slots: int) -> OpenedPool:
         raise ConfigError(f"the pool's file {path} cannot be used: {error.strerror}; {_REMEDY}") from None
 
 
-def restore_kept(cache: LocalCache, index: KeptIndex) -> None:
+def restore_saved(cache: LocalCache, index: SavedIndex) -> None:
     """In a new cache on this pool: what the index lists, each chunk to be verified before it is used."""
     restore_pool(cache, index.pool)
     restore_cache(cache, index.cache)
@@ -107,7 +107,7 @@ def restore_kept(cache: LocalCache, index: KeptIndex) -> None:
         _log.info("the chunks that a server left are verified when they are looked up: %s", why)
 
 
-def image_of_kept(path: Path, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage]) -> KeptIndex | None:
+def image_to_save(path: Path, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage]) -> SavedIndex | None:
     """What a server that stops leaves to the next, before its cache is closed. None: nothing."""
     try:
         if not os.path.samestat(os.fstat(cache.pool.descriptor), path.stat()):
@@ -132,10 +132,10 @@ def image_of_kept(path: Path, wanted: Format, cache: LocalCache, orphans: Sequen
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         checksums = list(threads.map(checksum, pairs))
-    return KeptIndex(FORMAT, pool, image, list(orphans), checksums)
+    return SavedIndex(FORMAT, pool, image, list(orphans), checksums)
 
 
-def write_index(path: Path, index: KeptIndex) -> None:
+def write_index(path: Path, index: SavedIndex) -> None:
     """After the cache is closed: nothing changes the pool any more."""
     body = encoded(index)
     written = path.with_name(f"{path.name}.new")
@@ -161,7 +161,7 @@ def _verify(cache: LocalCache, slots: Sequence[int]) -> None:
                 parts.verify(doubtful)
 
 
-def _take_index(path: Path, wanted: Format, slots: int) -> KeptIndex | None:
+def _take_index(path: Path, wanted: Format, slots: int) -> SavedIndex | None:
     """Read the index and remove it."""
     index_path = _index_path(path)
     try:
@@ -171,7 +171,7 @@ def _take_index(path: Path, wanted: Format, slots: int) -> KeptIndex | None:
         checksum, body = data[:16], data[16:]
         if checksum_of(memoryview(body)) != checksum or msgspec.msgpack.decode(body)["format"] != FORMAT:
             return None
-        index = decoded(body, KeptIndex)
+        index = decoded(body, SavedIndex)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return None
     return index if (index.pool.format, index.pool.slots) == (wanted, slots) else None

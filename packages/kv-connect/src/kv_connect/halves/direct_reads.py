@@ -41,7 +41,7 @@ _LEASE_S: Final = 1.0
 
 
 @dataclass(slots=True)
-class _Lent:
+class _Leased:
     """Chunks in files, for one holder.
 
     keys: the chunks after the hit in the pool. first: the number of the first one.
@@ -60,15 +60,15 @@ class _Lent:
     failed: list[ChunkKey] = field(default_factory=list)
 
 
-class StraightReads:
-    """The tier of type `gds` of a cache in this process, as `kv_tiers.cache.extension.Straight`. Thread-safe."""
+class DirectReads:
+    """The tier of type `gds` of a cache in this process, as `kv_tiers.cache.extension.FindsInFiles`. Thread-safe."""
 
     def __init__(self, tier: str, reader: FileReader) -> None:
         """tier: its name. reader: for the engine's one group of layers; closed with the cache."""
         self.tier = tier
         self.reader = reader
         self._lock = threading.Lock()
-        self._lent: dict[Holder, _Lent] = {}
+        self._leased: dict[Holder, _Leased] = {}
         # The last chunks that were read. What is computed because reading does not pay belongs in the pool.
         self._was_read: dict[ChunkKey, None] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-extents")
@@ -88,7 +88,7 @@ class StraightReads:
 
     def detach(self) -> None:
         self.reader.close()
-        for holder in list(self._lent):
+        for holder in list(self._leased):
             self.end(holder)
         self._thread.shutdown()
 
@@ -105,16 +105,16 @@ class StraightReads:
         pays: Callable[[tuple[str, int, int, int]], bool],
     ) -> Sequence[FileExtent] | None:
         with self._lock:
-            lent = self._lent.get(holder)
+            leased = self._leased.get(holder)
             if (
-                lent is not None
-                and lent.first == hit
-                and not lent.is_void
-                and lent.keys == keys[hit:][: len(lent.keys)]
+                leased is not None
+                and leased.first == hit
+                and not leased.is_void
+                and leased.keys == keys[hit:][: len(leased.keys)]
             ):
-                if lent.extents is None and self._parts.clock.now_s() - lent.began_s > _LEASE_S:
-                    lent.extents = ()
-                return lent.extents
+                if leased.extents is None and self._parts.clock.now_s() - leased.began_s > _LEASE_S:
+                    leased.extents = ()
+                return leased.extents
         self.end(holder)
         if not shape.is_plain or (lower is not None and self._number not in lower):
             return ()
@@ -128,14 +128,14 @@ class StraightReads:
                 for key in keys[hit:end]:
                     self._was_read.pop(key, None)
             return ()
-        lent = _Lent(list(keys[hit:end]), hit, self._parts.clock.now_s())
+        leased = _Leased(list(keys[hit:end]), hit, self._parts.clock.now_s())
         with self._lock:
-            self._lent[holder] = lent
+            self._leased[holder] = leased
         try:
-            self._thread.submit(self._lease, lent)
+            self._thread.submit(self._lease, leased)
         except RuntimeError:  # the system has no more threads for us
-            lent.extents = ()
-        return lent.extents
+            leased.extents = ()
+        return leased.extents
 
     def holding(self, keys: Sequence[ChunkKey], lower: frozenset[int] | None) -> set[ChunkKey]:
         if lower is not None and self._number not in lower:
@@ -146,20 +146,20 @@ class StraightReads:
 
     def renew(self, holder: Holder) -> bool | None:
         with self._lock:
-            lent = self._lent.get(holder)
-            return not lent.is_void if lent is not None and lent.extents else None
+            leased = self._leased.get(holder)
+            return not leased.is_void if leased is not None and leased.extents else None
 
     def end(self, holder: Holder) -> None:
         with self._lock:
-            lent = self._lent.pop(holder, None)
-        if lent is not None:
+            leased = self._leased.pop(holder, None)
+        if leased is not None:
             with suppress(RuntimeError):  # without threads there is no lease either
-                self._thread.submit(self._end, lent)
+                self._thread.submit(self._end, leased)
 
     def forget(self, is_gone: Callable[[ChunkKey], bool]) -> None:
         with self._lock:
-            for lent in self._lent.values():
-                lent.is_void = lent.is_void or any(map(is_gone, lent.keys))
+            for leased in self._leased.values():
+                leased.is_void = leased.is_void or any(map(is_gone, leased.keys))
 
     # For the worker half.
 
@@ -172,11 +172,11 @@ class StraightReads:
         reasons = [outcome.reason for outcome in read.outcomes if isinstance(outcome, Damaged | ReadFailed)]
         why = reasons[0] if reasons else ""
         with self._lock:
-            lent = self._lent.get(holder)
-            if lent is None or lent.is_void:
+            leased = self._leased.get(holder)
+            if leased is None or leased.is_void:
                 why = why or "the chunks were forgotten while they were being read"
             else:
-                lent.failed += [arrival.key for arrival in arrivals if isinstance(arrival.outcome, ReadFailed)]
+                leased.failed += [arrival.key for arrival in arrivals if isinstance(arrival.outcome, ReadFailed)]
                 self._was_read |= dict.fromkeys(loaded)
                 while len(self._was_read) > _MOST_KEYS:
                     del self._was_read[next(iter(self._was_read))]
@@ -190,28 +190,28 @@ class StraightReads:
 
     # On the thread.
 
-    def _lease(self, lent: _Lent) -> None:
+    def _lease(self, leased: _Leased) -> None:
         try:
-            lent.lease = self._files.lease_extents(lent.keys)
+            leased.lease = self._files.lease_extents(leased.keys)
         except TierDown as error:
             _log.warning("tier %s lends nothing: %s", self.tier, error)
         extents: list[FileExtent] = []
         # What was forgotten before this lease was known to `forget` is hidden by the lane by now.
-        held = self._lane.holds(lent.keys)
-        for extent, is_held in zip(() if lent.lease is None else lent.lease.extents, held, strict=False):
+        held = self._lane.holds(leased.keys)
+        for extent, is_held in zip(() if leased.lease is None else leased.lease.extents, held, strict=False):
             if extent is None or not is_held:
                 break
             extents.append(extent)
         with self._lock:
-            if lent.extents is None:
-                lent.extents = tuple(extents)
+            if leased.extents is None:
+                leased.extents = tuple(extents)
 
-    def _end(self, lent: _Lent) -> None:
-        if lent.lease is not None:
-            self._files.end_lease(lent.lease, lent.failed)
+    def _end(self, leased: _Leased) -> None:
+        if leased.lease is not None:
+            self._files.end_lease(leased.lease, leased.failed)
 
 
-def straight_tier(
+def direct_tier(
     settings: Settings, groups: Sequence[GroupShape], formats: Sequence[str], *, alone: bool
 ) -> tuple[Settings, str]:
     """The settings for an engine with these groups of layers, and the name of its tier of type `gds`; "" for none.
