@@ -103,7 +103,7 @@ class Loads:
         self._prompts = prompts
         self._stopped = threading.Event()
         self.caches = [join_at(socket) for _ in range(clients)]
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(clients)]
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(clients)]
         for thread in self._threads:
             thread.start()
 
