@@ -36,6 +36,7 @@ from kv_tiers.tier import FileLease, SupportsFileExtents
 _log = limited_logger(__name__)
 
 _MOST_KEYS: Final = 1 << 16
+"""How many of the chunks that were read in files are remembered."""
 _LEASE_S: Final = 1.0
 """How long a lookup waits for a lease: a medium that takes longer hangs."""
 
@@ -194,7 +195,7 @@ class DirectReads:
         try:
             leased.lease = self._files.lease_extents(leased.keys)
         except TierDown as error:
-            _log.warning("tier %s lends nothing: %s", self.tier, error)
+            _log.warning("tier %s: no file can be leased, so chunks are promoted: %s", self.tier, error)
         extents: list[FileExtent] = []
         # What was forgotten before this lease was known to `forget` is hidden by the lane by now.
         held = self._lane.holds(leased.keys)
