@@ -104,11 +104,14 @@ def engines(way: str, model: str, home: Path, max_tokens: int, step_tokens: int)
     with ExitStack() as ending:
         servers: list[ServerProcess | None] = [None, None]
         if way.startswith("ours"):
-            config: dict[str, Any] = {"host": {"capacity_bytes": "2GiB"}, "peers": {"listen": "127.0.0.1:0"}}
+            config: dict[str, Any] = {
+                "host": {"capacity_bytes": "2GiB"},
+                "peers": {"listen": "127.0.0.1:0", "unprotected": True},
+            }
             servers[0] = servers[1] = first = launch(config, socket=home / "1" / "s")
             ending.callback(first.stop)
             if way == "ours, two servers":
-                tiers = [{"type": "peers", "hosts": [first.peers], "threads": 2, "follow": True}]
+                tiers = [{"type": "peers", "hosts": [first.peers], "threads": 2, "follow": True, "unprotected": True}]
                 servers[1] = second = launch({**config, "tiers": tiers}, socket=home / "2" / "s")
                 ending.callback(second.stop)
         urls = []

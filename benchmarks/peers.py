@@ -114,7 +114,7 @@ def _rows(ending: ExitStack, home: Path, authority: Authority | None, repeats: i
     config = {
         "host": {"capacity_bytes": 2 * CHUNKS * CHUNK_BYTES},
         "tiers": [disk],
-        "peers": {"listen": "127.0.0.1:0", **files},
+        "peers": {"listen": "127.0.0.1:0", "unprotected": not files, **files},
     }
     server = launch(config, socket=home / "s")
     ending.callback(server.stop)
@@ -175,7 +175,7 @@ def _beside_nixl(lane: Lane, reads: Sequence[Read], repeats: int) -> Row:
 
 
 def _lane(host: str, files: dict[str, str], threads: int = 2) -> Lane:
-    options = {"type": "peers", "hosts": [host], "threads": threads, **files}
+    options = {"type": "peers", "hosts": [host], "threads": threads, "unprotected": not files, **files}
     lane, _ = build_lane(options, CONTEXT, where="benchmark")
     return lane
 

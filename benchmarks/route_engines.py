@@ -101,8 +101,8 @@ def hosts(home: Path) -> Iterator[tuple[list[dict[str, Any]], dict[str, str]]]:
             folder.mkdir(mode=0o700)
             config = {
                 "host": {"capacity_bytes": HOST_BYTES},
-                "tiers": [{"type": "peers", "hosts": [one for one in peers if one != address]}],
-                "peers": {"listen": address},
+                "tiers": [{"type": "peers", "hosts": [one for one in peers if one != address], "unprotected": True}],
+                "peers": {"listen": address, "unprotected": True},
                 "http": {"listen": "127.0.0.1:0", "token_file": str(folder / "token")},
             }
             server = launch(config, socket=folder / "s")

@@ -11,6 +11,8 @@ MAY_BE_WRONG = {
     "neighbours.py": "how old a note of another process is, for a warning",
     "file_digests.py": "whether a file changed just now: if in doubt it is read again",
     "adapters.py": "whether a file changed since: if in doubt nothing is cached",
+    "authority.py": "from when and until when a certificate is valid",
+    "signatures.py": "whether a certificate is valid now",
     "shared_fs.py": "whether a file's age is renewed early or late",
 }
 """Modules that read it, and for what."""

@@ -100,7 +100,9 @@ def pair(request: pytest.FixtureRequest, tiny_llama: str, tmp_path_factory: pyte
         if request.param == "two network namespaces, followed":
             first, second = in_two_namespaces(ending, config, home)
         else:
-            first = second = launch({**config, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "1" / "s")
+            first = second = launch(
+                {**config, "peers": {"listen": "127.0.0.1:0", "unprotected": True}}, socket=home / "1" / "s"
+            )
             ending.callback(first.stop)
         if request.param == "two hosts":
             tiers = [{"type": "peers", "hosts": [first.peers], **PATIENT}]
@@ -109,7 +111,7 @@ def pair(request: pytest.FixtureRequest, tiny_llama: str, tmp_path_factory: pyte
         # At a peer's the decode engine loads in the step that computes the last token.
         loading = {"handover": {"wait_s": 20.0}, "load": "layerwise" if request.param == "two hosts" else "async"}
         caches = [{"server": {"socket": str(server.socket), "answer_s": 20}} for server in (first, second)]
-        prefill_cache = caches[0] | {"peers": {"listen": first.peers}}
+        prefill_cache = caches[0] | {"peers": {"listen": first.peers, "unprotected": True}}
         prefill = ending.enter_context(started(tiny_llama, cache=prefill_cache, role="kv_producer", own_process=True))
         decode = ending.enter_context(started(tiny_llama, cache=caches[1] | loading, role="kv_consumer"))
         yield Pair(prefill, decode, first, second, first if request.param == "two hosts" else second)
@@ -119,7 +121,15 @@ def in_two_namespaces(ending: ExitStack, config: dict[str, Any], home: Path) -> 
     """The second one fetches what is handed over at the first while it is computed."""
     hosts = TwoHosts()
     ending.callback(hosts.close)
-    tiers = [{"type": "peers", "hosts": [f"{ADDRESSES[0]}:9500"], "unprotected": True, "follow": True, **PATIENT}]
+    tiers = [
+        {
+            "type": "peers",
+            "hosts": [f"{ADDRESSES[0], 'unprotected': True}:9500"],
+            "unprotected": True,
+            "follow": True,
+            **PATIENT,
+        }
+    ]
     servers = []
     for host, more in enumerate([{}, {"tiers": tiers}]):
         (home / str(host)).mkdir(mode=0o700)

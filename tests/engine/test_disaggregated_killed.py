@@ -37,7 +37,10 @@ def expected(tiny_llama: str) -> dict[int, Answer]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     home = tmp_path_factory.mktemp("killed")
-    made = launch({"host": {"capacity_bytes": "64MiB"}, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")
+    made = launch(
+        {"host": {"capacity_bytes": "64MiB"}, "peers": {"listen": "127.0.0.1:0", "unprotected": True}},
+        socket=home / "s",
+    )
     yield made
     made.stop()
 

@@ -38,10 +38,10 @@ class Hosts:
         if disk:
             tiers.append({"type": "disk", "directory": str(home / "kv"), "capacity_bytes": "64MiB"})
         if peer:
-            tiers.append({"type": "peers", "hosts": [peer], "unprotected": True, **PATIENT})
+            tiers.append({"type": "peers", "hosts": [peer], **PATIENT})
         config = {"host": {"capacity_bytes": capacity_bytes}, "tiers": tiers, "cold": {"wait_s": 20.0}}
         if self.apart is None:
-            server = launch({**config, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")
+            server = launch({**config, "peers": {"listen": "127.0.0.1:0", "unprotected": True}}, socket=home / "s")
         else:
             server = self.apart.serve(host, config, home / "s")
         self._ending.callback(server.stop)

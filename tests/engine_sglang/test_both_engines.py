@@ -128,8 +128,10 @@ def test_each_finds_at_another_hosts_server_what_the_other_computed(
         for name, mine, theirs in (("sglang", *ports), ("vllm", *ports[::-1])):
             config = {
                 "host": {"capacity_bytes": "32MiB"},
-                "peers": {"listen": f"127.0.0.1:{mine}"},
-                "tiers": [{"type": "peers", "hosts": [f"127.0.0.1:{theirs}"], "answer_timeout_s": 10.0}],
+                "peers": {"listen": f"127.0.0.1:{mine}", "unprotected": True},
+                "tiers": [
+                    {"type": "peers", "hosts": [f"127.0.0.1:{theirs}"], "answer_timeout_s": 10.0, "unprotected": True}
+                ],
                 "cold": {"wait_s": 10.0},
             }
             server = launch(config, socket=tmp_path / name / "s", detached=True)

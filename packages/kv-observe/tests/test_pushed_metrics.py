@@ -99,7 +99,7 @@ def test_a_server_also_sends_what_it_serves_to_other_hosts(monkeypatch: pytest.M
         monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
         config = {
             "server": {"socket": str(tmp_path / "its" / "kv.sock")},
-            "peers": {"listen": "127.0.0.1:0"},
+            "peers": {"listen": "127.0.0.1:0", "unprotected": True},
             "observe": {"otel": True},
         }
         server = CacheServer(read_config(config))

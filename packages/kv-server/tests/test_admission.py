@@ -133,7 +133,7 @@ def test_a_format_that_nobody_has_used_for_a_leases_time_makes_room_for_another(
 
 def test_no_format_makes_room_where_other_hosts_read() -> None:
     clock = HandClock()
-    served = ThreadedServer(clock=clock, max_formats=1, peers=PeersConfig(listen="127.0.0.1:0"))
+    served = ThreadedServer(clock=clock, max_formats=1, peers=PeersConfig(listen="127.0.0.1:0", unprotected=True))
     served.join("one").close()
     until(lambda: not served.report().sessions)
     clock.advance(301)

@@ -67,7 +67,7 @@ def serve(
     home.mkdir(mode=0o700, exist_ok=True)
     config = settings_for(home, slots, disk=disk, disk_chunks=disk_chunks)
     tiers = [*config.get("tiers", ()), *peers_at(*(f"127.0.0.1:{other}" for other in others))]  # type: ignore[misc]
-    settings = {**config, "tiers": tiers, "peers": {"listen": f"127.0.0.1:{port}", **options}}
+    settings = {**config, "tiers": tiers, "peers": {"listen": f"127.0.0.1:{port}", "unprotected": True, **options}}
     server = launch(settings, socket=home / "s")
     ending.callback(server.stop)
     return server
@@ -563,7 +563,7 @@ def test_an_offer_of_what_nobody_holds_costs_reads_that_find_nothing(ending: Exi
 
 
 def test_how_far_a_drain_is_is_shown_in_metrics(ending: ExitStack) -> None:
-    served = Served(tiers=({"type": "peers", "hosts": ["127.0.0.1:9"]},))
+    served = Served(tiers=({"type": "peers", "hosts": ["127.0.0.1:9"], "unprotected": True},))
     ending.callback(served.close)
     cache = served.join()
     ending.callback(cache.close)
@@ -622,7 +622,7 @@ def test_the_command_waits_for_caches_that_are_being_opened(
     ending: ExitStack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their tiers may hold what is to be moved."""
-    served = Served(tiers=({"type": "peers", "hosts": ["127.0.0.1:9"]},))
+    served = Served(tiers=({"type": "peers", "hosts": ["127.0.0.1:9"], "unprotected": True},))
     ending.callback(served.close)
     go_on, build = threading.Event(), caches_module.build_local_cache
 
@@ -675,7 +675,7 @@ def test_a_drain_before_any_engine_has_spoken_does_not_pass_for_one_of_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A hook before a host's end must not take a restarted server for empty: it does not know what its disk holds."""
-    peers = {"type": "peers", "hosts": ["127.0.0.1:9"]}
+    peers = {"type": "peers", "hosts": ["127.0.0.1:9"], "unprotected": True}
     disk = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "64MiB"}
     for tiers, status, said in (
         ((peers, disk), 1, "does not know what disk may hold"),

@@ -5,11 +5,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest import mock
 
 import pytest
@@ -18,22 +19,20 @@ from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.outcome import Absent, Loaded, LoadOutcome
 from kv_core.testing import key_chain
+from kv_core.tools.cli import main
 from kv_remote.redis import make_redis_tier
-from kv_remote.timed_socket import Buffer
 from kv_server import launch
 from kv_server.config import read_config
 from kv_server.drain.takers import MAX_OFFERED
 from kv_server.peers import server as peers
 from kv_server.peers import wire as peers_wire
 from kv_server.peers.reads import PeerReads
-from kv_server.peers.security import is_proof
 from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import (
     MAX_FETCHED,
     MAX_REQUEST_BYTES,
     VERSION,
-    Challenge,
     Fetch,
     Follow,
     Offer,
@@ -42,7 +41,6 @@ from kv_server.peers.wire import (
     PeerHolds,
     PeerStream,
     PeerTaken,
-    PeerWelcome,
     frame,
 )
 from kv_testing.cache_servers import SLOT_BYTES, ThreadedServer, bytes_on, join_at, store
@@ -186,7 +184,7 @@ def test_files_that_cannot_be_used_leave_a_running_server_with_those_of_before(
         case "gone":
             key.unlink()
     assert tier_at(ending, port_of(server), **options).holds(KEYS) == [True] * 3
-    assert "new connections use the previous ones" in caplog.text
+    assert "the previous ones stay in use" in caplog.text
     caplog.clear()
     key.unlink(missing_ok=True)
     authority.issue("localhost")
@@ -200,113 +198,131 @@ def token_file(path: Path, token: str) -> str:
     return str(path)
 
 
-def with_token(file: str) -> dict[str, Any]:
-    return {"token_file": file, "token_without_tls": True}
+def files_in(directory: Path) -> dict[str, str]:
+    return {f"tls_{kind}_file": str(directory / f"{kind}.pem") for kind in ("ca", "cert", "key")}
+
+
+@dataclass
+class Tap:
+    """Somebody on the way to a server, who sees all and changes nothing."""
+
+    port: int
+    said: bytearray
+    answered: bytearray
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """All that peers of this process send, in either direction: what somebody on the way sees."""
-    sent: list[bytes] = []
-    send = PeerStream.send
+def tapped(ending: ExitStack) -> Callable[[ThreadedServer], Tap]:
+    def tap(server: ThreadedServer) -> Tap:
+        line = Proxy(int(port_of(server)))
+        ending.callback(line.close)
+        made = Tap(line.port, bytearray(), bytearray())
+        line.spoil_questions = lambda data: (made.said.extend(data), data)[1]
+        line.spoil = lambda data: (made.answered.extend(data), data)[1]
+        return made
 
-    def overheard(stream: PeerStream, buffers: Sequence[Buffer], deadline: float) -> None:
-        sent.append(b"".join(bytes(buffer) for buffer in buffers))
-        send(stream, buffers, deadline)
-
-    monkeypatch.setattr(PeerStream, "send", overheard)
-    return sent
+    return tap
 
 
-def test_a_token_that_both_have_is_proved_and_never_sent(ending: ExitStack, tmp_path: Path, sent: list[bytes]) -> None:
-    ours, others = (token_file(tmp_path / name, f"{name} is a secret of some length") for name in ("ours", "others"))
-    server = filled(ending, **with_token(ours))
-    assert tier_at(ending, port_of(server), **with_token(ours)).holds(KEYS) == [True] * 3
-    assert not any(b"secret" in piece for piece in sent) and len(b"".join(sent)) > 100
-    for options in (with_token(others), {}):
+def test_a_token_is_checked_inside_tls_besides_the_certificates(
+    ending: ExitStack, tmp_path: Path, tapped: Callable[[ThreadedServer], Tap]
+) -> None:
+    authority = Authority(tmp_path / "ours")
+    files = authority.issue("localhost")
+    ours, others = (token_file(tmp_path / name, f"{name} is a secret of some length") for name in ("ours.", "others."))
+    server = filled(ending, **files, token_file=ours)
+    tap = tapped(server)
+    assert tier_at(ending, str(tap.port), **files, token_file=ours).holds(KEYS) == [True] * 3
+    assert len(tap.said) > 500 and len(tap.answered) > 500 and b"secret" not in tap.said + tap.answered
+    for token in ({"token_file": others}, {}):
         with pytest.raises(TierDown, match="for peers that have its token"):
-            tier_at(ending, port_of(server), **options).holds(KEYS)
-    open_to_all = filled(ending)
-    with pytest.raises(TierDown, match="token"):
-        tier_at(ending, port_of(open_to_all), **with_token(ours)).holds(KEYS)
+            tier_at(ending, port_of(server), **files, **token).holds(KEYS)
 
 
-def test_a_hello_that_was_overheard_opens_nothing(ending: ExitStack, tmp_path: Path, sent: list[bytes]) -> None:
-    ours = token_file(tmp_path / "token", "a secret of some length")
-    server = filled(ending, **with_token(ours))
-    assert tier_at(ending, port_of(server), **with_token(ours)).holds(KEYS) == [True] * 3
-    hellos = [piece for piece in sent if b"hello" in piece]
-    assert len(hellos) == 1
+def test_what_was_overheard_opens_nothing(
+    ending: ExitStack, tmp_path: Path, tapped: Callable[[ThreadedServer], Tap]
+) -> None:
+    """Replayed to the server, and reflected to the client that said it."""
+    files = Authority(tmp_path / "ours").issue("localhost")
+    server = filled(ending, **files)
+    tap = tapped(server)
+    assert tier_at(ending, str(tap.port), **files).holds(KEYS) == [True] * 3
+    asked = served_by(server).asked
     with socket.create_connection(("127.0.0.1", int(port_of(server)))) as sock:
         sock.settimeout(10)
-        stream = PeerStream(sock)
-        stream.answer(Challenge, time.monotonic() + 10)
-        stream.send(hellos, time.monotonic() + 10)
-        with pytest.raises(PermissionError, match="have its token"):
-            stream.answer(PeerWelcome, time.monotonic() + 10)
+        sock.sendall(tap.said)
+        with suppress(OSError):
+            while sock.recv(1 << 16):
+                pass
+    assert served_by(server).asked == asked
+
+    def reflect(sock: socket.socket) -> None:
+        sock.settimeout(10)
+        with suppress(OSError):
+            while received := sock.recv(1 << 16):
+                sock.sendall(received)
+
+    mirror = Answering(reflect)
+    ending.callback(mirror.close)
+    with pytest.raises(TierDown):
+        tier_at(ending, str(mirror.port), **files).holds(KEYS)
 
 
-def test_a_proof_that_is_passed_on_opens_nothing(ending: ExitStack, tmp_path: Path) -> None:
-    """Somebody without the token has a peer connect to them, as by an entry in the directory, and passes on what it and
-    another say to each other, or what its own server says: neither may take them for the other."""
-    ours = with_token(token_file(tmp_path / "token", "a secret of some length"))
-    server = filled(ending, **ours)
-    between = Proxy(int(port_of(server)))
-    ending.callback(between.close)
-    with pytest.raises(TierDown, match="connected directly"):
-        tier_at(ending, str(between.port), **ours).holds(KEYS)
-    until(lambda: served_by(server).turned_away == 1)  # counted after the answer was sent
-    served = served_by(server)
-    assert (served.asked, served.sent) == (0, 0)
+def test_who_listens_in_a_peers_place_is_not_believed(ending: ExitStack, tmp_path: Path) -> None:
+    """As any user of this host can at a loopback port, with a relay to the peer or a certificate of another name."""
+    authority = Authority(tmp_path / "ours")
+    files = authority.issue("localhost")
+    impostor = filled(ending, **authority.issue("another.host"))
+    with pytest.raises(TierDown, match="certificate"):
+        tier_at(ending, port_of(impostor), **files).holds(KEYS)
+    open_to_all = filled(ending)
+    with pytest.raises(TierDown):
+        tier_at(ending, port_of(open_to_all), **files).holds(KEYS)
+    assert served_by(impostor).asked == served_by(open_to_all).asked == 0
 
 
-def test_a_welcome_that_is_passed_on_is_not_believed(ending: ExitStack, tmp_path: Path) -> None:
-    """Even if the server behind did not look at addresses, as one of an earlier release."""
-    ours = with_token(token_file(tmp_path / "token", "a secret of some length"))
-    server = filled(ending, **ours)
-    between = Proxy(int(port_of(server)))
-    ending.callback(between.close)
-    with (
-        mock.patch.object(peers_wire, "is_proof", lambda *proved: proved[2] == b"connecting" or is_proof(*proved)),
-        pytest.raises(TierDown, match="connected directly"),
-    ):
-        tier_at(ending, str(between.port), **ours).holds(KEYS)
-
-
-def test_a_proof_holds_for_an_address_however_it_is_written(ending: ExitStack, tmp_path: Path) -> None:
-    """A server at all addresses, of both families, sees the peer of an IPv4 address as ::ffff:127.0.0.1."""
-    ours = with_token(token_file(tmp_path / "token", "a secret of some length"))
-    server = filled(ending, listen="0.0.0.0:0", **ours)
-    assert tier_at(ending, port_of(server), **ours).holds(KEYS) == [True] * 3
-    both = Answering(lambda sock: PeerStream(sock).admit(b"a secret of some length", 10.0), both_families=True)
-    ending.callback(both.close)
-    with socket.create_connection(("127.0.0.1", both.port)) as client:
-        PeerStream(client).introduce(b"a secret of some length", time.monotonic() + 10)
+@pytest.mark.parametrize("revoked", ["server", "client"])
+def test_a_revoked_certificate_counts_no_more(ending: ExitStack, tmp_path: Path, revoked: str) -> None:
+    """By `kv peers`, for servers that run: the list is in ca.pem."""
+    assert main(["peers", "init", str(tmp_path / "peers"), "localhost,127.0.0.1", "client"]) == 0
+    server_files, client_files = (files_in(tmp_path / "peers" / name) for name in ("localhost", "client"))
+    server = filled(ending, **server_files)
+    assert tier_at(ending, port_of(server), **client_files).holds(KEYS) == [True] * 3
+    assert main(["peers", "revoke", str(tmp_path / "peers"), "localhost" if revoked == "server" else "client"]) == 0
+    asked = served_by(server).asked
+    with pytest.raises(TierDown, match="revoked" if revoked == "server" else None):  # a server may just hang up
+        tier_at(ending, port_of(server), **client_files).holds(KEYS)
+    assert served_by(server).asked == asked
+    assert main(["peers", "init", str(tmp_path / "peers"), "localhost", "client"]) == 0
+    assert tier_at(ending, port_of(server), **client_files).holds(KEYS) == [True] * 3
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "10.0.0.1:9500"])
-def test_a_token_without_tls_is_used_only_if_the_settings_say_so(address: str, tmp_path: Path) -> None:
-    """By a server, by the tier that connects, and for hosts that a directory names: any user of this host can listen at
-    the loopback port of a peer that is down."""
-    token = token_file(tmp_path / "token", "a secret of some length")
-    message = "a token_file without tls_ca_file.*write the tls files, or token_without_tls: true"
+@pytest.mark.parametrize("token", [False, True])
+def test_without_certificates_the_settings_must_say_that_this_is_meant(
+    address: str, tmp_path: Path, token: bool
+) -> None:
+    """On loopback too, where any user of this host can listen in the place of a peer that is down; and a token protects
+    nothing there."""
+    secret = {"token_file": token_file(tmp_path / "token", "a secret of some length")} if token else {}
+    message = "inside TLS only" if token else "or unprotected: true"
     refused: list[Mapping[str, object]] = [{"hosts": [address]}, {"directory": {"url": "redis://h"}}]
     for options in refused:
         with pytest.raises(ConfigError, match=message):
-            make_peers_tier({**options, "token_file": token}, CONTEXT)
-        with pytest.raises(ConfigError, match=message):
-            make_peers_tier({**options, "token_file": token, "unprotected": True}, CONTEXT)
-        make_peers_tier({**options, **with_token(token)}, CONTEXT).close()
+            make_peers_tier({**options, **secret}, CONTEXT)
+        make_peers_tier({**options, "unprotected": True}, CONTEXT).close()
     with pytest.raises(ConfigError, match=message):
-        peers.read_peers(PeersConfig(listen=address, token_file=token))
-    peers.read_peers(PeersConfig(listen=address, **with_token(token)))
+        peers.read_peers(PeersConfig(listen=address, **secret))
+    if token:
+        with pytest.raises(ConfigError, match=message):
+            peers.read_peers(PeersConfig(listen=address, unprotected=True, **secret))
+    peers.read_peers(PeersConfig(listen=address, unprotected=True))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"listen": "0.0.0.0:0"}, "beyond this machine"),
-        ({"listen": "example.org:1"}, "beyond this machine"),
+        ({"listen": "127.0.0.1:0"}, "`kv peers init` makes"),
         ({"listen": "127.0.0.1"}, "write a host and a port"),
         ({"listen": "127.0.0.1:0", "tls_cert_file": "/x"}, "go together"),
         ({"listen": "127.0.0.1:0", "token": "x"}, "did you mean 'peers.token_file'"),
@@ -320,11 +336,11 @@ def test_settings_that_cannot_be_honoured_end_the_start(
 
 
 def test_secrets_that_others_can_read_end_the_start(tmp_path: Path) -> None:
+    files = Authority(tmp_path / "ours").issue("localhost")
     readable = Path(token_file(tmp_path / "token", "a secret of some length"))
     readable.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **with_token(str(readable))), lambda namespace: None)
-    files = Authority(tmp_path / "ours").issue("localhost")
+        peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files, token_file=str(readable)), lambda namespace: None)
     Path(files["tls_key_file"]).chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
         peers.PeerServer(PeersConfig(listen="127.0.0.1:0", **files), lambda namespace: None)
@@ -340,7 +356,10 @@ def test_a_key_with_a_passphrase_ends_the_start_and_nobody_is_asked_for_it(tmp_p
 
 
 def test_the_command_says_where_it_listens(home: Path) -> None:
-    server = launch({"host": {"capacity_bytes": SLOT_BYTES}, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")
+    server = launch(
+        {"host": {"capacity_bytes": SLOT_BYTES}, "peers": {"listen": "127.0.0.1:0", "unprotected": True}},
+        socket=home / "s",
+    )
     try:
         with socket.create_connection(("127.0.0.1", int(server.peers.rpartition(":")[2])), 10) as sock:
             PeerStream(sock).introduce(b"", time.monotonic() + 10)
@@ -368,7 +387,7 @@ def still_serves(server: ThreadedServer) -> bool:
 
 
 MESSAGES = [
-    PeerHello("x", bytes(16), b""),
+    PeerHello("x", b""),
     PeerHolds(CONTEXT.namespace, pack_keys(KEYS)),
     Fetch(CONTEXT.namespace, pack_keys(KEYS)),
     Fetch("another namespace", pack_keys(KEYS)),
@@ -429,7 +448,7 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
         frame(Offer(CONTEXT.namespace, pack_keys(key_chain(MAX_OFFERED + 1)), 0)),
         frame(Offer(CONTEXT.namespace, pack_keys([*KEYS, *key_chain(2, salt="another")]), 0)),
         frame(Offer(CONTEXT.namespace, Keys(5, b"x" * 10), 0)),
-        frame(PeerHello("again", bytes(16), b"")),
+        frame(PeerHello("again", b"")),
     ],
 )
 def test_what_is_no_request_ends_the_conversation(sturdy: ThreadedServer, data: bytes) -> None:

@@ -279,7 +279,7 @@ def test_an_engine_says_that_it_serves_neither_http_nor_peers(caplog: pytest.Log
     assert not caplog.text
     load({"http": {"listen": "127.0.0.1:0"}}, {})
     assert "http.listen is 127.0.0.1:0" in caplog.text and "start kv-server" in caplog.text
-    load({"peers": {"listen": "127.0.0.1:1"}}, {})
+    load({"peers": {"listen": "127.0.0.1:1", "unprotected": True}}, {})
     assert "peers.listen is 127.0.0.1:1" in caplog.text
 
 
@@ -419,12 +419,8 @@ def test_kv_config_shows_which_observers_an_engine_would_refuse(
         ({"http": {"listen": "127.0.0.1:0", "token_file": "HOME/no/token"}}, "token_file: HOME/no/token does not"),
         ({"http": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "holds no token"),
         ({"http": {"listen": "127.0.0.1:0", "archive_directory": "/no/where"}}, "archive_directory: /no/where"),
-        ({"peers": {"listen": "10.0.0.1:9500"}}, "is beyond this machine"),
-        ({"peers": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "token_without_tls: true"),
-        (
-            {"peers": {"listen": "127.0.0.1:0", "token_file": "HOME/short", "token_without_tls": True}},
-            "a token has 16",
-        ),
+        ({"peers": {"listen": "127.0.0.1:9500"}}, "`kv peers init` makes"),
+        ({"peers": {"listen": "127.0.0.1:0", "token_file": "HOME/short"}}, "inside TLS only"),
         ({"peers": {"listen": "127.0.0.1:0", "tls_ca_file": "/no"}}, "go together"),
         ({"server": {"name": "a/b"}}, "write a plain word"),
     ],
@@ -445,7 +441,7 @@ def test_kv_config_neither_listens_nor_creates_anything(tmp_path: Path) -> None:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         extra = {
             "http": {"listen": listen, "token_file": str(tmp_path / "token"), "archive_directory": str(tmp_path)},
-            "peers": {"listen": listen},
+            "peers": {"listen": listen, "unprotected": True},
             "observe": {"record": str(tmp_path / "trace.jsonl"), "otel": True, "log": "json"},
         }
         assert main(["config", "--extra", json.dumps(extra)]) == 0

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
@@ -27,13 +28,22 @@ class Authority:
         )  # fmt: skip
         Path(self.ca_file).write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
-    def issue(self, host: str, *, valid_h: float = 24.0, passphrase: bytes = b"") -> dict[str, str]:
+    def issue(
+        self, host: str, *, valid_h: float = 24.0, passphrase: bytes = b"", kind: str = "ecdsa"
+    ) -> dict[str, str]:
         """The three files of a peer that is called so, by the names of their settings. Those of before are replaced.
 
         valid_h: for how many hours from now; it began an hour ago.
-        passphrase: of the key.
+        passphrase: of the key. kind: of the key: ecdsa, rsa or ed25519.
         """
-        key = ec.generate_private_key(ec.SECP256R1())
+        key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
+        match kind:
+            case "rsa":
+                key = rsa.generate_private_key(65537, 2048)
+            case "ed25519":
+                key = ed25519.Ed25519PrivateKey.generate()
+            case _:
+                key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
         made = self._builder(name, key.public_key(), valid_h)
         made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
@@ -45,7 +55,7 @@ class Authority:
         return {"tls_ca_file": self.ca_file, "tls_cert_file": str(cert_file), "tls_key_file": str(key_file)}
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, valid_h: float = 24.0
+        self, subject: x509.Name, key: CertificatePublicKeyTypes, valid_h: float = 24.0
     ) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
         ends = now + timedelta(hours=valid_h)

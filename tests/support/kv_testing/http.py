@@ -41,7 +41,7 @@ class Served:
             tenants=[Tenant("acme", tenant_tag("salt of acme")), Tenant("globex", tenant_tag("salt of globex"))],
             socket=str(self.path),
             http=msgspec.convert(given, HttpConfig),
-            peers=PeersConfig(listen="127.0.0.1:0"),
+            peers=PeersConfig(listen="127.0.0.1:0", unprotected=True),
         )
         self.clock = HandClock()
         self.server = CacheServer(config, clock=self.clock)

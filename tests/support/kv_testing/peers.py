@@ -22,7 +22,7 @@ from kv_tiers.tier import Read, TierContext
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import joined
 
-PATIENT: Final = {"connect_timeout_s": 10.0, "answer_timeout_s": 10.0}
+PATIENT: Final = {"connect_timeout_s": 10.0, "answer_timeout_s": 10.0, "unprotected": True}
 """Settings of a peers tier on a busy machine, where an answer may take longer than the default of half a second."""
 
 
@@ -33,7 +33,7 @@ def own_nobody(patch: pytest.MonkeyPatch) -> None:
 
 def listening(slots: int = 8, *, peers: Mapping[str, object] | None = None, **options: object) -> ThreadedServer:
     """A server on a thread that peers may ask, at a free port. peers: settings of that section."""
-    config = PeersConfig(**{"listen": "127.0.0.1:0", **(peers or {})})  # type: ignore[arg-type]
+    config = PeersConfig(**{"listen": "127.0.0.1:0", "unprotected": True, **(peers or {})})  # type: ignore[arg-type]
     return ThreadedServer(slots, peers=config, **options)  # type: ignore[arg-type]
 
 

@@ -114,7 +114,7 @@ class Connection(AbstractConnection):
     def _connect(self) -> _Socket:
         sock: socket.socket = super()._connect()  # type: ignore[no-untyped-call,safe-super]
         if self._tls is not None:  # redis-py's own would trust the system's authorities as well as ours
-            sock = self._tls.wrap_socket(sock, server_hostname=self.host)
+            sock = self._tls.current().wrap_socket(sock, server_hostname=self.host)
         return _Socket(sock, self._timeout_s)
 
     def connect(self) -> None:

@@ -1,15 +1,15 @@
 """TLS from files that may be replaced while we run: certificates expire, and are renewed under the same names.
 
 Replaced files apply to new connections. While the files cannot be used, as between the renewal of a certificate and
-that of its key, the previous ones stay in use, and the files are checked again at the next connection.
+that of its key, the previous ones stay in use, and the files are checked again at the next use.
 """
 
 import os
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
@@ -17,12 +17,14 @@ from kv_tiers.pool.private_files import read_secret
 
 _log = limited_logger(__name__)
 
+T = TypeVar("T")
 
-class TlsFiles:
-    """The context made from the files. Safe to use from any thread."""
 
-    def __init__(self, make: Callable[[], ssl.SSLContext], files: Sequence[str], where: str) -> None:
-        """make: makes a context from the files as they are now. It may raise `ConfigError`, and so may this.
+class WatchedFiles(Generic[T]):
+    """What is made from these files, made again when they have changed. Safe to use from any thread."""
+
+    def __init__(self, make: Callable[[], T], files: Sequence[str], where: str) -> None:
+        """make: makes it from the files as they are now. It may raise `ConfigError`, and so may this.
 
         files: those of the settings; "" for one that is not set.
         where: for the log.
@@ -30,27 +32,21 @@ class TlsFiles:
         self._make, self._files, self._where = make, [file for file in files if file], where
         self._lock = threading.Lock()
         self._states = self._file_states()
-        self._context = make()
+        self._made = make()
 
-    def wrap_socket(
-        self, sock: socket.socket, *, server_side: bool = False, server_hostname: str | None = None
-    ) -> ssl.SSLSocket:
-        """As in `ssl.SSLContext`."""
-        return self._current().wrap_socket(sock, server_side=server_side, server_hostname=server_hostname)
-
-    def _current(self) -> ssl.SSLContext:
+    def current(self) -> T:
         with self._lock:
             # The states are taken before the files are read, so that a change in between is noticed the next time.
             states = self._file_states()
             if states != self._states:
                 try:
-                    self._context = self._make()
+                    self._made = self._make()
                 except ConfigError as error:
-                    _log.warning("%s; until then new connections use the previous ones", error)
+                    _log.warning("%s; until then the previous ones stay in use", error)
                 else:
                     self._states = states
-                    _log.info("%s: the tls files have changed, and apply to new connections", self._where)
-            return self._context
+                    _log.info("%s: the tls files have changed, and apply from now on", self._where)
+            return self._made
 
     def _file_states(self) -> list[tuple[int, ...]]:
         """The states of the files, which change when one is replaced, written to, or made accessible to others."""
@@ -82,3 +78,7 @@ def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, whe
 
     read_secret(Path(key_file), f"{where}: tls_key_file")
     context.load_cert_chain(cert_file, key_file, passphrase)
+
+
+TlsFiles = WatchedFiles[ssl.SSLContext]
+"""A context for connections."""

@@ -62,8 +62,8 @@ same file, and join this server if server.socket is set in it. In YAML:
     max_formats: 4                # formats of chunks (models) served at once
     max_sessions: 128             # clients served at once
   peers:                          # other hosts' servers that read from this one (docs/peers.md)
-    listen: 10.0.0.1:9500         # off unless set; beyond loopback it needs the files
-    tls_ca_file: /…/ca.pem        # who may connect; all three files, or none of them
+    listen: 10.0.0.1:9500         # off unless set
+    tls_ca_file: /…/ca.pem        # who may connect; `kv peers init` makes all three files
     tls_cert_file: /…/cert.pem
     tls_key_file: /…/key.pem      # mode 0600
     token_file: /…/token          # a secret that all peers have, besides the files

@@ -5,7 +5,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from kv_server.directory.entries import Entry
+from kv_server.directory.entries import VERSION, Entry
 from kv_server.directory.names import NAME_BYTES
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import List
@@ -28,7 +28,7 @@ def test_a_host_that_takes_long_to_list_its_chunks_is_not_waited_for(
     options = {"directory": {"url": "redis://127.0.0.1:1", "lease_s": 60.0}, **PATIENT}
     tier = make_peers_tier(options, TierContext(CHUNK_BYTES, SLOT_BYTES, "f"))
     assert isinstance(tier, PeersTier) and tier._directory is not None
-    entry = Entry(1, HOST, slow.address, 5, 0, bytes(NAME_BYTES))
+    entry = Entry(VERSION, HOST, slow.address, 5, 0, bytes(NAME_BYTES))
     tier._directory._mirror.take(entry, time.monotonic())
     tier._hosts.set_hosts([entry.host_port()])
     until(lambda: tier._hosts.at(entry.host_port()))

@@ -19,7 +19,7 @@ from kv_remote.redis_connection import RedisPool, _Resp3Parser
 from kv_remote.redis_servers import RedisAccess
 from kv_remote.resp import ErrorReply, ProtocolError
 from kv_server.directory.contents import Contents, KeySource
-from kv_server.directory.entries import MAX_CHANGES, MAX_ENTRY_BYTES, Entry, decode, encode
+from kv_server.directory.entries import MAX_CHANGES, MAX_ENTRY_BYTES, VERSION, Entry, decode, encode
 from kv_server.directory.holders import NOBODY, HolderTable
 from kv_server.directory.names import Names, names_of, no_sums, pack, root_of, shards_of, toggle, unpack
 from kv_server.directory.stream import AT_ONCE, BEGINNING, KEPT, Stream
@@ -180,9 +180,10 @@ def test_what_is_no_entry_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"version": 2},
+        {"version": VERSION + 1},
         {"host": b"short"},
         {"address": "nowhere"},
+        {"address": ""},
         {"address": "h:99999"},
         {"sequence": -1},
         {"count": 1 << 63},
@@ -194,7 +195,7 @@ def test_what_is_no_entry_is_refused(data: bytes) -> None:
 )
 def test_an_entry_with_a_wrong_part_is_refused(wrong: dict[str, object]) -> None:
     right: dict[str, object] = {
-        "version": 1, "host": bytes(16), "address": "h:1", "sequence": 1, "count": 1, "root": bytes(8),
+        "version": VERSION, "host": bytes(16), "address": "h:1", "sequence": 1, "count": 1, "root": bytes(8),
         "added": bytes(8), "removed": b"",
     }  # fmt: skip
     assert decode(encode(Entry(**right)))  # type: ignore[arg-type]

@@ -298,7 +298,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_prompt_costs_what_had_not_come
 ) -> None:
     home = tmp_path / "private"
     home.mkdir(mode=0o700)
-    config = {"host": {"capacity_bytes": 8 * SLOT_BYTES}, "peers": {"listen": "127.0.0.1:0"}}
+    config = {"host": {"capacity_bytes": 8 * SLOT_BYTES}, "peers": {"listen": "127.0.0.1:0", "unprotected": True}}
     server = launch(config, socket=home / "s")
     ending.callback(server.stop)
     engine = join_at(home / "s")

@@ -211,7 +211,7 @@ def test_two_that_ask_each_other_make_no_loop(ending: ExitStack) -> None:
         ports = [free.getsockname()[1] for free in (one, other)]
     servers = [
         listening(
-            peers={"listen": f"127.0.0.1:{mine}"},
+            peers={"listen": f"127.0.0.1:{mine}", "unprotected": True},
             tiers=[{"type": "peers", "hosts": [f"127.0.0.1:{theirs}"], **PATIENT}],
             cold=ColdConfig(wait_s=20.0),
         )
@@ -360,7 +360,7 @@ def test_a_large_chunk_may_take_its_time_but_not_without_a_piece_of_it(ending: E
 def test_a_killed_peer_is_a_miss_and_is_found_again_when_it_is_back(ending: ExitStack, home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    config = {"host": {"capacity_bytes": 8 * SLOT_BYTES}, "peers": {"listen": address}}
+    config = {"host": {"capacity_bytes": 8 * SLOT_BYTES}, "peers": {"listen": address, "unprotected": True}}
     server = launch(config, socket=home / "s")
     ending.callback(server.stop)
     assert server.peers == address
@@ -389,7 +389,10 @@ def test_a_peer_that_is_killed_while_it_sends_costs_what_had_not_come(
 ) -> None:
     nbytes, keys = 2 << 20, key_chain(16)
     context = TierContext(nbytes, nbytes, "f")
-    server = launch({"host": {"capacity_bytes": 16 * nbytes}, "peers": {"listen": "127.0.0.1:0"}}, socket=home / "s")
+    server = launch(
+        {"host": {"capacity_bytes": 16 * nbytes}, "peers": {"listen": "127.0.0.1:0", "unprotected": True}},
+        socket=home / "s",
+    )
     ending.callback(server.stop)
     cache = join_at(home / "s", group_bytes=(nbytes,))
     ending.callback(cache.close)
@@ -515,7 +518,7 @@ def test_a_name_with_several_addresses_is_several_peers_and_is_looked_up_again(
     ending: ExitStack, peer: ThreadedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = int(address_of(peer).rpartition(":")[2])
-    second = listening(peers={"listen": f"127.0.0.2:{port}"})
+    second = listening(peers={"listen": f"127.0.0.2:{port}", "unprotected": True})
     ending.callback(second.close)
     first_keys, second_keys = key_chain(2, branch="first"), key_chain(2, branch="second")
     put(peer, first_keys)
@@ -533,7 +536,7 @@ def test_a_name_with_several_addresses_is_several_peers_and_is_looked_up_again(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    tier = tier_of(ending, f"peers.internal:{port}", resolve_s=0.01, unprotected=True)
+    tier = tier_of(ending, f"peers.internal:{port}", resolve_s=0.01)
     assert tier.holds(first_keys + second_keys) == [True, True, False, False]
     addresses.append("127.0.0.2")
     until(lambda: tier.holds(first_keys + second_keys) == [True] * 4)
@@ -574,7 +577,7 @@ def test_a_name_that_cannot_be_resolved_delays_no_other(
     put(peer, keys)
     dead = [f"dead-{number}:1" for number in range(12)]
     port = address_of(peer).rpartition(":")[2]
-    tier = tier_of(ending, *dead, f"{host}:{port}", unprotected=True, connect_timeout_s=0.2)
+    tier = tier_of(ending, *dead, f"{host}:{port}", connect_timeout_s=0.2)
     until(lambda: tier.holds(keys) == [True, True], within_s=5)
     assert len(names_that_hang()) == 12, "and they are all being resolved"
 
@@ -627,12 +630,10 @@ def test_copies_at_several_peers_share_the_work(ending: ExitStack, peer: Threade
         ({"hosts": ["h\0:9400"]}, "write a host and a port"),
         ({"hosts": [f"{'x' * 64}.example:9400"]}, "whose host is no name of one: .*too long"),
         ({"hosts": ["a..b:9400"]}, "whose host is no name of one: .*empty"),
-        ({"hosts": ["10.0.0.1:1"]}, "beyond this machine"),
+        ({"hosts": ["127.0.0.1:1"]}, "`kv peers init` makes"),
         ({"hosts": ["127.0.0.1:1"], "tls_ca_file": "/x"}, "go together"),
-        (
-            {"hosts": ["127.0.0.1:1"], "token_file": "/nowhere", "token_without_tls": True},
-            "token_file /nowhere cannot be read",
-        ),
+        ({"hosts": ["127.0.0.1:1"], "token_file": "/nowhere", "unprotected": True}, "inside TLS only"),
+        ({"hosts": ["127.0.0.1:1"], "tls_ca_file": "/x", "token_file": "/nowhere"}, "/nowhere cannot be read"),
         ({"hosts": ["127.0.0.1:1"], "timeout_s": 0}, "timeout_s"),
     ],
 )

@@ -170,20 +170,20 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class PeerSecurity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Authentication between servers of several hosts. The same files for those that listen and those that connect."""
+    """How servers of several hosts authenticate each other: by TLS 1.3, with certificates of both sides. The same files
+    for those that listen and those that connect; `kv peers init` makes them."""
 
     tls_ca_file: str = ""
-    """The certificate authorities of all peers: a peer without a certificate from them is neither served nor trusted.
-    The three files go together; without them nothing is encrypted."""
+    """The certificate authorities of all peers, and their revocation lists, if any: a peer without a valid certificate
+    from them is neither served nor trusted. The three files go together."""
     tls_cert_file: str = ""
     tls_key_file: str = ""
     token_file: str = ""
-    """A secret shared by all peers, mode 0600. Each proves to the other that it has it; it is never sent."""
-    token_without_tls: bool = False
-    """Use the token without the tls files, which is refused otherwise: whoever is on the way, or listens where a peer
-    should, can read what is sent and change it."""
+    """A secret of all peers besides, mode 0600, for an authority that issues certificates to others too. It is sent
+    to a peer once its certificate has been verified."""
     unprotected: bool = False
-    """Allow addresses beyond loopback with neither certificates nor a token."""
+    """Without TLS. Everyone who reaches an address, or listens at it, may read and forge chunks: any user of this host,
+    if it is loopback."""
 
 
 class PeersConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -107,9 +107,9 @@ class Contents:
             count, root = self._table.entries, root_of(self._sums)
             return Entry(VERSION, self.id, address, self._sequence, count, root, pack(added), pack(removed))
 
-    def goodbye(self) -> Entry:
+    def goodbye(self, address: str) -> Entry:
         """The entry of a server that shuts down."""
-        return Entry(VERSION, self.id, "", self._sequence, 0, bytes(NAME_BYTES))
+        return Entry(VERSION, self.id, address, self._sequence, 0, bytes(NAME_BYTES), leaves=True)
 
     def sums(self) -> tuple[int, bytes]:
         """The number of the last change, and the sum of each shard."""

@@ -13,11 +13,11 @@ silence means something only while our own entries arrive: whatever loses those 
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from typing import Annotated, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
-from kv_core.errors import InputError, MisuseError, TierDown
+from kv_core.errors import ConfigError, InputError, MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_remote.redis_servers import RedisAccess
@@ -26,13 +26,16 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.threads import start_thread
 
 from kv_server.directory.contents import Contents
-from kv_server.directory.entries import decode, encode
+from kv_server.directory.entries import Entry, decode, encode
 from kv_server.directory.mirror import Host, Mirror
 from kv_server.directory.names import SUMS_BYTES, names_of, unpack
 from kv_server.directory.state import DirectoryState
 from kv_server.directory.stream import BEGINNING, END, Position, Stream
 from kv_server.peers.hosts import Peer, PeerHosts
 from kv_server.peers.wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, Sum, Summed
+
+if TYPE_CHECKING:  # it needs `cryptography`, as only directories do
+    from kv_server.directory.signatures import Signatures
 
 _log = limited_logger(__name__)
 
@@ -85,14 +88,14 @@ class Directory:
         peers: PeerHosts,
         *,
         answer_s: float,
-        is_allowed: Callable[[HostPort], bool],
+        signatures: "Signatures | None",
         where: str,
     ) -> None:
         """Does not connect yet.
 
         peers: the connections; from now on their hosts come from the directory.
         answer_s: the time limit of one answer of a peer.
-        is_allowed: whether a host at this address may be connected to.
+        signatures: of all entries; None: entries have none.
 
         Raises:
             ConfigError: the settings cannot be honoured.
@@ -102,9 +105,8 @@ class Directory:
         self._peers = peers
         self._answer_s = answer_s
         self._stream = Stream(config, namespace, where)
-        self._mirror = Mirror(
-            lease_s=config.lease_s, max_names=config.max_chunks, max_hosts=config.max_hosts, is_allowed=is_allowed
-        )
+        self._signatures = signatures
+        self._mirror = Mirror(lease_s=config.lease_s, max_names=config.max_chunks, max_hosts=config.max_hosts)
         self._closing = threading.Event()
         self._repair_due = threading.Event()
         self._lock = threading.Lock()  # guards what follows, except what only the stream's thread uses
@@ -233,8 +235,11 @@ class Directory:
         now_s = time.monotonic()
         sequence, written_s = self._last_written
         if entry.sequence != sequence or now_s - written_s >= self._config.lease_s / _HEARTBEATS:
+            try:
+                self._unsent.append(self._written(entry))
+            except ConfigError as error:
+                return str(error)
             self._last_written = entry.sequence, now_s
-            self._unsent.append(encode(entry))
         if not self._unsent:
             return ""
         refusal = self._stream.append(list(self._unsent))
@@ -265,7 +270,7 @@ class Directory:
             self._position = entries.upto
             for written in entries.written:
                 try:
-                    entry = decode(written)
+                    entry = decode(written) if self._signatures is None else self._signatures.verified(written)
                 except InputError as error:
                     _log.warning("the directory has an invalid entry: %s", error)
                     continue
@@ -288,12 +293,15 @@ class Directory:
 
     def _leave(self) -> None:
         with self._lock:
-            contents = self._contents
+            contents, address = self._contents, self._address
         if contents is not None:
             try:
-                self._stream.append([encode(contents.goodbye())])
-            except TierDown as error:
+                self._stream.append([self._written(contents.goodbye(address))])
+            except (ConfigError, TierDown) as error:
                 _log.debug("the directory could not be told that this host leaves: %s", error)
+
+    def _written(self, entry: Entry) -> bytes:
+        return encode(entry) if self._signatures is None else self._signatures.signed(entry)
 
     # The repairing thread.
 

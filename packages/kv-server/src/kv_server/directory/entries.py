@@ -1,7 +1,8 @@
 """What a server writes into the directory: an entry for each batch of changes, and periodically one without any.
 
 Any client that may write into the directory may write anything, so sizes are bounded, and an entry is used only as a
-hint: which chunks are worth requesting from which host (docs/peers.md).
+hint: which chunks are worth requesting from which host (docs/peers.md). With TLS an entry is signed
+(`kv_server.directory.signatures`).
 """
 
 from typing import Annotated, Final
@@ -13,10 +14,12 @@ from kv_tiers.messages import Message
 
 from kv_server.directory.names import NAME_BYTES, Names, unpack
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_CHANGES: Final = 1 << 12
 """Names in one entry. If more have changed, the entry has none, and readers query the server itself."""
 MAX_ENTRY_BYTES: Final = MAX_CHANGES * NAME_BYTES + (1 << 10)
+MAX_CHAIN_BYTES: Final = 8 << 10
+"""Certificates and signature, around an entry."""
 HOST_BYTES: Final = 16
 
 HostId = Annotated[bytes, msgspec.Meta(min_length=HOST_BYTES, max_length=HOST_BYTES)]
@@ -30,11 +33,12 @@ class Entry(Message):
 
     version: of this format.
     host: identifies the cache of this server, until its process ends.
-    address: a host and a port where peers read from it; empty: it is leaving.
+    address: a host and a port where peers read from it.
     sequence: the number of the last change, this entry's if it has any. A change for which there is no entry leaves a
         gap in the numbers.
     count, root: of all names that it holds after this entry (`names.root_of`).
     added, removed: names, 8 bytes each, little-endian. None is in both.
+    leaves: it shuts down, and holds nothing any more.
     """
 
     version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)]
@@ -45,6 +49,7 @@ class Entry(Message):
     root: Root
     added: Packed = b""
     removed: Packed = b""
+    leaves: bool = False
 
     @property
     def has_changes(self) -> bool:
@@ -76,8 +81,7 @@ def decode(written: bytes) -> Entry:
     try:
         entry = _DECODER.decode(written)
         entry.names()
-        if entry.address:
-            entry.host_port()
+        entry.host_port()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, ConfigError) as error:
         raise InputError(f"not an entry of a directory: {error}") from None
     return entry

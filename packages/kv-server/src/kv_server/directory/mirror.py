@@ -115,17 +115,14 @@ class Mirror:
         lease_s: float,
         max_names: int,
         max_hosts: int,
-        is_allowed: Callable[[HostPort], bool] = lambda _: True,
     ) -> None:
         """lease_s: how long a host is known after its last entry.
         max_names: (name, host) pairs. A host for whose names there is no room is left out.
         max_hosts: further ones are ignored.
-        is_allowed: whether a host at this address may be connected to.
         """
         self._lease_s = lease_s
         self._max_names = max_names
         self._max_hosts = min(max_hosts, MAX_HOSTS)
-        self._is_allowed = is_allowed
         self._lock = Lock()
         self._table = HolderTable()
         self._hosts: dict[bytes, Host] = {}
@@ -189,7 +186,9 @@ class Mirror:
             return
         with self._lock:
             host = self._hosts.get(entry.host)
-            if not entry.address:
+            if host is not None and host.address != entry.host_port():
+                return  # a host that is signed for another address cannot speak for this one
+            if entry.leaves:
                 if host is not None:
                     self._drop(host)
                 return
@@ -304,8 +303,6 @@ class Mirror:
 
     def _new(self, entry: Entry, now_s: float) -> Host | None:
         address = entry.host_port()
-        if not self._is_allowed(address):
-            return None
         if (previous := self._by_address.get(address)) is not None:
             self._drop(previous)  # it was restarted
         if len(self._hosts) >= self._max_hosts:

@@ -26,7 +26,7 @@ from kv_remote.resp import ErrorReply, OversizedReplyError, Reply, command
 if TYPE_CHECKING:  # redis-py is imported when a directory is made
     from kv_remote.redis_connection import Connection
 
-from kv_server.directory.entries import MAX_ENTRY_BYTES
+from kv_server.directory.entries import MAX_CHAIN_BYTES, MAX_ENTRY_BYTES
 
 _log = limited_logger(__name__)
 
@@ -137,7 +137,7 @@ class Stream:
         self._servers.close()
 
     def _ask(self, *words: bytes, entries: int = 1) -> Reply:
-        (answer,) = self._talk([command(*words)], _AROUND_BYTES + entries * (MAX_ENTRY_BYTES + 256))
+        (answer,) = self._talk([command(*words)], _AROUND_BYTES + entries * (MAX_ENTRY_BYTES + MAX_CHAIN_BYTES + 256))
         if isinstance(answer, ErrorReply):
             raise TierDown(f"the directory: {self._explained(answer)}")
         return answer

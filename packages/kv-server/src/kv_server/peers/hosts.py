@@ -132,7 +132,7 @@ class Peer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_hostname=self.host.host)
+                sock = self._tls.current().wrap_socket(sock, server_hostname=self.host.host)
             stream = PeerStream(sock)
             if stream.introduce(self._token, deadline) == PROCESS:
                 self.is_self = True

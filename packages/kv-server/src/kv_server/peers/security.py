@@ -1,62 +1,60 @@
-"""Authentication between peers: certificates of one authority, a shared token, or loopback addresses only.
+"""Authentication between peers: TLS 1.3 with certificates of both sides, unless the settings say that everyone who
+reaches the network is a peer.
 
-A token alone is proved once, when a connection begins. The proofs name the address at which the connecting side has
-reached the other, so that nobody can pass them on from another address. But nothing protects what follows from those on
-the way, or from a user of the host who listens at a peer's address in its place: whoever wants that has to say so.
+A client compares the certificate's names with the host that it connects to, so nobody can listen in a peer's place. A
+token comes on top, for an authority that others have certificates of too, and is sent inside TLS only.
 """
 
-import hmac
 import ssl
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kv_core.errors import ConfigError
 from kv_remote.tls_files import TlsFiles, load_certificate
 from kv_tiers.config import PeerSecurity
-from kv_tiers.host_port import HostPort
 from kv_tiers.pool.private_files import read_secret
 
+from kv_server.peers.wire import MAX_TOKEN_BYTES
+
+if TYPE_CHECKING:  # it needs `cryptography`, as only directories do
+    from kv_server.directory.signatures import Signatures
+
 _MIN_TOKEN_BYTES: Final = 16
+_CRL: Final = b"-----BEGIN X509 CRL-----"
 
 
-def check_protected(security: PeerSecurity, addresses: Sequence[HostPort], where: str) -> None:
+def check_protected(security: PeerSecurity, where: str) -> None:
     """
     Raises:
-        ConfigError: an address is reachable from other machines, and they would not be authenticated; or a token is to
-            be used without TLS, and the settings do not say that this is meant.
+        ConfigError: there are no certificates, and the settings do not say that this is meant; or a token without them.
     """
-    if security.token_file and not security.tls_ca_file and not security.token_without_tls:
+    if any(_files(security)):
+        return
+    if security.token_file:
         raise ConfigError(
-            f"{where}: a token_file without tls_ca_file, tls_cert_file and tls_key_file protects nothing from anyone "
-            "on the way, or who listens where a peer should, as any user of this host can; write the tls files, or "
-            "token_without_tls: true if nobody else can be there"
+            f"{where}: a token_file is used inside TLS only; write tls_ca_file, tls_cert_file and tls_key_file, which "
+            "`kv peers init` makes, or leave the token out"
         )
-    for address in addresses:
-        if not is_protected(security, address):
-            raise ConfigError(
-                f"{where}: {address} is beyond this machine; write tls_ca_file, tls_cert_file and tls_key_file, or a "
-                "token_file, or unprotected: true if everyone who can reach the network may read and forge chunks"
-            )
-
-
-def is_protected(security: PeerSecurity, address: HostPort) -> bool:
-    """Whether a server may listen at this address, or a client connect to it."""
-    return bool(security.tls_ca_file or security.token_file or security.unprotected) or address.is_loopback
+    if not security.unprotected:
+        raise ConfigError(
+            f"{where}: write tls_ca_file, tls_cert_file and tls_key_file, which `kv peers init` makes, or unprotected: "
+            "true if everyone who can reach the network, any user of this host included, may read and forge chunks"
+        )
 
 
 def read_token(security: PeerSecurity, where: str) -> bytes:
     """The secret that all peers have; empty: there is none.
 
     Raises:
-        ConfigError: others could read it, or it is short.
+        ConfigError: others could read it, or it is short or long.
     """
     if not security.token_file:
         return b""
     token = read_secret(Path(security.token_file), f"{where}: token_file")
-    if len(token) < _MIN_TOKEN_BYTES:
+    if not _MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
         raise ConfigError(
-            f"{where}: token_file {security.token_file} holds {len(token)} bytes; a token has {_MIN_TOKEN_BYTES}"
+            f"{where}: token_file {security.token_file} holds {len(token)} bytes; a token has {_MIN_TOKEN_BYTES} to "
+            f"{MAX_TOKEN_BYTES}"
         )
     return token
 
@@ -67,7 +65,7 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
     Raises:
         ConfigError: the files cannot be used.
     """
-    files = (security.tls_ca_file, security.tls_cert_file, security.tls_key_file)
+    files = _files(security)
     if not any(files):
         return None
     if not all(files):
@@ -80,6 +78,8 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(security.tls_ca_file)
+            if _CRL in Path(security.tls_ca_file).read_bytes():
+                context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
             load_certificate(context, security.tls_cert_file, security.tls_key_file, where)
         except OSError as error:
             raise ConfigError(f"{where}: the tls files cannot be used: {error}") from error
@@ -88,13 +88,22 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
     return TlsFiles(make, files, where)
 
 
-def prove(token: bytes, side: bytes, conversation: bytes) -> bytes:
-    """Proof that this side of this conversation has the token; empty if there is no token.
+def signatures_of(security: PeerSecurity, namespace: str, where: str) -> "Signatures | None":
+    """Signatures for a directory's entries; None: there are no certificates.
 
-    conversation: the nonces of both sides, and the address of the listening one.
+    Raises:
+        ConfigError: the files cannot be used, or a package is missing.
     """
-    return hmac.digest(token, side + conversation, "sha256") if token else b""
+    if not security.tls_ca_file:
+        return None
+    try:
+        from kv_server.directory.signatures import Signatures
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: a directory with TLS needs cryptography ({error}); pip install 'kv-server[peers]'"
+        ) from None
+    return Signatures(security, namespace, where)
 
 
-def is_proof(proof: bytes, token: bytes, side: bytes, conversation: bytes) -> bool:
-    return hmac.compare_digest(proof, prove(token, side, conversation))
+def _files(security: PeerSecurity) -> tuple[str, str, str]:
+    return security.tls_ca_file, security.tls_cert_file, security.tls_key_file

@@ -80,7 +80,7 @@ def read_peers(config: PeersConfig) -> tuple[HostPort, bytes, TlsFiles | None]:
         ConfigError: the settings cannot be honoured.
     """
     listen = read_host_port(config.listen, f"{_WHERE}: listen")
-    check_protected(config, [listen], _WHERE)
+    check_protected(config, _WHERE)
     return listen, read_token(config, _WHERE), tls_files(config, _WHERE, is_server=True)
 
 
@@ -182,7 +182,7 @@ class PeerServer:
         sock.settimeout(_GREETING_S)
         if self._tls is not None:
             try:
-                sock = self._tls.wrap_socket(sock, server_side=True)
+                sock = self._tls.current().wrap_socket(sock, server_side=True)
             except ssl.SSLError as error:
                 raise PermissionError(f"no certificate that is accepted here: {error.reason or error}") from None
             with self._lock:

@@ -32,7 +32,7 @@ from kv_server.directory.state import DirectoryState
 from kv_server.drain.takers import OfferAnswer, OfferFate
 from kv_server.peers.following import Following
 from kv_server.peers.hosts import Peer, PeerHosts
-from kv_server.peers.security import check_protected, is_protected, read_token, tls_files
+from kv_server.peers.security import check_protected, read_token, signatures_of, tls_files
 from kv_server.peers.wire import (
     MAX_ASKED,
     MAX_FETCHED,
@@ -122,7 +122,7 @@ class PeersTier:
             )
         if addresses and config.directory is not None:
             raise ConfigError("peers: the directory says which hosts there are; leave out hosts")
-        check_protected(config, addresses, "peers: hosts")
+        check_protected(config, self.name)
         self.holds_is_local = self.lists_holders = config.directory is not None
         self._namespace = context.namespace
         self._answer_s, self._chunk_s = config.answer_timeout_s, config.timeout_s
@@ -140,7 +140,7 @@ class PeersTier:
                 context.namespace,
                 self._hosts,
                 answer_s=config.answer_timeout_s,
-                is_allowed=lambda host: is_protected(config, host),
+                signatures=signatures_of(config, context.namespace, self.name),
                 where="peers: directory",
             )
         self._follows = config.follow

@@ -1,11 +1,10 @@
 """The protocol between servers of several hosts: which chunks are there, fetching them, and which chunks engines there
 hand over.
 
-Frames and keys are those of `kv_tiers.messages`. The listening side begins:
+Frames and keys are those of `kv_tiers.messages`. The connecting side begins, inside TLS unless both sides' settings say
+that they are unprotected:
 
-    Challenge                       a nonce
-    PeerHello                       another nonce, and a proof of the token, if there is one
-    PeerWelcome                     the listening side's proof
+    PeerHello   ->  PeerWelcome
     PeerHolds   ->  PeerHeld
     Fetch   ->  for each key, in order, the size of a payload (`NOT_HERE` where the chunk is not there), the payload,
                 and the chunk's header (docs/formats/chunk.md), which comes last so that its checksum is taken of bytes
@@ -21,10 +20,9 @@ trusted no more than any medium: sizes are checked before use, and the lane that
 bytes.
 """
 
-import ipaddress
+import hmac
 import secrets
 import socket
-import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -42,9 +40,8 @@ from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header, d
 
 from kv_server.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
 from kv_server.drain.takers import MAX_OFFERED
-from kv_server.peers.security import is_proof, prove
 
-VERSION: Final = 3
+VERSION: Final = 4
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
 """Keys in one `PeerHolds`."""
@@ -68,38 +65,27 @@ often, which takes the core from the sender: a quarter of this size costs a tent
 cores)."""
 PROCESS: Final = secrets.token_bytes(16)
 """Identifies this process, which must not mistake itself for a peer."""
+MAX_TOKEN_BYTES: Final = 512
 _MAX_HELLO_BYTES: Final = 1 << 10
 """For a peer that has not been authenticated yet."""
 _WAIT_S: Final = 0.1
-_CONNECTING: Final = b"connecting"
-_LISTENING: Final = b"listening"
-_OR_ELSEWHERE: Final = (
-    ", and are connected directly: without TLS a proxy or translated addresses in between are refused"
-)
 
-Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+ProcessId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Namespace = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Challenge(Message, tag="challenge"):
-    """process: as for `PROCESS`."""
-
-    nonce: Nonce
-    process: Nonce
-
-
 class PeerHello(Message, tag="hello"):
-    """package: the version, for the log."""
+    """package: the version, for the log. token: of `PeerSecurity.token_file`; empty: none."""
 
     package: Name
-    nonce: Nonce
-    proof: Proof
+    token: Annotated[bytes, msgspec.Meta(max_length=MAX_TOKEN_BYTES)]
 
 
 class PeerWelcome(Message, tag="welcome"):
+    """process: as for `PROCESS`."""
+
     package: Name
-    proof: Proof
+    process: ProcessId
 
 
 class PeerHolds(Message, tag="holds"):
@@ -237,12 +223,12 @@ class PeerRefused(Message, tag="refused"):
 
 
 Request = PeerHello | PeerHolds | Fetch | Follow | PeerTaken | Sum | List | Offer
-Answer = Challenge | PeerWelcome | PeerHeld | Followed | Summed | Listed | Offered | PeerRefused
+Answer = PeerWelcome | PeerHeld | Followed | Summed | Listed | Offered | PeerRefused
 
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 
-A = TypeVar("A", Challenge, PeerWelcome, PeerHeld, Followed, Summed, Listed, Offered)
+A = TypeVar("A", PeerWelcome, PeerHeld, Followed, Summed, Listed, Offered)
 
 
 def frame(message: Request | Answer) -> bytes:
@@ -278,17 +264,13 @@ class PeerStream(TimedSocket):
     def introduce(self, token: bytes, deadline: float) -> bytes:
         """The connecting side's handshake. Returns the listening process's identifier.
 
+        token: empty: none. It is sent, so the connection is inside TLS if there is one.
+
         Raises:
-            PermissionError: the peer refuses us, or does not have our token.
+            PermissionError: the peer refuses us.
         """
-        challenge = self.answer(Challenge, deadline)
-        nonce = secrets.token_bytes(16)
-        conversation = challenge.nonce + nonce + self._listening_address(socket.socket.getpeername)
-        self.send_message(PeerHello(PACKAGE, nonce, prove(token, _CONNECTING, conversation)), deadline)
-        welcome = self.answer(PeerWelcome, deadline)
-        if not is_proof(welcome.proof, token, _LISTENING, conversation):
-            raise PermissionError(f"it does not have the token of token_file{_OR_ELSEWHERE}")
-        return challenge.process
+        self.send_message(PeerHello(PACKAGE, token), deadline)
+        return self.answer(PeerWelcome, deadline).process
 
     def admit(self, token: bytes, timeout_s: float) -> None:
         """The listening side's handshake. timeout_s: how long it may take in all.
@@ -296,16 +278,13 @@ class PeerStream(TimedSocket):
         Raises:
             PermissionError: the peer does not have our token.
         """
-        nonce = secrets.token_bytes(16)
         deadline = time.monotonic() + timeout_s
-        self.send_message(Challenge(nonce, PROCESS), deadline)
         hello, _ = self.next_request(deadline, timeout_s, ends_by=deadline, max_bytes=_MAX_HELLO_BYTES)
         if not isinstance(hello, PeerHello):
             raise InputError("the first message is a hello")
-        conversation = nonce + hello.nonce + self._listening_address(socket.socket.getsockname)
-        if not is_proof(hello.proof, token, _CONNECTING, conversation):
-            raise PermissionError(f"this server is for peers that have its token{_OR_ELSEWHERE if token else ''}")
-        self.send_message(PeerWelcome(PACKAGE, prove(token, _LISTENING, conversation)), deadline)
+        if not hmac.compare_digest(hello.token, token):
+            raise PermissionError("this server is for peers that have its token")
+        self.send_message(PeerWelcome(PACKAGE, PROCESS), deadline)
 
     def send_message(self, message: Request | Answer, deadline: float) -> None:
         self.send([frame(message)], deadline)
@@ -368,18 +347,6 @@ class PeerStream(TimedSocket):
         if not isinstance(message, wanted):
             raise InputError(f"a {type(message).__name__} instead of a {wanted.__name__}")
         return message
-
-    def _listening_address(self, name: Callable[[socket.socket], tuple[str, int]]) -> bytes:
-        """The address of the listening side, for a proof. Somebody in between, who passes on what both sides say,
-        listens elsewhere. Empty with TLS, where a certificate says who is there, and an address may be translated.
-
-        name: tells it on this side.
-        """
-        if isinstance(self._sock, ssl.SSLSocket) or self._sock.family == socket.AF_UNIX:
-            return b""
-        host, port = name(self._sock)[:2]
-        address = ipaddress.ip_address(host.partition("%")[0])  # each host names its interfaces in its own way
-        return f"{getattr(address, 'ipv4_mapped', None) or address} {port}".encode()
 
     def _body(self, header: memoryview, max_bytes: int, deadline: float) -> bytearray:
         body = bytearray(check_header(header, version=VERSION, max_bytes=max_bytes))
