@@ -286,8 +286,8 @@ def test_a_server_that_may_start_too_few_threads_says_so_in_one_line(home: Path,
     path = home / "s" / "kv.sock"
     options = [*SERVER, "--socket", str(path), "--http", "127.0.0.1:0", "--listen", "127.0.0.1:0"]
     done = subprocess.run(
-        [sys.executable, "-c", WITH_THREADS, str(threads), *options],
-        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "KV_PEERS_UNPROTECTED": "true"},
+        [sys.executable, "-c", WITH_THREADS, str(threads), *options, "--config", "-"],
+        input='{"peers": {"unprotected": true}}', capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
     assert "kv-server: no more threads can be started" in done.stderr and "ulimit -u" in done.stderr
