@@ -39,7 +39,7 @@ class DictService:
     ended: the holders that ended, in order.
     allocations: what `allocated` was called with, in order.
     samples: what `measured` was, one after another.
-    hold_s: what `begin_store` was called with, in order.
+    hold_s, retain_s: what `begin_store` was called with, in order.
     tiers_read, tiers_written: the tiers that `lookup` and `begin_store` were called with, in order.
     tiers: their names.
     taken_keys: what `taken` was called with, in order.
@@ -58,6 +58,7 @@ class DictService:
     allocations: list[dict[Holder, int]] = field(default_factory=list)
     samples: list[Measured] = field(default_factory=list)
     hold_s: list[float] = field(default_factory=list)
+    retain_s: list[float] = field(default_factory=list)
     tiers_read: list[Sequence[str] | None] = field(default_factory=list)
     tiers_written: list[Sequence[str] | None] = field(default_factory=list)
     tiers: tuple[str, ...] = (POOL,)
@@ -107,9 +108,16 @@ class DictService:
         return lease
 
     def begin_store(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        holder: Holder,
+        *,
+        hold_s: float = 0.0,
+        retain_s: float = 0.0,
+        tiers: Sequence[str] | None = None,
     ) -> WriteLease:
         self.hold_s.append(hold_s)
+        self.retain_s.append(retain_s)
         self.tiers_written.append(tiers)
         writing = {key for lease in self.open_leases.values() if isinstance(lease, WriteLease) for key in lease.keys}
         missing = tuple(key for key in keys if key not in self.held and key not in writing)

@@ -215,6 +215,19 @@ class ServiceContract:
         assert self.service.lookup(keys, "asker").chunks == 0
         self.assert_at_rest()
 
+    def test_what_is_retained_stays_though_it_is_read_until_the_time_is_over(self) -> None:
+        keys = key_chain(2)
+        self.service.commit(self.service.begin_store(keys, "w", retain_s=30.0))
+        self.service.end("w")
+        for number in range(2):
+            assert self.service.release(self.load(keys))
+            self.store(key_chain(8, branch=f"crowd {number}"))
+        assert self.held(keys) == 2
+        self.clock.advance(31)
+        self.store(key_chain(8, branch="more"))
+        assert self.service.lookup(keys, "asker").chunks == 0
+        self.assert_at_rest()
+
     def test_a_load_of_what_is_not_held_says_what_is_missing(self) -> None:
         keys = key_chain(3)
         self.store(keys)

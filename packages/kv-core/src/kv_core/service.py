@@ -151,11 +151,13 @@ class StoreOptions(TypedDict, total=False):
     hold_s: if positive, the chunks of the chain that are held or that this lease commits stay in the pool for this time
         or until they have been read once, even if the holder ends: they are for another engine. Holds are limited to
         half of the pool; chunks beyond that may be evicted as usual.
+    retain_s: the same, but however often they are read, in at most a quarter of the pool.
     tiers: the tiers that these chunks may be spilled to; None, the default: all. A chunk that is held already may now
         be spilled to those, too: one request cannot forbid another's chunks.
     """
 
     hold_s: float
+    retain_s: float
     tiers: Sequence[str] | None
 
 

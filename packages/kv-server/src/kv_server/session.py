@@ -247,7 +247,8 @@ class Session:
     def _begin_store(self, verb: wire.BeginStore) -> wire.WriteLeased:
         keys = verb.keys.unpack()
         _check_tiers(verb.options.get("tiers"))
-        if not 0.0 <= verb.options.get("hold_s", 0.0) <= MAX_HOLD_S:
+        held_s = (verb.options.get("hold_s", 0.0), verb.options.get("retain_s", 0.0))
+        if not all(0.0 <= seconds <= MAX_HOLD_S for seconds in held_s):
             raise InputError(f"chunks are held from 0 to {MAX_HOLD_S} seconds")
         if len(self.lasting) >= MAX_LASTING or not self._has_room(len(keys)):
             return wire.WriteLeased(0, [], [], "this session holds as much as a session may")

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended
@@ -318,3 +320,111 @@ def test_loads_that_hand_overs_have_overtaken_are_among_those_that_may_be_under_
     assert tower.ask(other, "s").ended is Ended.PENDING
     assert tower.cache.counts().chunks_reserved == 8
     tower.close()
+
+
+# Retained.
+
+
+def retain(cache: LocalCache, keys: list[ChunkKey], retain_s: float = 30.0, hold_s: float = 0.0) -> None:
+    cache.commit(cache.begin_store(keys, "w", retain_s=retain_s, hold_s=hold_s))
+
+
+@pytest.mark.parametrize("reader", [read, read_as_peer, lambda cache, keys: cache.taken(keys)])
+def test_what_is_retained_stays_however_often_it_is_read(reader: Callable[[LocalCache, list[ChunkKey]], None]) -> None:
+    clock = HandClock()
+    cache = cache_of(16, clock=clock, extensions=[PeerSide()])
+    retain(cache, KEYS)
+    for _ in range(3):
+        reader(cache, KEYS)
+        for number in range(16):
+            store(cache, key_chain(1, branch=f"crowd {number}"))
+    assert held(cache, KEYS) == cache.holds.chunks == 3 and len(cache.holds._due) == 3
+    clock.advance(31)
+    store(cache, key_chain(16, branch="after"))
+    assert held(cache, KEYS) == cache.holds.chunks == 0
+    assert_adds_up(cache.counts())
+    cache.close()
+
+
+def test_a_hand_over_may_end_before_or_after_what_it_retains() -> None:
+    for retain_s, hold_s, left in ((10.0, 30.0, 0), (30.0, 10.0, 3)):
+        clock = HandClock()
+        cache = cache_of(16, clock=clock, extensions=[PeerSide()])
+        retain(cache, KEYS, retain_s, hold_s)
+        read(cache, KEYS)
+        clock.advance(11)
+        cache.counts()
+        assert cache.holds.chunks == left
+        cache.close()
+
+
+def test_nobody_waits_for_what_is_retained() -> None:
+    cache = cache_of(16, extensions=[PeerSide()])
+    retain(cache, KEYS)
+    assert peer_side(cache).handed_over.after(0, 0.0, 100)[1] == []
+    cache.close()
+
+
+def test_what_is_held_already_is_retained_by_the_next_request_for_it() -> None:
+    cache = cache_of(16, extensions=[PeerSide()])
+    store(cache, KEYS)
+    retain(cache, KEYS)
+    assert cache.holds.chunks == 3
+    cache.close()
+
+
+def test_a_quarter_of_the_pool_or_of_a_quota_and_no_more_is_retained() -> None:
+    """So whoever has everything retained leaves the others three quarters, and hand-overs a quarter."""
+    cache = cache_of(16, {ANN: 8}, extensions=[PeerSide()])
+    retain(cache, key_chain(8, salt="ann"))
+    assert cache.holds.chunks == 2
+    retain(cache, key_chain(8))
+    retain(cache, key_chain(8, branch="other"))
+    assert cache.holds.chunks == 2 + 2  # of the eight slots that no quota has
+    hand_over(cache, key_chain(8, branch="another"))
+    assert cache.holds.chunks == 2 + 4
+    cache.close()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["hold", "retain", "read", "pass"]), st.integers(0, 3), st.sampled_from([1.0, 10.0, 30.0])
+        ),
+        max_size=30,
+    )
+)
+def test_holds_against_a_model(deeds: list[tuple[str, int, float]]) -> None:
+    """Each of four chunks: until when it is retained, and until when it is held for another engine."""
+    clock = HandClock()
+    cache = cache_of(16, clock=clock)
+    chains = [key_chain(1, branch=str(number)) for number in range(4)]
+    retained, handed, was_read = [0.0] * 4, [0.0] * 4, [0.0] * 4
+    for deed, number, seconds in deeds:
+        now_s = clock.now_s()
+        match deed:
+            case "hold":
+                hand_over(cache, chains[number], seconds)
+                until_s = now_s + seconds
+                is_held = max(retained[number], handed[number]) > now_s
+                if not is_held and now_s < was_read[number]:
+                    was_read[number] = max(was_read[number], until_s)
+                else:
+                    handed[number] = max(handed[number], until_s)
+            case "retain":
+                retain(cache, chains[number], seconds)
+                retained[number] = max(retained[number], now_s + seconds)
+            case "read":
+                store(cache, chains[number])
+                until_s = max(retained[number], handed[number])
+                read(cache, chains[number])
+                if until_s > now_s:
+                    was_read[number] = until_s
+                handed[number] = 0.0
+            case _:
+                clock.advance(seconds)
+        cache.counts()
+        now_s = clock.now_s()
+        assert cache.holds.chunks == sum(max(pair) > now_s for pair in zip(retained, handed, strict=True))
+    assert_adds_up(cache.counts())
+    cache.close()

@@ -48,7 +48,7 @@ class CacheImage:
     leaving: slots of chunks that were forgotten and are still read, with their tenants.
     orphaned: slots of those that were forgotten while they are written.
     reads, writes, last_lease: the open leases, and the last number of one.
-    pins, holds: slots by name, and until when each is held.
+    pins, holds: slots by name, and until when each is held and retained.
     waiting, removals: by tier, what it is still to get and to remove.
     parts: of approximations, by slot.
     moved: slots that are not at their places.
@@ -63,7 +63,7 @@ class CacheImage:
     writes: list[WriteEntry]
     last_lease: int
     pins: dict[str, list[int]]
-    holds: dict[int, float]
+    holds: dict[int, tuple[float, float]]
     waiting: dict[str, list[tuple[int, ChunkKey, ChunkKey | None]]]
     removals: dict[str, tuple[bool, list[bytes], list[ChunkKey]]]
     parts: dict[int, int]
@@ -197,9 +197,11 @@ def restore_cache(cache: LocalCache, image: CacheImage) -> None:
             index.lease(slots)
             cache.admin.pinned[name] = slots
         now_s = parts.clock.now_s()
-        for slot, until_s in image.holds.items():
+        for slot, (until_s, retained_s) in image.holds.items():
             if index.key_at(slot) is not None:
                 parts.holds.hold([slot], until_s, now_s)
+                if retained_s:
+                    parts.holds.hold([slot], retained_s, now_s, retain=True)
         cache.pool.take(used)
         cache.pool.places.moved.update(image.moved)
         for name, count in asdict(image.totals).items():

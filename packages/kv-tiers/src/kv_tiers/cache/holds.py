@@ -1,8 +1,9 @@
-"""Holds: chunks kept in the pool for another engine until it has read them or a deadline has passed.
+"""Holds: chunks kept in the pool for another engine until it has read them or a deadline has passed, or retained.
 
 They belong to a prompt that one engine has computed and another will decode (docs/adr/0011). The engine that stored
 them may have ended by then, so no lease of a holder keeps them in place: the cache holds them itself, for a given time.
-Holds take at most half of the pool, or half of a tenant's quota.
+Holds take at most half of the pool, or half of a tenant's quota. Chunks that a request asks to retain are held however
+often they are read, in at most half of that.
 
 A prompt is stored in several steps, and each step names all of its chunks so far. A chunk that has been read is
 therefore not held again until no step has named it for as long as it would be held: a prompt may take longer than that.
@@ -23,11 +24,13 @@ from kv_tiers.index.residency import Residency
 
 @dataclass(slots=True)
 class _Hold:
-    """tenant: of the chunk. until_s: when the hold ends. due_s: when to check that, which may be earlier."""
+    """tenant: of the chunk. until_s: when the hold ends. due_s: when to check that, which may be earlier.
+    retained_s: until when reading does not end it."""
 
     tenant: bytes
     until_s: float
     due_s: float
+    retained_s: float = 0.0
 
 
 class Holds:
@@ -52,38 +55,42 @@ class Holds:
         """How many are held now."""
         return len(self._held)
 
-    def hold(self, slots: Sequence[int], until_s: float, now_s: float) -> list[int]:
+    def hold(self, slots: Sequence[int], until_s: float, now_s: float, *, retain: bool = False) -> list[int]:
         """Hold the leading ones of these resident slots for which there is room, at least until then. Returns those
-        that were not held before."""
+        that were not held before.
+
+        retain: however often they are read.
+        """
         room: dict[int, int] = {}
         new: list[int] = []
         for slot in slots:
             if (hold := self._held.get(slot)) is not None:
                 hold.until_s = max(hold.until_s, until_s)
+                hold.retained_s = max(hold.retained_s, until_s * retain)
                 continue
             key = self._index.key_at(slot)
             assert key is not None
             read_key, read_until_s = self._read.get(slot, (None, 0.0))
-            if now_s < read_until_s and read_key == key:
+            if now_s < read_until_s and read_key == key and not retain:
                 self._read[slot] = key, max(read_until_s, until_s)
                 continue
             share = self._shares.of(key.tenant)
             if id(share) not in room:
                 held = sum(count for tenant, count in self._held_of.items() if self._shares.of(tenant) is share)
-                room[id(share)] = share.slots // 2 - held
+                room[id(share)] = share.slots // (4 if retain else 2) - held
             if room[id(share)] <= 0:
                 break
             room[id(share)] -= 1
             self._index.lease([slot])
-            self._held[slot] = _Hold(key.tenant, until_s, until_s)
+            self._held[slot] = _Hold(key.tenant, until_s, until_s, until_s * retain)
             self._held_of[key.tenant] += 1
             heappush(self._due, (until_s, next(self._numbers), slot))
             new.append(slot)
         return new
 
-    def until_s(self) -> dict[int, float]:
-        """By slot, until when each chunk is held."""
-        return {slot: hold.until_s for slot, hold in self._held.items()}
+    def until_s(self) -> dict[int, tuple[float, float]]:
+        """By slot, until when each chunk is held, and until when it is retained."""
+        return {slot: (hold.until_s, hold.retained_s) for slot, hold in self._held.items()}
 
     def read(self, slots: Sequence[int]) -> None:
         """End the holds of these, which have been read or are not needed."""
@@ -91,7 +98,12 @@ class Holds:
             # Once each: a client or a peer may name a chunk repeatedly, and there is only one lease to end.
             held = [slot for slot in dict.fromkeys(slots) if slot in self._held]
             self._read.update((slot, (self._index.key_at(slot), self._held[slot].until_s)) for slot in held)
-            self._let_go(held)
+            for slot in held:
+                hold = self._held[slot]
+                if hold.retained_s and hold.until_s != hold.retained_s:
+                    hold.until_s = hold.due_s = hold.retained_s
+                    heappush(self._due, (hold.due_s, next(self._numbers), slot))
+            self._let_go([slot for slot in held if not self._held[slot].retained_s])
 
     def expire(self, now_s: float) -> None:
         """End the holds whose time is up."""

@@ -236,13 +236,19 @@ class LocalCache:
             self._verify(doubtful)
 
     def begin_store(
-        self, keys: Sequence[ChunkKey], holder: Holder, *, hold_s: float = 0.0, tiers: Sequence[str] | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        holder: Holder,
+        *,
+        hold_s: float = 0.0,
+        retain_s: float = 0.0,
+        tiers: Sequence[str] | None = None,
     ) -> WriteLease:
-        chain, lower = list(keys), self.lower.numbers(tiers)
+        chain, lower, is_held = list(keys), self.lower.numbers(tiers), max(hold_s, retain_s) > 0
         self._host.check_keys(chain)
         now_s = self._clock.now_s()
-        # What another engine waits for has to be in the pool.
-        in_files = set() if self._direct is None or hold_s > 0 else self._direct.holding(chain, lower)
+        # What is held has to be in the pool.
+        in_files = set() if self._direct is None or is_held else self._direct.holding(chain, lower)
         with self._lock:
             self._begin(now_s)
             if hold_s > 0 and not self._refuses_new:  # another engine waits for these, and the tier may be slow
@@ -252,8 +258,8 @@ class LocalCache:
             missing = [key for key in missing if key not in in_files] if in_files else missing
             skipped: set[int] = set()
             protected = frozenset(prompt_slots)
-            # What a lower tier may take, or another engine waits for, is stored whatever it is worth.
-            by_worth = hold_s <= 0 and not self.lower.any_of(lower)
+            # What a lower tier may take, or is held, is stored whatever it is worth.
+            by_worth = not is_held and not self.lower.any_of(lower)
             slots = []
             if not self._refuses_new:
                 slots = self._host.reserve(missing, protected, skipped, may_refuse=by_worth)
@@ -266,9 +272,9 @@ class LocalCache:
             why = self._host.why_full(missing[len(slots)].tenant) if refused and not is_worth_less else ""
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
             write.lower = lower
-            if hold_s > 0:
-                write.hold_s = hold_s
-                self._hold(list(dict.fromkeys(prompt_slots)), chain, now_s, hold_s)
+            if is_held:
+                write.hold_s, write.retain_s = hold_s, retain_s
+                self._hold(list(dict.fromkeys(prompt_slots)), write, now_s)
             # After the hold, because it may evict chunks that are not held to keep slots free.
             self._spills.allow(prompt_slots, chain, lower)
         if self._refuses_new and refused:
@@ -298,9 +304,9 @@ class LocalCache:
             findable = self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than the chunks just added, and must not be evicted before them.
             self._host.touch(write.chain)
-            if write.hold_s:
+            if write.hold_s or write.retain_s:
                 held_slots = [slot for key in findable if (slot := self._index.find(key)) is not None]
-                self._hold(held_slots, write.chain, self._clock.now_s(), write.hold_s)
+                self._hold(held_slots, write, self._clock.now_s())
             if self.events.on:
                 seconds = self._clock.now_s() - write.began_s
                 self.events.publish(events.Committed(write.holder, write.number, findable, seconds))
@@ -459,12 +465,15 @@ class LocalCache:
             self._give_back(read)
             self._totals.leases_expired += 1
 
-    def _hold(self, slots: Sequence[int], chain: Sequence[ChunkKey], now_s: float, hold_s: float) -> None:
-        """Hold these chunks of a chain for another engine, and tell the extensions of the new ones."""
-        if new := set(self.holds.hold(slots, now_s + hold_s, now_s)):
+    def _hold(self, slots: Sequence[int], write: WriteEntry, now_s: float) -> None:
+        """Hold these chunks of a chain, and tell the extensions of the new ones that are for another engine."""
+        chain, until_s = write.chain, now_s + write.hold_s
+        if write.hold_s > 0 and (new := set(self.holds.hold(slots, until_s, now_s))):
             positions = [position for position, key in enumerate(chain) if self._index.find(key) in new]
             for extension in self.extensions:
-                extension.held(chain[: positions[-1] + 1], positions[0], now_s + hold_s)
+                extension.held(chain[: positions[-1] + 1], positions[0], until_s)
+        if write.retain_s > 0:
+            self.holds.hold(slots, now_s + write.retain_s, now_s, retain=True)
 
     def _fetch_held(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
         """For `CacheParts.fetch_held`. Takes the lock itself."""
