@@ -62,6 +62,23 @@ def test_every_control_under_the_schedulers(oracle: Oracle) -> None:
     assert resident(oracle) == 4
 
 
+@pytest.mark.parametrize("retain_s", [0, 3600])
+def test_what_a_request_has_retained_is_found_though_others_fill_the_pool(tiny_llama: str, retain_s: float) -> None:
+    whole = Oracle(tiny_llama)
+    assert whole.engine.cache is not None
+    slot_bytes = whole.engine.cache.pool.slot_bytes
+    whole.close()
+    made = Oracle(tiny_llama, host={"capacity_bytes": 16 * slot_bytes})
+    assert made.ask("retains", PROMPT, asked={"retain_s": retain_s}) == 0
+    made.ask("hits", PROMPT)
+    for number in range(8):
+        made.ask(f"crowd {number}", [50 + number, *PROMPT[1:]])
+    assert made.ask("returns", PROMPT) == (192 if retain_s else 0)
+    made.run()
+    made.assert_at_rest()
+    made.close()
+
+
 def test_the_settings_hold_where_a_request_says_nothing(tiny_llama: str) -> None:
     made = Oracle(tiny_llama, min_load_tokens=100, min_store_tokens=90, max_store_tokens=128)
     try:

@@ -103,6 +103,12 @@ def test_the_cache_is_told_which_tiers_a_request_may_use(halves: Halves, tiers: 
     assert halves.service.tiers_read == halves.service.tiers_written == [tiers]
 
 
+def test_the_cache_is_told_how_long_a_request_wants_its_chunks_retained(halves: Halves) -> None:
+    for retain_s in (0.0, 12.5):
+        halves.run(Controls(retain_s=retain_s), [round(retain_s) + 1, *PROMPT])
+    assert halves.service.retain_s == [0.0, 12.5]
+
+
 @pytest.mark.parametrize(("least", "chunks"), [(17, 4), (18, 0)])
 def test_a_prompt_of_few_tokens_is_not_stored(halves: Halves, least: int, chunks: int) -> None:
     halves.run(Controls(min_store_tokens=least))

@@ -174,7 +174,7 @@ def test_a_directory_of_others_is_refused(capsys: pytest.CaptureFixture[str], tm
 def test_peers_that_are_in_a_directory_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Their `directory` is a table of options, and was taken for a path."""
     listed = "{url: 'redis://127.0.0.1:6379', address: '127.0.0.1:9500'}"
-    file = config_file(tmp_path, f"tiers:\n  - {{type: peers, directory: {listed}}}\n")
+    file = config_file(tmp_path, f"tiers:\n  - {{type: peers, directory: {listed}, unprotected: true}}\n")
     flags = printed(capsys, "--config-file", file)
     assert json.loads(flags["--hicache-storage-backend-extra-config"])["config_file"] == file
 

@@ -102,6 +102,8 @@ def test_the_latest_request_with_a_page_decides(pages: Pages) -> None:
     assert pages.stored() == [True, True, False, False]
     pages.note(tiers=[])
     assert [each.tiers for each in pages.pages.of(hashes(PROMPT))] == [()] * 4
+    pages.note(retain_s=60)
+    assert [each.retain_s for each in pages.pages.of(hashes(PROMPT))] == [60.0] * 4
     # What the first one generates is its own, also where its prompt has become another's.
     pages.note(PROMPT[:16], store=False)
     pages.note(PROMPT[:16])

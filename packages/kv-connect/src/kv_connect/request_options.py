@@ -56,6 +56,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """If fewer tokens could be stored, none are."""
     max_store_tokens: Tokens | None = None
     """Tokens beyond this number are not stored. 0: no limit."""
+    retain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    """For how long what it stores and what of it is held stays in the pool, within limits."""
     tiers: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
     """The tiers that are read and written for it, besides the pool."""
     tags: Annotated[dict[TagName, TagValue], msgspec.Meta(max_length=16)] = {}
@@ -104,6 +106,7 @@ def chosen(
         min_load_tokens=settings.min_load_tokens if options.min_load_tokens is None else options.min_load_tokens,
         min_store_tokens=settings.min_store_tokens if options.min_store_tokens is None else options.min_store_tokens,
         max_store_tokens=limit or None,
+        retain_s=options.retain_s,
         tiers=None if options.tiers is None else tuple(options.tiers),
         tags=options.tags,
         use=options.use,

@@ -26,7 +26,7 @@ from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import ReadLease, WriteLease
+from kv_core.service import ReadLease, StoreOptions, WriteLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_server.mapped import MappedPool
@@ -92,6 +92,10 @@ class _Promise:
 
     pages: Mapping[ChunkKey, str]
     last: ChunkKey | None
+
+
+def _store_options(controls: Controls) -> StoreOptions:
+    return {"tiers": controls.tiers, "retain_s": controls.retain_ms / 1000}
 
 
 class PageStore:
@@ -279,11 +283,11 @@ class PageStore:
         named = len(named_pages(hashes))
         storable = next((number for number, each in enumerate(controls[:named]) if not each.stores), named)
         answers: list[bool] = []
-        for tiers, alike in itertools.groupby(controls[:storable], key=lambda each: each.tiers):
+        for options, alike in itertools.groupby(controls[:storable], key=_store_options):
             first, last = len(answers), len(answers) + len(list(alike))
             # One call takes only so many keys: the head of a longer prompt may be evicted by its own tail.
             in_front = [*before, *hashes[:first]][max(0, len(before) + last - MAX_KEYS) :]
-            answers += self._write(hashes[first:last], slots[first:last], in_front, copier, tiers)
+            answers += self._write(hashes[first:last], slots[first:last], in_front, copier, options)
         self.taken(hashes)
         return answers + [False] * (len(hashes) - storable)
 
@@ -293,9 +297,8 @@ class PageStore:
         slots: Sequence[int],
         before: Sequence[str],
         copier: Copier | None,
-        tiers: Sequence[str] | None,
+        options: StoreOptions,
     ) -> list[bool]:
-        """tiers: those that the pages may be spilled to; None: all."""
         # In this order: pages not in doubt before the keys were made have the weights that the keys name.
         in_doubt = self._holds_old_pages()
         keys = self.keys(hashes)
@@ -305,15 +308,15 @@ class PageStore:
         place = dict(zip(keys, slots, strict=True))
         holder = self._holder("write")
         try:
-            lease = self.cache.begin_store([*in_front, *keys], holder, tiers=tiers)
+            lease = self.cache.begin_store([*in_front, *keys], holder, **options)
             if not place.keys() >= set(lease.keys):
                 # An earlier page has left the pool, and its bytes are not available to be written again.
                 self.cache.release(lease)
-                lease = self.cache.begin_store(keys, holder, tiers=tiers)
+                lease = self.cache.begin_store(keys, holder, **options)
             if lease.refused:
                 self.cache.release(lease)
                 self._end_all()
-                lease = self.cache.begin_store(keys, holder, tiers=tiers)
+                lease = self.cache.begin_store(keys, holder, **options)
             failed = bool(lease.refused)
             if lease.keys:
                 try:

@@ -18,6 +18,8 @@ class Controls:
     min_store_tokens: if fewer tokens could be stored, none are.
     max_store_tokens: tokens beyond these are not stored; None: no limit. A hit is a prefix, so the end is the only part
         that can be left out without making what follows it useless.
+    retain_s: for how long its chunks stay in the pool, however often they are read, within limits. 0: no longer than
+        others.
     use: when held chunks are used; None: as the engine's settings say.
     hands_over_tokens: another engine continues after this many tokens of the prompt (`handover`): they are
         stored including the last, partial chunk, and held in the pool until they are read. 0: none does.
@@ -32,11 +34,16 @@ class Controls:
     min_load_tokens: int = 0
     min_store_tokens: int = 0
     max_store_tokens: int | None = None
+    retain_s: float = 0.0
     use: Use | None = None
     hands_over_tokens: int = 0
     awaits_tokens: int = 0
     tiers: tuple[str, ...] | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def retain_ms(self) -> int:
+        return round(self.retain_s * 1000)
 
     def storable(self, tokens: int) -> int:
         """How many of the first `tokens` tokens may be stored."""

@@ -540,6 +540,7 @@ class SchedulerHalf:
             states,
             tail_tokens,
             self._handovers.hold_ms(request),
+            request.controls.retain_ms,
             request.controls.tiers,
         )
 

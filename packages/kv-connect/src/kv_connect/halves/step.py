@@ -16,7 +16,7 @@ from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would not tell a reader more.)"""
 
-STEP_VERSION = 10
+STEP_VERSION = 11
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """The key space of an empty plan that was made before the scheduler knew its own."""
 
@@ -74,6 +74,7 @@ class StoreStep:
     tail_tokens: the last digest names a partial chunk of this many tokens, at the end of a prompt that another engine
         continues. 0: it is a whole chunk like the others.
     hold_ms: how long the chunks are held in the pool for another engine, unless it reads them earlier; 0: no hold.
+    retain_ms: how long they stay there in any case, within limits.
     tiers: the tiers that the chunks may be spilled to; None: all.
     """
 
@@ -84,6 +85,7 @@ class StoreStep:
     states: tuple[StateBlock, ...] = ()
     tail_tokens: int = 0
     hold_ms: int = 0
+    retain_ms: int = 0
     tiers: tuple[str, ...] | None = None
 
 
@@ -136,6 +138,7 @@ class StepPlan:
                     [[state.table, state.block, state.chunk] for state in store.states],
                     store.tail_tokens,
                     store.hold_ms,
+                    store.retain_ms,
                     [] if store.tiers is None else [list(store.tiers)],
                 ]
                 for store in self.stores
@@ -200,12 +203,12 @@ def _load(entry: Plain) -> LoadStep:
 
 
 def _store(entry: Plain) -> StoreStep:
-    request_id, digests, tenant, blocks, states, tail_tokens, hold_ms, optional_tiers = _sequence(entry, 8)
+    request_id, digests, tenant, blocks, states, *numbers, optional_tiers = _sequence(entry, 9)
     state_blocks = tuple(StateBlock(*map(_count, _sequence(state, 3))) for state in _sequence(states))
-    tail, hold = _count(tail_tokens), _count(hold_ms)
     tiers = next((tuple(map(_text, _sequence(names))) for names in _sequence(optional_tiers)), None)
+    tail, hold, retain = map(_count, numbers)
     return StoreStep(
-        _text(request_id), _digests(digests), _tenant(tenant), _tables(blocks), state_blocks, tail, hold, tiers
+        _text(request_id), _digests(digests), _tenant(tenant), _tables(blocks), state_blocks, tail, hold, retain, tiers
     )
 
 

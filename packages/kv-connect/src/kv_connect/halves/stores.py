@@ -20,7 +20,7 @@ from kv_core.errors import CopyFailed, KVError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
-from kv_core.service import CacheService, WriteLease
+from kv_core.service import CacheService, StoreOptions, WriteLease
 from kv_core.shape import ConnectShape, stored_from, without_holes
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 
@@ -315,7 +315,12 @@ class Stores:
 
     def _reserve(self, keys: Sequence[ChunkKey], step: StoreStep) -> WriteLease | None:
         """Slots for the leading keys that are not held and still fit among the bytes in flight; None: for none."""
-        begin = partial(self._service.begin_store, holder=self._holder, hold_s=step.hold_ms / 1000, tiers=step.tiers)
+        options: StoreOptions = {
+            "hold_s": step.hold_ms / 1000,
+            "retain_s": step.retain_ms / 1000,
+            "tiers": step.tiers,
+        }
+        begin = partial(self._service.begin_store, holder=self._holder, **options)
         lease = begin(keys) if keys else None
         if lease is not None and self._plan_number and lease.keys:
             room_bytes = self._max_in_flight_bytes - self._in_flight_bytes

@@ -51,7 +51,7 @@ class WriteEntry:
     slots: where each of them goes.
     chain: all keys of the prompt up to these chunks, of every group that is written.
     began_s: when it began.
-    hold_s, retain_s: for how long the chunks are held, for another engine or in any case (`kv_tiers.cache.holds`).
+    held_s: for how long the chunks are held for another engine, and retained (`kv_tiers.cache.holds`).
     lower: the numbers of the lower tiers that they may go to; None: all.
     """
 
@@ -61,8 +61,7 @@ class WriteEntry:
     slots: list[int]
     chain: list[ChunkKey]
     began_s: float
-    hold_s: float = 0.0
-    retain_s: float = 0.0
+    held_s: tuple[float, float] = (0.0, 0.0)
     lower: frozenset[int] | None = None
 
 

@@ -273,7 +273,7 @@ class LocalCache:
             write = self._leases.open_write(holder, missing[: len(slots)], slots, chain, now_s)
             write.lower = lower
             if is_held:
-                write.hold_s, write.retain_s = hold_s, retain_s
+                write.held_s = hold_s, retain_s
                 self._hold(list(dict.fromkeys(prompt_slots)), write, now_s)
             # After the hold, because it may evict chunks that are not held to keep slots free.
             self._spills.allow(prompt_slots, chain, lower)
@@ -304,7 +304,7 @@ class LocalCache:
             findable = self._host.commit(write.keys, write.slots, write.chain, checksums)
             # The head of the chain is older than the chunks just added, and must not be evicted before them.
             self._host.touch(write.chain)
-            if write.hold_s or write.retain_s:
+            if any(write.held_s):
                 held_slots = [slot for key in findable if (slot := self._index.find(key)) is not None]
                 self._hold(held_slots, write, self._clock.now_s())
             if self.events.on:
@@ -467,13 +467,14 @@ class LocalCache:
 
     def _hold(self, slots: Sequence[int], write: WriteEntry, now_s: float) -> None:
         """Hold these chunks of a chain, and tell the extensions of the new ones that are for another engine."""
-        chain, until_s = write.chain, now_s + write.hold_s
-        if write.hold_s > 0 and (new := set(self.holds.hold(slots, until_s, now_s))):
+        chain, (hold_s, retain_s) = write.chain, write.held_s
+        until_s = now_s + hold_s
+        if hold_s > 0 and (new := set(self.holds.hold(slots, until_s, now_s))):
             positions = [position for position, key in enumerate(chain) if self._index.find(key) in new]
             for extension in self.extensions:
                 extension.held(chain[: positions[-1] + 1], positions[0], until_s)
-        if write.retain_s > 0:
-            self.holds.hold(slots, now_s + write.retain_s, now_s, retain=True)
+        if retain_s > 0:
+            self.holds.hold(slots, now_s + retain_s, now_s, retain=True)
 
     def _fetch_held(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
         """For `CacheParts.fetch_held`. Takes the lock itself."""
