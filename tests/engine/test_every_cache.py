@@ -122,13 +122,8 @@ LATENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(arguments, id=name, marks=pytest.mark.slow if "AMX" in name else ())
-        for name, arguments in LATENTS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", list(LATENTS.values()), ids=list(LATENTS))
 def test_latents_of_mla(arguments: dict[str, Any], tiny_deepseek: str, disk: Path) -> None:
     if "dtype" in arguments:
         if not HAS_AMX:

@@ -38,6 +38,7 @@ def at_rest(engine: Engine) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_an_engine_of_several_processes_promotes_what_is_there(
     tiny_llama: str, reference: list[Answer], tmp_path: Path
 ) -> None:
