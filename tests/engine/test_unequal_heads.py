@@ -68,7 +68,8 @@ def write_deci_lm(directory: Path, groups: list[int]) -> Path:
 
 def disk(directory: Path) -> dict[str, Any]:
     tier = {"type": "disk", "directory": str(directory / "kv"), "capacity_bytes": "256MiB"}
-    return {"host": {"capacity_bytes": "128MiB"}, "tiers": [tier], "cold": {"wait_s": 30}}
+    patient = {"answer_s": 20.0}  # of the private server that several processes share: a later answer is a miss
+    return {"host": {"capacity_bytes": "128MiB"}, "tiers": [tier], "cold": {"wait_s": 30}, "server": patient}
 
 
 @pytest.mark.slow
