@@ -260,9 +260,9 @@ def test_lists_of_tokens_cross_the_bus_once_for_all_layers(monkeypatch: pytest.M
     uploads: list[int] = []
     upload = gpu._KernelPipeline.upload
 
-    def counted(self: Any, slots: Any, rows: Any) -> Any:
-        uploads.append(len(slots))
-        return upload(self, slots, rows)
+    def counted(self: Any, tokens: int, write: Any) -> Any:
+        uploads.append(tokens)
+        return upload(self, tokens, write)
 
     monkeypatch.setattr(gpu._KernelPipeline, "upload", counted)
     copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))

@@ -18,10 +18,18 @@ _log = limited_logger(__name__)
 LIBRARY: Final = Path(__file__).parent / "csrc" / "_kernels.so"
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
-_VERSION: Final = 1
+_VERSION: Final = 2
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
-_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4)}
+_ARGUMENTS: Final = {
+    "quantise": (0, 4),
+    "dequantise": (0, 4),
+    "copy_blocks": (1, 4),
+    "split_move": (7, 4),
+    "list_tokens": (1, 4),
+}
 """How many numbers each function takes, and how many arrays behind them."""
+OTHER: Final = -2
+"""`KV_OTHER` in the sources."""
 
 Place = tuple[int, int]
 """The address and size in bytes of an array that is passed often. The caller keeps its memory alive."""
@@ -37,7 +45,7 @@ class CopyKernels(CLibrary):
     def call(self, name: str, /, *arguments: int | NDArray[np.generic] | Place) -> int:
         """Call a function by its name in the source, without `kv_`; returns its result.
 
-        arguments: a number, if the function takes one, and its arrays.
+        arguments: its numbers, and its arrays.
 
         Raises:
             MisuseError: the arrays' sizes do not fit each other.

@@ -12,7 +12,8 @@ On CPU tensors the same code runs in Triton's interpreter, which is how it is te
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
 from kv_cuda.copy.plan import copy_shape
 from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.copy.table import CopyTable, copy_table
+from kv_cuda.kernels import installed_kernels
 from kv_cuda.layout import PagedLayout
 
 _RING_SLOTS = 4
@@ -45,25 +47,22 @@ _PROGRAMS_ON_DEVICE = 32
 """The same for a kernel between ring and blocks, which takes a few microseconds per piece."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Group:
-    """All copies of one chunk.
+    """Neighbouring chunks of a plan that take the same path.
 
-    extent: where the chunk is.
-    copy_path: the path that its bytes take.
-    programs: the largest number of the kernel's programs.
-    first, end: its copies in the plan's table.
-    start: the position of its first token in the lists of tokens.
-    tokens: its number of tokens in these lists.
+    path: the path that their bytes take, and the largest number of the kernel's programs.
+    first: the number of the first one in the plan's table.
+    starts: where the tokens of each begin in the lists of tokens, and where the last one's end.
     """
 
-    extent: HostExtent
-    copy_path: CopyPath
-    programs: int
+    path: tuple[CopyPath, int]
     first: int
-    end: int
-    start: int
-    tokens: int
+    starts: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.starts) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +72,14 @@ class _Checked:
     direction: the direction of its copies.
     tokens: the number of tokens in all of them.
     table: the copies.
-    chunks: the pinned bytes of each chunk.
-    launches: the copies, chunk by chunk, as many chunks at a time as the lists of tokens hold.
+    addresses: [chunks], where each chunk's pinned bytes are.
+    launches: the chunks in groups, as many at a time as the lists of tokens hold.
     """
 
     direction: Direction
     tokens: int
     table: CopyTable
-    chunks: Mapping[HostExtent, torch.Tensor]
+    addresses: NDArray[np.int64]
     launches: list[list[_Group]]
 
 
@@ -173,7 +172,7 @@ class GpuCopier(AttachesPools):
     def store_layers(self, plan: TransferPlan) -> "_LayersOfGpu":
         """Each layer is gathered after everything that the engine has enqueued when `gather` is called."""
         checked = self._checked(plan, "store")
-        pools = {extent.pool: self._pools[extent.pool] for extent in checked.chunks}
+        pools = {extent.pool: self._pools[extent.pool] for extent in checked.table.extents}
 
         def gather(layers: Sequence[int]) -> CopyEvent:
             if any(self._pools.get(name) is not pool for name, pool in pools.items()):
@@ -191,12 +190,15 @@ class GpuCopier(AttachesPools):
     def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked:
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         table = copy_table(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
-        for extent in table.extents:
-            if extent.offset % self._kernel.aligned:
-                raise InputError(f"an extent at {extent.offset} is not aligned to {self._kernel.aligned} bytes")
+        for offset in table.offsets[table.offsets % self._kernel.aligned != 0]:
+            raise InputError(f"an extent at {offset} is not aligned to {self._kernel.aligned} bytes")
         # Pinned before anything is launched: a limit on locked memory must not leave half a plan behind.
-        chunks = {extent: self._pools[extent.pool].chunk(extent) for extent in table.extents}
-        return _Checked(direction, plan.tokens, table, chunks, list(self._launches(table, direction)))
+        addresses, first = [table.offsets[:0]], 0
+        for name, extents in groupby(table.extents, attrgetter("pool")):
+            end = first + len(list(extents))
+            addresses.append(self._pools[name].addresses(table.offsets[first:end], self._format.nbytes))
+            first = end
+        return _Checked(direction, plan.tokens, table, np.concatenate(addresses), self._launches(table, direction))
 
     def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         """One event for each step; a step is the planes that have been moved when it completes."""
@@ -220,40 +222,61 @@ class GpuCopier(AttachesPools):
             raise
         return events
 
-    def _launches(self, table: CopyTable, direction: Direction) -> Iterator[list[_Group]]:
-        """The copies chunk by chunk, as many chunks at a time as the lists of tokens hold."""
-        block = self._layout.block_tokens
+    def _launches(self, table: CopyTable, direction: Direction) -> list[list[_Group]]:
+        """The chunks in groups, as many at a time as the lists of tokens hold."""
+        block, begins = self._layout.block_tokens, table.starts[:-1]
         in_blocks = (table.first_slot % block == 0) & (table.tokens % block == 0)
-        bounds = table.starts.tolist()
-        groups: list[_Group] = []
-        start = 0
-        for extent, first, end in zip(table.extents, bounds, bounds[1:], strict=False):
-            tokens = int(table.tokens[first:end].sum())
-            if start + tokens > self._pipelines[direction].list_tokens:
-                yield groups
-                groups, start = [], 0
-            is_on_device = self._pools[extent.pool].is_on_device
-            programs = _PROGRAMS_ON_DEVICE if is_on_device else _PROGRAMS_ON_BUS[direction]
-            copy_path = self._copy_path(extent, tokens, direction, is_in_blocks=bool(in_blocks[first:end].all()))
-            groups.append(_Group(extent, copy_path, programs, first, end, start, tokens))
-            start += tokens
-        if groups:
-            yield groups
+        counts = np.add.reduceat(table.tokens, begins).tolist() if len(begins) else []
+        are_blocks = np.logical_and.reduceat(in_blocks, begins).tolist() if len(begins) else []
+        kinds = list(zip(map(attrgetter("pool"), table.extents), counts, are_blocks, strict=True))
+        path_of = {kind: self._path(*kind, direction) for kind in set(kinds)}
+        launches: list[list[_Group]] = []
+        listed = most = self._pipelines[direction].list_tokens
+        for number, kind in enumerate(kinds):
+            if listed + kind[1] > most:
+                launches.append([])
+                listed = 0
+            groups, path = launches[-1], path_of[kind]
+            if not groups or groups[-1].path != path:
+                groups.append(_Group(path, number, [listed]))
+            listed += kind[1]
+            groups[-1].starts.append(listed)
+        return launches
 
-    def _copy_path(self, extent: HostExtent, tokens: int, direction: Direction, *, is_in_blocks: bool) -> CopyPath:
-        if self._pools[extent.pool].is_on_device:
-            return "direct"
+    def _path(self, pool: str, tokens: int, is_in_blocks: bool, direction: Direction) -> tuple[CopyPath, int]:
+        """The path of a chunk in this pool of which so many tokens are copied, and the number of programs for it."""
+        if self._pools[pool].is_on_device:
+            return "direct", _PROGRAMS_ON_DEVICE
         chunk = self._format.chunk_tokens
         # A load may copy more of a chunk than is needed; a store would overwrite the rest of it.
         may_stage = 2 * tokens > chunk if direction == "load" else tokens == chunk
         can_drive = self._can_drive and is_in_blocks
-        return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
+        copy_path = self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
+        return copy_path, _PROGRAMS_ON_BUS[direction]
 
     def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> torch.Tensor | None:
-        """The lists of tokens on the device; None if they are not needed."""
-        if all(group.copy_path == "driver" for group in groups):
+        """On the device, each token's slot, and the place of its row in the chunk's first plane: an address, or an
+        offset in bytes if the chunk goes through the ring. None if no group needs these lists."""
+        if all(group.path[0] == "driver" for group in groups):
             return None
-        return pipeline.upload(*self._lists(groups, checked))
+        copies, places = _copies_of(groups[0].first, groups[-1].end, checked.table), checked.addresses
+        if any(group.path[0] == "staged" for group in groups):
+            places = places.copy()
+            for group in groups:
+                if group.path[0] == "staged":
+                    places[group.first : group.end] = 0
+        row, kernels = self._kernel.row_bytes, installed_kernels()
+
+        def write(slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+            if kernels is not None:
+                kernels.call("list_tokens", row, copies, places, slots, rows)
+                return
+            chunk, first_token, first_slot, tokens = copies.T
+            within_copy = _indexes_within(tokens)
+            slots[:] = np.repeat(first_slot, tokens) + within_copy
+            rows[:] = np.repeat(first_token * row + places[chunk], tokens) + within_copy * row
+
+        return pipeline.upload(groups[-1].starts[-1], write)
 
     def _launch(
         self,
@@ -265,40 +288,24 @@ class GpuCopier(AttachesPools):
         *,
         to_engine: bool,
     ) -> None:
-        """Chunks side by side that take the same path are one launch, except through the ring."""
-        for (copy_path, programs), run in groupby(groups, lambda group: (group.copy_path, group.programs)):
-            adjacent = list(run)
+        """A group is one launch for each span, except through the ring."""
+        for group in groups:
+            copy_path, programs = group.path
             if lists is None or copy_path == "driver":
-                self._copy_by_driver(adjacent, checked, spans, pipeline, to_engine=to_engine)
+                self._copy_by_driver(group, checked, spans, pipeline, to_engine=to_engine)
             elif copy_path == "direct":
-                tokens = lists[:, adjacent[0].start : adjacent[-1].start + adjacent[-1].tokens]
                 for span in spans:
+                    tokens = lists[:, group.starts[0] : group.starts[-1]]
                     pipeline.direct(tokens, span, programs, to_engine=to_engine)
             else:
-                for group in adjacent:
-                    tokens = lists[:, group.start : group.start + group.tokens]
-                    pipeline.staged(tokens, checked.chunks[group.extent], spans, to_engine=to_engine)
-
-    def _lists(self, groups: Sequence[_Group], checked: _Checked) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each token's slot, and the place of its row in the chunk's first plane: an address, or an offset in bytes if
-        the chunk goes through the ring.
-        """
-        table, row = checked.table, self._kernel.row_bytes
-        copies = slice(groups[0].first, groups[-1].end)
-        tokens = table.tokens[copies]
-        within_copy = _indexes_within(tokens)
-        slots = np.repeat(table.first_slot[copies], tokens) + within_copy
-        first_rows = table.first_token[copies] * row + self._chunk_addresses(groups, checked)
-        return slots, np.repeat(first_rows, tokens) + within_copy * row
-
-    def _chunk_addresses(self, groups: Sequence[_Group], checked: _Checked) -> NDArray[np.int64]:
-        """[copies]: the address of each copy's chunk; 0 for chunks that go through the ring."""
-        addresses = [0 if group.copy_path == "staged" else checked.chunks[group.extent].data_ptr() for group in groups]
-        return np.repeat(np.array(addresses, np.int64), [group.end - group.first for group in groups])
+                for chunk, (start, end) in enumerate(pairwise(group.starts), group.first):
+                    extent = checked.table.extents[chunk]
+                    chunk_bytes = self._pools[extent.pool].chunk(extent)
+                    pipeline.staged(lists[:, start:end], chunk_bytes, spans, to_engine=to_engine)
 
     def _copy_by_driver(
         self,
-        groups: Sequence[_Group],
+        group: _Group,
         checked: _Checked,
         spans: Sequence[Span],
         pipeline: "_KernelPipeline",
@@ -306,13 +313,12 @@ class GpuCopier(AttachesPools):
         to_engine: bool,
     ) -> None:
         """Block by block of every plane, by the driver's batched copies."""
-        table, size, row = checked.table, self._layout.block_tokens, self._kernel.row_bytes
-        copies = slice(groups[0].first, groups[-1].end)
-        blocks = table.tokens[copies] // size
+        size, row = self._layout.block_tokens, self._kernel.row_bytes
+        chunk, first_token, first_slot, tokens = _copies_of(group.first, group.end, checked.table).T
+        blocks = tokens // size
         within_copy = _indexes_within(blocks)
-        block = np.repeat(table.first_slot[copies] // size, blocks) + within_copy
-        first_rows = table.first_token[copies] * row + self._chunk_addresses(groups, checked)
-        in_chunk = np.repeat(first_rows, blocks) + within_copy * (size * row)
+        block = np.repeat(first_slot // size, blocks) + within_copy
+        in_chunk = np.repeat(first_token * row + checked.addresses[chunk], blocks) + within_copy * (size * row)
         for first, count, step in spans:
             numbers = np.arange(first, first + count * step, step)[:, None]
             planes = self._kernel.host_planes[numbers[:, 0]]
@@ -321,6 +327,11 @@ class GpuCopier(AttachesPools):
             to, origin = (engine, host) if to_engine else (host, engine)
             with pipeline.kernels.running():
                 driver.copy_runs(to, origin, size * row, self._device)
+
+
+def _copies_of(first: int, end: int, table: CopyTable) -> NDArray[np.int64]:
+    """Those of chunks `first` to `end`, the last one excluded."""
+    return table.copies[table.starts[first] : table.starts[end]]
 
 
 def _indexes_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -366,10 +377,10 @@ class _KernelPipeline:
             return self._copies.record()
         return last
 
-    def upload(self, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """[2, tokens] on the device, valid until the next launch has read them."""
+    def upload(self, tokens: int, write: Callable[[NDArray[np.int64], NDArray[np.int64]], None]) -> torch.Tensor:
+        """[2, tokens] on the device, as `write` writes them; valid until the next launch has read them."""
         # An even number of positions each: a list at an odd one would need another kernel, see `RowKernel.compile`.
-        length = -(-len(slots) // 2) * 2
+        length = -(-tokens // 2) * 2
         if self._filled + length > self.list_tokens:
             if self._has_launched:
                 self._used[self._list] = self.kernels.record()
@@ -379,12 +390,12 @@ class _KernelPipeline:
         host_list, device_list = (
             lists[self._list][begin : begin + 2 * length] for lists in (self._lists, self._on_device)
         )
-        columns = host_list.numpy().reshape(2, length)
-        columns[0, : len(slots)], columns[1, : len(slots)] = slots, rows
+        slots, rows = host_list.numpy().reshape(2, length)
+        write(slots[:tokens], rows[:tokens])
         if self._on_device[self._list] is not self._lists[self._list]:
             with self.kernels.running():
                 device_list.copy_(host_list, non_blocking=True)
-        return device_list.view(2, length)[:, : len(slots)]
+        return device_list.view(2, length)[:, :tokens]
 
     def _unused_list(self) -> int:
         """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""

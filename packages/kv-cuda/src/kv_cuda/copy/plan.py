@@ -93,9 +93,9 @@ def validate_and_split(
     """
     if plan.chunk_tokens != chunk_format.chunk_tokens:
         raise InputError(f"the plan's chunks have {plan.chunk_tokens} tokens, the format's {chunk_format.chunk_tokens}")
-    slots = layout.blocks * layout.block_tokens
+    slots, copies = layout.blocks * layout.block_tokens, plan.copies
     work: dict[HostExtent, tuple[list[WholeBlocks], list[PartOfBlock]]] = {}
-    for copy in plan.copies:
+    for copy in copies:
         _check(copy, slots, chunk_format.chunk_tokens)
         lists = work.get(copy.extent)
         if lists is None:
@@ -114,7 +114,7 @@ def validate_and_split(
                 parts.append(piece)
             if chunk_format.kind == "blocks" and piece.first_token % layout.block_tokens:
                 raise InputError(f"chunk token {piece.first_token} is inside an opaque block")
-    _refuse_repeats(plan.copies, to_engine=to_engine)
+    _refuse_repeats(copies, to_engine=to_engine)
     return [ChunkWork(extent, tuple(whole), tuple(parts)) for extent, (whole, parts) in work.items()]
 
 
