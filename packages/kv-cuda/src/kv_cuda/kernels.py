@@ -3,6 +3,7 @@
 Without it torch does the work, with the same bytes. The rules of its functions are in `csrc/library.c`.
 """
 
+from array import array
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -20,13 +21,7 @@ SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
 _VERSION: Final = 2
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
-_ARGUMENTS: Final = {
-    "quantise": (0, 4),
-    "dequantise": (0, 4),
-    "copy_blocks": (1, 4),
-    "split_move": (7, 4),
-    "list_tokens": (1, 4),
-}
+_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4), "list_move": (0, 6)}
 """How many numbers each function takes, and how many arrays behind them."""
 OTHER: Final = -2
 """`KV_OTHER` in the sources."""
@@ -45,7 +40,7 @@ class CopyKernels(CLibrary):
     def call(self, name: str, /, *arguments: int | NDArray[np.generic] | Place) -> int:
         """Call a function by its name in the source, without `kv_`; returns its result.
 
-        arguments: its numbers, and its arrays.
+        arguments: a number, if the function takes one, and its arrays.
 
         Raises:
             MisuseError: the arrays' sizes do not fit each other.
@@ -62,6 +57,11 @@ class CopyKernels(CLibrary):
 def place_of(array: NDArray[np.generic]) -> Place:
     assert array.flags.c_contiguous
     return array.ctypes.data, array.nbytes
+
+
+def place_of_packed(numbers: "array[int]") -> Place:
+    address, count = numbers.buffer_info()
+    return address, count * numbers.itemsize
 
 
 @cache

@@ -9,11 +9,12 @@ or the one that last used the blocks that are loaded into.
 On CPU tensors the same code runs in Triton's interpreter, which is how it is tested without a GPU.
 """
 
+import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby, pairwise
-from operator import attrgetter
+from itertools import accumulate, groupby, product
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from kv_core.device import CopyEvent
 from kv_core.errors import ConfigError, CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import TransferPlan
+from kv_core.transfer import Move, TransferPlan
 from numpy.typing import NDArray
 
 from kv_cuda.copy.attached import AttachesPools
@@ -29,11 +30,11 @@ from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
 from kv_cuda.copy.memory import AttachedPool, buffers_for_copies, host_buffer
 from kv_cuda.copy.ops import driver
-from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
+from kv_cuda.copy.ops.rows import Listing, RowKernel, Span, row_kernel
 from kv_cuda.copy.plan import copy_shape
 from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.copy.table import CopyTable, copy_table
-from kv_cuda.kernels import installed_kernels
+from kv_cuda.kernels import OTHER, installed_kernels, place_of_packed
 from kv_cuda.layout import PagedLayout
 
 _RING_SLOTS = 4
@@ -47,22 +48,25 @@ _PROGRAMS_ON_DEVICE = 32
 """The same for a kernel between ring and blocks, which takes a few microseconds per piece."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring chunks of a plan that take the same path.
+    """All copies of one chunk.
 
-    path: the path that their bytes take, and the largest number of the kernel's programs.
-    first: the number of the first one in the plan's table.
-    starts: where the tokens of each begin in the lists of tokens, and where the last one's end.
+    extent: where the chunk is.
+    copy_path: the path that its bytes take.
+    programs: the largest number of the kernel's programs.
+    first, end: its copies in the plan's table.
+    start: the position of its first token in the lists of tokens.
+    tokens: its number of tokens in these lists.
     """
 
-    path: tuple[CopyPath, int]
+    extent: HostExtent
+    copy_path: CopyPath
+    programs: int
     first: int
-    starts: list[int]
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.starts) - 1
+    end: int
+    start: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +76,42 @@ class _Checked:
     direction: the direction of its copies.
     tokens: the number of tokens in all of them.
     table: the copies.
-    addresses: [chunks], where each chunk's pinned bytes are.
-    launches: the chunks in groups, as many at a time as the lists of tokens hold.
+    chunks: the pinned bytes of each chunk.
+    launches: the copies, chunk by chunk, as many chunks at a time as the lists of tokens hold.
     """
 
     direction: Direction
     tokens: int
     table: CopyTable
-    addresses: NDArray[np.int64]
+    chunks: Mapping[HostExtent, torch.Tensor]
     launches: list[list[_Group]]
+
+    @property
+    def pools(self) -> set[str]:
+        """The names of its pools."""
+        return {extent.pool for extent in self.chunks}
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A plan that was validated, all of which goes directly.
+
+    direction: the direction of its copies.
+    tokens: the number of tokens in all of them.
+    pools: the names of its pools: one.
+    programs: the largest number of the kernel's programs.
+    columns: for each launch its blocks, and the addresses of its chunks.
+    launches: for each launch its tokens, and the position of the first one in these.
+    per_slot: tokens of a block.
+    """
+
+    direction: Direction
+    tokens: int
+    pools: tuple[str]
+    programs: int
+    columns: list[NDArray[np.int64]]
+    launches: list[tuple[int, int]]
+    per_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +160,12 @@ class GpuCopier(AttachesPools):
         self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
         self._all_planes: list[Span] = [(0, self._kernel.plane_count, 1)]
+        self._aligned = math.lcm(self._kernel.aligned, chunk_format.itemsize)
         directions: tuple[Direction, ...] = ("load", "store")
+        may = {"may_stage": True, "can_drive": self._can_drive}
+        self._is_direct = {
+            direction: self._copy_paths.choose(direction, self.run_bytes, **may) == "direct" for direction in directions
+        }
         self._pipelines = {
             direction: _KernelPipeline(self._device, self._kernel, chunk_format.chunk_tokens)
             for direction in directions
@@ -172,7 +208,7 @@ class GpuCopier(AttachesPools):
     def store_layers(self, plan: TransferPlan) -> "_LayersOfGpu":
         """Each layer is gathered after everything that the engine has enqueued when `gather` is called."""
         checked = self._checked(plan, "store")
-        pools = {extent.pool: self._pools[extent.pool] for extent in checked.table.extents}
+        pools = {name: self._pools[name] for name in checked.pools}
 
         def gather(layers: Sequence[int]) -> CopyEvent:
             if any(self._pools.get(name) is not pool for name, pool in pools.items()):
@@ -187,31 +223,86 @@ class GpuCopier(AttachesPools):
         count = self._layout.layers
         return [(layer, self._kernel.plane_count // count, count) for layer in layers]
 
-    def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked:
+    def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked | _Listed:
+        if (listed := self._listed(plan, direction)) is not None:
+            return listed
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         table = copy_table(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
-        for offset in table.offsets[table.offsets % self._kernel.aligned != 0]:
-            raise InputError(f"an extent at {offset} is not aligned to {self._kernel.aligned} bytes")
+        for extent in table.extents:
+            if extent.offset % self._kernel.aligned:
+                raise InputError(f"an extent at {extent.offset} is not aligned to {self._kernel.aligned} bytes")
         # Pinned before anything is launched: a limit on locked memory must not leave half a plan behind.
-        addresses, first = [table.offsets[:0]], 0
-        for name, extents in groupby(table.extents, attrgetter("pool")):
-            end = first + len(list(extents))
-            addresses.append(self._pools[name].addresses(table.offsets[first:end], self._format.nbytes))
-            first = end
-        return _Checked(direction, plan.tokens, table, np.concatenate(addresses), self._launches(table, direction))
+        chunks = {extent: self._pools[extent.pool].chunk(extent) for extent in table.extents}
+        return _Checked(direction, plan.tokens, table, chunks, list(self._launches(table, direction)))
 
-    def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
+    def _listed(self, plan: TransferPlan, direction: Direction) -> _Listed | None:
+        """A plan of moves between one pool and blocks, each listed by one call of C. None: it is another plan, or has
+        something that must be looked at more closely."""
+        kernels, size, moves = installed_kernels(), self._format.chunk_tokens, plan.parts
+        if kernels is None or plan.chunk_tokens != size or not moves or not isinstance(moves[0], Move):
+            return None
+        name, step, nbytes = moves[0].extents[0].pool, moves[0].block_tokens, self._format.nbytes
+        pool, unit, slots = (
+            self._pools.get(name),
+            self._layout.block_tokens,
+            self._layout.blocks * self._layout.block_tokens,
+        )
+        if pool is None or not (pool.is_on_device or self._is_direct[direction]) or slots % step or size % step:
+            return None
+        if self._format.kind == "blocks" and step != unit:
+            return None
+        written = np.zeros((slots // step + 7) // 8 if direction == "load" else 0, np.uint8)
+        pool_place = pool.bytes.data_ptr(), pool.bytes.numel()
+        columns: list[NDArray[np.int64]] = []
+        launches: list[tuple[int, int]] = []
+        every_offset: list[int] = []
+        for move in moves:
+            if not isinstance(move, Move) or move.block_tokens != step:
+                return None
+            first, last, first_chunk = move.first_token, move.last_token, move.first_token // size
+            begin, end = first_chunk - move.first_chunk, -(-last // size) - move.first_chunk
+            extents = move.extents[begin:end] if 0 <= begin < end <= len(move.extents) else ()
+            if {(extent.pool, extent.nbytes) for extent in extents} != {(name, nbytes)}:
+                return None
+            if self._format.kind == "blocks" and (first % unit or last % unit):
+                return None
+            offsets = array("q", [extent.offset for extent in extents])
+            shape = array("q", (first, last, size, step, slots // step, *pool_place, nbytes, self._aligned))
+            blocks = np.empty(-(-last // step) - first_chunk * (size // step), np.int64)
+            places = np.empty(len(extents), np.int64)
+            lists = shape, move.table, offsets
+            if kernels.call("list_move", *map(place_of_packed, lists), written, blocks, places) == OTHER:
+                return None
+            columns += blocks, places
+            launches.append((last - first, first - first_chunk * size))
+            every_offset += offsets
+        room = 2 * self._pipelines[direction].list_tokens
+        if len(set(every_offset)) < len(every_offset) or sum(map(len, columns)) > room:
+            return None
+        # Before anything is launched: a limit on locked memory must not leave half a plan behind.
+        pool.prepare(every_offset, nbytes)
+        programs = _PROGRAMS_ON_DEVICE if pool.is_on_device else _PROGRAMS_ON_BUS[direction]
+        return _Listed(direction, plan.tokens, (name,), programs, columns, launches, step)
+
+    def _move(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         """One event for each step; a step is the planes that have been moved when it completes."""
         with self._range(f"kv {checked.direction}: {checked.tokens} tokens"), buffers_for_copies():
             return self._enqueue(checked, steps)
 
-    def _enqueue(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
+    def _enqueue(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         pipeline, to_engine = self._pipelines[checked.direction], checked.direction == "load"
         pipeline.begin()
         events: list[CopyEvent] = []
-        uploaded, lists = -1, None
+        uploaded = -1
+        lists: Listing | None = None
         try:
+            listed = self._upload_listed(checked, pipeline) if isinstance(checked, _Listed) else []
             for spans in steps:
+                if isinstance(checked, _Listed):
+                    for span, listing in product(spans, listed):
+                        pipeline.direct(listing, span, checked.programs, to_engine=to_engine)
+                    events.append(pipeline.end())
+                    continue
                 for number, groups in enumerate(checked.launches):
                     if number != uploaded:  # most plans are one launch, whose lists serve every layer
                         uploaded, lists = number, self._upload(groups, checked, pipeline)
@@ -222,90 +313,94 @@ class GpuCopier(AttachesPools):
             raise
         return events
 
-    def _launches(self, table: CopyTable, direction: Direction) -> list[list[_Group]]:
-        """The chunks in groups, as many at a time as the lists of tokens hold."""
-        block, begins = self._layout.block_tokens, table.starts[:-1]
+    def _launches(self, table: CopyTable, direction: Direction) -> Iterator[list[_Group]]:
+        """The copies chunk by chunk, as many chunks at a time as the lists of tokens hold."""
+        block = self._layout.block_tokens
         in_blocks = (table.first_slot % block == 0) & (table.tokens % block == 0)
-        counts = np.add.reduceat(table.tokens, begins).tolist() if len(begins) else []
-        are_blocks = np.logical_and.reduceat(in_blocks, begins).tolist() if len(begins) else []
-        kinds = list(zip(map(attrgetter("pool"), table.extents), counts, are_blocks, strict=True))
-        path_of = {kind: self._path(*kind, direction) for kind in set(kinds)}
-        launches: list[list[_Group]] = []
-        listed = most = self._pipelines[direction].list_tokens
-        for number, kind in enumerate(kinds):
-            if listed + kind[1] > most:
-                launches.append([])
-                listed = 0
-            groups, path = launches[-1], path_of[kind]
-            if not groups or groups[-1].path != path:
-                groups.append(_Group(path, number, [listed]))
-            listed += kind[1]
-            groups[-1].starts.append(listed)
-        return launches
+        bounds = table.starts.tolist()
+        groups: list[_Group] = []
+        start = 0
+        for extent, first, end in zip(table.extents, bounds, bounds[1:], strict=False):
+            tokens = int(table.tokens[first:end].sum())
+            if start + tokens > self._pipelines[direction].list_tokens:
+                yield groups
+                groups, start = [], 0
+            is_on_device = self._pools[extent.pool].is_on_device
+            programs = _PROGRAMS_ON_DEVICE if is_on_device else _PROGRAMS_ON_BUS[direction]
+            copy_path = self._copy_path(extent, tokens, direction, is_in_blocks=bool(in_blocks[first:end].all()))
+            groups.append(_Group(extent, copy_path, programs, first, end, start, tokens))
+            start += tokens
+        if groups:
+            yield groups
 
-    def _path(self, pool: str, tokens: int, is_in_blocks: bool, direction: Direction) -> tuple[CopyPath, int]:
-        """The path of a chunk in this pool of which so many tokens are copied, and the number of programs for it."""
-        if self._pools[pool].is_on_device:
-            return "direct", _PROGRAMS_ON_DEVICE
+    def _copy_path(self, extent: HostExtent, tokens: int, direction: Direction, *, is_in_blocks: bool) -> CopyPath:
+        if self._pools[extent.pool].is_on_device:
+            return "direct"
         chunk = self._format.chunk_tokens
         # A load may copy more of a chunk than is needed; a store would overwrite the rest of it.
         may_stage = 2 * tokens > chunk if direction == "load" else tokens == chunk
         can_drive = self._can_drive and is_in_blocks
-        copy_path = self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
-        return copy_path, _PROGRAMS_ON_BUS[direction]
+        return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
-    def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> torch.Tensor | None:
-        """On the device, each token's slot, and the place of its row in the chunk's first plane: an address, or an
-        offset in bytes if the chunk goes through the ring. None if no group needs these lists."""
-        if all(group.path[0] == "driver" for group in groups):
+    def _upload_listed(self, checked: _Listed, pipeline: "_KernelPipeline") -> list[Listing]:
+        places = pipeline.upload(*checked.columns)
+        size = self._format.chunk_tokens
+        return [
+            Listing(tokens, slots_at, rows_at, first, checked.per_slot, size)
+            for (tokens, first), slots_at, rows_at in zip(checked.launches, places[::2], places[1::2], strict=True)
+        ]
+
+    def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> Listing | None:
+        """The lists of tokens on the device; None if they are not needed."""
+        if all(group.copy_path == "driver" for group in groups):
             return None
-        copies, places = _copies_of(groups[0].first, groups[-1].end, checked.table), checked.addresses
-        if any(group.path[0] == "staged" for group in groups):
-            places = places.copy()
-            for group in groups:
-                if group.path[0] == "staged":
-                    places[group.first : group.end] = 0
-        row, kernels = self._kernel.row_bytes, installed_kernels()
-
-        def write(slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-            if kernels is not None:
-                kernels.call("list_tokens", row, copies, places, slots, rows)
-                return
-            chunk, first_token, first_slot, tokens = copies.T
-            within_copy = _indexes_within(tokens)
-            slots[:] = np.repeat(first_slot, tokens) + within_copy
-            rows[:] = np.repeat(first_token * row + places[chunk], tokens) + within_copy * row
-
-        return pipeline.upload(groups[-1].starts[-1], write)
+        slots, rows = self._lists(groups, checked)
+        return Listing(len(slots), *pipeline.upload(slots, rows))
 
     def _launch(
         self,
         groups: list[_Group],
-        lists: torch.Tensor | None,
+        lists: Listing | None,
         checked: _Checked,
         spans: Sequence[Span],
         pipeline: "_KernelPipeline",
         *,
         to_engine: bool,
     ) -> None:
-        """A group is one launch for each span, except through the ring."""
-        for group in groups:
-            copy_path, programs = group.path
+        """Chunks side by side that take the same path are one launch, except through the ring."""
+        for (copy_path, programs), run in groupby(groups, lambda group: (group.copy_path, group.programs)):
+            adjacent = list(run)
             if lists is None or copy_path == "driver":
-                self._copy_by_driver(group, checked, spans, pipeline, to_engine=to_engine)
+                self._copy_by_driver(adjacent, checked, spans, pipeline, to_engine=to_engine)
             elif copy_path == "direct":
+                tokens = lists.part(adjacent[0].start, adjacent[-1].start + adjacent[-1].tokens)
                 for span in spans:
-                    tokens = lists[:, group.starts[0] : group.starts[-1]]
                     pipeline.direct(tokens, span, programs, to_engine=to_engine)
             else:
-                for chunk, (start, end) in enumerate(pairwise(group.starts), group.first):
-                    extent = checked.table.extents[chunk]
-                    chunk_bytes = self._pools[extent.pool].chunk(extent)
-                    pipeline.staged(lists[:, start:end], chunk_bytes, spans, to_engine=to_engine)
+                for group in adjacent:
+                    tokens = lists.part(group.start, group.start + group.tokens)
+                    pipeline.staged(tokens, checked.chunks[group.extent], spans, to_engine=to_engine)
+
+    def _lists(self, groups: Sequence[_Group], checked: _Checked) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Each token's slot, and the place of its row in the chunk's first plane: an address, or an offset in bytes if
+        the chunk goes through the ring.
+        """
+        table, row = checked.table, self._kernel.row_bytes
+        copies = slice(groups[0].first, groups[-1].end)
+        tokens = table.tokens[copies]
+        within_copy = _indexes_within(tokens)
+        slots = np.repeat(table.first_slot[copies], tokens) + within_copy
+        first_rows = table.first_token[copies] * row + self._chunk_addresses(groups, checked)
+        return slots, np.repeat(first_rows, tokens) + within_copy * row
+
+    def _chunk_addresses(self, groups: Sequence[_Group], checked: _Checked) -> NDArray[np.int64]:
+        """[copies]: the address of each copy's chunk; 0 for chunks that go through the ring."""
+        addresses = [0 if group.copy_path == "staged" else checked.chunks[group.extent].data_ptr() for group in groups]
+        return np.repeat(np.array(addresses, np.int64), [group.end - group.first for group in groups])
 
     def _copy_by_driver(
         self,
-        group: _Group,
+        groups: Sequence[_Group],
         checked: _Checked,
         spans: Sequence[Span],
         pipeline: "_KernelPipeline",
@@ -313,12 +408,13 @@ class GpuCopier(AttachesPools):
         to_engine: bool,
     ) -> None:
         """Block by block of every plane, by the driver's batched copies."""
-        size, row = self._layout.block_tokens, self._kernel.row_bytes
-        chunk, first_token, first_slot, tokens = _copies_of(group.first, group.end, checked.table).T
-        blocks = tokens // size
+        table, size, row = checked.table, self._layout.block_tokens, self._kernel.row_bytes
+        copies = slice(groups[0].first, groups[-1].end)
+        blocks = table.tokens[copies] // size
         within_copy = _indexes_within(blocks)
-        block = np.repeat(first_slot // size, blocks) + within_copy
-        in_chunk = np.repeat(first_token * row + checked.addresses[chunk], blocks) + within_copy * (size * row)
+        block = np.repeat(table.first_slot[copies] // size, blocks) + within_copy
+        first_rows = table.first_token[copies] * row + self._chunk_addresses(groups, checked)
+        in_chunk = np.repeat(first_rows, blocks) + within_copy * (size * row)
         for first, count, step in spans:
             numbers = np.arange(first, first + count * step, step)[:, None]
             planes = self._kernel.host_planes[numbers[:, 0]]
@@ -327,11 +423,6 @@ class GpuCopier(AttachesPools):
             to, origin = (engine, host) if to_engine else (host, engine)
             with pipeline.kernels.running():
                 driver.copy_runs(to, origin, size * row, self._device)
-
-
-def _copies_of(first: int, end: int, table: CopyTable) -> NDArray[np.int64]:
-    """Those of chunks `first` to `end`, the last one excluded."""
-    return table.copies[table.starts[first] : table.starts[end]]
 
 
 def _indexes_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -377,25 +468,22 @@ class _KernelPipeline:
             return self._copies.record()
         return last
 
-    def upload(self, tokens: int, write: Callable[[NDArray[np.int64], NDArray[np.int64]], None]) -> torch.Tensor:
-        """[2, tokens] on the device, as `write` writes them; valid until the next launch has read them."""
-        # An even number of positions each: a list at an odd one would need another kernel, see `RowKernel.compile`.
-        length = -(-tokens // 2) * 2
-        if self._filled + length > self.list_tokens:
+    def upload(self, *columns: NDArray[np.int64]) -> list[int]:
+        """Have these numbers on the device, valid until the next launch has read them. Returns where each of them is in
+        the list."""
+        ends = list(accumulate(map(len, columns), initial=self._filled))
+        if ends[-1] > 2 * self.list_tokens:
             if self._has_launched:
                 self._used[self._list] = self.kernels.record()
-            self._list, self._filled = self._unused_list(), 0
-        begin = 2 * self._filled
-        self._filled += length
-        host_list, device_list = (
-            lists[self._list][begin : begin + 2 * length] for lists in (self._lists, self._on_device)
-        )
-        slots, rows = host_list.numpy().reshape(2, length)
-        write(slots[:tokens], rows[:tokens])
-        if self._on_device[self._list] is not self._lists[self._list]:
+            self._list = self._unused_list()
+            ends = [end - self._filled for end in ends]
+        host_list, device_list = self._lists[self._list], self._on_device[self._list]
+        np.concatenate(columns, out=host_list.numpy()[ends[0] : ends[-1]])
+        if device_list is not host_list:
             with self.kernels.running():
-                device_list.copy_(host_list, non_blocking=True)
-        return device_list.view(2, length)[:, :tokens]
+                device_list[ends[0] : ends[-1]].copy_(host_list[ends[0] : ends[-1]], non_blocking=True)
+        self._filled = ends[-1]
+        return ends[:-1]
 
     def _unused_list(self) -> int:
         """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""
@@ -414,11 +502,11 @@ class _KernelPipeline:
         self._on_device.append(device_list)
         self._used.append(DoneEvent())
 
-    def direct(self, tokens: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:
+    def direct(self, tokens: Listing, span: Span, programs: int, *, to_engine: bool) -> None:
         """The kernel reads or writes the chunks where they are."""
         self._launch(tokens, 0, span, programs, to_engine=to_engine)
 
-    def staged(self, tokens: torch.Tensor, chunk: torch.Tensor, spans: Sequence[Span], *, to_engine: bool) -> None:
+    def staged(self, tokens: Listing, chunk: torch.Tensor, spans: Sequence[Span], *, to_engine: bool) -> None:
         """By way of the ring, some planes at a time that lie side by side in the chunk."""
         ring, plane_bytes = self._make_ring(), self._kernel.plane_bytes
         for first, count in self._pieces(spans):
@@ -450,9 +538,12 @@ class _KernelPipeline:
             for number in range(0, planes, at_once):
                 yield start + number * step, min(at_once, planes - number)
 
-    def _launch(self, tokens: torch.Tensor, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+    def _launch(self, tokens: Listing, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+        numbers = self._on_device[self._list]
         with self.kernels.running():
-            self._kernel.move(tokens[0], tokens[1], base=base, span=span, to_engine=to_engine, programs=programs)
+            self._kernel.move(
+                numbers, numbers, base=base, span=span, to_engine=to_engine, programs=programs, listing=tokens
+            )
         self._has_launched = True
 
     def _make_ring(self) -> torch.Tensor:

@@ -1,14 +1,12 @@
 """Chunk memory as a copier on a device sees it: host memory, pinned on first use, or device memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from kv_core.errors import CopyFailed, InputError
 from kv_core.extent import HostExtent
-from numpy.typing import NDArray
 
 from kv_cuda.copy.numa import node_of
 from kv_cuda.copy.pinned import SLICE_BYTES, CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
@@ -40,15 +38,14 @@ class AttachedPool:
             self.pinned.pin(extent.offset, nbytes=extent.nbytes)
         return self.bytes[extent.offset : extent.offset + extent.nbytes]
 
-    def addresses(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.int64]:
-        """Where the chunks of `nbytes` at these offsets are, ready to be copied.
+    def prepare(self, offsets: Sequence[int], nbytes: int) -> None:
+        """Have the chunks of `nbytes` at these offsets ready to be copied.
 
         Raises:
             ConfigError: as for `chunk`.
         """
         if self.pinned is not None:
-            self.pinned.pin(*offsets.tolist(), nbytes=nbytes)
-        return offsets + self.bytes.data_ptr()
+            self.pinned.pin(*offsets, nbytes=nbytes)
 
     def release(self) -> None:
         """Release the pool: nothing may be copied to or from it any more."""
