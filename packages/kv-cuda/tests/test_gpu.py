@@ -254,19 +254,19 @@ def test_layers_are_stored_one_by_one_and_each_as_it_is_then(copy_path: CopyPath
 
 def test_lists_of_blocks_cross_the_bus_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a number for each block and each chunk."""
-    uploads: list[list[int]] = []
+    uploads: list[int] = []
     upload = gpu._KernelPipeline.upload
 
-    def counted(self: Any, *columns: Any) -> Any:
-        uploads.append(list(map(len, columns)))
-        return upload(self, *columns)
+    def counted(self: Any, numbers: Any) -> Any:
+        uploads.append(len(numbers))
+        return upload(self, numbers)
 
     monkeypatch.setattr(gpu._KernelPipeline, "upload", counted)
     copier = GpuCopier(CACHE.layout, filled(), FORMAT, copy_paths=only("direct"))
     copier.attach("pool", memoryview(bytearray(FORMAT.nbytes)))
     copier.prepare([HostExtent("pool", 0, FORMAT.nbytes)])
     assert len(copier.load_layers(whole())) == LAYERS > 1
-    assert uploads == [[CHUNK // TOKENS, 1]]
+    assert uploads == [CHUNK // TOKENS + 1]
 
 
 @st.composite
@@ -304,10 +304,10 @@ def test_what_is_listed_in_one_call_is_what_is_listed_copy_by_copy(plan: Transfe
     assert isinstance(checked, gpu._Checked)
     slots, rows = copier._lists([group for groups in checked.launches for group in groups], checked)
     found = []
-    for (tokens, first), blocks, places in zip(listed.launches, listed.columns[::2], listed.columns[1::2], strict=True):
+    for tokens, blocks_at, places_at, first in listed.launches:
         for at in range(first, first + tokens):
-            slot = int(blocks[at // listed.per_slot]) * listed.per_slot + at % listed.per_slot
-            found.append((slot, int(places[at // CHUNK]) + at % CHUNK * copier._kernel.row_bytes))
+            slot = listed.numbers[blocks_at + at // listed.per_slot] * listed.per_slot + at % listed.per_slot
+            found.append((slot, listed.numbers[places_at + at // CHUNK] + at % CHUNK * copier._kernel.row_bytes))
     assert sorted(found) == sorted(zip(slots.tolist(), rows.tolist(), strict=True))
 
 
@@ -461,8 +461,8 @@ for name, (run, row) in json.loads(sys.argv[1]).items():
     kernel = RowKernel(None, None, 64, 0, row * 8, 16, run, row, 8, 16)
     for to_engine in (True, False):
         constants = dict(kernel.constants, TO_ENGINE=to_engine)
-        signature = {"planes": "*i64", "slots": "*i64", "rows": "*i64", "base": "i64", "tokens": "i32", "slots_at": "i32",
-                     "rows_at": "i32", "first": "i32", "per_slot": "i32", "per_row": "i32",
+        signature = {"planes": "*i64", "slots": "*i64", "rows": "*i64", "base": "i64", "tokens": "i32",
+                     "slots_at": "i32", "rows_at": "i32", "first": "i32", "per_slot": "i32", "per_row": "i32",
                      "first_plane": "i32", "plane_count": "i32", "plane_step": "i32",
                      "plane_bytes": "i64"}
         signature |= {constant: "constexpr" for constant in constants}

@@ -21,7 +21,7 @@ SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
 _VERSION: Final = 2
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
-_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4), "list_move": (0, 6)}
+_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4), "list_move": (0, 5)}
 """How many numbers each function takes, and how many arrays behind them."""
 OTHER: Final = -2
 """`KV_OTHER` in the sources."""

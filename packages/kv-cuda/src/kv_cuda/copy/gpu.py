@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, groupby, product
+from itertools import groupby, product
 
 import numpy as np
 import torch
@@ -100,8 +100,9 @@ class _Listed:
     tokens: the number of tokens in all of them.
     pools: the names of its pools: one.
     programs: the largest number of the kernel's programs.
-    columns: for each launch its blocks, and the addresses of its chunks.
-    launches: for each launch its tokens, and the position of the first one in these.
+    numbers: for each launch its blocks, and the addresses of its chunks.
+    launches: for each launch its tokens, where its blocks and its chunks are in `numbers`, and the position in these of
+        its first token.
     per_slot: tokens of a block.
     """
 
@@ -109,8 +110,8 @@ class _Listed:
     tokens: int
     pools: tuple[str]
     programs: int
-    columns: list[NDArray[np.int64]]
-    launches: list[tuple[int, int]]
+    numbers: "array[int]"
+    launches: list[tuple[int, int, int, int]]
     per_slot: int
 
 
@@ -242,19 +243,15 @@ class GpuCopier(AttachesPools):
         if kernels is None or plan.chunk_tokens != size or not moves or not isinstance(moves[0], Move):
             return None
         name, step, nbytes = moves[0].extents[0].pool, moves[0].block_tokens, self._format.nbytes
-        pool, unit, slots = (
-            self._pools.get(name),
-            self._layout.block_tokens,
-            self._layout.blocks * self._layout.block_tokens,
-        )
-        if pool is None or not (pool.is_on_device or self._is_direct[direction]) or slots % step or size % step:
+        pool, layout, is_opaque = self._pools.get(name), self._layout, self._format.kind == "blocks"
+        blocks, remainder = divmod(layout.blocks * layout.block_tokens, step)
+        if pool is None or not (pool.is_on_device or self._is_direct[direction]) or remainder or size % step:
             return None
-        if self._format.kind == "blocks" and step != unit:
+        if is_opaque and step != layout.block_tokens:
             return None
-        written = np.zeros((slots // step + 7) // 8 if direction == "load" else 0, np.uint8)
+        written = array("B", bytes((blocks + 7) // 8 if direction == "load" else 0))
         pool_place = pool.bytes.data_ptr(), pool.bytes.numel()
-        columns: list[NDArray[np.int64]] = []
-        launches: list[tuple[int, int]] = []
+        numbers, launches = array("q"), []
         every_offset: list[int] = []
         for move in moves:
             if not isinstance(move, Move) or move.block_tokens != step:
@@ -264,25 +261,26 @@ class GpuCopier(AttachesPools):
             extents = move.extents[begin:end] if 0 <= begin < end <= len(move.extents) else ()
             if {(extent.pool, extent.nbytes) for extent in extents} != {(name, nbytes)}:
                 return None
-            if self._format.kind == "blocks" and (first % unit or last % unit):
+            if is_opaque and (first % step or last % step):
                 return None
             offsets = array("q", [extent.offset for extent in extents])
-            shape = array("q", (first, last, size, step, slots // step, *pool_place, nbytes, self._aligned))
-            blocks = np.empty(-(-last // step) - first_chunk * (size // step), np.int64)
-            places = np.empty(len(extents), np.int64)
-            lists = shape, move.table, offsets
-            if kernels.call("list_move", *map(place_of_packed, lists), written, blocks, places) == OTHER:
+            shape = array("q", (first, last, size, step, blocks, *pool_place, nbytes, self._aligned))
+            of_blocks = -(-last // step) - first_chunk * (size // step)
+            listed = array("q", bytes(8 * (of_blocks + len(offsets))))
+            arrays = map(place_of_packed, (shape, move.table, offsets, written, listed))
+            if kernels.call("list_move", *arrays) == OTHER:
                 return None
-            columns += blocks, places
-            launches.append((last - first, first - first_chunk * size))
+            at = len(numbers)
+            launches.append((last - first, at, at + of_blocks, first - first_chunk * size))
+            numbers += listed
             every_offset += offsets
         room = 2 * self._pipelines[direction].list_tokens
-        if len(set(every_offset)) < len(every_offset) or sum(map(len, columns)) > room:
+        if len(set(every_offset)) < len(every_offset) or len(numbers) > room:
             return None
         # Before anything is launched: a limit on locked memory must not leave half a plan behind.
         pool.prepare(every_offset, nbytes)
         programs = _PROGRAMS_ON_DEVICE if pool.is_on_device else _PROGRAMS_ON_BUS[direction]
-        return _Listed(direction, plan.tokens, (name,), programs, columns, launches, step)
+        return _Listed(direction, plan.tokens, (name,), programs, numbers, launches, step)
 
     def _move(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         """One event for each step; a step is the planes that have been moved when it completes."""
@@ -343,11 +341,10 @@ class GpuCopier(AttachesPools):
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
     def _upload_listed(self, checked: _Listed, pipeline: "_KernelPipeline") -> list[Listing]:
-        places = pipeline.upload(*checked.columns)
-        size = self._format.chunk_tokens
+        at, size = pipeline.upload(np.frombuffer(checked.numbers, np.int64)), self._format.chunk_tokens
         return [
-            Listing(tokens, slots_at, rows_at, first, checked.per_slot, size)
-            for (tokens, first), slots_at, rows_at in zip(checked.launches, places[::2], places[1::2], strict=True)
+            Listing(tokens, at + slots_at, at + rows_at, first, checked.per_slot, size)
+            for tokens, slots_at, rows_at, first in checked.launches
         ]
 
     def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> Listing | None:
@@ -355,7 +352,8 @@ class GpuCopier(AttachesPools):
         if all(group.copy_path == "driver" for group in groups):
             return None
         slots, rows = self._lists(groups, checked)
-        return Listing(len(slots), *pipeline.upload(slots, rows))
+        at = pipeline.upload(np.concatenate((slots, rows)))
+        return Listing(len(slots), at, at + len(slots))
 
     def _launch(
         self,
@@ -443,6 +441,7 @@ class _KernelPipeline:
         self._turn = 0
         self.list_tokens = -(-max(_LIST_TOKENS, chunk_tokens) // 2) * 2
         self._lists: list[torch.Tensor] = []
+        self._numbers: list[NDArray[np.int64]] = []  # the same memory, for which torch takes longer
         self._on_device: list[torch.Tensor] = []
         self._used: list[CopyEvent] = []
         self._list = self._filled = 0
@@ -468,22 +467,19 @@ class _KernelPipeline:
             return self._copies.record()
         return last
 
-    def upload(self, *columns: NDArray[np.int64]) -> list[int]:
-        """Have these numbers on the device, valid until the next launch has read them. Returns where each of them is in
-        the list."""
-        ends = list(accumulate(map(len, columns), initial=self._filled))
-        if ends[-1] > 2 * self.list_tokens:
+    def upload(self, numbers: NDArray[np.int64]) -> int:
+        """Have these numbers on the device, valid until the next launch has read them. Returns where in the list."""
+        if self._filled + len(numbers) > 2 * self.list_tokens:
             if self._has_launched:
                 self._used[self._list] = self.kernels.record()
-            self._list = self._unused_list()
-            ends = [end - self._filled for end in ends]
+            self._list, self._filled = self._unused_list(), 0
+        at, end = self._filled, self._filled + len(numbers)
         host_list, device_list = self._lists[self._list], self._on_device[self._list]
-        np.concatenate(columns, out=host_list.numpy()[ends[0] : ends[-1]])
+        self._numbers[self._list][at:end] = numbers
         if device_list is not host_list:
-            with self.kernels.running():
-                device_list[ends[0] : ends[-1]].copy_(host_list[ends[0] : ends[-1]], non_blocking=True)
-        self._filled = ends[-1]
-        return ends[:-1]
+            self.kernels.copy(device_list[at:end], host_list[at:end])
+        self._filled = end
+        return at
 
     def _unused_list(self) -> int:
         """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""
@@ -499,6 +495,7 @@ class _KernelPipeline:
         host_list = host_buffer(2 * self.list_tokens, dtype=torch.int64, device=self._device)
         device_list = torch.empty_like(host_list, device=self._device) if is_cuda else host_list
         self._lists.append(host_list)
+        self._numbers.append(host_list.numpy())
         self._on_device.append(device_list)
         self._used.append(DoneEvent())
 
@@ -517,8 +514,7 @@ class _KernelPipeline:
             base = slot.data_ptr() - first * plane_bytes
             if to_engine:
                 self._copies.follow(self._free[turn])
-                with self._copies.running():
-                    slot.copy_(piece, non_blocking=True)
+                self._copies.copy(slot, piece)
                 self.kernels.follow(self._copies.record())
                 self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=True)
                 self._free[turn] = self.kernels.record()
@@ -526,8 +522,7 @@ class _KernelPipeline:
                 self.kernels.follow(self._free[turn])
                 self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=False)
                 self._copies.follow(self.kernels.record())
-                with self._copies.running():
-                    piece.copy_(slot, non_blocking=True)
+                self._copies.copy(piece, slot)
                 self._free[turn] = self._copies.record()
                 self._copies_are_last = True
 

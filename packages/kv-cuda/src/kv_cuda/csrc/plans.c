@@ -9,14 +9,13 @@ typedef struct {
     int64_t first, last, chunk_tokens, block_tokens, blocks, pool, pool_bytes, chunk_bytes, aligned;
 } Move;
 
-/* For tokens `first` to `last` of a prompt: the blocks of the chunks that they touch, and these chunks' addresses.
+/* For tokens `first` to `last` of a prompt: the blocks of the chunks that they touch, and then these chunks' addresses.
  *
  * shape: a `Move`; `pool` is an address. table: blocks, int32, from the prompt's first token on. chunks: offsets in the
  * pool, int64, from the chunk of token `first` on. written: a bit for each block, set by earlier calls where it has been
  * written; empty: blocks are read. Blocks that hold none of the tokens are passed on as they are. */
 EXPORT int64_t kv_list_move(const u8 *shape, size_t shape_bytes, const u8 *table, size_t table_bytes, const u8 *chunks,
-                            size_t chunks_bytes, u8 *written, size_t written_bytes, u8 *listed, size_t listed_bytes,
-                            u8 *places, size_t places_bytes) {
+                            size_t chunks_bytes, u8 *written, size_t written_bytes, u8 *listed, size_t listed_bytes) {
     Move m;
     int64_t offset, number;
     int32_t block;
@@ -30,8 +29,8 @@ EXPORT int64_t kv_list_move(const u8 *shape, size_t shape_bytes, const u8 *table
     size_t first_chunk = m.first / m.chunk_tokens, count = (m.last - 1) / m.chunk_tokens + 1 - first_chunk;
     size_t begin = first_chunk * (m.chunk_tokens / m.block_tokens);
     size_t first = m.first / m.block_tokens, end = (m.last - 1) / m.block_tokens + 1;
-    if (end > table_bytes / sizeof block || end - begin > listed_bytes / sizeof number ||
-        count > chunks_bytes / sizeof offset || count > places_bytes / sizeof number)
+    if (end > table_bytes / sizeof block || count > chunks_bytes / sizeof offset ||
+        end - begin + count > listed_bytes / sizeof number)
         return KV_MISFIT;
     for (size_t at = begin; at < end; at++) {
         memcpy(&block, table + at * sizeof block, sizeof block);
@@ -51,7 +50,7 @@ EXPORT int64_t kv_list_move(const u8 *shape, size_t shape_bytes, const u8 *table
         if (offset < 0 || offset > m.pool_bytes - m.chunk_bytes || offset % m.aligned)
             return KV_OTHER;
         number = (int64_t)((uint64_t)m.pool + (uint64_t)offset);
-        memcpy(places + at * sizeof number, &number, sizeof number);
+        memcpy(listed + (end - begin + at) * sizeof number, &number, sizeof number);
     }
     return 0;
 }
