@@ -164,4 +164,5 @@ def move_rows(
         for number in range(kernel.row_words // kernel.run_words):
             ours = base + row + plane * kernel.plane_bytes + number * run
             theirs = cache + block * block_bytes + in_block * token_bytes + number * run_bytes
-            ctypes.memmove(*((theirs, ours) if to_engine else (ours, theirs)), run)
+            to, origin = (theirs, ours) if to_engine else (ours, theirs)
+            ctypes.memmove(to, origin, run)

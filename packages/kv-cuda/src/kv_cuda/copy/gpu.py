@@ -161,12 +161,7 @@ class GpuCopier(AttachesPools):
         self.run_bytes = row * shape.itemsize * (layout.block_tokens if is_dense else 1) if is_whole_row else 0
         self._can_drive = is_dense and is_whole_row and driver.is_available(self._device)
         self._all_planes: list[Span] = [(0, self._kernel.plane_count, 1)]
-        self._aligned = math.lcm(self._kernel.aligned, chunk_format.itemsize)
         directions: tuple[Direction, ...] = ("load", "store")
-        may = {"may_stage": True, "can_drive": self._can_drive}
-        self._is_direct = {
-            direction: self._copy_paths.choose(direction, self.run_bytes, **may) == "direct" for direction in directions
-        }
         self._pipelines = {
             direction: _KernelPipeline(self._device, self._kernel, chunk_format.chunk_tokens)
             for direction in directions
@@ -245,10 +240,12 @@ class GpuCopier(AttachesPools):
         name, step, nbytes = moves[0].extents[0].pool, moves[0].block_tokens, self._format.nbytes
         pool, layout, is_opaque = self._pools.get(name), self._layout, self._format.kind == "blocks"
         blocks, remainder = divmod(layout.blocks * layout.block_tokens, step)
-        if pool is None or not (pool.is_on_device or self._is_direct[direction]) or remainder or size % step:
+        if pool is None or remainder or size % step or (is_opaque and step != layout.block_tokens):
             return None
-        if is_opaque and step != layout.block_tokens:
+        path = self._copy_paths.choose(direction, self.run_bytes, may_stage=True, can_drive=self._can_drive)
+        if path != "direct" and not pool.is_on_device:
             return None
+        aligned = math.lcm(self._kernel.aligned, self._format.itemsize)
         written = array("B", bytes((blocks + 7) // 8 if direction == "load" else 0))
         pool_place = pool.bytes.data_ptr(), pool.bytes.numel()
         numbers, launches = array("q"), []
@@ -264,7 +261,7 @@ class GpuCopier(AttachesPools):
             if is_opaque and (first % step or last % step):
                 return None
             offsets = array("q", [extent.offset for extent in extents])
-            shape = array("q", (first, last, size, step, blocks, *pool_place, nbytes, self._aligned))
+            shape = array("q", (first, last, size, step, blocks, *pool_place, nbytes, aligned))
             of_blocks = -(-last // step) - first_chunk * (size // step)
             listed = array("q", bytes(8 * (of_blocks + len(offsets))))
             arrays = map(place_of_packed, (shape, move.table, offsets, written, listed))
