@@ -54,6 +54,14 @@ def nobody_pins() -> None:
     until(lambda: not any(thread.name == "kv-pin" for thread in threading.enumerate()))
 
 
+def test_chunks_anywhere_are_pinned_in_one_call() -> None:
+    driver = Driver()
+    pinned = PinnedMapping(0, 8192, driver, slice_bytes=1024, ahead_bytes=lambda _: 0)
+    pinned.pin(5000, 100, 1020, nbytes=10)
+    nobody_pins()
+    assert sorted(driver.held) == [0, 1024, 4096, 5120]
+
+
 @given(
     pins=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 400)), max_size=20),
     slice_bytes=st.integers(1, 300),
