@@ -1,9 +1,9 @@
 """What each of our hooks costs a request on real vLLM whose prompt never returns, by the name that vLLM calls it by.
 
-One engine in one process. Every other request runs without us: the connector is taken out before it and put back
-after, so that both sides meet the same drift of the machine's speed. The limit is what a request takes without us;
-all hooks together may take 2 % of that. `--functions` lists what takes longest inside them, by Python's profiler,
-which makes all of it slower.
+The first rows need no engine: what the host does for a GPU (`_hooks_on_gpu`). Then there is one engine in one process.
+Every other request runs without us: the connector is taken out before it and put back after, so that both sides meet
+the same drift of the machine's speed. The limit is what a request takes without us; all hooks together may take 2 % of
+that. `--functions` lists what takes longest inside them, by Python's profiler, which makes all of it slower.
 
     make bench-hook-times [FUNCTIONS=1] [JSON=1]
 """
@@ -27,6 +27,7 @@ from collections import defaultdict
 from typing import Any
 
 from benchmarks._engines import ENVIRON, ask_vllm, threads_environ, vllm
+from benchmarks._hooks_on_gpu import host_rows
 from benchmarks._report import Row, parser, report
 
 MODELS = ("Llama", "Gemma 3", "Qwen3-Next")
@@ -151,7 +152,7 @@ def main() -> int:
         if profile is not None:
             pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(60)
         return 0
-    found = []
+    found = list(host_rows())
     for name in chosen.model or MODELS:
         words = [sys.executable, __file__, "--serve", name, *(["--functions"] if chosen.functions else [])]
         environ = dict(os.environ) | ENVIRON | threads_environ(1)

@@ -13,6 +13,7 @@ from kv_sglang.transfer import manager, messages
 from kv_sglang.transfer.manager import KVManager
 from kv_sglang.transfer.messages import DecodeAborted, DecodePeer, DecodeReady, PagesStored
 from kv_sglang.transfer.rooms import IncomingRoom
+from kv_testing.fake_device import FakeDevice, FakeStream
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 ROOM = 1
@@ -33,6 +34,13 @@ class Reached:
             raise self.failure
 
 
+class RecordedEvent:
+    """torch's event, of the fake device's streams."""
+
+    def record(self, stream: FakeStream) -> None:
+        self.synchronize = stream.record().wait
+
+
 def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequence[bytes]]]:
     """The manager of a rank that computes prompts, as far as it stores pages, and what it tells the decode engine."""
     ours, told = KVManager.__new__(KVManager), list[Sequence[bytes]]()
@@ -44,6 +52,8 @@ def prefilling(monkeypatch: pytest.MonkeyPatch) -> tuple[KVManager, list[Sequenc
     ours.attn_tp_rank = ours.pp_rank = ours.attn_cp_rank = 0
     ours.pp_size = ours.attn_cp_size = 1
     ours.kv_args = SimpleNamespace(page_size=4, aux_data_ptrs=[], aux_item_lens=[])
+    ours._forward_stream = FakeDevice(1).engine
+    monkeypatch.setattr(manager, "get_device_module", lambda: SimpleNamespace(Event=RecordedEvent))
     monkeypatch.setattr(ours, "_send_multipart_locked", lambda _where, parts, **_named: told.append(parts))
     return ours, told
 
@@ -84,6 +94,29 @@ def test_a_device_that_fails_before_pages_can_be_read_fails_the_request(monkeypa
     ((tag, room, status, _rank, reason, attempt),) = told
     assert (tag, int(room), int(status)) == (b"KV_STATUS", ROOM, KVPoll.Failed) and b"the device failed" in reason
     assert attempt == FIRST
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pages_are_read_after_the_forward_pass_that_computes_them_also_where_sglang_gives_no_event(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    ours, _ = prefilling(monkeypatch)
+    device, computed = FakeDevice(seed), list[str]()
+    stream = ours._forward_stream = device.make_stream()
+    device.make_stream().enqueue(lambda: None)  # another stream's work, which says nothing about the forward's
+    stream.enqueue(lambda: computed.append("pages"))
+    open_room(ours, HASHES)
+    job = sent(ours)
+    stream.enqueue(lambda: computed.append("the next forward"))
+    device.go_on(seed % 2)
+    read: list[list[str]] = []
+
+    def put(*_arguments: Any) -> str:
+        read.append(computed[:1])
+        return ""
+
+    job(SimpleNamespace(put=put))
+    assert read == [["pages"]]
 
 
 @pytest.mark.parametrize("outcome", ["", "the request has ended"])

@@ -16,6 +16,7 @@ from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace, tenant_tag
 from kv_core.shape import ConnectShape, GroupShape
+from kv_core.transfer import packed
 from kv_testing.connect import DictCopier, DictService
 
 BLOCK = 2
@@ -49,7 +50,7 @@ def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused_with_the_nearest()
 
 digests = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)
 tags = st.binary(min_size=7, max_size=7)
-tables = st.lists(st.lists(st.integers(0, 2**40), max_size=4).map(tuple), max_size=2).map(tuple)
+tables = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4).map(packed), max_size=2).map(tuple)
 names = st.none() | st.lists(st.text(), max_size=2).map(tuple)
 plans = st.builds(
     StepPlan,
@@ -84,7 +85,7 @@ def test_a_step_plan_is_plain_data_and_comes_back_whole(plan: StepPlan) -> None:
 
 @given(st.sampled_from(["version", "loads", "stores", "refused", "space_id"]), junk)
 def test_a_step_plan_from_elsewhere_is_checked(name: str, wrong: object) -> None:
-    good = StepPlan((LoadStep("a", 0, (b"x" * 32,), b"t" * 7, ((1,),), 0, 4),)).to_plain()
+    good = StepPlan((LoadStep("a", 0, (b"x" * 32,), b"t" * 7, (packed((1,)),), 0, 4),)).to_plain()
     try:
         read = StepPlan.from_plain(good | {name: wrong})
     except InputError:

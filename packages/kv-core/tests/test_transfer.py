@@ -97,4 +97,4 @@ def test_what_cannot_be_planned_is_refused(changed: dict[str, object], text: str
         "block_ids": [0, 1, 2, 3],
     } | changed
     with pytest.raises(InputError, match=text):
-        plan_transfer(extents(2), asked.pop("block_ids"), **asked)  # type: ignore[arg-type]
+        _ = plan_transfer(extents(2), asked.pop("block_ids"), **asked).copies  # type: ignore[arg-type]

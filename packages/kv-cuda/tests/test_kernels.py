@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kv_cuda import kernels as kernels_module
 from kv_cuda.kernels import LIBRARY, SOURCES, CopyKernels, installed_kernels
 from kv_testing.codec_fuzz import drawn_words
-from kv_testing.copy_fuzz import misfits, wrong_copies
+from kv_testing.copy_fuzz import misfits, wrong_copies, wrong_lists
 from kv_testing.emulated import EmulatedLibrary, needs_emulator
 from kv_testing.sanitized import COMPILER, compile_sanitized, needs_compiler, run_sanitized
 
@@ -51,6 +51,7 @@ def test_blocks_are_copied_as_numpy_copies_them_or_not_at_all(seed: int) -> None
     compiled = installed_kernels()
     assert compiled is not None
     assert wrong_copies(compiled, seed, 1) == []
+    assert wrong_lists(compiled, seed, 4) == []
     assert misfits(compiled) == []
 
 
@@ -76,6 +77,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedKerne
 @needs_emulator
 def test_blocks_are_copied_there_as_numpy_copies_them_or_not_at_all(emulated: EmulatedKernels) -> None:
     assert wrong_copies(emulated, 11, 40) == []
+    assert wrong_lists(emulated, 11, 40) == []
     assert misfits(emulated) == []
 
 

@@ -65,7 +65,7 @@ def test_the_pages_are_asked_for_before_they_are_registered_and_only_those() -> 
             return 0
 
     pinned = PinnedMapping(start, NBYTES, Driver(), slice_bytes=mmap.PAGESIZE, node=0)
-    pinned.pin(mmap.PAGESIZE, 1)
+    pinned.pin(mmap.PAGESIZE, nbytes=1)
     pinned.unpin()
     used, ahead = mmap.PAGESIZE, 2 * mmap.PAGESIZE
     assert seen == [(used, (_PREFERRED, 1), (0, 0)), (ahead, (_PREFERRED, 1), (0, 0))]
@@ -89,7 +89,7 @@ def test_a_node_that_is_not_there_is_said_once_and_pinning_goes_on(
     assert not prefer(memory, NBYTES, 1000)
     assert not prefer(memory, NBYTES, 5000)
     pinned = PinnedMapping(memory, NBYTES, Driver(), slice_bytes=mmap.PAGESIZE, node=1000)
-    pinned.pin(0, NBYTES)
+    pinned.pin(0, nbytes=NBYTES)
     assert len(registered) == 4
     assert caplog.text.count("NUMA node 1000") == 1
 

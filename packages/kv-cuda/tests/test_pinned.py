@@ -54,6 +54,14 @@ def nobody_pins() -> None:
     until(lambda: not any(thread.name == "kv-pin" for thread in threading.enumerate()))
 
 
+def test_chunks_anywhere_are_pinned_in_one_call() -> None:
+    driver = Driver()
+    pinned = PinnedMapping(0, 8192, driver, slice_bytes=1024, ahead_bytes=lambda _: 0)
+    pinned.pin(5000, 100, 1020, nbytes=10)
+    nobody_pins()
+    assert sorted(driver.held) == [0, 1024, 4096, 5120]
+
+
 @given(
     pins=st.lists(st.tuples(st.integers(0, 999), st.integers(1, 400)), max_size=20),
     slice_bytes=st.integers(1, 300),
@@ -68,7 +76,7 @@ def test_the_slices_that_are_used_are_pinned_and_those_behind_them_each_once(
     behind: set[int] = set()
     for offset, nbytes in pins:
         nbytes = min(nbytes, 1000 - offset)
-        pinned.pin(offset, nbytes)
+        pinned.pin(offset, nbytes=nbytes)
         wanted |= {at // slice_bytes for at in range(offset, offset + nbytes)}
         last = (offset + nbytes - 1) // slice_bytes
         behind |= {last + 1 + number for number in range(max(1, ahead_bytes // slice_bytes))}
@@ -91,7 +99,7 @@ def test_a_pool_that_is_used_from_its_start_is_pinned_before_it_is_used() -> Non
     by: list[str] = []
     pinned = PinnedMapping(0, 8 * 1024, Slow(), slice_bytes=1024, ahead_bytes=lambda _: 3 * 1024)
     for offset in range(0, 8 * 1024, 512):
-        pinned.pin(offset, 512)
+        pinned.pin(offset, nbytes=512)
         nobody_pins()
     assert by == [threading.current_thread().name, *["kv-pin"] * 7]
     pinned.unpin()
@@ -102,11 +110,11 @@ def test_what_cannot_be_pinned_ahead_costs_nothing_until_it_is_needed() -> None:
     pinned = PinnedMapping(0, 8192, driver, slice_bytes=1024, ahead_bytes=lambda _: 0)
     for _ in range(5):
         for slice_number in (0, 1):
-            pinned.pin(slice_number * 1024, 10)
+            pinned.pin(slice_number * 1024, nbytes=10)
             nobody_pins()
     assert driver.asked == 3
     with pytest.raises(ConfigError, match="cudaError 2"):
-        pinned.pin(2048, 10)
+        pinned.pin(2048, nbytes=10)
     pinned.unpin()
     assert not driver.held
 
@@ -115,12 +123,12 @@ def test_without_a_thread_nothing_is_pinned_ahead_and_all_else_goes_on() -> None
     driver = Driver()
     pinned = PinnedMapping(0, 4096, driver, slice_bytes=1024, ahead_bytes=lambda _: 0)
     with threads_left():
-        pinned.pin(0, 10)
-        pinned.pin(1024, 10)
+        pinned.pin(0, nbytes=10)
+        pinned.pin(1024, nbytes=10)
         assert list(driver.held) == [0, 1024]
         pinned.unpin()
     assert not driver.held
-    pinned.pin(0, 10)
+    pinned.pin(0, nbytes=10)
     nobody_pins()
     assert list(driver.held) == [0, 1024]
     pinned.unpin()
@@ -151,15 +159,15 @@ def test_a_limit_on_locked_memory_is_said_with_what_to_do(monkeypatch: pytest.Mo
     pinned = PinnedMapping(0, 1 << 20, Driver(status=2))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
     with pytest.raises(ConfigError, match=r"cudaError 2.*may lock 64 KiB.*ulimit -l unlimited.*memlock=-1"):
-        pinned.pin(0, 1)
+        pinned.pin(0, nbytes=1)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     with pytest.raises(ConfigError, match="make the host tier smaller"):
-        pinned.pin(0, 1)
+        pinned.pin(0, nbytes=1)
     assert pinned.pinned_bytes == 0
 
 
 def test_memory_that_another_copier_of_this_process_pinned_is_no_error() -> None:
-    PinnedMapping(0, 4096, Driver(status=712)).pin(0, 1)
+    PinnedMapping(0, 4096, Driver(status=712)).pin(0, nbytes=1)
 
 
 def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() -> None:
@@ -167,9 +175,9 @@ def test_copiers_of_one_pool_share_its_registration_until_the_last_has_left() ->
     first, second = (share_mapping(1 << 20, 4096, driver, memory=None, slice_bytes=1024) for _ in range(2))
     other = share_mapping(1 << 21, 4096, driver, memory=None, slice_bytes=1024)
     assert first is second is not other
-    first.pin(0, 4096)
-    second.pin(0, 4096)
-    other.pin(3072, 1)
+    first.pin(0, nbytes=4096)
+    second.pin(0, nbytes=4096)
+    other.pin(3072, nbytes=1)
     give_back_mapping(first)
     assert len(driver.held) == 5
     give_back_mapping(second)
@@ -217,11 +225,11 @@ def test_no_chunk_lies_across_two_slices_whatever_its_group(quantised: bool, mon
 def test_a_forked_child_has_no_pins_and_is_told_so() -> None:
     driver = Driver()
     pinned = PinnedMapping(0, 4096, driver)
-    pinned.pin(0, 1)
+    pinned.pin(0, nbytes=1)
     child = os.fork()
     if child == 0:
         try:
-            pinned.pin(0, 1)
+            pinned.pin(0, nbytes=1)
         except MisuseError:
             pinned.unpin()
             os._exit(0 if driver.held else 2)  # the parent's is not the child's to undo

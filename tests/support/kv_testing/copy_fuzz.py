@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from kv_core.errors import MisuseError
 from kv_cuda.copy.compiled import CopyWay
-from kv_cuda.kernels import CopyKernels
+from kv_cuda.kernels import OTHER, CopyKernels
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
@@ -114,24 +114,60 @@ def wrong_copies(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
                 wrong.append(f"{number}: other bytes, {way.name}: {drawn}")
             for short in ((engine[:-1], pool), (engine, pool[:-1])):
                 made = [one.copy() for one in short]
-                if not _refused(kernels, way, drawn.shape, drawn.runs, *made):
+                if not _refused(kernels, "copy_blocks", way, drawn.shape, drawn.runs, *made):
                     wrong.append(f"{number}: a buffer that is too small was accepted: {drawn}")
                 elif any(one.tobytes() != other.tobytes() for one, other in zip(made, short, strict=True)):
                     wrong.append(f"{number}: something was copied before it was refused: {drawn}")
         for unknown in (-1, len(CopyWay)):
-            if not _refused(kernels, unknown, drawn.shape, drawn.runs, engine.copy(), pool.copy()):
+            if not _refused(kernels, "copy_blocks", unknown, drawn.shape, drawn.runs, engine.copy(), pool.copy()):
                 wrong.append(f"{number}: there is no way {unknown}: {drawn}")
         for place in range(drawn.shape.size + drawn.runs.size):  # whatever the answer, within the buffers
             bent = np.concatenate([drawn.shape, drawn.runs.reshape(-1)])
             bent[place] = chance.choice([*_STRANGE, bent[place] + 1])
             shape, runs = bent[: drawn.shape.size].copy(), bent[drawn.shape.size :].copy()
-            _refused(kernels, CopyWay(place % len(CopyWay)), shape, runs, engine.copy(), pool.copy())
+            _refused(kernels, "copy_blocks", CopyWay(place % len(CopyWay)), shape, runs, engine.copy(), pool.copy())
     return wrong
 
 
-def _refused(kernels: CopyKernels, way: int, *arrays: NDArray[Any]) -> bool:
+def wrong_lists(kernels: CopyKernels, seed: int, rounds: int) -> list[str]:
+    """What `list_move` lists otherwise than it should, and sizes that it accepts although they do not fit."""
+    chance, wrong = np.random.default_rng(seed), []
+    for number in range(rounds):
+        size, chunks = int(chance.integers(1, 9)), int(chance.integers(1, 5))
+        step, from_chunk = size * int(chance.integers(1, 4)), int(chance.integers(0, 3))
+        end = (from_chunk + chunks) * step
+        first, last = from_chunk * step + int(chance.integers(0, step)), end - int(chance.integers(0, step))
+        if first >= last:
+            continue
+        blocks = -(-last // size)
+        table = chance.permutation(blocks + 3)[:blocks].astype(np.int32)
+        offsets = 64 * chance.permutation(chunks).astype(np.int64)
+        shape = np.array([first, last, step, size, blocks + 3, 1 << 40, 64 * chunks, 64, 64], np.int64)
+        begin = from_chunk * step // size
+        written, listed = np.zeros((blocks + 10) // 8, np.uint8), np.zeros(blocks - begin + chunks, np.int64)
+        arrays: list[NDArray[Any]] = [shape, table, offsets, written, listed]
+        if kernels.call("list_move", *arrays) != 0:
+            wrong.append(f"{number}: it was not listed: {arrays}")
+        if listed.tolist() != [*table[begin:].tolist(), *(offsets + (1 << 40)).tolist()]:
+            wrong.append(f"{number}: it was listed otherwise: {arrays}")
+        if kernels.call("list_move", *arrays) != OTHER:
+            wrong.append(f"{number}: blocks are written twice: {arrays}")
+        for place in range(len(arrays)):
+            bent = [one.copy() for one in arrays]
+            bent[place] = bent[place][:-1].copy()
+            bent[3][:] = 0
+            if (place != 3 or bent[3].size) and not _refused(kernels, "list_move", *bent):
+                wrong.append(f"{number}: array {place} is too short: {bent}")
+        for place in range(shape.size):  # whatever the answer, within the buffers
+            bent = [one.copy() for one in arrays]
+            bent[0][place] = chance.choice([*_STRANGE, bent[0][place] + 1])
+            _refused(kernels, "list_move", *bent)
+    return wrong
+
+
+def _refused(kernels: CopyKernels, name: str, *arguments: int | NDArray[Any]) -> bool:
     try:
-        kernels.call("copy_blocks", way, *arrays)
+        kernels.call(name, *arguments)
     except MisuseError:
         return True
     return False
@@ -170,4 +206,6 @@ def misfits(kernels: CopyKernels) -> list[str]:
 
 if __name__ == "__main__":
     library, seed, rounds = sys.argv[1:]
-    sys.stdout.write("\n".join(wrong_copies(CopyKernels(Path(library)), int(seed), int(rounds))))
+    kernels = CopyKernels(Path(library))
+    found = [*wrong_copies(kernels, int(seed), int(rounds)), *wrong_lists(kernels, int(seed), int(rounds))]
+    sys.stdout.write("\n".join(found))

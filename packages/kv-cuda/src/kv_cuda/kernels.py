@@ -3,6 +3,7 @@
 Without it torch does the work, with the same bytes. The rules of its functions are in `csrc/library.c`.
 """
 
+from array import array
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -18,10 +19,12 @@ _log = limited_logger(__name__)
 LIBRARY: Final = Path(__file__).parent / "csrc" / "_kernels.so"
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
-_VERSION: Final = 1
+_VERSION: Final = 2
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
-_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4)}
+_ARGUMENTS: Final = {"quantise": (0, 4), "dequantise": (0, 4), "copy_blocks": (1, 4), "list_move": (0, 5)}
 """How many numbers each function takes, and how many arrays behind them."""
+OTHER: Final = -2
+"""`KV_OTHER` in the sources."""
 
 Place = tuple[int, int]
 """The address and size in bytes of an array that is passed often. The caller keeps its memory alive."""
@@ -54,6 +57,11 @@ class CopyKernels(CLibrary):
 def place_of(array: NDArray[np.generic]) -> Place:
     assert array.flags.c_contiguous
     return array.ctypes.data, array.nbytes
+
+
+def place_of_packed(numbers: "array[int]") -> Place:
+    address, count = numbers.buffer_info()
+    return address, count * numbers.itemsize
 
 
 @cache

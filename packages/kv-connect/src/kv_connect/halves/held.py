@@ -6,7 +6,7 @@ therefore held from the moment at which a step's stores are planned, while the r
 when all workers have acknowledged that plan and those before it, whatever has become of the request.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -40,7 +40,7 @@ class HeldBlocks:
         self._whole_tables = [table for table, kind in kinds.items() if kind != "state"]
         self._acknowledged = dict.fromkeys(range(ranks), 0)
         self._plans: deque[tuple[int, list[int]]] = deque()
-        self._holds: Counter[int] = Counter()  # for each block, the number of plans that read it
+        self._holds: dict[int, int] = {}  # for each block, the number of the last plan that reads it
         self.number = 0
 
     def hold(self, plan: StepPlan) -> StepPlan:
@@ -48,8 +48,8 @@ class HeldBlocks:
         if plan.stores:
             blocks = list(dict.fromkeys(block for store in plan.stores for block in self._blocks(store)))
             self._engine.hold([block for block in blocks if block not in self._holds])
-            self._holds.update(blocks)
             self.number += 1
+            self._holds.update(dict.fromkeys(blocks, self.number))
             self._plans.append((self.number, blocks))
         return replace(plan, number=self.number)
 
@@ -59,13 +59,12 @@ class HeldBlocks:
             self._acknowledged[rank] = max(number, self._acknowledged[rank])
         acknowledged = min(self._acknowledged.values())
         while self._plans and self._plans[0][0] <= acknowledged:
-            _, blocks = self._plans[0]
-            free = [block for block in blocks if self._holds[block] == 1]
+            number, blocks = self._plans[0]
+            free = [block for block in blocks if self._holds[block] == number]
             # The engine should reuse the end of a prefix first: it is worth least. If this raises, the next call tries
             # again.
             self._engine.give_back(free[::-1])
             self._plans.popleft()
-            self._holds.subtract(blocks)
             for block in free:
                 del self._holds[block]
 

@@ -15,6 +15,7 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.sequence import KeySequence
 from kv_core.service import CacheService, Holder, ReadLease
 from kv_core.shape import ConnectShape
+from kv_core.transfer import packed
 
 from kv_connect.halves.admission import StateAdmission, StateKind
 from kv_connect.halves.counts import SchedulerCounts
@@ -193,7 +194,7 @@ class SchedulerHalf:
                 first_chunk,
                 tracked.digests(first_chunk, last_chunk),
                 tracked.tenant,
-                tuple(tuple(table) for table in blocks),
+                tuple(packed(table) for table in blocks),
                 first,
                 last,
                 () if layerwise is None else layerwise.extents,
@@ -534,7 +535,7 @@ class SchedulerHalf:
             digests,
             tracked.tenant,
             tuple(
-                tuple(table[: -(-(chunks * chunk_tokens + tail_tokens) // block_tokens)]) if block_tokens else ()
+                packed(table[: -(-(chunks * chunk_tokens + tail_tokens) // block_tokens)] if block_tokens else ())
                 for table, block_tokens in zip(entry.blocks, self._shape.tables, strict=False)
             ),
             states,

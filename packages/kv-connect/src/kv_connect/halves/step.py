@@ -12,11 +12,13 @@ from typing import Any, Final, TypeAlias
 from kv_core.errors import InputError
 from kv_core.extent import FileExtent, HostExtent
 from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
+from kv_core.transfer import BlockTable, packed
 
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would not tell a reader more.)"""
 
 STEP_VERSION = 11
+_MAX_BLOCK: Final = (1 << 31) - 1
 NO_SPACE = bytes(SPACE_ID_BYTES)
 """The key space of an empty plan that was made before the scheduler knew its own."""
 
@@ -28,7 +30,7 @@ class LoadStep:
     first_chunk: the number of the chunk that `digests[0]` names.
     digests: the digests of all chunks that the tokens to be loaded touch.
     tenant: the tag in the keys, see `tenant_tag`. The salt stays with the scheduler.
-    blocks: for each of the engine's block tables, the request's blocks from the prompt's first token on.
+    blocks: for each of the engine's block tables, the request's blocks from the prompt's first token on, packed.
     first_token, last_token: positions in the prompt. In a group that does not need the whole prefix, only the tokens
         that the group needs are filled (`kv_core.shape.load_from`).
     extents: for a layerwise load (`kv_connect.halves.layerwise`), the place of each chunk in the pool, shard by shard.
@@ -42,7 +44,7 @@ class LoadStep:
     first_chunk: int
     digests: tuple[bytes, ...]
     tenant: bytes
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[BlockTable, ...]
     first_token: int
     last_token: int
     extents: tuple[HostExtent, ...] = ()
@@ -81,7 +83,7 @@ class StoreStep:
     request_id: str
     digests: tuple[bytes, ...]
     tenant: bytes
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[BlockTable, ...]
     states: tuple[StateBlock, ...] = ()
     tail_tokens: int = 0
     hold_ms: int = 0
@@ -222,8 +224,13 @@ def _file(entry: Plain) -> FileExtent:
     return FileExtent(_text(path), _count(offset), _count(nbytes), _bytes(checksum, (16,), "a checksum"))
 
 
-def _tables(entry: Plain) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(_count(block) for block in _sequence(table)) for table in _sequence(entry))
+def _tables(entry: Plain) -> tuple[BlockTable, ...]:
+    tables = []
+    for table in _sequence(entry):
+        if set(map(type, _sequence(table))) - {int} or (table and not 0 <= min(table) <= max(table) <= _MAX_BLOCK):
+            raise InputError("the step plan has a block table with something else than blocks")
+        tables.append(packed(table))
+    return tuple(tables)
 
 
 def _sequence(entry: Plain, length: int | None = None) -> list[Plain] | tuple[Plain, ...]:

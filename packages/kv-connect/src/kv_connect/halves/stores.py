@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 from kv_core.device import CopyEvent, LayerwiseCopier, LayerwiseStore
 from kv_core.errors import CopyFailed, KVError
@@ -22,7 +23,7 @@ from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
 from kv_core.service import CacheService, StoreOptions, WriteLease
 from kv_core.shape import ConnectShape, stored_from, without_holes
-from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from kv_core.transfer import Copy, Move, TransferPlan, packed, plan_transfer
 
 from kv_connect.halves.copies import Copies
 from kv_connect.halves.counts import WorkerCounts
@@ -36,12 +37,12 @@ class _Gather:
     """What one group stores of a request.
 
     chunks: numbers of the chunks, ascending.
-    plan: for one of these chunks, where its bytes come from.
+    plan: for some of these chunks, where the bytes of their extents come from.
     """
 
     group: int
     chunks: Sequence[int]
-    plan: Callable[[int, HostExtent], TransferPlan]
+    plan: Callable[[Sequence[int], Sequence[HostExtent]], TransferPlan]
 
 
 @dataclass(slots=True)
@@ -231,23 +232,15 @@ class Stores:
         self._in_flight_bytes += nbytes
         try:
             for gather in gathers:
-                extents = [
-                    (chunk, slots[chunk, gather.group]) for chunk in gather.chunks if (chunk, gather.group) in slots
-                ]
-                if extents:
-                    store.parts.append(self._part(gather, extents))
+                group = gather.group
+                if chunks := [chunk for chunk in gather.chunks if (chunk, group) in slots]:
+                    transfer = gather.plan(chunks, [slots[chunk, group] for chunk in chunks])
+                    by_layers = self._copiers[group].store_layers(transfer) if self._by_layers else None
+                    store.parts.append(_StorePart(group, transfer, by_layers))
         except Exception as error:
             store.copies.fail(error)
             if not isinstance(error, KVError):
                 raise
-
-    def _part(self, gather: _Gather, extents: Iterable[tuple[int, HostExtent]]) -> _StorePart:
-        plans = [gather.plan(chunk, extent) for chunk, extent in extents]
-        copies = tuple(copy for chunk_plan in plans for copy in chunk_plan.copies)
-        plan = TransferPlan(copies, plans[0].chunk_tokens)
-        return _StorePart(
-            gather.group, plan, self._copiers[gather.group].store_layers(plan) if self._by_layers else None
-        )
 
     def _gather(self, store: _Store, gather: Callable[[], Iterable[CopyEvent]]) -> None:
         """Does nothing after a failure; copies in flight end before the slots are released."""
@@ -278,29 +271,39 @@ class Stores:
         group, chunk_tokens = self._shape.groups[number], self._shape.chunk_tokens
         if group.coverage.kind == "state":
             blocks = {state.chunk: state.block for state in step.states if state.table == group.table}
-            return _Gather(
-                number,
-                sorted(blocks),
-                lambda chunk, extent: TransferPlan((Copy(extent, 0, blocks[chunk], 1),), 1),
-            )
+
+            def plan_states(chunks: Sequence[int], extents: Sequence[HostExtent]) -> TransferPlan:
+                states = [blocks[chunk] for chunk in chunks]
+                return plan_transfer(
+                    extents, states, chunk_tokens=1, block_tokens=1, first_token=0, last_token=len(states)
+                )
+
+            return _Gather(number, sorted(blocks), plan_states)
         table: Sequence[int] = step.blocks[group.table]
         first_chunk, chunks = 0, len(step.digests)
         if group.coverage.kind != "all":
             first_chunk = stored_from(group, table, chunks, chunk_tokens)
-            table = without_holes(table)
+            table = packed(without_holes(table))
+        tail = chunks - 1 if step.tail_tokens else None
 
-        def plan(chunk: int, extent: HostExtent) -> TransferPlan:
-            tail_tokens = step.tail_tokens if chunk == chunks - 1 else 0
-            transfer = plan_transfer(
-                [extent],
-                table,
-                chunk_tokens=chunk_tokens,
-                block_tokens=group.block_tokens,
-                first_token=chunk * chunk_tokens,
-                last_token=chunk * chunk_tokens + (tail_tokens or chunk_tokens),
-                extents_from_chunk=chunk,
-            )
-            return transfer.repeated() if tail_tokens else transfer
+        def plan(numbers: Sequence[int], extents: Sequence[HostExtent]) -> TransferPlan:
+            """As few moves as there are runs of chunks."""
+            breaks = [at for at in range(1, len(numbers)) if numbers[at] == tail or numbers[at] != numbers[at - 1] + 1]
+            parts: list[Move | Copy] = []
+            for begin, end in pairwise((0, *breaks, len(numbers))):
+                first, tokens = numbers[begin], (end - begin) * chunk_tokens
+                is_tail = first == tail
+                transfer = plan_transfer(
+                    extents[begin:end],
+                    table,
+                    chunk_tokens=chunk_tokens,
+                    block_tokens=group.block_tokens,
+                    first_token=first * chunk_tokens,
+                    last_token=first * chunk_tokens + (step.tail_tokens if is_tail else tokens),
+                    extents_from_chunk=first,
+                )
+                parts += (transfer.repeated() if is_tail else transfer).parts
+            return TransferPlan(tuple(parts), chunk_tokens)
 
         return _Gather(number, range(first_chunk, chunks), plan)
 

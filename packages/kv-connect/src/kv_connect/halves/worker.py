@@ -16,7 +16,7 @@ from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
 from kv_core.service import CacheService, LoadFailed, ReadLease
 from kv_core.shape import NO_BLOCK, ConnectShape, load_from
-from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from kv_core.transfer import Copy, Move, TransferPlan, plan_transfer
 
 from kv_connect.halves.copies import Copies
 from kv_connect.halves.counts import WorkerCounts
@@ -121,7 +121,9 @@ class WorkerHalf:
         self._start_layers([step for step in plan.loads if step.extents], plan.space_id)
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
-        for step in plan.loads:
+        for step in sorted(
+            plan.loads, key=lambda each: each.last_token - each.first_token
+        ):  # none waits for a longer one
             if step.extents:
                 continue
             load = self._loading[step.request_id] = _Load(step)
@@ -212,16 +214,16 @@ class WorkerHalf:
         if not steps:
             return
         requests = [step.request_id for step in steps]
-        copies: list[Copy] = []
+        parts: list[Move | Copy] = []
         try:
             for step in steps:
                 part = self._part(space_id, step, 0)
                 assert part is not None
-                copies += self._plan_load(step, part, self._shard_extents(step.extents)).copies
+                parts += self._plan_load(step, part, self._shard_extents(step.extents)).parts
         except KVError as error:
             self.layers.refuse(requests, str(error))
             return
-        self.layers.start(requests, TransferPlan(tuple(copies), self._shape.chunk_tokens))
+        self.layers.start(requests, TransferPlan(tuple(parts), self._shape.chunk_tokens))
         self.counts.tokens_loaded += sum(step.last_token - step.first_token for step in steps)
         self.counts.bytes_loaded += sum(extent.nbytes for step in steps for extent in self._shard_extents(step.extents))
 
@@ -250,7 +252,7 @@ class WorkerHalf:
             if NO_BLOCK in blocks[first_block:]:
                 raise InputError(f"group {part.group} has no block for a token that is needed: {blocks[first_block:]}")
         if group.coverage.kind == "state":
-            return TransferPlan((Copy(extents[-1], 0, blocks[-1], 1),), 1)
+            return plan_transfer(extents[-1:], blocks[-1:], chunk_tokens=1, block_tokens=1, first_token=0, last_token=1)
         return plan_transfer(
             extents,
             blocks,

@@ -9,10 +9,12 @@ or the one that last used the blocks that are loaded into.
 On CPU tensors the same code runs in Triton's interpreter, which is how it is tested without a GPU.
 """
 
+import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from kv_core.device import CopyEvent
 from kv_core.errors import ConfigError, CopyFailed, InputError
 from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import TransferPlan
+from kv_core.transfer import Move, TransferPlan
 from numpy.typing import NDArray
 
 from kv_cuda.copy.attached import AttachesPools
@@ -28,10 +30,11 @@ from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
 from kv_cuda.copy.memory import AttachedPool, buffers_for_copies, host_buffer
 from kv_cuda.copy.ops import driver
-from kv_cuda.copy.ops.rows import RowKernel, Span, row_kernel
+from kv_cuda.copy.ops.rows import Listing, RowKernel, Span, row_kernel
 from kv_cuda.copy.plan import copy_shape
 from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.copy.table import CopyTable, copy_table
+from kv_cuda.kernels import OTHER, installed_kernels, place_of_packed
 from kv_cuda.layout import PagedLayout
 
 _RING_SLOTS = 4
@@ -82,6 +85,34 @@ class _Checked:
     table: CopyTable
     chunks: Mapping[HostExtent, torch.Tensor]
     launches: list[list[_Group]]
+
+    @property
+    def pools(self) -> set[str]:
+        """The names of its pools."""
+        return {extent.pool for extent in self.chunks}
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A plan that was validated, all of which goes directly.
+
+    direction: the direction of its copies.
+    tokens: the number of tokens in all of them.
+    pools: the names of its pools: one.
+    programs: the largest number of the kernel's programs.
+    numbers: for each launch its blocks, and the addresses of its chunks.
+    launches: for each launch its tokens, where its blocks and its chunks are in `numbers`, and the position in these of
+        its first token.
+    per_slot: tokens of a block.
+    """
+
+    direction: Direction
+    tokens: int
+    pools: tuple[str]
+    programs: int
+    numbers: "array[int]"
+    launches: list[tuple[int, int, int, int]]
+    per_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +204,7 @@ class GpuCopier(AttachesPools):
     def store_layers(self, plan: TransferPlan) -> "_LayersOfGpu":
         """Each layer is gathered after everything that the engine has enqueued when `gather` is called."""
         checked = self._checked(plan, "store")
-        pools = {extent.pool: self._pools[extent.pool] for extent in checked.chunks}
+        pools = {name: self._pools[name] for name in checked.pools}
 
         def gather(layers: Sequence[int]) -> CopyEvent:
             if any(self._pools.get(name) is not pool for name, pool in pools.items()):
@@ -188,7 +219,9 @@ class GpuCopier(AttachesPools):
         count = self._layout.layers
         return [(layer, self._kernel.plane_count // count, count) for layer in layers]
 
-    def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked:
+    def _checked(self, plan: TransferPlan, direction: Direction) -> _Checked | _Listed:
+        if (listed := self._listed(plan, direction)) is not None:
+            return listed
         nbytes = {name: pool.bytes.numel() for name, pool in self._pools.items()}
         table = copy_table(plan, self._layout, self._format, nbytes, to_engine=direction == "load")
         for extent in table.extents:
@@ -198,18 +231,73 @@ class GpuCopier(AttachesPools):
         chunks = {extent: self._pools[extent.pool].chunk(extent) for extent in table.extents}
         return _Checked(direction, plan.tokens, table, chunks, list(self._launches(table, direction)))
 
-    def _move(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
+    def _listed(self, plan: TransferPlan, direction: Direction) -> _Listed | None:
+        """A plan of moves between one pool and blocks, each listed by one call of C. None: it is another plan, or has
+        something that must be looked at more closely."""
+        kernels, size, moves = installed_kernels(), self._format.chunk_tokens, plan.parts
+        if kernels is None or plan.chunk_tokens != size or not moves or not isinstance(moves[0], Move):
+            return None
+        name, step, nbytes = moves[0].extents[0].pool, moves[0].block_tokens, self._format.nbytes
+        pool, layout, is_opaque = self._pools.get(name), self._layout, self._format.kind == "blocks"
+        blocks, remainder = divmod(layout.blocks * layout.block_tokens, step)
+        if pool is None or remainder or size % step or (is_opaque and step != layout.block_tokens):
+            return None
+        path = self._copy_paths.choose(direction, self.run_bytes, may_stage=True, can_drive=self._can_drive)
+        if path != "direct" and not pool.is_on_device:
+            return None
+        aligned = math.lcm(self._kernel.aligned, self._format.itemsize)
+        written = array("B", bytes((blocks + 7) // 8 if direction == "load" else 0))
+        pool_place = pool.bytes.data_ptr(), pool.bytes.numel()
+        numbers, launches = array("q"), []
+        every_offset: list[int] = []
+        for move in moves:
+            if not isinstance(move, Move) or move.block_tokens != step:
+                return None
+            first, last, first_chunk = move.first_token, move.last_token, move.first_token // size
+            begin, end = first_chunk - move.first_chunk, -(-last // size) - move.first_chunk
+            extents = move.extents[begin:end] if 0 <= begin < end <= len(move.extents) else ()
+            if {(extent.pool, extent.nbytes) for extent in extents} != {(name, nbytes)}:
+                return None
+            if is_opaque and (first % step or last % step):
+                return None
+            offsets = array("q", [extent.offset for extent in extents])
+            shape = array("q", (first, last, size, step, blocks, *pool_place, nbytes, aligned))
+            of_blocks = -(-last // step) - first_chunk * (size // step)
+            listed = array("q", bytes(8 * (of_blocks + len(offsets))))
+            arrays = map(place_of_packed, (shape, move.table, offsets, written, listed))
+            if kernels.call("list_move", *arrays) == OTHER:
+                return None
+            at = len(numbers)
+            launches.append((last - first, at, at + of_blocks, first - first_chunk * size))
+            numbers += listed
+            every_offset += offsets
+        room = 2 * self._pipelines[direction].list_tokens
+        if len(set(every_offset)) < len(every_offset) or len(numbers) > room:
+            return None
+        # Before anything is launched: a limit on locked memory must not leave half a plan behind.
+        pool.prepare(every_offset, nbytes)
+        programs = _PROGRAMS_ON_DEVICE if pool.is_on_device else _PROGRAMS_ON_BUS[direction]
+        return _Listed(direction, plan.tokens, (name,), programs, numbers, launches, step)
+
+    def _move(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         """One event for each step; a step is the planes that have been moved when it completes."""
         with self._range(f"kv {checked.direction}: {checked.tokens} tokens"), buffers_for_copies():
             return self._enqueue(checked, steps)
 
-    def _enqueue(self, checked: _Checked, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
+    def _enqueue(self, checked: _Checked | _Listed, steps: Sequence[Sequence[Span]]) -> list[CopyEvent]:
         pipeline, to_engine = self._pipelines[checked.direction], checked.direction == "load"
         pipeline.begin()
         events: list[CopyEvent] = []
-        uploaded, lists = -1, None
+        uploaded = -1
+        lists: Listing | None = None
         try:
+            listed = self._upload_listed(checked, pipeline) if isinstance(checked, _Listed) else []
             for spans in steps:
+                if isinstance(checked, _Listed):
+                    for span, listing in product(spans, listed):
+                        pipeline.direct(listing, span, checked.programs, to_engine=to_engine)
+                    events.append(pipeline.end())
+                    continue
                 for number, groups in enumerate(checked.launches):
                     if number != uploaded:  # most plans are one launch, whose lists serve every layer
                         uploaded, lists = number, self._upload(groups, checked, pipeline)
@@ -249,16 +337,25 @@ class GpuCopier(AttachesPools):
         can_drive = self._can_drive and is_in_blocks
         return self._copy_paths.choose(direction, self.run_bytes, may_stage=may_stage, can_drive=can_drive)
 
-    def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> torch.Tensor | None:
+    def _upload_listed(self, checked: _Listed, pipeline: "_KernelPipeline") -> list[Listing]:
+        at, size = pipeline.upload(np.frombuffer(checked.numbers, np.int64)), self._format.chunk_tokens
+        return [
+            Listing(tokens, at + slots_at, at + rows_at, first, checked.per_slot, size)
+            for tokens, slots_at, rows_at, first in checked.launches
+        ]
+
+    def _upload(self, groups: list[_Group], checked: _Checked, pipeline: "_KernelPipeline") -> Listing | None:
         """The lists of tokens on the device; None if they are not needed."""
         if all(group.copy_path == "driver" for group in groups):
             return None
-        return pipeline.upload(*self._lists(groups, checked))
+        slots, rows = self._lists(groups, checked)
+        at = pipeline.upload(np.concatenate((slots, rows)))
+        return Listing(len(slots), at, at + len(slots))
 
     def _launch(
         self,
         groups: list[_Group],
-        lists: torch.Tensor | None,
+        lists: Listing | None,
         checked: _Checked,
         spans: Sequence[Span],
         pipeline: "_KernelPipeline",
@@ -271,12 +368,12 @@ class GpuCopier(AttachesPools):
             if lists is None or copy_path == "driver":
                 self._copy_by_driver(adjacent, checked, spans, pipeline, to_engine=to_engine)
             elif copy_path == "direct":
-                tokens = lists[:, adjacent[0].start : adjacent[-1].start + adjacent[-1].tokens]
+                tokens = lists.part(adjacent[0].start, adjacent[-1].start + adjacent[-1].tokens)
                 for span in spans:
                     pipeline.direct(tokens, span, programs, to_engine=to_engine)
             else:
                 for group in adjacent:
-                    tokens = lists[:, group.start : group.start + group.tokens]
+                    tokens = lists.part(group.start, group.start + group.tokens)
                     pipeline.staged(tokens, checked.chunks[group.extent], spans, to_engine=to_engine)
 
     def _lists(self, groups: Sequence[_Group], checked: _Checked) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -341,6 +438,7 @@ class _KernelPipeline:
         self._turn = 0
         self.list_tokens = -(-max(_LIST_TOKENS, chunk_tokens) // 2) * 2
         self._lists: list[torch.Tensor] = []
+        self._numbers: list[NDArray[np.int64]] = []  # the same memory, for which torch takes longer
         self._on_device: list[torch.Tensor] = []
         self._used: list[CopyEvent] = []
         self._list = self._filled = 0
@@ -366,25 +464,19 @@ class _KernelPipeline:
             return self._copies.record()
         return last
 
-    def upload(self, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """[2, tokens] on the device, valid until the next launch has read them."""
-        # An even number of positions each: a list at an odd one would need another kernel, see `RowKernel.compile`.
-        length = -(-len(slots) // 2) * 2
-        if self._filled + length > self.list_tokens:
+    def upload(self, numbers: NDArray[np.int64]) -> int:
+        """Have these numbers on the device, valid until the next launch has read them. Returns where in the list."""
+        if self._filled + len(numbers) > 2 * self.list_tokens:
             if self._has_launched:
                 self._used[self._list] = self.kernels.record()
             self._list, self._filled = self._unused_list(), 0
-        begin = 2 * self._filled
-        self._filled += length
-        host_list, device_list = (
-            lists[self._list][begin : begin + 2 * length] for lists in (self._lists, self._on_device)
-        )
-        columns = host_list.numpy().reshape(2, length)
-        columns[0, : len(slots)], columns[1, : len(slots)] = slots, rows
-        if self._on_device[self._list] is not self._lists[self._list]:
-            with self.kernels.running():
-                device_list.copy_(host_list, non_blocking=True)
-        return device_list.view(2, length)[:, : len(slots)]
+        at, end = self._filled, self._filled + len(numbers)
+        host_list, device_list = self._lists[self._list], self._on_device[self._list]
+        self._numbers[self._list][at:end] = numbers
+        if device_list is not host_list:
+            self.kernels.copy(device_list[at:end], host_list[at:end])
+        self._filled = end
+        return at
 
     def _unused_list(self) -> int:
         """Another list that nothing reads any more. Allocates one rather than wait and stall a step of the engine's."""
@@ -400,14 +492,15 @@ class _KernelPipeline:
         host_list = host_buffer(2 * self.list_tokens, dtype=torch.int64, device=self._device)
         device_list = torch.empty_like(host_list, device=self._device) if is_cuda else host_list
         self._lists.append(host_list)
+        self._numbers.append(host_list.numpy())
         self._on_device.append(device_list)
         self._used.append(DoneEvent())
 
-    def direct(self, tokens: torch.Tensor, span: Span, programs: int, *, to_engine: bool) -> None:
+    def direct(self, tokens: Listing, span: Span, programs: int, *, to_engine: bool) -> None:
         """The kernel reads or writes the chunks where they are."""
         self._launch(tokens, 0, span, programs, to_engine=to_engine)
 
-    def staged(self, tokens: torch.Tensor, chunk: torch.Tensor, spans: Sequence[Span], *, to_engine: bool) -> None:
+    def staged(self, tokens: Listing, chunk: torch.Tensor, spans: Sequence[Span], *, to_engine: bool) -> None:
         """By way of the ring, some planes at a time that lie side by side in the chunk."""
         ring, plane_bytes = self._make_ring(), self._kernel.plane_bytes
         for first, count in self._pieces(spans):
@@ -418,8 +511,7 @@ class _KernelPipeline:
             base = slot.data_ptr() - first * plane_bytes
             if to_engine:
                 self._copies.follow(self._free[turn])
-                with self._copies.running():
-                    slot.copy_(piece, non_blocking=True)
+                self._copies.copy(slot, piece)
                 self.kernels.follow(self._copies.record())
                 self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=True)
                 self._free[turn] = self.kernels.record()
@@ -427,8 +519,7 @@ class _KernelPipeline:
                 self.kernels.follow(self._free[turn])
                 self._launch(tokens, base, (first, count, 1), _PROGRAMS_ON_DEVICE, to_engine=False)
                 self._copies.follow(self.kernels.record())
-                with self._copies.running():
-                    piece.copy_(slot, non_blocking=True)
+                self._copies.copy(piece, slot)
                 self._free[turn] = self._copies.record()
                 self._copies_are_last = True
 
@@ -439,9 +530,12 @@ class _KernelPipeline:
             for number in range(0, planes, at_once):
                 yield start + number * step, min(at_once, planes - number)
 
-    def _launch(self, tokens: torch.Tensor, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+    def _launch(self, tokens: Listing, base: int, span: Span, programs: int, *, to_engine: bool) -> None:
+        numbers = self._on_device[self._list]
         with self.kernels.running():
-            self._kernel.move(tokens[0], tokens[1], base=base, span=span, to_engine=to_engine, programs=programs)
+            self._kernel.move(
+                numbers, numbers, base=base, span=span, to_engine=to_engine, programs=programs, listing=tokens
+            )
         self._has_launched = True
 
     def _make_ring(self) -> torch.Tensor:

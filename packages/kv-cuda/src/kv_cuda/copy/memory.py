@@ -1,6 +1,6 @@
 """Chunk memory as a copier on a device sees it: host memory, pinned on first use, or device memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,8 +35,17 @@ class AttachedPool:
             ConfigError: the system does not let this process lock so much memory.
         """
         if self.pinned is not None:
-            self.pinned.pin(extent.offset, extent.nbytes)
+            self.pinned.pin(extent.offset, nbytes=extent.nbytes)
         return self.bytes[extent.offset : extent.offset + extent.nbytes]
+
+    def prepare(self, offsets: Sequence[int], nbytes: int) -> None:
+        """Have the chunks of `nbytes` at these offsets ready to be copied.
+
+        Raises:
+            ConfigError: as for `chunk`.
+        """
+        if self.pinned is not None:
+            self.pinned.pin(*offsets, nbytes=nbytes)
 
     def release(self) -> None:
         """Release the pool: nothing may be copied to or from it any more."""

@@ -113,8 +113,8 @@ class PinnedMapping:
         """Whether it belongs to a parent process, and is useless here."""
         return os.getpid() != self._process
 
-    def pin(self, offset: int, nbytes: int) -> None:
-        """Register these bytes. Costs nothing if they are registered already.
+    def pin(self, *offsets: int, nbytes: int) -> None:
+        """Register as many bytes at each of these offsets. Costs nothing if they are registered already.
 
         Raises:
             ConfigError: the system does not let this process lock that much memory.
@@ -122,12 +122,13 @@ class PinnedMapping:
         """
         if self.is_inherited():
             raise MisuseError("this pool was pinned by the parent process; attach it again after a fork")
-        slices = range(offset // self._slice, (offset + max(1, nbytes) - 1) // self._slice + 1)
+        size, last = self._slice, max(1, nbytes) - 1
+        slices = {number for at in offsets for number in range(at // size, (at + last) // size + 1)}
         if not self._registered.issuperset(slices):
             with self._lock:
-                for number in slices:
+                for number in sorted(slices):
                     self._register(number)
-        self.pin_ahead(slices.stop)
+        self.pin_ahead(max(slices) + 1)
 
     def pin_ahead(self, first: int = 0) -> None:
         """Have a thread register the slices from `first` on that are likely to be used next."""

@@ -1,6 +1,6 @@
 """Validates a transfer plan against a layout and divides it into few moves of blocks and parts. Pure arithmetic."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -93,15 +93,19 @@ def validate_and_split(
     """
     if plan.chunk_tokens != chunk_format.chunk_tokens:
         raise InputError(f"the plan's chunks have {plan.chunk_tokens} tokens, the format's {chunk_format.chunk_tokens}")
-    slots = layout.blocks * layout.block_tokens
-    work: dict[HostExtent, tuple[list[WholeBlocks], list[PartOfBlock]]] = {}
-    for copy in plan.copies:
+    slots, copies = layout.blocks * layout.block_tokens, plan.copies
+    work: dict[HostExtent, tuple[int, list[WholeBlocks], list[PartOfBlock]]] = {}
+    written: list[tuple[int, int, int]] = []  # where: the chunk's number, or 0 for the cache; first place, tokens
+    extent = None
+    for copy in copies:
         _check(copy, slots, chunk_format.chunk_tokens)
-        lists = work.get(copy.extent)
-        if lists is None:
-            check_extent(copy.extent, chunk_format, pools)
-            lists = work[copy.extent] = ([], [])
-        whole, parts = lists
+        if copy.extent is not extent:  # to hash one takes as long as all the rest
+            extent = copy.extent
+            if extent not in work:
+                check_extent(extent, chunk_format, pools)
+                work[extent] = (len(work), [], [])
+            number, whole, parts = work[extent]
+        written.append((0, copy.first_slot, copy.tokens) if to_engine else (number, copy.first_token, copy.tokens))
         for piece in _pieces(copy, layout.block_tokens):
             if isinstance(piece, WholeBlocks):
                 whole.append(piece)
@@ -114,21 +118,13 @@ def validate_and_split(
                 parts.append(piece)
             if chunk_format.kind == "blocks" and piece.first_token % layout.block_tokens:
                 raise InputError(f"chunk token {piece.first_token} is inside an opaque block")
-    _refuse_repeats(plan.copies, to_engine=to_engine)
-    return [ChunkWork(extent, tuple(whole), tuple(parts)) for extent, (whole, parts) in work.items()]
+    _refuse_repeats(written, "slot" if to_engine else "token of a chunk")
+    return [ChunkWork(extent, tuple(whole), tuple(parts)) for extent, (_, whole, parts) in work.items()]
 
 
-def _refuse_repeats(copies: Sequence[Copy], *, to_engine: bool) -> None:
+def _refuse_repeats(written: list[tuple[int, int, int]], what: str) -> None:
     """Two writers of one place would race on a device. One place may be read repeatedly: prompts share blocks."""
-    if len(copies) < 2:
-        return
-    if to_engine:
-        what = "slot"
-        written = sorted((0, copy.first_slot, copy.tokens) for copy in copies)
-    else:
-        what = "token of a chunk"
-        number_of = {extent: number for number, extent in enumerate({copy.extent: None for copy in copies})}
-        written = sorted((number_of[copy.extent], copy.first_token, copy.tokens) for copy in copies)
+    written.sort()
     for (owner, first, tokens), (next_owner, second, _) in pairwise(written):
         if owner == next_owner and second < first + tokens:
             raise InputError(f"the plan writes {what} {second} twice")
@@ -156,7 +152,14 @@ def check_extent(extent: HostExtent, chunk_format: ChunkFormat, pools: Mapping[s
         raise InputError(f"an extent at {extent.offset} is not aligned to elements of {chunk_format.itemsize} bytes")
 
 
-def _pieces(copy: Copy, block_tokens: int) -> Iterator[WholeBlocks | PartOfBlock]:
+def _pieces(copy: Copy, block_tokens: int) -> Iterable[WholeBlocks | PartOfBlock]:
+    block, offset = divmod(copy.first_slot, block_tokens)
+    if not offset and not copy.tokens % block_tokens:  # nearly always
+        return (WholeBlocks(copy.first_token, block, copy.tokens // block_tokens),)
+    return _cut(copy, block_tokens)
+
+
+def _cut(copy: Copy, block_tokens: int) -> Iterator[WholeBlocks | PartOfBlock]:
     token, slot, remaining = copy.first_token, copy.first_slot, copy.tokens
     while remaining:
         block, offset = divmod(slot, block_tokens)

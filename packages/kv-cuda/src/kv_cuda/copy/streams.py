@@ -18,6 +18,9 @@ class Queue(Protocol):
     def running(self) -> AbstractContextManager[None]:
         """A context in which torch's and Triton's calls go to this queue."""
 
+    def copy(self, to: torch.Tensor, origin: torch.Tensor) -> None:
+        """Copy bytes in this queue."""
+
     def record(self) -> CopyEvent:
         """The point after everything now in the queue."""
 
@@ -47,6 +50,9 @@ class HostQueue:
     @contextmanager
     def running(self) -> Iterator[None]:
         yield
+
+    def copy(self, to: torch.Tensor, origin: torch.Tensor) -> None:
+        to.copy_(origin)
 
     def record(self) -> CopyEvent:
         return DoneEvent()
@@ -87,6 +93,10 @@ class CudaQueue:
     def running(self) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             yield
+
+    def copy(self, to: torch.Tensor, origin: torch.Tensor) -> None:
+        with self.running():
+            to.copy_(origin, non_blocking=True)
 
     def record(self) -> CopyEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

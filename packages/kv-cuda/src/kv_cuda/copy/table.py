@@ -39,14 +39,15 @@ def copy_table(
         InputError: as `validate_and_split`.
     """
     numbers: dict[HostExtent, int] = {}
-    chunk_of = np.empty(len(plan.copies), np.int64)
+    copies = plan.copies
+    chunk_of = np.empty(len(copies), np.int64)
     previous, number = None, -1
-    for index, copy in enumerate(plan.copies):
+    for index, copy in enumerate(copies):
         if copy.extent is not previous:
             previous = copy.extent
             number = numbers.setdefault(previous, len(numbers))
         chunk_of[index] = number
-    rows = [(copy.first_token, copy.first_slot, copy.tokens) for copy in plan.copies]
+    rows = [(copy.first_token, copy.first_slot, copy.tokens) for copy in copies]
     columns = np.array(rows, np.int64).reshape(-1, 3).T
     if (np.diff(chunk_of) < 0).any():
         order = np.argsort(chunk_of, kind="stable")

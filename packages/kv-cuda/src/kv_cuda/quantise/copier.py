@@ -184,8 +184,7 @@ class _StagingPipeline:
         """The point after everything requested; the check is on the host then."""
         self._bus.follow(self._work.record())
         if check is not None:
-            with self._bus.running():
-                check.on_host.copy_(check.on_device, non_blocking=True)
+            self._bus.copy(check.on_host, check.on_device)
         return self._bus.record()
 
     def store(self, chunk: torch.Tensor, copies: Sequence[Copy], check: _ScaleCheck) -> None:
@@ -197,15 +196,13 @@ class _StagingPipeline:
         with self._work.running():
             codes.encode(exact, quantised, check.on_device)
         self._bus.follow(self._work.record())
-        with self._bus.running():
-            chunk.copy_(quantised, non_blocking=True)
+        self._bus.copy(chunk, quantised)
         self._free[turn] = self._bus.record()
 
     def load(self, chunk: torch.Tensor, copies: Sequence[Copy]) -> None:
         turn, exact, quantised, codes = self._next()
         self._bus.follow(self._free[turn])
-        with self._bus.running():
-            quantised.copy_(chunk, non_blocking=True)
+        self._bus.copy(quantised, chunk)
         self._work.follow(self._bus.record())
         first = min(copy.first_token for copy in copies)
         last = max(copy.first_token + copy.tokens for copy in copies)

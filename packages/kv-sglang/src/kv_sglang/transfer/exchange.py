@@ -165,7 +165,7 @@ class Exchange:
         if not lease.keys or lease.keys[-1] != tail:
             return plan
         partial = TransferPlan((Copy(pairs[-1][1], 0, place[tail], tail_tokens),), plan.chunk_tokens)
-        return TransferPlan(plan.copies + partial.repeated().copies, plan.chunk_tokens)
+        return TransferPlan(plan.parts + partial.repeated().parts, plan.chunk_tokens)
 
     def _get(
         self,

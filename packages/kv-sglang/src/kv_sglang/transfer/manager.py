@@ -214,7 +214,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             start=int(index_slice.start),
             slots=[int(block) * page_size for block in kv_indices],
             aux_index=aux_index if is_last_chunk else None,
-            event=wait_event,
+            # SGLang gives no event where its own engines need none, and the lane's stream is behind no forward pass.
+            computed=self.after_forward() if wait_event is None else wait_event,
         )
         assert self._lanes is not None
         self._lanes.add(bootstrap_room, job)
@@ -227,14 +228,13 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         start: int,
         slots: list[int],
         aux_index: int | None,
-        event: Any,
+        computed: Point,
     ) -> None:
         peers = list(self.transfer_infos.get(outgoing.room, {}).values())
         if not peers or self.request_status.get(outgoing.room) in (None, KVPoll.Failed):
             return  # aborted
         try:
-            if event is not None:
-                event.synchronize()
+            computed.synchronize()
             why = self._store(exchange, outgoing, peers, start=start, slots=slots, aux_index=aux_index)
         except Exception as error:  # noqa: BLE001  # SGLang must learn of any error
             _log.exception("pages of a hand-over could not be stored")
@@ -332,8 +332,8 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
             self._incoming[room] = incoming
 
     def after_forward(self) -> Point:
-        """The point at which the forward pass in flight is over. It may still write the last token of a request that
-        has ended, to a block that another request has been given since."""
+        """The point at which the forward passes in flight are over. They compute the pages of a hand-over, or may still
+        write the last token of a request that has ended, to a block that another request has been given since."""
         event = get_device_module().Event()
         event.record(self._forward_stream)
         return cast(Point, event)

@@ -38,15 +38,23 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 # No argument value may need another kernel, which would be compiled in the middle of serving: neither a small address,
 # which Triton takes for 32 bits unless annotated, nor lists of tokens that begin at an odd position.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["base", "tokens", "first_plane", "plane_count", "plane_step", "plane_bytes"],
+    do_not_specialize=[
+        *("base", "tokens", "slots_at", "rows_at", "first", "per_slot", "per_row"),
+        *("first_plane", "plane_count", "plane_step", "plane_bytes"),
+    ],
     do_not_specialize_on_alignment=["slots", "rows"],
 )
 def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no types that mypy knows
     planes,  # *i64 [planes, 4]
-    slots,  # *i64 [tokens]
-    rows,  # *i64 [tokens]: the address of each token's row in the chunk's first plane, less `base`
+    slots,  # *i64, from `slots_at` on: in units of `per_slot` tokens
+    rows,  # *i64, from `rows_at` on: where every `per_row`th token's row is in its chunk's first plane, less `base`
     base: tl.int64,
     tokens: tl.int32,
+    slots_at: tl.int32,
+    rows_at: tl.int32,
+    first: tl.int32,  # the position in both lists, in tokens, of the first token
+    per_slot: tl.int32,
+    per_row: tl.int32,
     first_plane: tl.int32,
     plane_count: tl.int32,
     plane_step: tl.int32,
@@ -74,8 +82,10 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
         run_words = tl.multiple_of(tl.load(plane_fields + 3) // WORD_BYTES, ALIGNED // WORD_BYTES)
         token = (number % tiles // PIECES) * TILE + tl.arange(0, TILE)
         is_token = token < tokens
-        slot = tl.load(slots + token, mask=is_token, other=0)
-        row = tl.load(rows + token, mask=is_token, other=0) + base + plane * plane_bytes
+        position = token + first
+        slot = tl.load(slots + slots_at + position // per_slot, mask=is_token, other=0) * per_slot + position % per_slot
+        row = tl.load(rows + rows_at + position // per_row, mask=is_token, other=0) + base + plane * plane_bytes
+        row += (position % per_row).to(tl.int64) * (ROW * WORD_BYTES)
         place = cache + (slot // BLOCK_TOKENS) * block_bytes + (slot % BLOCK_TOKENS) * token_bytes
         in_chunk = tl.multiple_of(row.to(tl.pointer_type(WORD)), ALIGNED)
         in_engine = tl.multiple_of(place.to(tl.pointer_type(WORD)), ALIGNED)
@@ -89,6 +99,27 @@ def move_rows(  # type: ignore[no-untyped-def]  # a kernel's arguments have no t
             tl.store(engine_words, tl.load(chunk_words, mask=is_word), mask=is_word)
         else:
             tl.store(chunk_words, tl.load(engine_words, mask=is_word), mask=is_word)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """How two lists name tokens: an entry of one stands for `per_slot` slots side by side, of the other for `per_row`.
+
+    tokens: number of tokens.
+    slots_at, rows_at: where the lists begin.
+    first: the position of the first token in both lists, in tokens.
+    """
+
+    tokens: int
+    slots_at: int = 0
+    rows_at: int = 0
+    first: int = 0
+    per_slot: int = 1
+    per_row: int = 1
+
+    def part(self, start: int, end: int) -> "Listing":
+        """Of lists with an entry for each token, those of tokens `start` to `end`, the last one excluded."""
+        return Listing(end - start, self.slots_at + start, self.rows_at + start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +161,28 @@ class RowKernel:
             self.move(no_tokens, no_tokens, base=0, span=(0, self.plane_count, 1), to_engine=to_engine, programs=1)
 
     def move(
-        self, slots: torch.Tensor, rows: torch.Tensor, *, base: int, span: Span, to_engine: bool, programs: int
+        self,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        base: int,
+        span: Span,
+        to_engine: bool,
+        programs: int,
+        listing: Listing | None = None,
     ) -> None:
         """Launch on the current stream, with at most the given number of programs.
 
-        slots, rows: int64 [tokens] on the device. base + rows[i] is the address of a token's row in the chunk's first
-            plane.
+        slots, rows: int64 on the device. base + rows[i] is the address of a token's row in the chunk's first plane.
+        listing: None: both have an entry for each token.
         """
-        tokens = slots.numel()
+        named = Listing(slots.numel()) if listing is None else listing
+        tokens = named.tokens
         constants = self.constants
         first, count, step = span
         tiles = -(-tokens // constants["TILE"]) * constants["PIECES"]
-        numbers = (base, tokens, first, count, step, self.plane_bytes)
+        tokens_of = (tokens, named.slots_at, named.rows_at, named.first, named.per_slot, named.per_row)
+        numbers = (base, *tokens_of, first, count, step, self.plane_bytes)
         grid = (max(1, min(programs, tiles * count)),)
         move_rows[grid](self.planes, slots, rows, *numbers, TO_ENGINE=to_engine, **constants)
 

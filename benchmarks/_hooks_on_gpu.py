@@ -1,0 +1,135 @@
+"""What the host does for a store and a load of 16 chunks on a GPU, but for the driver, whose calls a fake device notes.
+
+Each hook is cold, as it is once a step of 100 ms: other code and other data pass through the processor's caches first.
+Beside it is the way by Python, which everything took before there was one by C, in the same run and in turn.
+"""
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kv_connect.halves.held import HeldBlocks
+from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.worker import WorkerHalf
+from kv_core.hashing import ChainScheme
+from kv_core.keys import KeySpace
+from kv_core.shape import ConnectShape, GroupShape
+from kv_cuda.copy import gpu
+from kv_cuda.layout import split_parts
+from kv_testing.fake_device import FakeDevice
+from kv_tiers import HostPool, LocalCache
+
+from benchmarks._report import Row
+
+CHUNK, CHUNKS, TOKENS, BLOCKS = 256, 16, 16, 4096
+ROUNDS, WARM_UP = 60, 10
+LIMITS_US = {"store": 300.0, "load": 150.0}
+HOOKS = ("start_loads", "start_stores", "wait_for_save")
+"""Of the worker, before the driver has everything."""
+
+
+class NoBlocks:
+    """An engine's blocks that nobody else wants."""
+
+    def hold(self, _blocks: Sequence[int]) -> None: ...
+    def give_back(self, _blocks: Sequence[int]) -> None: ...
+    def is_ours_alone(self, _block: int) -> bool:
+        return False
+
+
+class Halves:
+    """Both halves of a connector beside a cache with room for everything."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        row = {"block": 2 * TOKENS * 8, "token": 8, "head": 8, "dim": 1, "value_offset": TOKENS * 8}
+        sizes = {"dtype": "bfloat16", "itemsize": 2, "layers": 2, "heads": 1, "head_dim": 8}
+        layout = split_parts("apart", blocks=BLOCKS, block_tokens=TOKENS, **row, **sizes)
+        described = layout.canonical_format(CHUNK)
+        cache = torch.zeros(2, BLOCKS, 2 * TOKENS * 8, dtype=torch.bfloat16)
+        scheme = ChainScheme(chunk_tokens=CHUNK)
+        space = KeySpace("model", "", "bfloat16", described.fingerprint, 1, scheme.name)
+        shape = ConnectShape(scheme, space, (GroupShape(TOKENS),))
+        pool = HostPool.anonymous("pool", described.nbytes, (ROUNDS + WARM_UP) * CHUNKS)
+        self.device, self.cache = device, LocalCache(pool)
+        copier = gpu.GpuCopier(layout, list(cache), described)
+        copier.attach("pool", pool.view)
+        self.scheduler = SchedulerHalf(self.cache, shape, name="engine")
+        self.worker = WorkerHalf(self.cache, shape, [copier], shard=0, name="engine")
+        self.held = HeldBlocks(NoBlocks(), shape, ranks=1)
+        self.chance, self.number = random.Random(7), 0
+        self.us: dict[str, float] = defaultdict(float)
+        self._ballast = np.ones(32 << 20, np.uint8)
+
+    def cool(self) -> None:
+        self._ballast[::64] += 1
+        sorted({number: str(number) for number in range(20000)}.values())
+
+    def timed(self, name: str, hook: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        result = hook(*arguments, **named)
+        self.us[name] += (time.perf_counter() - began) * 1e6
+        return result
+
+    def request(self, tokens: list[int], *, loads: bool) -> dict[str, float]:
+        """Microseconds of each hook of a request that stores its prompt, or finds it."""
+        self.us.clear()
+        self.number += 1
+        asked = RequestTokens(request_id=f"r{self.number}", tokens=tokens, keep_tokens=len(tokens))
+        table = self.chance.sample(range(BLOCKS), CHUNKS * CHUNK // TOKENS + 1)
+        self.cool()
+        matched = self.timed("match", self.scheduler.match, asked, 0)
+        assert matched == (CHUNKS * CHUNK if loads else 0)
+        self.timed("allocated", self.scheduler.allocated, asked.request_id, matched, (table,) if loads else ())
+        scheduled = [] if loads else [Scheduled(asked, CHUNKS * CHUNK, (table,))]
+        plan = self.timed("build", lambda: self.held.hold(self.scheduler.build_step(scheduled)))
+        self.cool()
+        self.timed("start_loads", self.worker.start_loads, plan)
+        self.timed("start_stores", self.worker.start_stores, plan)
+        self.timed("wait_for_save", self.worker.finish_stores, wait=False)
+        self.device.finish()
+        self.cool()
+        self.timed("commit", self.worker.finish_stores, wait=False)
+        report = self.timed("poll", self.worker.poll)
+        assert not report.failed and len(report.finished) == loads
+        self.timed("acknowledge", self.held.acknowledge, {0: self.worker.stored_through})
+        self.timed("loads_ended", self.scheduler.loads_ended, report.finished, report.failed)
+        self.timed("finished", self.scheduler.finished, asked.request_id)
+        return dict(self.us)
+
+
+def host_rows() -> Iterator[Row]:
+    """Of a store and of a load: the worker's hooks, and all hooks."""
+    took: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
+    with pytest.MonkeyPatch.context() as patch:
+        device = FakeDevice(7)
+        device.install(patch)
+        patch.setattr(gpu.GpuCopier, "is_queued", property(lambda _: True))
+        by_c = gpu.installed_kernels
+        halves = {"C": Halves(device), "Python": Halves(device)}
+        for number in range(ROUNDS):
+            tokens = [(7919 * number + 104729 * at) % 30000 for at in range(CHUNKS * CHUNK + 10)]
+            for way, both in halves.items():
+                patch.setattr(gpu, "installed_kernels", by_c if way == "C" else lambda: None)
+                for verb in LIMITS_US:
+                    took[verb, way].append(both.request(tokens, loads=verb == "load"))
+    for verb, limit_us in LIMITS_US.items():
+        ours, python = (_medians(took[verb, way][WARM_UP:]) for way in ("C", "Python"))
+        name = f"on a GPU, a {verb} of {CHUNKS} chunks, cold"
+        yield Row(f"{name}: worker", ours[0], "us", limit_us, ours[0] / limit_us, 1.0, at_most=True)
+        yield Row(f"{name}: worker, beside Python", ours[0], "us", python[0], ours[0] / python[0], 0.6, at_most=True)
+        yield Row(
+            f"{name}: all hooks, beside Python", ours[1], "us", python[1], ours[1] / python[1], None, at_most=True
+        )
+
+
+def _medians(requests: Sequence[dict[str, float]]) -> tuple[float, float]:
+    """Of the worker's hooks before the driver, and of all."""
+    worker = [sum(each[hook] for hook in HOOKS) for each in requests]
+    return statistics.median(worker), statistics.median(sum(each.values()) for each in requests)
