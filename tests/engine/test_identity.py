@@ -15,9 +15,10 @@ import torch
 from engines import PROMPTS, Answer, Engine, started
 from kv_tiers import HostPool
 from kv_vllm import connector
-from kv_vllm.weights import declared_calls
+from kv_vllm.weights import declared_calls, sum_of_weights
 from oracle import Oracle
 from safetensors.torch import load_file, save_file
+from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 NAME = "kv-test-identity"
@@ -201,6 +202,169 @@ def test_two_ranks_that_update_their_weights_agree_on_the_new_key_space(
         assert engine.hits == COLD
         assert engine.ask_in_turn(ASKED) == of_tuned
         assert engine.hits == WARM
+
+
+class Summed(torch.nn.Module):
+    """A model with a tensor in each place where vLLM's have some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(35, dtype=torch.float32).reshape(5, 7).t(), requires_grad=False)
+        self.tied = self.weight
+        self.register_buffer("scale", torch.ones(3, dtype=torch.bfloat16), persistent=False)
+        self.absorbed = torch.ones(13, dtype=torch.int8)
+        self.stacked = (torch.zeros(0), torch.ones(2))
+        self.by_name = {"one": torch.ones(())}
+        self.kv_cache = [torch.zeros(8)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        buffers = [self.get_buffer("scale"), self.absorbed]
+        return [self.weight.data, *buffers, self.stacked[1], self.by_name["one"]]
+
+
+def summed(model: torch.nn.Module | None, draft: torch.nn.Module | None = None) -> str:
+    return sum_of_weights(
+        SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), get_draft_model=lambda: draft)
+    )
+
+
+class Inner(torch.nn.Parameter):
+    """Such as vLLM's for weights with shared parts."""
+
+    partitions: dict[int, torch.Tensor]
+
+
+class TestSums:
+    def test_any_bit_of_any_tensor_counts(self) -> None:
+        model = Summed()
+        sums, total = {summed(model), summed(model, model), summed(model, Summed())}, 3
+        for tensor in model.tensors():
+            octets = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            for place in range(len(octets)):
+                for bit in range(8):
+                    octets[place] ^= 1 << bit
+                    sums.add(summed(model))
+                    total += 1
+                    octets[place] ^= 1 << bit
+        assert len(sums) == total
+        assert summed(model) in sums
+
+    def test_two_words_that_change_places_count(self) -> None:
+        model = Summed()
+        before = summed(model)
+        words = model.weight.data.untyped_storage()
+        flat = torch.empty(0, dtype=torch.int64).set_(words, 0, (17,))
+        flat[[3, 9]] = flat[[9, 3]]
+        assert summed(model) != before
+
+    def test_the_same_bytes_read_otherwise_count(self) -> None:
+        model = Summed()
+        before = summed(model)
+        model.weight.data = model.weight.data.view(torch.int32)
+        assert summed(model) != before
+        model = Summed()
+        del model.tied
+        model.tied = torch.nn.Parameter(model.weight.detach().clone(), requires_grad=False)
+        assert summed(model) != before
+
+    def test_the_kv_cache_does_not(self) -> None:
+        model = Summed()
+        before = summed(model)
+        model.kv_cache[0].fill_(1.0)
+        assert summed(model) == before
+
+    def test_a_tensor_whose_bytes_are_elsewhere_has_no_sum(self) -> None:
+        model = Summed()
+        model.weight = Inner(torch.ones(2), requires_grad=False)
+        model.weight.partitions = {0: torch.ones(2)}
+        with pytest.raises(TypeError, match="weight"):
+            summed(model)
+
+
+@pytest.fixture
+def sleep_mode(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An engine's arguments for sleep mode. vLLM refuses it on a CPU, where its workers would keep all memory. Here
+    they do, and all else that vLLM does for a sleep is what it does on a GPU."""
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
+    return {"enable_sleep_mode": True}
+
+
+def behind_our_back(engine: Engine, change: Any) -> None:
+    """Change loaded weights as a trainer would that has the memory mapped: no call of vLLM's tells of it."""
+    executor = engine.llm.llm_engine.model_executor
+    type(executor).collective_rpc.__wrapped__(executor, change)
+
+
+def negate_one(worker: Any) -> None:
+    worker.model_runner.model.model.layers[LAYER].input_layernorm.weight.data[0].neg_()
+
+
+def forget_all(worker: Any) -> None:
+    """As a sleep of level 2 does."""
+    for parameter in worker.model_runner.model.parameters():
+        parameter.data.zero_()
+
+
+def negate_one_of_the_second_rank(worker: Any) -> None:
+    if worker.rank == 1:
+        negate_one(worker)
+
+
+def test_a_sleep_keeps_every_chunk_as_long_as_every_byte_of_the_weights_is_back(
+    model: Path, of_model: list[Answer], tmp_path: Path, sleep_mode: dict[str, Any]
+) -> None:
+    disk = {"type": "disk", "directory": str(tmp_path), "capacity_bytes": "256MiB"}
+    cache = {"host": {"capacity_bytes": "64MiB"}, "tiers": [disk], "cold": {"wait_s": 10.0}}
+    with started(str(model), cache=cache, **sleep_mode) as engine:
+        warm(engine, of_model)
+        space = engine.inside("kv_key_space")
+        core = engine.llm.llm_engine.engine_core.engine_core
+        core.pause_scheduler()
+        core.resume_scheduler()
+        assert engine.ask_in_turn(ASKED) == of_model
+        assert engine.hits == WARM
+        for level in (1, 2):
+            engine.llm.sleep(level=level)
+            if level == 2:
+                behind_our_back(engine, forget_all)
+            engine.llm.wake_up(tags=["weights"])
+            if level == 2:
+                engine.llm.collective_rpc("reload_weights")
+            engine.llm.wake_up(tags=["kv_cache"])
+            assert engine.ask_in_turn(ASKED) == of_model
+            assert engine.hits == WARM
+            assert engine.inside("kv_key_space") == space
+        engine.llm.sleep(level=1)
+        behind_our_back(engine, negate_one)
+        engine.llm.wake_up()
+        engine.ask_in_turn(ASKED)
+        assert engine.hits == COLD, "one number of one layer's norm is another"
+        assert engine.inside("kv_key_space") != space
+        behind_our_back(engine, negate_one)
+        engine.assert_at_rest()
+    with started(str(model), cache=cache) as engine:
+        assert engine.ask_in_turn(ASKED) == of_model
+        assert engine.hits == WARM, "what was on disk before the sleeps is still there"
+
+
+@pytest.mark.long
+def test_one_of_two_ranks_that_wakes_with_other_weights_is_another_model(
+    model: Path, tmp_path: Path, sleep_mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    cache: dict[str, Any] = {"host": {"capacity_bytes": "64MiB"}, "server": {"answer_s": 20}}
+    with started(str(model), cache=cache, **two, **sleep_mode) as engine:
+        of_model = engine.ask_in_turn(ASKED)
+        warm(engine, of_model)
+        engine.llm.sleep(level=1)
+        engine.llm.wake_up()
+        warm(engine, of_model)
+        engine.llm.sleep(level=1)
+        behind_our_back(engine, negate_one_of_the_second_rank)
+        engine.llm.wake_up()
+        engine.ask_in_turn(ASKED)
+        assert engine.hits == COLD
 
 
 class TestOneEngine:

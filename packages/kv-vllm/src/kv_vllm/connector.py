@@ -259,7 +259,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always((0, False)))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._follow_weights()
+        self._follow_weights(settle=True)
         self._trials.looked_up(request.request_id, num_computed_tokens)
         tokens = self._tokens_of(request)
         if isinstance(tokens, Unsure):
@@ -503,7 +503,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _build_step(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
             return StepPlan()
-        self._follow_weights()
+        self._follow_weights(settle=scheduler_output.total_num_scheduled_tokens > 0)
         assert self._engine.weights is not None  # as the scheduler half has one
         is_waiting = self._scheduler.is_waiting() or self.has_pending_push_work() or self._engine.weights.is_busy
         if is_waiting and scheduler_output.total_num_scheduled_tokens == 0:
@@ -561,14 +561,23 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(always(None))
     def _reset(self) -> None:
-        if self._scheduler is not None and self._engine.weights is not None:
-            self._engine.weights.identity.changed("vLLM's caches were reset")
-            self._follow_weights()
-            self._scheduler.reset()
-            if self._kv_cache_manager is not None and self._kv_cache_manager.usage == 0:
-                self._scheduler.engine_emptied()
-
-    def _follow_weights(self) -> None:
         half, weights = self._scheduler, self._engine.weights
+        if half is None or not isinstance(weights, VllmWeights):
+            return
+        if weights.are_pausing:  # or going to sleep: what is stored stays
+            weights.may_have_changed("vLLM paused")
+        else:
+            weights.changed("vLLM's caches were reset")
+        self._follow_weights()
+        if not weights.are_pausing:
+            half.reset()
+        if self._kv_cache_manager is not None and self._kv_cache_manager.usage == 0:
+            half.engine_emptied()
+
+    def _follow_weights(self, *, settle: bool = False) -> None:
+        """settle: the engine is about to compute with its weights."""
+        half, weights = self._scheduler, self._engine.weights
+        if settle and isinstance(weights, VllmWeights):
+            weights.settle()
         if half is not None and weights is not None and weights.follow(half) and self._steps is not None:
             self._steps.look_again()

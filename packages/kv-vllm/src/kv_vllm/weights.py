@@ -6,17 +6,24 @@ executor's `collective_rpc` in the scheduler's process: `reload_weights`, `updat
 known to leave the weights alone counts as a change. Code that writes weights without them must call
 `reset_prefix_cache(reset_connector=True)`, which is passed on to us and counts as well, because no reason is given.
 
+An engine with sleep mode has the bytes of its weights summed up by its workers once they are loaded. `sleep`,
+`wake_up`, `reload_weights` and a pause only put the weights in doubt: before the next request is looked up or
+scheduled they are summed up again, and equal sums on all ranks are the same weights, whose chunks stay.
+
 A connector is created after the weights were loaded, and files may have been replaced meanwhile. So the plugin has the
 engine's process look at them before.
 """
 
 import functools
+import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
+import torch
 from kv_connect.engine import Engine
 from kv_connect.halves.inputs import RequestTokens
 from kv_connect.identity.adapters import Unsure
@@ -65,6 +72,8 @@ LEAVES_WEIGHTS_ALONE: Final = frozenset(
         "update_max_model_len",
     }
 )
+RESTORES_WEIGHTS: Final = frozenset({"discard", "reload_weights", "sleep", "wake_up"})
+"""Calls after which the weights may be the same, and which change nothing else that KV depends on."""
 DECLARATION: Final = "kv_leaves_weights_alone"
 """The attribute by which a worker extension names those of its methods that leave the weights alone."""
 
@@ -72,7 +81,14 @@ _BEFORE: Final[dict[str, Origins]] = {}
 """The origins of the weights of this process's engines, before they were loaded, by vLLM's engine id."""
 _WATCHES: "dict[str, VllmWeights]" = {}
 """The watches of this process by vLLM's engine id."""
+_EXECUTORS: "Final[WeakValueDictionary[str, Any]]" = WeakValueDictionary()
+_PAUSING: Final[set[str]] = set()
+"""Engines that are resetting their caches because they pause or go to sleep."""
 _LOCK: Final = threading.Lock()
+_PART_WORDS: Final = 1 << 21
+"""Summed up at once: temporary tensors of 16 MiB, few enough for a device that is full, large enough for its speed."""
+_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+"""The constants of SplitMix64, as signed numbers."""
 
 
 class VllmWeights(EngineWeights):
@@ -83,9 +99,50 @@ class VllmWeights(EngineWeights):
         super().__init__(space)
         self._requests = requests
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._doubt = ""
+        self._sums: list[str] | None = None  # of the identified weights, by rank
         _watch(vllm_config)
         with _LOCK:
             _WATCHES[self._engine_id] = self
+        if vllm_config.model_config.enable_sleep_mode:
+            self._sums = self._sum_up()
+
+    @property
+    def are_pausing(self) -> bool:
+        """Whether vLLM resets its caches for a pause, and not because a user asks for that."""
+        return self._engine_id in _PAUSING
+
+    def changed(self, why: str) -> None:
+        """They may have changed, in a way that need not show in them."""
+        self._doubt, self._sums = "", None
+        self.identity.changed(why)
+
+    def may_have_changed(self, why: str) -> None:
+        """They may have changed, which `settle` will find out where the engine has sleep mode."""
+        if self._sums is None:
+            self.identity.changed(why)
+        else:
+            self._doubt = why
+
+    def settle(self) -> None:
+        """The engine is about to compute, so its weights are complete again: find out whether they have changed."""
+        if self._doubt:
+            if self._sum_up() != self._sums:
+                self.changed(self._doubt)
+            else:
+                _log.info("%s: the weights are the same, byte by byte, and so are their chunks", self._doubt)
+            self._doubt = ""
+
+    def _sum_up(self) -> list[str] | None:
+        """Of the weights of each rank; None: unknown."""
+        executor = _EXECUTORS.get(self._engine_id)
+        try:
+            if executor is None or executor.is_sleeping:
+                return None
+            return list(executor.collective_rpc(sum_of_weights))
+        except Exception as error:  # noqa: BLE001  # the weights are then others, for all that is known
+            _log.warning("the engine's weights could not be read: %s", error)
+            return None
 
     def adapter(self, lora: Any, request_id: str = "") -> str | Unsure | None:
         """The identity of a `LoRARequest`'s adapter, from `Adapters.identity`."""
@@ -104,8 +161,10 @@ class VllmWeights(EngineWeights):
                 # Examined now: its first request may come long after its files were written over. An adapter of a hub
                 # is not examined yet: vLLM is about to fetch it.
                 self.adapter(lora)
+        elif method in RESTORES_WEIGHTS:
+            self.may_have_changed(f"vLLM's workers did {name}")
         else:
-            self.identity.changed(f"vLLM's workers did {name}")
+            self.changed(f"vLLM's workers did {name}")
 
     def _leave_out(self, number: int) -> None:
         """The adapter with this number was replaced while requests are named by its old content: from now on nothing is
@@ -135,6 +194,7 @@ def watch_for_loading() -> None:
     def start(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if vllm_config.kv_transfer_config is not None:
             look_before_loading(vllm_config)
+            _EXECUTORS[str(vllm_config.kv_transfer_config.engine_id)] = self
         init(self, vllm_config, *args, **kwargs)
 
     start._kv_watched = True  # type: ignore[attr-defined]
@@ -153,6 +213,57 @@ def look_before_loading(vllm_config: Any) -> None:
 def before_loading(vllm_config: Any) -> Origins | None:
     """The origins of this engine's weights before it loaded them; None: nobody looked."""
     return _BEFORE.get(str(vllm_config.kv_transfer_config.engine_id))
+
+
+@torch.inference_mode()
+def sum_of_weights(worker: Any) -> str:
+    """A sum over all bytes of a vLLM worker's weights, its draft's too. If any differ, the sum does, but for one case
+    in 2**64. Computed where the weights are, at a fraction of the speed of its memory.
+
+    Raises:
+        TypeError: a tensor keeps its bytes in others.
+    """
+    digest, seen, sums = hashlib.sha256(), dict[int, int](), list[torch.Tensor]()
+    for model in (worker.model_runner.get_model(), worker.get_draft_model()):
+        for name, tensor in () if model is None else _tensors_of(model):
+            storage = tensor.untyped_storage()
+            number = seen.setdefault(storage.data_ptr(), len(seen))
+            if number == len(sums):
+                sums.append(_sum_of_bytes(storage))
+            place = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), storage.nbytes())
+            digest.update(f"{name} {number} {place}\n".encode())
+    digest.update(str([int(total) for total in sums]).encode())
+    return digest.hexdigest()
+
+
+def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and what vLLM derives from them when it has loaded them; not the KV cache."""
+    for module_name, module in model.named_modules():
+        for key, value in vars(module).items():
+            within = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
+            for within_name, tensor in value.items() if isinstance(value, dict) else within:
+                name = f"{module_name}.{key}.{within_name}"
+                if not isinstance(tensor, torch.Tensor) or key == "kv_cache":
+                    continue
+                if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "partitions"):
+                    raise TypeError(f"{name} is a {type(tensor).__name__}, which keeps its bytes in other tensors")
+                yield name, tensor
+
+
+def _sum_of_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Of each 8 bytes at their place a number that looks random; these added up, modulo 2**64."""
+    octets = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    words = octets[: len(octets) // 8 * 8].view(torch.int64)
+    rest = torch.nn.functional.pad(octets[len(words) * 8 :], (0, -len(octets) % 8)).view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=storage.device)
+    place = 1
+    for part in (*torch.split(words, _PART_WORDS), rest):
+        mixed = torch.arange(place, place + len(part), device=storage.device).mul_(_GOLDEN).add_(part)
+        for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+            mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+        total += mixed.sum()
+        place += len(part)
+    return total
 
 
 def adapter_identity(weights: EngineWeights | None) -> Callable[[Any, str], str | Unsure | None] | None:
@@ -202,9 +313,10 @@ def note_resets(kv_cache_manager: Any, engine: Engine, ours: Callable[[], set[in
 
 
 def _watch(vllm_config: Any) -> None:
-    """Observe the calls to this engine's executor. Installed once per class, for the process's life."""
+    """Observe the calls to this engine's executor, and pauses. Installed once per class, for the process's life."""
     from vllm.v1.executor.abstract import Executor
 
+    _watch_pauses()
     executor = Executor.get_class(vllm_config)
     with _LOCK:
         call: Callable[..., Any] = executor.collective_rpc
@@ -229,9 +341,30 @@ def _watch(vllm_config: Any) -> None:
         executor.collective_rpc = collective_rpc
 
 
+def _watch_pauses() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    reset: Callable[..., None] | None = getattr(EngineCore, "_reset_caches", None)
+    if reset is None or hasattr(reset, "_kv_watched"):
+        return
+
+    @functools.wraps(reset)
+    def _reset_caches(self: Any, *args: Any, **kwargs: Any) -> None:
+        transfer = self.vllm_config.kv_transfer_config
+        engine_id = "" if transfer is None else str(transfer.engine_id)
+        _PAUSING.add(engine_id)
+        try:
+            reset(self, *args, **kwargs)
+        finally:
+            _PAUSING.discard(engine_id)
+
+    _reset_caches._kv_watched = True  # type: ignore[attr-defined]
+    EngineCore._reset_caches = _reset_caches
+
+
 def _leaves_weights_alone(executor: Any, method: object) -> bool:
     if not isinstance(method, str):
-        return False
+        return method is sum_of_weights
     return method in LEAVES_WEIGHTS_ALONE or method in declared_calls(executor.parallel_config.worker_extension_cls)
 
 
@@ -261,4 +394,4 @@ def _notify(executor: Any, method: object, args: Any) -> None:
     except Exception as error:  # noqa: BLE001  # the engine's own call must not fail because of us
         _log.exception("a call to vLLM's workers was not understood, so no stored chunk may be used: %s", error)
         for weights in list(_WATCHES.values()):
-            weights.identity.changed("a call to vLLM's workers was not understood")
+            weights.changed("a call to vLLM's workers was not understood")

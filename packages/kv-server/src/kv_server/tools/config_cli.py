@@ -13,7 +13,8 @@ from kv_core.terminal import say
 from kv_tiers.settings import Settings, load
 
 _PASSWORD_IN_URL = re.compile(r"(://[^:@/]*:).*@")  # which may have any character in it
-_SECRET = re.compile(r"(password|secret|token|salt)(?!.*_file$)")
+_SECRET = re.compile(r"(password|passphrase|secret|token|salt|credential|authorization|api_key)(?!.*_file$)", re.I)
+_SECRET_IN_QUERY = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&]*", re.I)
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -127,7 +128,7 @@ def _check_verdict(settings: Settings) -> None:
 def _shown(value: object) -> object:
     """The value without the secrets that tiers' options may hold, and with names as JSON has them."""
     if isinstance(value, str):
-        return _PASSWORD_IN_URL.sub(r"\1***@", value)
+        return _SECRET_IN_QUERY.sub(r"\1***", _PASSWORD_IN_URL.sub(r"\1***@", value))
     if isinstance(value, list):
         return [_shown(item) for item in value]
     if isinstance(value, dict):
