@@ -78,7 +78,7 @@ def test_requests_that_are_preempted_answer_as_alone(
         preempt(self, request, *arguments, **named)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counted)
-    tight: dict[str, Any] = {"num_gpu_blocks_override": 24, "max_model_len": 1536}
+    tight: dict[str, Any] = {"num_gpu_blocks_override": 22, "max_model_len": 1536}
     with started(tiny_llama, cache=CACHE, connector="KVBlendConnector", **tight) as inner:
         engine = Blending(inner.llm)
         prompts = [FIRST, SECOND, Prompt((3, 2, 1)), SECOND]
