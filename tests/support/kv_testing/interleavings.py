@@ -56,13 +56,13 @@ def interleave(
     for number in range(rounds):
         asked: list[tuple[Prompt, Mapping[str, Any]]] = []
         for prompt in draw.choices(EXACT, k=draw.randint(2, 6)):
-            plan = {
+            plan: dict[str, Any] = {
                 "share": draw.choice([0.0, 0.15]),
                 "select": draw.choice(SELECTS[engine]),
                 "behind": draw.choice(["prefix", "alone"]),
             }
             made = request_fields(prompt.segments, tokens=len(prompt.tokens), engine=engine, **plan)
-            asked.append((prompt, made | (forged or {}) if draw.random() < 0.5 else {}))
+            asked.append((prompt, {**made, **(forged or {})} if draw.random() < 0.5 else {}))
         by_force = draw.random() < 0.5
         disturbing = threading.Thread(target=disturb, args=(by_force,)) if disturb and number % 5 == 2 else None
         if disturbing is not None:
@@ -95,7 +95,7 @@ def homes(directory: Path) -> Iterator[Callable[[int], tuple[dict[str, Any], Cal
         (directory / "shared").mkdir(mode=0o700)
         ports = [free_port(), free_port()]
         servers: dict[int, ServerProcess] = {}
-        ending.callback(lambda: [server.stop() for server in servers.values()])
+        ending.callback(lambda: [*map(ServerProcess.stop, servers.values())])
 
         def small(disk: str, *more: Mapping[str, Any]) -> dict[str, Any]:
             first = {"type": "disk", "directory": str(directory / disk), "capacity_bytes": "24MiB"}
