@@ -26,6 +26,7 @@ from benchmarks._report import Row, parser, report
 
 WAYS: dict[str, dict[str, Any]] = {
     "reused as they are, behind the system prompt": {"share": 0.0},
+    "first 5 %": {"share": 0.05, "select": "first"},
     "first 15 %": {"share": 0.15, "select": "first"},
     "deviation 15 %": {"share": 0.15, "select": "deviation"},
 }
@@ -194,7 +195,7 @@ def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--model", required=True, help="a trained model's directory")
     arguments.add_argument("--engine", choices=TIMED, default="vllm", help="the one of this environment")
-    arguments.add_argument("--rounds", type=int, default=5, help="of each length")
+    arguments.add_argument("--rounds", type=int, default=3, help="of each length")
     chosen = arguments.parse_args()
     quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.update(_engines.ENVIRON | _engines.threads_environ(1) | quiet)

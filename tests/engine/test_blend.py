@@ -10,11 +10,12 @@ from typing import Any
 
 import kv_blend.vllm.scheduler
 import pytest
-from blending import CACHE, FIRST, SECOND, Blending, Prompt, exact_answers, forget_own_blocks, interleave
+from blending import CACHE, Blending, exact_answers, forget_own_blocks, interleave
 from engines import Answer, empty_the_pool, started
 from kv_blend import BlendPlan, request_fields
 from kv_blend.plan import KEY
 from kv_connect.engine import engines
+from kv_testing.documents import FIRST, SECOND, WRONG_PLANS, Prompt
 from kv_testing.wait import until
 
 
@@ -93,9 +94,9 @@ def test_tenants_share_no_segments(engine: Blending) -> None:
 
 
 def test_exact_requests_never_see_approximate_kv(engine: Blending, exact: dict[Prompt, Answer]) -> None:
-    wrong, asked = interleave(engine, exact, 15, seed=1)
-    assert wrong == 0
-    assert asked > 20
+    seen = interleave(engine, exact, 15)
+    assert seen.wrong == 0
+    assert seen.exact > 20 and seen.reused_tokens > 10000
 
 
 def test_the_control_with_one_name_for_both(
@@ -108,10 +109,7 @@ def test_the_control_with_one_name_for_both(
         return (BlendPlan(**params[KEY]), "") if params and KEY in params else None
 
     monkeypatch.setattr(kv_blend.vllm.scheduler, "read_plan", without_salt)
-    plan = {"tokens": len(SECOND.tokens), "segments": SECOND.segments, "share": 0.0}
-    engine.blend([SECOND], fields={"cache_salt": "", "kv_transfer_params": {KEY: plan}})
-    assert engine.reports[0]["segment_tokens"] == 1171
-    assert engine.ask([SECOND.tokens]) != [exact[SECOND]]
+    assert interleave(engine, exact, 10, cache_salt="").wrong > 0
     forget_own_blocks(engine)
 
 
@@ -127,9 +125,10 @@ def test_a_plan_without_its_salt_is_refused_and_its_request_exact(
     for salt in ("", "other"):
         assert engine.blend([SECOND], fields=fields | {"cache_salt": salt}) == [exact[SECOND]]
         assert "cache_salt is not this plan's" in engine.reports[0]["refused"]
-    broken = {"kv_transfer_params": {KEY: {"tokens": len(SECOND.tokens), "segments": [[9, 4]]}}, "cache_salt": "x"}
-    assert engine.blend([SECOND], fields=broken) == [exact[SECOND]]
-    assert "segment 0 is [9, 4), which has no tokens" in engine.reports[0]["refused"]
+    for segments, why in WRONG_PLANS:
+        broken = {"kv_transfer_params": {KEY: {"tokens": len(SECOND.tokens), "segments": segments}}, "cache_salt": "x"}
+        assert engine.blend([SECOND], fields=broken) == [exact[SECOND]]
+        assert why in engine.reports[0]["refused"]
 
 
 @pytest.mark.parametrize("step", ["_prepare", "_compute_alone", "_store", "_place", "_deviations"])

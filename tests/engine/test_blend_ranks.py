@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from blending import CACHE, FIRST, SECOND, Blending, Prompt, exact_answers
+from blending import CACHE, Blending, exact_answers
 from engines import Answer, started
+from kv_testing.documents import FIRST, SECOND, Prompt
 
 pytestmark = pytest.mark.slow
 

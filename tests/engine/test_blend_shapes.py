@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from blending import CACHE, FIRST, SECOND, Blending, Prompt, exact_answers, interleave
-from engines import Answer, started
+from blending import CACHE, Blending, exact_answers, interleave
+from engines import NEW_TOKENS, Answer, started
 from kv_blend import request_fields
 from kv_blend.vllm.scheduler import BlendScheduler
 from kv_blend.vllm.worker import BlendWorker
-from kv_testing.documents import DOCUMENTS
+from kv_server.process import launch
+from kv_testing.documents import DOCUMENTS, FIRST, SECOND, Prompt
+from kv_testing.interleavings import LIVES, homes
+from kv_testing.tiny import TinyLlama
 
 
 @pytest.fixture(scope="module")
@@ -18,25 +22,21 @@ def exact(tiny_llama: str) -> dict[Prompt, Answer]:
     return exact_answers(tiny_llama)
 
 
-@pytest.mark.parametrize(
-    ("lives", "rounds"),
-    [pytest.param(2, 15, marks=pytest.mark.slow), pytest.param(5, 100, marks=[pytest.mark.long, pytest.mark.slow])],
-)
+@pytest.mark.parametrize("rounds", [pytest.param(5), pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_exact_requests_never_see_approximate_kv_through_tiers_and_restarts(
-    tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path, lives: int, rounds: int
+def test_exact_requests_never_see_approximate_kv_through_tiers_servers_and_restarts(
+    tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path, rounds: int
 ) -> None:
-    tier = {"type": "disk", "directory": str(tmp_path / "kv"), "capacity_bytes": "1GiB"}
-    cache = {"host": {"capacity_bytes": "4MiB"}, "tiers": [tier], "cold": {"wait_s": 5.0}}
-    asked = 0
-    for life in range(lives):
-        with started(tiny_llama, cache=cache, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
-            engine = Blending(inner.llm)
-            wrong, some = interleave(engine, exact, rounds, seed=life)
-            assert wrong == 0
-            asked += some
-            engine.assert_at_rest()
-    assert asked >= lives * rounds
+    with homes(tmp_path) as home:
+        for life in range(LIVES):
+            cache, disturb = home(life)
+            with started(tiny_llama, cache=cache, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
+                engine = Blending(inner.llm)
+                seen = interleave(engine, exact, rounds, seed=life, disturb=disturb)
+                assert seen.wrong == 0
+                assert seen.exact > rounds and seen.reused_tokens > 100 * rounds
+                engine.assert_at_rest()
 
 
 def test_segments_for_which_the_pool_has_no_room_are_computed_in_their_places(
@@ -62,6 +62,62 @@ def test_a_long_plan_takes_several_steps_and_others_go_on(tiny_llama: str, exact
         engine.blend([FIRST], fields=long)
         assert "a segment is 600 tokens long with its context" in engine.reports[0]["refused"]
         engine.assert_at_rest()
+
+
+@pytest.mark.slow
+def test_requests_that_are_preempted_answer_as_alone(
+    tiny_llama: str, exact: dict[Prompt, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a KV space for two of these prompts, and not for their answers."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt, preempted = Scheduler._preempt_request, []
+
+    def counted(self: Any, request: Any, *arguments: Any, **named: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(self, request, *arguments, **named)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counted)
+    tight: dict[str, Any] = {"num_gpu_blocks_override": 22, "max_model_len": 1536}
+    with started(tiny_llama, cache=CACHE, connector="KVBlendConnector", **tight) as inner:
+        engine = Blending(inner.llm)
+        prompts = [FIRST, SECOND, Prompt((3, 2, 1)), SECOND]
+        fields = [request_fields(each.segments, tokens=len(each.tokens), share=0.0) for each in prompts[:-1]] + [{}]
+        engine.blend([FIRST])  # all are held
+        alone = [
+            engine.ask_each([each], [its], max_tokens=150)[0][0] for each, its in zip(prompts, fields, strict=True)
+        ]
+        assert alone[-1][:NEW_TOKENS] == exact[SECOND] != alone[1][:NEW_TOKENS]
+        assert not preempted
+        for _ in range(2):
+            answers, reports = engine.ask_each(prompts, fields, max_tokens=150)
+            assert answers == alone
+            assert [report["held_tokens"] for report in reports[:-1]] == [
+                each.documents_tokens for each in prompts[:-1]
+            ]
+        assert preempted
+        engine.assert_at_rest()
+        assert engine.llm.reset_prefix_cache()  # no block is left with a request
+
+
+def test_segments_of_another_model_are_not_found(tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path) -> None:
+    """On the same server, of the same shape and under the same salt."""
+    server = launch({"host": {"capacity_bytes": "64MiB"}}, socket=tmp_path / "s" / "s", detached=True)
+    joined = {"server": {"socket": str(server.socket)}}
+    other = str(TinyLlama(seed=1).write(tmp_path / "other"))
+    alone = Prompt((1,))
+    try:
+        for model, expected in ((other, None), (tiny_llama, exact[alone])):
+            with started(model, cache=joined, connector="KVBlendConnector") as inner:
+                engine = Blending(inner.llm)
+                answers = engine.blend([alone], share=0.0)
+                assert engine.reports[0]["held_tokens"] == 0
+                assert expected in (None, *answers)
+                assert engine.blend([alone], share=0.0) == answers
+                assert engine.reports[0]["held_tokens"] == alone.documents_tokens
+                engine.assert_at_rest()
+    finally:
+        server.stop()
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import asyncio
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -97,17 +97,18 @@ class Engine:
         return _answers(outputs)
 
     def blend(
-        self, prompts: Sequence[Sequence[int]], fields: Sequence[dict[str, Any]]
+        self, prompts: Sequence[Sequence[int]], fields: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Answer], list[Any]]:
         """Ask for all of these at once; `hits` are what SGLang had of each, from wherever.
 
-        fields: those of `kv_blend.request_fields` for each. Returns the answers, and what they say of their blending.
+        fields: those of `kv_blend.request_fields` for each, or none. Returns the answers, and what they say of their
+        blending.
         """
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         outputs = self.inner.generate(
             input_ids=[list(prompt) for prompt in prompts],
-            sampling_params=[{**sampling, "custom_params": each["custom_params"]} for each in fields],
-            cache_salt=[each["cache_salt"] for each in fields],
+            sampling_params=[{**sampling, "custom_params": each.get("custom_params")} for each in fields],
+            cache_salt=[each.get("cache_salt", "") for each in fields],
             return_logprob=True,
         )
         self.hits = [output["meta_info"]["cached_tokens"] for output in outputs]

@@ -105,3 +105,20 @@ def rotate_otherwise() -> None:
     from kv_blend import rotations
 
     rotations._frequencies = lambda _rotary: 5000.0 ** -(torch.arange(16) / 16)
+
+
+def retract_now_and_then() -> None:
+    """As where the KV space is full: SGLang's own switch for its tests."""
+    from sglang.srt.managers import scheduler
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 3
+    retract = ScheduleBatch.retract_decode
+
+    def told(self: Any, *given: Any, **named: Any) -> Any:
+        several, done = len(self.reqs) > 1, retract(self, *given, **named)
+        if several:
+            print(f"of several requests, {len(done[0])} was retracted", flush=True)
+        return done
+
+    ScheduleBatch.retract_decode = told  # type: ignore[method-assign]

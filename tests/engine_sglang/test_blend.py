@@ -3,10 +3,8 @@
 A tiny model with random weights shows every wrong bit, so what is approximate differs. What is exact must be equal.
 """
 
-import os
-import random
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,12 @@ import torch
 from engines import PAGE, Answer, Engine, corrupt, started
 from kv_blend import request_fields
 from kv_server.process import launch
-from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SYSTEM, Prompt
+from kv_testing import interleavings
+from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SYSTEM, WRONG_PLANS, Prompt
+from kv_testing.interleavings import EXACT, LIVES, Seen, homes
+from kv_testing.tiny import TinyLlama
 from kv_tiers.pool.host_pool import HostPool
 from test_disaggregated import assert_nothing_is_leased
-
-EXACT = [FIRST, SECOND, *(Prompt((at,)) for at in range(4)), Prompt((1, 0)), Prompt((3, 2, 1))]
 
 
 def cache(pool: str = "") -> dict[str, Any]:
@@ -116,8 +115,9 @@ def test_a_plan_without_its_salt_is_refused(engine: Engine) -> None:
     for salt in ("", "other"):
         assert "cache_salt is not this plan's" in engine.refusal(SECOND.tokens, right | {"cache_salt": salt})
     assert "the plan is for a prompt of" in engine.refusal(FIRST.tokens[:900], right)
-    broken = {"cache_salt": "x", "custom_params": {"kv_blend": {"tokens": len(SECOND.tokens), "segments": [[9, 4]]}}}
-    assert "segment 0 is [9, 4), which has no tokens" in engine.refusal(SECOND.tokens, broken)
+    for segments, why in WRONG_PLANS:
+        plan = {"tokens": len(SECOND.tokens), "segments": segments}
+        assert why in engine.refusal(SECOND.tokens, {"cache_salt": "x", "custom_params": {"kv_blend": plan}})
     assert engine.refusal(SECOND.tokens, right) == ""
 
 
@@ -129,40 +129,48 @@ def test_a_request_that_cannot_be_blended_is_computed_whole(engine: Engine, exac
     ] * 2
 
 
-ROUNDS = int(os.environ.get("KV_BLEND_ROUNDS", "40"))
-"""How many random rounds of exact and blended requests there are."""
+def interleave(
+    engine: Engine,
+    exact: dict[Prompt, Answer],
+    rounds: int,
+    *,
+    seed: int = 1,
+    disturb: Callable[[bool], None] | None = None,
+    **forged: Any,
+) -> Seen:
+    def ask(prompts: Sequence[Prompt], fields: Sequence[Mapping[str, Any]]) -> tuple[list[Answer], list[Any]]:
+        return engine.blend([each.tokens for each in prompts], fields)
 
-
-def interleave(engine: Engine, exact: dict[Prompt, Answer], rounds: int, **forged: Any) -> tuple[int, int]:
-    """Exact and blended requests in turn, drawn. Returns how many exact answers were wrong, and of how many.
-
-    forged: in place of a field of blended requests.
-    """
-    draw = random.Random(1)
-    wrong = asked = 0
-    for _ in range(rounds):
-        blended = draw.choices(EXACT, k=draw.randint(1, 3))
-        plan = {"share": draw.choice([0.0, 0.15]), "behind": draw.choice(["prefix", "alone"])}
-        engine.blend([each.tokens for each in blended], [each | forged for each in fields(blended, **plan)])
-        plain = draw.choices(EXACT, k=draw.randint(1, 3))
-        answers = engine.ask([prompt.tokens for prompt in plain])
-        wrong += sum(exact[prompt] != answer for prompt, answer in zip(plain, answers, strict=True))
-        asked += len(plain)
-        if draw.random() < 0.3:
-            engine.flush()
-    return wrong, asked
+    return interleavings.interleave(
+        ask, exact, rounds, engine="sglang", forget=engine.flush, seed=seed, disturb=disturb, forged=forged
+    )
 
 
 def test_exact_requests_never_see_approximate_kv(engine: Engine, exact: dict[Prompt, Answer]) -> None:
-    wrong, asked = interleave(engine, exact, ROUNDS)
-    assert wrong == 0
-    assert asked > ROUNDS
+    seen = interleave(engine, exact, 10)
+    assert seen.wrong == 0
+    assert seen.exact > 10 and seen.reused_tokens > 5000
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(5), pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_exact_requests_never_see_approximate_kv_through_tiers_servers_and_restarts(
+    tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path, rounds: int
+) -> None:
+    with homes(tmp_path) as home:
+        for life in range(LIVES):
+            cache, disturb = home(life)
+            with started(tiny_llama, cache=cache, blends=True) as engine:
+                seen = interleave(engine, exact, rounds, seed=life, disturb=disturb)
+                assert seen.wrong == 0
+                assert seen.exact > rounds and seen.reused_tokens > 100 * rounds
+                engine.flush()
 
 
 def test_the_control_with_one_name_for_both(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     with started(tiny_llama, cache=cache(), blends=True, faults={"give_both_one_name": []}) as engine:
-        wrong, _ = interleave(engine, exact, 10, cache_salt="")
-        assert wrong > 0
+        assert interleave(engine, exact, 10, cache_salt="").wrong > 0
 
 
 def test_what_is_placed_is_what_the_model_computes_further_on(
@@ -208,8 +216,42 @@ def test_a_load_that_fails_costs_only_the_reuse(
 
 def test_some_loads_that_fail_leave_exact_requests_right(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
     with started(tiny_llama, cache=cache(), blends=True, faults={"lose_segments": [3]}) as engine:
-        assert interleave(engine, exact, 6)[0] == 0
+        assert interleave(engine, exact, 6).wrong == 0
         engine.flush()
+
+
+def test_requests_that_are_retracted_answer_as_alone(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:
+    prompts = [FIRST, SECOND, Prompt((3, 2, 1)), SECOND]
+    plans = [*fields(prompts[:-1], share=0.0), {}]
+    with started(tiny_llama, cache=cache(), blends=True, faults={"retract_now_and_then": []}) as engine:
+        alone = [engine.blend([each.tokens], [its])[0][0] for each, its in zip(prompts, plans, strict=True)]
+        assert alone[-1] == exact[SECOND] != alone[1]
+        for _ in range(2):
+            engine.flush()  # SGLang empties its caches only if nothing is under way
+            assert engine.blend([each.tokens for each in prompts], plans)[0] == alone
+        assert "of several requests, 1 was retracted" in engine.log
+
+
+def test_segments_of_another_model_are_not_found(tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path) -> None:
+    """On the same server, of the same shape and under the same salt."""
+    server = launch({"host": {"capacity_bytes": "64MiB"}}, socket=tmp_path / "s" / "s", detached=True)
+    other = str(TinyLlama(seed=1).write(tmp_path / "other"))
+    alone = Prompt((1,))
+    try:
+        for model, expected in ((other, None), (tiny_llama, exact[alone])):
+            with started(model, cache={"server": {"socket": str(server.socket)}}, blends=True) as engine:
+                answers, (report,) = blend(engine, [alone], share=0.0)
+                assert report["held_tokens"] == 0
+                assert expected in (None, *answers)
+                engine.flush()
+                again, (report,) = blend(engine, [alone], share=0.0)
+                assert again == answers
+                assert report["held_tokens"] == aligned_tokens(alone)
+                engine.flush()
+                engine.detach()
+                assert_nothing_is_leased(server)
+    finally:
+        server.stop()
 
 
 @pytest.mark.slow

@@ -32,6 +32,13 @@ class Prompt:
 
 FIRST, SECOND = Prompt((0, 1, 2, 3)), Prompt((2, 0, 3, 1))
 
+WRONG_PLANS = [
+    ([[9, 4]], "segment 0 is [9, 4), which has no tokens"),
+    ([[40, 340], [300, 500]], "segment 1 begins at token 300, before segment 0 ends at 340"),
+    ([[400, 500], [40, 340]], "segment 1 begins at token 40, before segment 0 ends at 500"),
+    ([[40, 9000]], f"the last segment ends at token 9000 of {len(SECOND.tokens)}"),
+]
+"""Segments that `SECOND` cannot have, and why."""
 
 MARK = "w999"
 """A word between documents, for clients that send text."""
