@@ -103,7 +103,8 @@ def homes(directory: Path) -> Iterator[Callable[[int], tuple[dict[str, Any], Cal
 
         def serve(number: int) -> None:
             other = {"type": "peers", "hosts": [f"127.0.0.1:{ports[1 - number]}"], **PATIENT}
-            config = small(f"disk of {number}", other) | {"peers": {"listen": f"127.0.0.1:{ports[number]}"}}
+            listen = {"listen": f"127.0.0.1:{ports[number]}", "unprotected": True}
+            config = small(f"disk of {number}", other) | {"peers": listen}
             servers[number] = launch(config, socket=directory / str(number) / "s", detached=True)
 
         def give(life: int) -> tuple[dict[str, Any], Callable[[bool], None] | None]:
