@@ -13,7 +13,8 @@ Make the certificates by which servers of several hosts know each other (docs/pe
 not exist. It has the authority's key, so keep it off the hosts. cert-manager or another authority does as well.
 
 init makes a directory for each HOST: copy it to that host. Further hosts can be added later, and a host that is named
-again gets a new certificate. revoke has all others refuse a host: copy the new ca.pem to them; servers notice it by
+again gets a new certificate, beside which the one of before stays valid: if its key was stolen, revoke it first. revoke
+has all others refuse the certificate in a host's directory: copy the new ca.pem to them; servers notice it by
 themselves.
 """
 _EXAMPLES: Final = """\
