@@ -136,7 +136,8 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 def _output_of(*words: str) -> str:
     """What another command of `kv` prints, in a process of its own: nothing that it does can spoil the rest."""
-    command = [sys.executable, "-c", "from kv_core.tools.cli import main; raise SystemExit(main())", *words]
+    program = "from kv_core.tools.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-P", "-c", program, *words]  # no module of the current directory hides ours
     try:
         done = subprocess.run(  # noqa: S603  # this interpreter, with words of ours and two paths
             command, capture_output=True, text=True, errors="replace", timeout=_COMMAND_S, check=False
