@@ -232,6 +232,7 @@ def test_requests_that_are_retracted_answer_as_alone(tiny_llama: str, exact: dic
         assert "of several requests, 1 was retracted" in engine.log
 
 
+@pytest.mark.slow
 def test_segments_of_another_model_are_not_found(tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path) -> None:
     """On the same server, of the same shape and under the same salt."""
     server = launch({"host": {"capacity_bytes": "64MiB"}}, socket=tmp_path / "s" / "s", detached=True)
