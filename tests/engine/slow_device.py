@@ -156,7 +156,7 @@ class SlowDevice:
         if not copy.is_store:
             return
         self.stores += 1
-        for block, given in self._wanted.pop(copy) if self._pool is not None else ():
+        for block, given in self._wanted.pop(copy, ()) if self._pool is not None else ():
             owners = self._pool.blocks[block].ref_cnt
             if not owners or self._given.get(block, 0) != given:  # right only in a store that has failed
                 why = f"block {block} is read after it was given away"
@@ -165,8 +165,8 @@ class SlowDevice:
 
     def _after(self, copy: QueuedCopy) -> None:
         if copy.is_store:
-            for part in copy.plan.copies:
-                self._missing[part.extent].difference_update(_copied_by(copy))
+            for part in copy.plan.copies:  # not missing: `_submitted` was made to fail, and no commit may follow
+                self._missing.get(part.extent, set()).difference_update(_copied_by(copy))
 
 
 def _layers_of(copy: QueuedCopy) -> range:

@@ -124,7 +124,7 @@ def in_two_namespaces(ending: ExitStack, config: dict[str, Any], home: Path) -> 
     tiers = [
         {
             "type": "peers",
-            "hosts": [f"{ADDRESSES[0], 'unprotected': True}:9500"],
+            "hosts": [f"{ADDRESSES[0]}:9500"],
             "unprotected": True,
             "follow": True,
             **PATIENT,
