@@ -1,6 +1,7 @@
 """Blending on engines of other shapes: small pools, small steps, a disk, restarts, processes of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kv_blend.vllm.scheduler import BlendScheduler
 from kv_blend.vllm.worker import BlendWorker
 from kv_server.process import launch
 from kv_testing.documents import DOCUMENTS, FIRST, SECOND, Prompt
-from kv_testing.interleavings import LIVES, homes
+from kv_testing.interleavings import live_through
 from kv_testing.tiny import TinyLlama
 
 
@@ -28,15 +29,18 @@ def exact(tiny_llama: str) -> dict[Prompt, Answer]:
 def test_exact_requests_never_see_approximate_kv_through_tiers_servers_and_restarts(
     tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path, rounds: int
 ) -> None:
-    with homes(tmp_path) as home:
-        for life in range(LIVES):
-            cache, disturb = home(life)
-            with started(tiny_llama, cache=cache, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
-                engine = Blending(inner.llm)
-                seen = interleave(engine, exact, rounds, seed=life, disturb=disturb)
-                assert seen.wrong == 0
-                assert seen.exact > rounds and seen.reused_tokens > 100 * rounds
-                engine.assert_at_rest()
+    @contextmanager
+    def start(cache: dict[str, Any]) -> Iterator[Blending]:
+        with started(tiny_llama, cache=cache, connector="KVBlendConnector", enable_prefix_caching=True) as inner:
+            yield Blending(inner.llm)
+
+    live_through(
+        tmp_path,
+        rounds,
+        start,
+        lambda engine, seed, disturb: interleave(engine, exact, rounds, seed=seed, disturb=disturb),
+        Blending.assert_at_rest,
+    )
 
 
 def test_segments_for_which_the_pool_has_no_room_are_computed_in_their_places(

@@ -35,19 +35,17 @@ with s3_server(Path(sys.argv[1])) as options:
     sys.stdin.read()
 """
 MOONCAKE = """
-import json, subprocess, sys, time
+import json, subprocess, sys
 from pathlib import Path
 import mooncake.store
+from kv_testing.wait import until
 port, metrics = sys.argv[1:]
 binary = Path(mooncake.store.__file__).parent / "mooncake_master"
 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 master = subprocess.Popen([binary, f"--rpc_port={port}", f"--metrics_port={metrics}"], **quiet)
 try:
-    node, tries = mooncake.store.MooncakeDistributedStore(), 100
-    while node.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", f"127.0.0.1:{port}"):
-        tries -= 1
-        assert tries
-        time.sleep(0.1)
+    node, sizes = mooncake.store.MooncakeDistributedStore(), (64 << 20, 16 << 20)
+    until(lambda: node.setup("127.0.0.1", "P2PHANDSHAKE", *sizes, "tcp", "", f"127.0.0.1:{port}") == 0)
     print(json.dumps({"master": f"127.0.0.1:{port}"}), flush=True)
     sys.stdin.read()
 finally:

@@ -15,7 +15,7 @@ from kv_blend import request_fields
 from kv_server.process import launch
 from kv_testing import interleavings
 from kv_testing.documents import DOCUMENTS, FIRST, SECOND, SYSTEM, WRONG_PLANS, Prompt
-from kv_testing.interleavings import EXACT, LIVES, Seen, homes
+from kv_testing.interleavings import EXACT, Seen, live_through
 from kv_testing.tiny import TinyLlama
 from kv_tiers.pool.host_pool import HostPool
 from test_disaggregated import assert_nothing_is_leased
@@ -158,14 +158,13 @@ def test_exact_requests_never_see_approximate_kv(engine: Engine, exact: dict[Pro
 def test_exact_requests_never_see_approximate_kv_through_tiers_servers_and_restarts(
     tiny_llama: str, exact: dict[Prompt, Answer], tmp_path: Path, rounds: int
 ) -> None:
-    with homes(tmp_path) as home:
-        for life in range(LIVES):
-            cache, disturb = home(life)
-            with started(tiny_llama, cache=cache, blends=True) as engine:
-                seen = interleave(engine, exact, rounds, seed=life, disturb=disturb)
-                assert seen.wrong == 0
-                assert seen.exact > rounds and seen.reused_tokens > 100 * rounds
-                engine.flush()
+    live_through(
+        tmp_path,
+        rounds,
+        lambda cache: started(tiny_llama, cache=cache, blends=True),
+        lambda engine, seed, disturb: interleave(engine, exact, rounds, seed=seed, disturb=disturb),
+        lambda engine: engine.flush(),  # it is another process, seen from here
+    )
 
 
 def test_the_control_with_one_name_for_both(tiny_llama: str, exact: dict[Prompt, Answer]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
+from typing import Any, Unpack
 
 from kv_core.cost import Costs, Measured, choose
 from kv_core.coverage import ALL, PLAIN, ChunkShape, longest_hit
@@ -19,7 +19,7 @@ from kv_core.errors import CopyFailed, MisuseError
 from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
+from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, StoreOptions, WriteLease
 from kv_core.transfer import TransferPlan
 
 POOL = "dict"
@@ -107,18 +107,10 @@ class DictService:
         self.open_leases[lease.id] = lease
         return lease
 
-    def begin_store(
-        self,
-        keys: Sequence[ChunkKey],
-        holder: Holder,
-        *,
-        hold_s: float = 0.0,
-        retain_s: float = 0.0,
-        tiers: Sequence[str] | None = None,
-    ) -> WriteLease:
-        self.hold_s.append(hold_s)
-        self.retain_s.append(retain_s)
-        self.tiers_written.append(tiers)
+    def begin_store(self, keys: Sequence[ChunkKey], holder: Holder, **options: Unpack[StoreOptions]) -> WriteLease:
+        self.hold_s.append(options.get("hold_s", 0.0))
+        self.retain_s.append(options.get("retain_s", 0.0))
+        self.tiers_written.append(options.get("tiers"))
         writing = {key for lease in self.open_leases.values() if isinstance(lease, WriteLease) for key in lease.keys}
         missing = tuple(key for key in keys if key not in self.held and key not in writing)
         refused = ""

@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -83,6 +83,7 @@ def interleave(
 
 
 LIVES = 5
+Life = TypeVar("Life")
 
 
 @contextmanager
@@ -123,3 +124,24 @@ def homes(directory: Path) -> Iterator[Callable[[int], tuple[dict[str, Any], Cal
             return {"server": {"socket": str(servers[number].socket)}, "cold": {"wait_s": 5.0}}, disturb
 
         yield give
+
+
+def live_through(
+    directory: Path,
+    rounds: int,
+    start: Callable[[dict[str, Any]], AbstractContextManager[Life]],
+    run: Callable[[Life, int, Callable[[bool], None] | None], Seen],
+    end: Callable[[Life], object],
+) -> None:
+    """So many rounds in each of the engines of `homes`: no exact request is wrong, and segments are reused.
+
+    start: an engine over a cache with these settings. run: `interleave`, with this seed. end: of an engine, at rest.
+    """
+    with homes(directory) as home:
+        for life in range(LIVES):
+            cache, disturb = home(life)
+            with start(cache) as engine:
+                seen = run(engine, life, disturb)
+                assert seen.wrong == 0
+                assert seen.exact > rounds and seen.reused_tokens > 100 * rounds
+                end(engine)

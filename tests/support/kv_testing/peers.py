@@ -23,7 +23,8 @@ from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import joined
 
 PATIENT: Final = {"connect_timeout_s": 10.0, "answer_timeout_s": 10.0, "unprotected": True}
-"""Settings of a peers tier on a busy machine, where an answer may take longer than the default of half a second."""
+"""Settings of a peers tier without certificates, on a busy machine, where an answer may take longer than the default of
+half a second."""
 
 
 def own_nobody(patch: pytest.MonkeyPatch) -> None:

@@ -121,9 +121,8 @@ class WorkerHalf:
         self._start_layers([step for step in plan.loads if step.extents], plan.space_id)
         for request_id in plan.refused:
             self._end(request_id, "the allocation did not match what was offered")
-        for step in sorted(
-            plan.loads, key=lambda each: each.last_token - each.first_token
-        ):  # none waits for a longer one
+        # The shortest first, so that none waits for a longer one.
+        for step in sorted(plan.loads, key=lambda each: each.last_token - each.first_token):
             if step.extents:
                 continue
             load = self._loading[step.request_id] = _Load(step)

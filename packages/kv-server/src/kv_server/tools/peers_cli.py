@@ -3,10 +3,13 @@
 import argparse
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.terminal import say
+
+if TYPE_CHECKING:
+    from kv_server.peers.authority import Authority
 
 _ABOUT: Final = """\
 Make the certificates by which servers of several hosts know each other (docs/peers.md). DIRECTORY is made if it does
@@ -74,7 +77,7 @@ def _revoke(args: argparse.Namespace) -> int:
     return 0
 
 
-def _authority(directory: Path, *, create: bool) -> Any:
+def _authority(directory: Path, *, create: bool) -> "Authority":
     try:
         from kv_server.peers.authority import Authority
     except ImportError as error:

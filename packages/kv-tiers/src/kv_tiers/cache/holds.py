@@ -3,7 +3,7 @@
 They belong to a prompt that one engine has computed and another will decode (docs/adr/0011). The engine that stored
 them may have ended by then, so no lease of a holder keeps them in place: the cache holds them itself, for a given time.
 Holds take at most half of the pool, or half of a tenant's quota. Chunks that a request asks to retain are held however
-often they are read, in at most half of that.
+often they are read, in at most half of that, besides those that are handed over too.
 
 A prompt is stored in several steps, and each step names all of its chunks so far. A chunk that has been read is
 therefore not held again until no step has named it for as long as it would be held: a prompt may take longer than that.
