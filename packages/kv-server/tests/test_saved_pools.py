@@ -8,11 +8,13 @@ from pathlib import Path
 from secrets import token_hex
 
 import pytest
+from kv_core.checksum import checksum_of
 from kv_core.lookup import Ended
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache
 from kv_server.caches import cache_name
+from kv_server.succession.channel import FORMAT
 from kv_server.succession.saved_pool import saved_path
 from kv_testing.cache_servers import SLOT_BYTES, fill, join_server, lose, read, report_of, store
 from kv_testing.service_contract import CHUNK_BYTES
@@ -137,7 +139,10 @@ def test_what_was_not_left_by_a_clean_stop_is_an_empty_pool_in_another_file(save
         saved.index.write_bytes(saved.index.read_bytes()[:50])
     elif how == "another format":
         data = saved.index.read_bytes()
-        saved.index.write_bytes(data[:16] + data[16:].replace(b"\xa6format\x01", b"\xa6format\x02"))
+        ours, others = (b"\xa6format" + bytes([FORMAT + more]) for more in (0, 1))
+        assert ours in data[16:]
+        body = data[16:].replace(ours, others)
+        saved.index.write_bytes(checksum_of(memoryview(body)) + body)
     elif how == "another size":
         saved.config.write_text(saved.config.read_text().replace(str(8 * SLOT_BYTES), str(9 * SLOT_BYTES)))
     saved.restart()

@@ -117,6 +117,18 @@ def test_another_host_layout_of_the_same_model_reads_the_same_rows(
     assert not bool(rows_of(other, [page * PAGE + token for page in untouched for token in range(PAGE)]).any())
 
 
+def test_pages_may_begin_at_any_slot(cache: Cache, make_pool: MakePool, rows_of: Rows) -> None:
+    """SGLang has them at multiples of a page, and nothing of ours depends on it."""
+    one = make_pool("mha", MHA_LAYOUTS[0])
+    fill(one)
+    before = rows_of(one, range(1, 1 + PAGE)).clone()
+    store = cache.attach(one)
+    assert store.write(hashes(2), [1, 2 * PAGE + 1]) == [True] * 2
+    fill(one, seed=2)
+    assert store.read(hashes(2), [3 * PAGE + 2, 5 * PAGE]) == [True] * 2
+    assert torch.equal(rows_of(one, range(3 * PAGE + 2, 4 * PAGE + 2)), before)
+
+
 @pytest.mark.parametrize("written", MLA_LAYOUTS)
 @pytest.mark.parametrize("read", MLA_LAYOUTS)
 def test_latents_too(cache: Cache, make_pool: MakePool, rows_of: Rows, written: str, read: str) -> None:

@@ -27,7 +27,7 @@ from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import ReadLease, StoreOptions, WriteLease
-from kv_core.transfer import TransferPlan, plan_transfer
+from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import Copier
 from kv_server.mapped import MappedPool
 from kv_server.remote_cache import RemoteCache
@@ -442,12 +442,11 @@ class PageStore:
         return len(lease.keys) if is_good else 0
 
     def plan(self, pairs: Iterable[tuple[HostExtent, int]]) -> TransferPlan:
-        """A plan for pages between the host pool and the first slot of each, a multiple of the page's."""
-        tokens = self.pages.page_slots
-        extents, pages = [], []
-        for extent, slot in pairs:
-            extents.append(extent)
-            pages.append(slot // tokens)
+        """A plan for pages between the host pool and the first slot of each."""
+        tokens, listed = self.pages.page_slots, list(pairs)
+        if any(slot % tokens for _, slot in listed):  # in no block of a page's size, as a move would have it
+            return TransferPlan(tuple(Copy(extent, 0, slot, tokens) for extent, slot in listed), tokens)
+        extents, pages = [extent for extent, _ in listed], [slot // tokens for _, slot in listed]
         sizes = {"chunk_tokens": tokens, "block_tokens": tokens}
         return plan_transfer(extents, pages, first_token=0, last_token=len(pages) * tokens, **sizes)
 

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 from kv_core.errors import TierDown
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """The version of all that is passed on: these messages, and what is in them."""
 
 _HEADER: Final = struct.Struct("<QI")
