@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from kv_core.extent import HostExtent
-from kv_core.transfer import plan_transfer
+from kv_core.transfer import HostExtent, plan_transfer
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.ops import driver

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Protocol
 from unittest import mock
 
-from kv_core.checksum import checksum_of
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kv_blend import request_fields
-from kv_core.terminal import say
+from kv_core.log import say
 
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 DOCUMENTS: Final = ("tenants.md", "cost.md", "peers.md", "faults.md", "http.md", "cpu.md")

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kv_core.terminal import say
+from kv_core.log import say
 from kv_server.process import environment
 from kv_tiers.pool.host_pool import HostPool, pool_path
 from table import Row, table

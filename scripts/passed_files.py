@@ -52,7 +52,7 @@ def passed() -> dict[str, list[str]]:
 
 def _of_a_cache(scratch: str, seen: Passed) -> dict[str, list[str]]:
     from kv_core import ChunkKey
-    from kv_core.lookup import Ended
+    from kv_core.service import Ended
     from kv_tiers import HostConfig, build_local_cache
 
     def keys(prompt: int) -> list[ChunkKey]:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_core.extent import FileExtent, HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged, Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
-from kv_core.transfer import plan_transfer
+from kv_core.transfer import FileExtent, HostExtent, plan_transfer
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.direct import DirectCopier

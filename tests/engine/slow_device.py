@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import TransferPlan
+from kv_core.transfer import HostExtent, TransferPlan
 from kv_cuda import CpuCopier, PagedLayout, bind, make_copier
 from kv_testing.connect import CopyQueue, QueuedCopier, QueuedCopy
 

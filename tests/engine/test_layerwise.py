@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kv_core.errors import ConfigError, CopyFailed
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_cuda import CpuCopier
 from kv_server.process import ServerProcess, launch

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.pools import RankPools
 from kv_core.errors import ConfigError, CopyFailed, InputError
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_cuda import CpuCopier
 from kv_server.process import ServerProcess, launch

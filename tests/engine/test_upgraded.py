@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, WARM_HITS, Engine, in_pool, started
 from kv_connect.engine import engines
-from kv_core.checksum import checksum_of
+from kv_core.hashing import checksum_of
 from kv_core.outcome import Loaded, LoadOutcome
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.upgrade import Upgrades

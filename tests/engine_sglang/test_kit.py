@@ -15,7 +15,7 @@ import torch
 from kv_connect.identity.identity import ServedModel, Weights, key_space
 from kv_core.cost import Costs
 from kv_core.errors import ConfigError
-from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import Ended, LookupPlan
 from kv_server.process import ServerProcess, launch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle

@@ -19,11 +19,10 @@ import pytest
 from kv_core.clock import HandClock
 from kv_core.coverage import ALL, PLAIN, STATE, ChunkShape, Coverage
 from kv_core.errors import MisuseError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
+from kv_core.service import CacheService, Ended, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain, keys_of
+from kv_core.transfer import HostExtent
 from kv_server import RemoteCache, ServerConfig
 from kv_server.server import CacheServer
 from kv_testing.service_contract import CHUNK_BYTES, GROUP_BYTES

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_codecs.zstd import make_zstd_codec
-from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain

@@ -14,12 +14,11 @@ from kv_connect.halves.step import LoadStep, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.coverage import ALL
 from kv_core.errors import CopyFailed, InputError, MisuseError, TierDown
-from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace, tenant_tag
 from kv_core.service import Holder, ReadLease, WriteLease
 from kv_core.shape import ConnectShape, GroupShape
-from kv_core.transfer import TransferPlan
+from kv_core.transfer import HostExtent, TransferPlan
 from kv_testing.connect import DictService, Layers
 
 CHUNK, LAYERS = 4, 2

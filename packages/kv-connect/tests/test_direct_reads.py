@@ -22,17 +22,16 @@ from kv_connect.halves.worker import WorkerHalf
 from kv_connect.neighbours import StoredFormat
 from kv_connect.nodes.ranks import ALONE
 from kv_connect.open_cache import Format
-from kv_core.checksum import checksum_of
 from kv_core.cost import Costs
 from kv_core.coverage import Coverage
 from kv_core.errors import ConfigError
-from kv_core.extent import FileExtent
-from kv_core.hashing import ChainScheme
+from kv_core.hashing import ChainScheme, checksum_of
 from kv_core.keys import ChunkKey, KeySpace
-from kv_core.lookup import Ended, LookupPlan
 from kv_core.outcome import Damaged, Loaded, LoadOutcome, ReadFailed
+from kv_core.service import Ended, LookupPlan
 from kv_core.shape import ConnectShape, GroupShape
 from kv_core.testing import key_chain
+from kv_core.transfer import FileExtent
 from kv_testing.wait import until
 from kv_tiers import HostConfig, LocalCache, build_local_cache
 from kv_tiers.lanes.jobs import Arrival

@@ -14,13 +14,11 @@ from kv_connect.halves.step import StepPlan, StepReport
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.clock import HandClock
 from kv_core.coverage import Coverage
-from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
 from kv_core.keys import ChunkKey, KeySpace
-from kv_core.lookup import LookupPlan
-from kv_core.service import WriteLease
+from kv_core.service import LookupPlan, WriteLease
 from kv_core.shape import ConnectShape, GroupShape
-from kv_core.transfer import plan_transfer
+from kv_core.transfer import HostExtent, plan_transfer
 from kv_testing.connect import DictCopier, DictService
 
 BLOCK, CHUNK = 8, 32

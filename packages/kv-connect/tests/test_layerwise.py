@@ -13,10 +13,10 @@ from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.cost import Costs
 from kv_core.errors import InputError
-from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
 from kv_core.shape import ConnectShape, GroupShape
+from kv_core.transfer import HostExtent
 from kv_testing.connect import CopyQueue, DictCopier, DictService, QueuedCopier
 
 SPACE = KeySpace("model", "r1", "float32", "f", 1, "sha256:4")

@@ -18,8 +18,7 @@ from kv_core.coverage import ALL, STATE, ChunkShape, Coverage, longest_hit
 from kv_core.errors import ConfigError
 from kv_core.hashing import ChainScheme
 from kv_core.keys import ChunkKey, KeySpace
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheService, LoadFailed
+from kv_core.service import CacheService, Ended, LoadFailed, LookupPlan
 from kv_core.shape import ConnectShape, GroupShape
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.pool.host_pool import HostPool

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from kv_connect.pools import PoolPart, RankPools, RanksReady
 from kv_core.errors import ConfigError
-from kv_core.extent import HostExtent
+from kv_core.transfer import HostExtent
 from kv_testing.connect import DictCopier
 from kv_testing.threads import threads_left
 from kv_testing.wait import until

@@ -18,12 +18,12 @@ from kv_connect.halves.inputs import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StateBlock, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf
-from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme
 from kv_core.keys import ChunkKey
 from kv_core.sequence import digests_of
 from kv_core.service import WriteLease
 from kv_core.shape import NO_BLOCK, ConnectShape, GroupShape
+from kv_core.transfer import HostExtent
 from kv_testing.connect import CopyQueue, DictService, LayeredCopier, QueuedCopier, QueuedCopy
 from kv_testing.toy_engine import BLOCK, CHUNK, SPACE, Live, ToyHybrid, run, shape_of
 

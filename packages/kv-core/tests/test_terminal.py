@@ -4,8 +4,7 @@ import logging
 
 import pytest
 from kv_core.errors import ConfigError, CopyFailed, InputError, MisuseError, TierDown
-from kv_core.log import limited_logger
-from kv_core.terminal import say
+from kv_core.log import limited_logger, say
 
 HOSTILE = "\x1b]0;a title\x07\x1b[2Jcleared\r\nkv: all is well\x9b31m\u202e\u2028"
 HARMLESS = r"\x1b]0;a title\x07\x1b[2Jcleared\r\nkv: all is well\x9b31m\u202e\u2028"

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kv_core.errors import CopyFailed, InputError, MisuseError
-from kv_core.extent import HostExtent
-from kv_core.transfer import TransferPlan, plan_transfer
+from kv_core.transfer import HostExtent, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier
 from kv_cuda.copy import behind
 from kv_cuda.copy.behind import LayerCopy, LayerInPieces, copy_behind, copying_thread, pays_behind

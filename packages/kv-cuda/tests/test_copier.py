@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import InputError
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from kv_core.transfer import Copy, HostExtent, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, latent, read_rows, split_parts, transposed_keys
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_core.checksum import checksum_of
 from kv_core.errors import CopyFailed, InputError
-from kv_core.extent import FileExtent, HostExtent
 from kv_core.format import ChunkFormat
+from kv_core.hashing import checksum_of
 from kv_core.outcome import Damaged, Loaded, ReadFailed
-from kv_core.transfer import TransferPlan, plan_transfer
+from kv_core.transfer import FileExtent, HostExtent, TransferPlan, plan_transfer
 from kv_cuda import make_copier
 from kv_cuda.copy.copy_paths import FileCopyPaths
 from kv_cuda.copy.gpu import GpuCopier

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, CopyFailed, InputError
-from kv_core.extent import HostExtent
-from kv_core.transfer import Copy, Move, TransferPlan, packed, plan_transfer
+from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, packed, plan_transfer
 from kv_cuda import CpuCopier, make_copier
 from kv_cuda.copy import gpu
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction

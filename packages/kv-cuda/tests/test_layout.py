@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kv_core.errors import InputError
-from kv_core.extent import HostExtent
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import Copy, HostExtent, TransferPlan
 from kv_cuda import PartLayout, pages_of, read_rows, split_parts, transposed_keys, write_rows
 from kv_cuda.copy.plan import WholeBlocks, validate_and_split
 from kv_testing.layouts import BLOCKS, DIM, HEADS, LAYERS, TOKENS, SmallCache, place_of, small_caches

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.device import CopyEvent
-from kv_core.extent import HostExtent
-from kv_core.transfer import TransferPlan, packed, plan_transfer
+from kv_core.transfer import HostExtent, TransferPlan, packed, plan_transfer
 from kv_cuda import CpuCopier
 from kv_cuda.copy import gpu
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, InputError, MisuseError
-from kv_core.extent import HostExtent
+from kv_core.transfer import HostExtent
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.pinned import CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
 from kv_cuda.quantise.copier import QuantisingCopier

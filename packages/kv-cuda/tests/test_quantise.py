@@ -16,9 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import CopyFailed, InputError
-from kv_core.extent import HostExtent
 from kv_core.format import QUANTISED, ChunkFormat
-from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from kv_core.transfer import Copy, HostExtent, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, make_copier, read_rows, write_rows
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.kernels import installed_kernels

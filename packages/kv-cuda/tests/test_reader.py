@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from kv_core.checksum import checksum_of
 from kv_core.errors import CopyFailed
-from kv_core.extent import FileExtent, HostExtent
+from kv_core.hashing import checksum_of
 from kv_core.outcome import Damaged, Loaded, ReadFailed
-from kv_core.transfer import plan_transfer
+from kv_core.transfer import FileExtent, HostExtent, plan_transfer
 from kv_cuda import make_copier
 from kv_cuda.files import host_files
 from kv_cuda.files.reader import ThreadRead, ThreadReader

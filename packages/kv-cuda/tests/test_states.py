@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kv_core.coverage import ALL, STATE, Coverage
-from kv_core.extent import HostExtent
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import Copy, HostExtent, TransferPlan
 from kv_cuda import make_copier, split_parts
 from kv_cuda.bind import BoundGroups, bind_groups
 from kv_cuda.canary import LayerGroup, Proof, Refusal

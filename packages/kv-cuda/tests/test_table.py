@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.errors import InputError
-from kv_core.extent import HostExtent
 from kv_core.format import Kind
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import Copy, HostExtent, TransferPlan
 from kv_cuda.copy.plan import validate_and_split
 from kv_cuda.copy.table import copy_table
 from kv_testing.layouts import BLOCKS, TOKENS, small_caches

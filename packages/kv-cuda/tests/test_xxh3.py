@@ -9,8 +9,8 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_core.checksum import checksum_of
 from kv_core.errors import InputError
+from kv_core.hashing import checksum_of
 from kv_cuda.copy.ops.xxh3 import MIN_BYTES, ChunkSums
 
 CPU = torch.device("cpu")

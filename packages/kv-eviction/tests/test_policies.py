@@ -18,8 +18,8 @@ from kv_core.testing import key_chain
 from kv_eviction import POLICY_NAMES, EvictionPolicy, LruPolicy, make_policy
 from kv_eviction.arc import ArcPolicy
 from kv_eviction.prefix import PrefixPolicy
-from kv_eviction.prefix.order import Rule
 from kv_eviction.prefix.returns import Returns, class_of, growth_of
+from kv_eviction.prefix.segments import Rule
 from kv_eviction.testing import PolicyContract
 from kv_observe.sim import Served, TierPlan, optimum, simulate
 from kv_observe.trace_file import Trace, read_trace

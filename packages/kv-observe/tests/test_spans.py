@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
-from kv_core.lookup import Ended
-from kv_core.service import ReadLease
+from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_eviction import LruPolicy
 from kv_observe import spans

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
-from kv_core.lookup import Ended
-from kv_core.service import LoadFailed, ReadLease
+from kv_core.service import Ended, LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
 from kv_observe.explain import Explanation
 from kv_server import RemoteCache, ServerConfig, wire

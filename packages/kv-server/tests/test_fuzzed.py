@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.cost import Costs, Measured
 from kv_core.errors import ConfigError
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch, wire
 from kv_server.connection import ask_server

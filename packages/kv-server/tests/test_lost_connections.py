@@ -22,8 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import LoadFailed, ReadLease
+from kv_core.service import Ended, LoadFailed, ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch, wire
 from kv_server import connection as connection_module

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError, MisuseError
-from kv_core.lookup import Ended
-from kv_core.service import LoadFailed, ReadLease
+from kv_core.service import Ended, LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
 from kv_server import launch, wire
 from kv_server import remote_cache as client_module

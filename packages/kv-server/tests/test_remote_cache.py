@@ -10,8 +10,7 @@ from kv_connect.halves.step import StateBlock, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.clock import HandClock
 from kv_core.keys import NO_TENANT, ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import CacheService
+from kv_core.service import CacheService, Ended
 from kv_core.testing import key_chain, keys_of
 from kv_server import ServerProcess, launch, wire
 from kv_server.connection import ServerConnection, ask_server

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, ServerProcess, launch
 from kv_testing.cache_servers import SLOT_BYTES, fill, join_server, kill_server, read, report_of

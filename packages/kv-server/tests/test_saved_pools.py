@@ -8,9 +8,8 @@ from pathlib import Path
 from secrets import token_hex
 
 import pytest
-from kv_core.checksum import checksum_of
-from kv_core.lookup import Ended
-from kv_core.service import ReadLease
+from kv_core.hashing import checksum_of
+from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache
 from kv_server.caches import cache_name

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from kv_core.errors import MisuseError
-from kv_core.lookup import Ended
-from kv_core.service import LoadFailed, ReadLease
+from kv_core.service import Ended, LoadFailed, ReadLease
 from kv_core.testing import key_chain
 from kv_server import launch, wire
 from kv_server.connection import PACKAGE, ask_server

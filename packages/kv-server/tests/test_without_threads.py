@@ -10,7 +10,7 @@ import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_server import ServerConfig, wire
 from kv_server.caches import Caches

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kv_core.errors import ConfigError
-from kv_core.extent import HostExtent
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import Copy, HostExtent, TransferPlan
 from kv_sglang.linker.device import describe_device
 from kv_sglang.pools import describe
 

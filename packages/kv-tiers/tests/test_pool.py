@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.errors import ConfigError, MisuseError
-from kv_core.extent import HostExtent
 from kv_core.testing import key_chain
+from kv_core.transfer import HostExtent
 from kv_tiers import HostPool
 from kv_tiers.pool import host_pool
 from kv_tiers.pool.machine import memory_limit_bytes, spelled

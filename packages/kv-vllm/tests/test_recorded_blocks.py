@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kv_core.extent import HostExtent
-from kv_core.transfer import plan_transfer
+from kv_core.transfer import HostExtent, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, read_rows, write_rows
 from kv_vllm.layouts import layouts
 

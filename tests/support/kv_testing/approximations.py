@@ -7,9 +7,8 @@ import numpy as np
 from kv_codecs.progressive import ProgressiveCodec
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
 from kv_core.outcome import Loaded, LoadOutcome, Stored
-from kv_core.service import ReadLease
+from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_eviction.lru import LruPolicy
 from kv_tiers import HostPool, LocalCache, chunk_header

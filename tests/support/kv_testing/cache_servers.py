@@ -11,8 +11,7 @@ from pathlib import Path
 
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import LoadFailed, WriteLease
+from kv_core.service import Ended, LoadFailed, WriteLease
 from kv_server import RemoteCache, ServerConfig, ServerProcess, launch, wire
 from kv_server.connection import ask_server
 from kv_server.report import Report

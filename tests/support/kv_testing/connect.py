@@ -16,11 +16,19 @@ from typing import Any, Unpack
 from kv_core.cost import Costs, Measured, choose
 from kv_core.coverage import ALL, PLAIN, ChunkShape, longest_hit
 from kv_core.errors import CopyFailed, MisuseError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, StoreOptions, WriteLease
-from kv_core.transfer import TransferPlan
+from kv_core.service import (
+    CacheCounts,
+    Ended,
+    Holder,
+    LeaseId,
+    LoadFailed,
+    LookupPlan,
+    ReadLease,
+    StoreOptions,
+    WriteLease,
+)
+from kv_core.transfer import HostExtent, TransferPlan
 
 POOL = "dict"
 

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_core.clock import HandClock
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage, longest_hit
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import CacheService, LoadFailed, ReadLease, WriteLease
+from kv_core.service import CacheService, Ended, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain, keys_of
 
 from kv_testing.service_contract import GROUP_BYTES, assert_adds_up, refuses

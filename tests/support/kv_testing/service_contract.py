@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from kv_core.clock import HandClock
 from kv_core.errors import MisuseError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import CacheCounts, CacheService, LoadFailed, ReadLease, WriteLease
+from kv_core.service import CacheCounts, CacheService, Ended, LoadFailed, ReadLease, WriteLease
 from kv_core.testing import key_chain, keys_of
+from kv_core.transfer import HostExtent
 from kv_tiers.testing.side_by_side import side_by_side
 from kv_tiers.testing.tier_contract import content
 

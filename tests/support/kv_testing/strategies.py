@@ -6,10 +6,10 @@ Sizes are small on purpose: a chunk of four tokens has every boundary that a chu
 from typing import get_args
 
 from hypothesis import strategies as st
-from kv_core.extent import HostExtent
 from kv_core.format import QUANTISED, ChunkFormat, Kind
 from kv_core.hashing import Algorithm, ChainScheme, Item
 from kv_core.keys import NO_TENANT, TENANT_BYTES, ChunkKey, KeySpace, tenant_tag
+from kv_core.transfer import HostExtent
 
 SECRET = b"a secret for testing only"
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from kv_core.clock import HandClock
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import ReadLease
+from kv_core.service import Ended, LookupPlan, ReadLease
 from kv_core.testing import key_chain
 from kv_eviction.coverage import BoundedGroups
 from kv_eviction.lru import LruPolicy

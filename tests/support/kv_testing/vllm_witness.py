@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from kv_core.device import CopyEvent
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import Copy, HostExtent, TransferPlan
 from kv_cuda import Copier, CpuCopier, PagedLayout, make_copier
 
 from kv_testing.layouts import reach

@@ -15,10 +15,10 @@ import msgspec
 from kv_core.coverage import Coverage
 from kv_core.device import FileReader
 from kv_core.errors import ConfigError
-from kv_core.extent import HostExtent
 from kv_core.format import is_quantised_kind
 from kv_core.log import limited_logger
 from kv_core.shape import ConnectShape, GroupShape
+from kv_core.transfer import HostExtent
 from kv_server.mapped import MappedPool
 from kv_server.remote_cache import RemoteCache
 from kv_server.supervised import SupervisedServer

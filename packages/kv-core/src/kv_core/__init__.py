@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kv_core.errors import ConfigError, CopyFailed, InputError, KVError, MisuseError, TierDown
-    from kv_core.extent import HostExtent
     from kv_core.format import ChunkFormat
     from kv_core.hashing import ChainScheme, Item
     from kv_core.keys import ChunkKey, KeySpace, tenant_tag
-    from kv_core.lookup import Ended, LookupPlan
     from kv_core.sequence import KeySequence, digests_of
-    from kv_core.service import CacheService
+    from kv_core.service import CacheService, Ended, LookupPlan
     from kv_core.tokens import Tokens
-    from kv_core.transfer import Copy, TransferPlan, plan_transfer
+    from kv_core.transfer import Copy, HostExtent, TransferPlan, plan_transfer
 else:
     from kv_core.lazy import exports
 
@@ -38,7 +36,7 @@ else:
                 "MisuseError",
                 "TierDown",
             ),
-            "kv_core.extent": ("HostExtent",),
+            "kv_core.transfer": ("HostExtent",),
             "kv_core.format": ("ChunkFormat",),
             "kv_core.hashing": (
                 "ChainScheme",
@@ -49,7 +47,7 @@ else:
                 "KeySpace",
                 "tenant_tag",
             ),
-            "kv_core.lookup": (
+            "kv_core.service": (
                 "Ended",
                 "LookupPlan",
             ),

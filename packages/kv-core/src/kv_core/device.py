@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from kv_core.extent import FileExtent, HostExtent
 from kv_core.outcome import LoadOutcome
-from kv_core.transfer import TransferPlan
+from kv_core.transfer import FileExtent, HostExtent, TransferPlan
 
 
 class CopyEvent(Protocol):

@@ -198,3 +198,13 @@ def _utf8(text: str) -> bytes:
     except UnicodeEncodeError:
         # A salt may be a secret, so it is not repeated.
         raise InputError("a salt, lora or tag is not valid Unicode") from None
+
+
+# The checksum stored with a chunk wherever it leaves the host pool (docs/formats/chunk.md).
+
+
+def checksum_of(chunk: memoryview) -> bytes:
+    """128-bit XXH3, seed 0, in its canonical form. Other threads run meanwhile."""
+    running = xxhash.xxh3_128()  # `update` releases the GIL; the one-shot function does not
+    running.update(chunk)
+    return running.digest()

@@ -11,7 +11,7 @@ import logging
 import traceback
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TextIO
 
 BURST: Final = 10
 """Lines of one kind that are logged at once."""
@@ -118,3 +118,17 @@ def limited_logger(name: str) -> logging.Logger:
     logger = logging.getLogger(name)
     logger.addFilter(limit_line)  # once, however often
     return logger
+
+
+# What the commands print.
+#
+# Names and reasons come from peers, servers, files and engines: nothing in them may move the cursor, clear the screen,
+# set a title, or look like another line.
+
+
+def say(
+    *texts: object, file: TextIO | None = None, start: str = "", sep: str = " ", end: str = "\n", flush: bool = False
+) -> None:
+    """As `print`, with each text on one line. start: comes first, as it is."""
+    said = sep.join(on_one_line(str(text)) for text in texts)
+    print(start + said, file=file, end=end, flush=flush)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class Loaded:
     """The chunk is in the caller's buffer, complete.
 
-    checksum: the bytes' checksum (`kv_core.checksum`), if computed while they were read; empty: still to be computed.
+    checksum: the bytes' checksum (`kv_core.hashing`), if computed while they were read; empty: still to be computed.
     """
 
     nbytes: int

@@ -15,9 +15,8 @@ from itertools import pairwise
 import torch
 from kv_core.coverage import STATE, Coverage
 from kv_core.errors import KVError
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import Copy, HostExtent, TransferPlan
 
 from kv_cuda.canary import Proof, Refusal
 from kv_cuda.choose import make_copier

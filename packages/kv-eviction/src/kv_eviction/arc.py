@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
-from kv_eviction.links import Links
+from kv_eviction.lru import Links
 from kv_eviction.policy import EvictionPolicy
 
 _ONCE, _AGAIN = 0, 1

@@ -12,10 +12,7 @@ from kv_core.errors import ConfigError
 from kv_core.plugins import load_plugin
 
 from kv_eviction.arc import ArcPolicy
-from kv_eviction.fifo import FifoPolicy
-from kv_eviction.lfu import LfuPolicy
-from kv_eviction.lru import LruPolicy
-from kv_eviction.mru import MruPolicy
+from kv_eviction.lru import FifoPolicy, LfuPolicy, LruPolicy, MruPolicy
 from kv_eviction.policy import EvictionPolicy
 from kv_eviction.prefix import PrefixPolicy
 

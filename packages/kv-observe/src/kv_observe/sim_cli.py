@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kv_core.errors import InputError
-from kv_core.terminal import say
+from kv_core.log import say
 from kv_eviction import DEFAULT_POLICY, POLICY_NAMES, make_policy
 from kv_tiers.pool.machine import spelled
 

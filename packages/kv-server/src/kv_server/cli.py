@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kv_core.errors import ConfigError, TierDown
-from kv_core.log import limited_logger
-from kv_core.terminal import say
+from kv_core.log import limited_logger, say
 from kv_tiers.build import check_settings, refuse_gds
 from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
 from kv_tiers.threads import OutOfThreadsError, start_thread

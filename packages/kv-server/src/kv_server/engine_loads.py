@@ -14,7 +14,7 @@ from kv_core.clock import Clock
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_core.keys import NO_TENANT, ChunkKey, keys_in
-from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import Ended, LookupPlan
 from kv_observe.explain import explain, weigh
 from kv_tiers.cache.local import LocalCache
 

@@ -5,8 +5,8 @@ import os
 from collections.abc import Sequence
 
 from kv_core.errors import TierDown
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
+from kv_core.transfer import HostExtent
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.core_dumps import keep_out
 from kv_tiers.pool.places import Places, slot_bytes_for

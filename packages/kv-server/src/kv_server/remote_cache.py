@@ -29,13 +29,14 @@ from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import (
     CacheCounts,
+    Ended,
     Holder,
     LeaseId,
     LoadFailed,
     LookupOptions,
+    LookupPlan,
     ReadLease,
     StoreOptions,
     WriteLease,

@@ -18,10 +18,9 @@ from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.errors import InputError, MisuseError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import Holder, LeaseId, LoadFailed, ReadLease, WriteLease
+from kv_core.service import Ended, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
+from kv_core.transfer import HostExtent
 from kv_tiers.cache.hits import needed_count
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.messages import MAX_NAME

@@ -17,8 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape
-from kv_core.lookup import Ended
-from kv_core.service import ReadLease
+from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, ServerProcess, launch
 from kv_testing.http import store

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import ReadLease
+from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_server.peers.hand_over_feed import HandedOver
 from kv_server.peers.side import PeerSide, peer_side

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import NoReturn
 
 import pytest
-from kv_core.checksum import checksum_of
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_server.peers import reads as peer_reads

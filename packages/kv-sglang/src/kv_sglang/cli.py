@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kv_core.errors import ConfigError, InputError
-from kv_core.terminal import say
+from kv_core.log import say
 from kv_tiers.build import check_settings, refuse_gds
 from kv_tiers.settings import Settings, load
 

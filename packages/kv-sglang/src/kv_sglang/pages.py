@@ -22,12 +22,10 @@ from kv_connect.identity.identity import LiveKeySpace
 from kv_core.cost import Use
 from kv_core.coverage import ChunkShape
 from kv_core.errors import CopyFailed, InputError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import ReadLease, StoreOptions, WriteLease
-from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from kv_core.service import Ended, LookupPlan, ReadLease, StoreOptions, WriteLease
+from kv_core.transfer import Copy, HostExtent, TransferPlan, plan_transfer
 from kv_cuda import Copier
 from kv_server.mapped import MappedPool
 from kv_server.remote_cache import RemoteCache

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import xxhash
-from kv_core.checksum import checksum_of
 from kv_core.errors import InputError, MisuseError
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
 
@@ -51,7 +51,7 @@ class Header:
     stored_bytes: size of the payload after this header; never more than `decoded_bytes`.
     format_id: identifies the format of the chunk's bytes (`format_id`).
     codec: name of the payload's codec; "" if the payload is the chunk's bytes.
-    checksum: `kv_core.checksum` of the payload.
+    checksum: `kv_core.hashing` of the payload.
     decoded_checksum: the same of the chunk's bytes; None if the codec is lossy.
     pieces: 8-byte checksums (`piece_bytes`) of the payload's first piece, its first two, …, all but the last. Empty if
         the payload is a single piece, or if its writer computed one checksum of the whole.

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, runtime_checkable
 
 from kv_core.errors import TierDown
-from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import LoadOutcome, Refused, StoreOutcome, Unstorable
+from kv_core.transfer import FileExtent
 from kv_eviction.coverage import BoundedGroups
 
 from kv_tiers.chunk_header import VERSION, decoded_bytes_in, format_id

@@ -11,8 +11,7 @@ import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import Holder, WriteLease
+from kv_core.service import Ended, Holder, WriteLease
 from kv_core.testing import key_chain
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for

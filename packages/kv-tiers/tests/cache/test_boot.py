@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kv_core.cost import Costs
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_testing import throttled
 from kv_testing.faults import FaultyTier

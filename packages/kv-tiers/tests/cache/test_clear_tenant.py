@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_testing.tenants import ANN, BEN, cache_of, held, store, used
 from kv_testing.tower import Tower, leading

@@ -12,8 +12,8 @@ from typing import Literal, NoReturn
 
 import pytest
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
 from kv_core.outcome import StoreOutcome
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_eviction.lru import LruPolicy
 from kv_testing.media import slabs_of, unreadable_device

@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.coverage import ALL, STATE, ChunkShape, longest_hit
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import LoadFailed, ReadLease
+from kv_core.service import Ended, LoadFailed, LookupPlan, ReadLease
 from kv_eviction import LruPolicy
 from kv_testing.shapes import CHUNK_TOKENS, keys_for, shapes
 from kv_tiers import HostPool, LocalCache

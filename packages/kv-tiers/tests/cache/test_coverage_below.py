@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage, longest_hit
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import CHUNK_TOKENS, keys_for, shapes
 from kv_testing.tower import FINGERPRINT, Tower

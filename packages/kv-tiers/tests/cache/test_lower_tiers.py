@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import pytest
 from kv_core.errors import TierDown
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import Ended, LookupPlan
 from kv_core.testing import key_chain
 from kv_testing.faults import Fault
 from kv_testing.service_contract import CHUNK_BYTES

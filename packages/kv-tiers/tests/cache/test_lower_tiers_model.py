@@ -13,8 +13,7 @@ from kv_core.clock import HandClock
 from kv_core.cost import Costs
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import ReadLease, WriteLease
+from kv_core.service import Ended, ReadLease, WriteLease
 from kv_core.testing import key_chain
 from kv_eviction.lru import LruPolicy
 from kv_testing.faults import FAULTS, Fault, FaultyTier

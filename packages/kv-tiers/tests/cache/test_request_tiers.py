@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.cost import Costs
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 from kv_core.testing import key_chain
 from kv_testing.tower import Tower, leading
 from kv_tiers.testing.tier_contract import content

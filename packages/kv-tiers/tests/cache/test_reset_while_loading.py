@@ -16,8 +16,7 @@ from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
-from kv_core.lookup import Ended
-from kv_core.service import CacheService, ReadLease
+from kv_core.service import CacheService, Ended, ReadLease
 from kv_core.shape import ConnectShape, GroupShape
 from kv_core.testing import key_chain
 from kv_core.transfer import TransferPlan

@@ -5,9 +5,8 @@ import threading
 import pytest
 from kv_codecs.progressive import HEAD, HEAD_BYTES
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
 from kv_core.outcome import Loaded
-from kv_core.service import ReadLease
+from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_testing.approximations import CHUNK_BYTES, FORM, KEYS, Small, approximate, exact, payload
 from kv_testing.wait import until

@@ -12,8 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import ReadLease
+from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_testing.approximations import CHUNK_BYTES, Small
 from kv_testing.approximations import approximate as approximate_bytes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kv_core.cost import Choice, Costs
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended, LookupPlan
+from kv_core.service import Ended, LookupPlan
 from kv_core.testing import key_chain
 from kv_eviction.lru import LruPolicy
 from kv_server import RemoteCache, launch

@@ -8,9 +8,8 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
-from kv_core.hashing import ChainScheme
+from kv_core.hashing import ChainScheme, checksum_of
 from kv_core.keys import ChunkKey, KeySpace
 from kv_core.outcome import Damaged
 from kv_core.sequence import KeySequence

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import pytest
-from kv_core.checksum import checksum_of
 from kv_core.clock import HandClock
 from kv_core.errors import MisuseError
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 from kv_core.testing import key_chain

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError, TierDown
-from kv_core.extent import FileExtent
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
+from kv_core.transfer import FileExtent
 from kv_eviction.lru import LruPolicy
 from kv_tiers import chunk_header
 from kv_tiers.testing.tier_contract import aligned_pages, content

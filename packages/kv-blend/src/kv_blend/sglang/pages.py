@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 from kv_core.errors import InputError
-from kv_core.extent import HostExtent
 from kv_core.log import limited_logger
+from kv_core.transfer import HostExtent
 from kv_sglang.copies import await_copies
 from kv_sglang.names import hashes_of, page_hashes
 from kv_sglang.pages import PageStore, lies_in

@@ -7,9 +7,8 @@ from typing import Any
 from kv_core.errors import InputError
 from kv_core.keys import NO_TENANT, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.log import limited_logger
-from kv_core.lookup import Ended
 from kv_core.sequence import KeySequence
-from kv_core.service import CacheService
+from kv_core.service import CacheService, Ended
 from kv_core.shape import ConnectShape
 
 from kv_blend.plan import KEY, BlendPlan, read_plan, segment_salt

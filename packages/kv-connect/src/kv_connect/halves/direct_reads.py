@@ -20,13 +20,13 @@ import msgspec
 from kv_core.coverage import ChunkShape
 from kv_core.device import FileRead, FileReader
 from kv_core.errors import ConfigError, TierDown
-from kv_core.extent import FileExtent
 from kv_core.format import is_quantised_kind
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.outcome import Damaged, Loaded, ReadFailed
 from kv_core.service import Holder
 from kv_core.shape import GroupShape
+from kv_core.transfer import FileExtent
 from kv_tiers.build import refuse_gds
 from kv_tiers.cache.extension import CacheParts
 from kv_tiers.lanes.jobs import Arrival

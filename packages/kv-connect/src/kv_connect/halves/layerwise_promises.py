@@ -8,9 +8,9 @@ own shard (`kv_connect.halves.layerwise`) and takes no lease, which could be ref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.service import CacheService, Holder, ReadLease
+from kv_core.transfer import HostExtent
 
 from kv_connect.halves.layerwise import LayerwiseReport
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from kv_core.clock import HandClock
 from kv_core.errors import MisuseError
 from kv_core.keys import ChunkKey, KeySpace, tenant_tag
-from kv_core.lookup import Ended, LookupPlan
 from kv_core.sequence import KeySequence
-from kv_core.service import CacheService, Holder, ReadLease
+from kv_core.service import CacheService, Ended, Holder, LookupPlan, ReadLease
 from kv_core.shape import ConnectShape
 from kv_core.transfer import packed
 

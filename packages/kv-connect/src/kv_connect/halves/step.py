@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from kv_core.errors import InputError
-from kv_core.extent import FileExtent, HostExtent
 from kv_core.keys import SPACE_ID_BYTES, TENANT_BYTES
-from kv_core.transfer import BlockTable, packed
+from kv_core.transfer import BlockTable, FileExtent, HostExtent, packed
 
 Plain: TypeAlias = Any
 """Lists, dicts with string keys, strings, ints and bytes. (A recursive alias would not tell a reader more.)"""

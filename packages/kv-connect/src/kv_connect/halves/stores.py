@@ -18,12 +18,11 @@ from itertools import pairwise
 
 from kv_core.device import CopyEvent, LayerwiseCopier, LayerwiseStore
 from kv_core.errors import CopyFailed, KVError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
 from kv_core.service import CacheService, StoreOptions, WriteLease
 from kv_core.shape import ConnectShape, stored_from, without_holes
-from kv_core.transfer import Copy, Move, TransferPlan, packed, plan_transfer
+from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, packed, plan_transfer
 
 from kv_connect.halves.copies import Copies
 from kv_connect.halves.counts import WorkerCounts

@@ -4,11 +4,11 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kv_core.extent import FileExtent
 from kv_core.hashing import Digest
 from kv_core.keys import ChunkKey
 from kv_core.sequence import KeySequence
 from kv_core.service import ReadLease
+from kv_core.transfer import FileExtent
 
 from kv_connect.halves.request import Phase
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from kv_core.device import FileRead, LayerwiseCopier
 from kv_core.errors import InputError, KVError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey, keys_in
 from kv_core.log import limited_logger
 from kv_core.service import CacheService, LoadFailed, ReadLease
 from kv_core.shape import NO_BLOCK, ConnectShape, load_from
-from kv_core.transfer import Copy, Move, TransferPlan, plan_transfer
+from kv_core.transfer import Copy, HostExtent, Move, TransferPlan, plan_transfer
 
 from kv_connect.halves.copies import Copies
 from kv_connect.halves.counts import WorkerCounts

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from kv_core.coverage import ChunkShape
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheService, Holder
+from kv_core.service import CacheService, Ended, Holder, LookupPlan
 from kv_core.shape import ConnectShape
 from kv_server.wire import Clear, End, Renew
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_core.keys import ChunkKey, keys_in
-from kv_core.lookup import LookupPlan
-from kv_core.service import Holder, LookupOptions
+from kv_core.service import Holder, LookupOptions, LookupPlan
 from kv_server.wire import Clear, End, Renew
 
 

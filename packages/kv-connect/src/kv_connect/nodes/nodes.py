@@ -17,8 +17,7 @@ from kv_core.clock import Clock
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheService, Holder, LookupOptions
+from kv_core.service import CacheService, Ended, Holder, LookupOptions, LookupPlan
 from kv_server.wire import Clear, End, Renew
 from kv_tiers.cache.hits import interleaved
 

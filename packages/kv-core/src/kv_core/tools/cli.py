@@ -23,8 +23,8 @@ from typing import Any, TextIO, get_args
 from kv_core.errors import ConfigError, InputError
 from kv_core.hashing import Algorithm, ChainScheme, Item
 from kv_core.keys import ALL_LAYERS, NO_TENANT, SPACE_ID_BYTES, ChunkKey, KeySpace, keys_in, tenant_tag
+from kv_core.log import say
 from kv_core.sequence import KeySequence
-from kv_core.terminal import say
 from kv_core.tokens import pack_tokens
 from kv_core.tools import doctor
 

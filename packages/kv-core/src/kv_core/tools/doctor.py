@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from kv_core.terminal import say
+from kv_core.log import say
 
 CHECKS = "kv_core.doctor"
 

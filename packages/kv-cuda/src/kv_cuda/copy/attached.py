@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from kv_core.extent import HostExtent
+from kv_core.transfer import HostExtent
 
 from kv_cuda.copy.memory import AttachedPool, device_pool, host_pool
 

@@ -27,9 +27,8 @@ from itertools import pairwise
 import torch
 from kv_core.device import CopyEvent
 from kv_core.errors import InputError
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import TransferPlan
+from kv_core.transfer import HostExtent, TransferPlan
 
 from kv_cuda.copy.behind import LayerInPieces, copy_behind, pays_behind
 from kv_cuda.copy.compiled import CompiledBlocks, CopyWay

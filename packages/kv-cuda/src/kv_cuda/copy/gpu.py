@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from kv_core.device import CopyEvent
 from kv_core.errors import ConfigError, CopyFailed, InputError
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import Move, TransferPlan
+from kv_core.transfer import HostExtent, Move, TransferPlan
 from numpy.typing import NDArray
 
 from kv_cuda.copy.attached import AttachesPools

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from kv_core.errors import CopyFailed, InputError
-from kv_core.extent import HostExtent
+from kv_core.transfer import HostExtent
 
 from kv_cuda.copy.numa import node_of
 from kv_cuda.copy.pinned import SLICE_BYTES, CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kv_core.errors import InputError
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import Copy, HostExtent, TransferPlan
 
 from kv_cuda.layout import PagedLayout, PartLayout
 

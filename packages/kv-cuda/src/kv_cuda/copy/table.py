@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat
-from kv_core.transfer import TransferPlan
+from kv_core.transfer import HostExtent, TransferPlan
 from numpy.typing import NDArray
 
 from kv_cuda.copy.plan import check_extent, validate_and_split

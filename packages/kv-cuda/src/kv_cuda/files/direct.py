@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from kv_core.checksum import checksum_of
 from kv_core.device import CopyEvent
 from kv_core.errors import InputError
-from kv_core.extent import FileExtent, HostExtent
 from kv_core.format import ChunkFormat
+from kv_core.hashing import checksum_of
 from kv_core.log import limited_logger
 from kv_core.outcome import Damaged, Loaded, LoadOutcome, ReadFailed
-from kv_core.transfer import Copy, TransferPlan, plan_transfer
+from kv_core.transfer import Copy, FileExtent, HostExtent, TransferPlan, plan_transfer
 
 from kv_cuda.choose import BoundCopier, make_copier, measured
 from kv_cuda.copy.copy_paths import FileCopyPaths, file_copy_paths_file, read_file_copy_paths

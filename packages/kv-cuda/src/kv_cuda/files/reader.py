@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 from kv_core.errors import CopyFailed
-from kv_core.extent import FileExtent
 from kv_core.format import ChunkFormat
 from kv_core.outcome import LoadOutcome
+from kv_core.transfer import FileExtent
 
 from kv_cuda.copy.streams import make_queue
 from kv_cuda.files.direct import make_direct_copier

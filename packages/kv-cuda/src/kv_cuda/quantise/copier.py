@@ -17,9 +17,8 @@ from typing import Protocol
 import torch
 from kv_core.device import CopyEvent, DeviceCopier
 from kv_core.errors import CopyFailed, InputError
-from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, is_quantised_kind
-from kv_core.transfer import Copy, TransferPlan
+from kv_core.transfer import Copy, HostExtent, TransferPlan
 
 from kv_cuda.copy.attached import AttachesPools
 from kv_cuda.copy.memory import buffers_for_copies, host_buffer

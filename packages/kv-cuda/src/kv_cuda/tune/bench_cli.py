@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_core.errors import ConfigError
-from kv_core.terminal import say
+from kv_core.log import say
 
 if TYPE_CHECKING:
     import torch

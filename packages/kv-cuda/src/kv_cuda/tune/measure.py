@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from kv_core.extent import HostExtent
-from kv_core.transfer import TransferPlan, plan_transfer
+from kv_core.transfer import HostExtent, TransferPlan, plan_transfer
 
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction, fastest
 from kv_cuda.copy.gpu import GpuCopier

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError
-from kv_core.extent import FileExtent
+from kv_core.hashing import checksum_of
 from kv_core.outcome import Loaded
+from kv_core.transfer import FileExtent
 
 from kv_cuda.choose import make_copier
 from kv_cuda.copy.copy_paths import Direction, FileCopyPath, FileCopyPaths

@@ -3,17 +3,324 @@
 A lookup touches segments, not chunks.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum, auto
+from itertools import count, takewhile
 from typing import Final
 
 from kv_core.keys import ChunkKey
 
 from kv_eviction.policy import EvictionPolicy
-from kv_eviction.prefix.absent import AbsentChunks
-from kv_eviction.prefix.order import Rule, SegmentOrder
-from kv_eviction.prefix.returns import LAST, Returns, class_of, growth_of
-from kv_eviction.prefix.segment import Segment
-from kv_eviction.prefix.tree import PrefixTree
+from kv_eviction.prefix.returns import CLASSES, LAST, Returns, class_of, growth_of
+
+# A segment: a node of the tree of prefixes, and what is known about the requests that used it.
+
+
+class Segment:
+    """Chunks of one prompt that have always been used together. Eviction removes its tail first, and growth restores
+    it.
+
+    Its place in the tree:
+
+    parent: the segment before it in the prompt; None at the root.
+    start, end: its positions in the prompt, in chunks, including evicted ones.
+    slots: slots of its resident chunks except excluded ones, head first. A dict, for order and fast removal.
+    first_key: the key of the first chunk with which it began as a segment, by which it is recognised after its
+        eviction.
+    branches: how many segments have ever begun where it ends.
+    children: how many of those have chunks now.
+    is_last: it is the last chunk of a prompt.
+
+    Its history:
+
+    uses: how often it was requested again.
+    again: it was requested again while it was held, or soon after: ARC's second list.
+    evicted_at: when its last chunk was evicted, in evictions.
+    last_use: when it was last requested, in chunks requested.
+    chunk_class: of its chunks (`returns.class_of`).
+    """
+
+    __slots__ = (
+        "again", "branches", "children", "chunk_class", "end", "evicted_at", "first_key", "is_last", "last_use",
+        "parent", "slots", "start", "uses",
+    )  # fmt: skip
+
+    def __init__(self, parent: "Segment | None", start: int, now: int) -> None:
+        self.parent = parent
+        self.start = self.end = start
+        self.slots: dict[int, None] = {}
+        self.first_key: ChunkKey | None = None
+        self.branches = self.children = self.uses = 0
+        self.is_last = self.again = False
+        self.evicted_at = 0
+        self.last_use = now
+        self.chunk_class = LAST
+
+    def ends_with(self, slot: int) -> bool:
+        return next(reversed(self.slots), None) == slot
+
+    def path(self) -> "Iterator[Segment]":
+        """This segment and all its ancestors, upwards."""
+        segment: Segment | None = self
+        while segment is not None:
+            yield segment
+            segment = segment.parent
+
+
+# The choice of a victim among the segments that no other follows, by one of several rules.
+#
+# Segments of one class have the same value at the same age, and older ones a lower one. So each class has its segments
+# by last use, a rule compares the oldest of each, and a change of the rule moves nothing.
+
+_Entry = tuple[int, int, int, Segment]
+
+
+class Rule(Enum):
+    LRU = auto()  # the segment that was used longest ago
+    ARC = auto()  # the same, of those requested once or of those requested again (`SegmentOrder.prefers_once`)
+    WORTH = auto()  # the one that is worth least
+    REFUSE = auto()  # as WORTH, and a chunk that is worth less than its victim is not stored
+
+
+class SegmentOrder:
+    def __init__(self, returns: Returns) -> None:
+        self._returns = returns
+        self._oldest_first: list[list[_Entry]] = [[] for _ in range(CLASSES)]
+        self._clean_up_at = [64] * CLASSES
+        self._number = count()
+        self.rule = Rule.LRU
+        self.prefers_once = False
+        """For the rule ARC: whether the victim is one of those requested once, if there are any."""
+
+    def add(self, segment: Segment) -> None:
+        """A segment has come, was used, has changed its class, or no other follows it any more."""
+        if segment.children or not segment.slots:
+            return
+        heap = self._oldest_first[segment.chunk_class]
+        # Of those used at the same time the tail of a prompt goes first.
+        heapq.heappush(heap, (segment.last_use, -segment.start, next(self._number), segment))
+        if len(heap) > self._clean_up_at[segment.chunk_class]:
+            heap[:] = {id(entry[3]): entry for entry in heap if _is_valid(entry, segment.chunk_class)}.values()
+            heapq.heapify(heap)
+            self._clean_up_at[segment.chunk_class] = 64 + 2 * len(heap)
+
+    def emptied(self, segment: Segment) -> None:
+        """The segment's last chunk has left."""
+        if segment.parent is not None:
+            self.child_emptied(segment.parent)
+
+    def child_emptied(self, parent: Segment) -> None:
+        """A child of this segment has lost its last chunk. If it was the only one, the segment may be chosen again."""
+        parent.children -= 1
+        self.add(parent)
+
+    def least(self, now: int) -> Segment | None:
+        """The segment that loses its last chunk first."""
+        oldest = []
+        for chunk_class, heap in enumerate(self._oldest_first):
+            while heap and not _is_valid(heap[0], chunk_class):
+                heapq.heappop(heap)
+            if heap:
+                oldest.append(heap[0])
+        if not oldest:
+            return None
+        if self.rule is Rule.LRU:
+            return min(oldest)[3]
+        if self.rule is Rule.ARC:
+            return min(oldest, key=lambda entry: (entry[3].again == self.prefers_once, entry))[3]
+        worth = self._returns.worth
+        return min(oldest, key=lambda entry: (worth(entry[3].chunk_class, now - entry[0]), entry))[3]
+
+
+def _is_valid(entry: _Entry, chunk_class: int) -> bool:
+    """Whether the segment has stayed what it was when this was entered."""
+    last_use, _, _, segment = entry
+    return (
+        segment.last_use == last_use
+        and segment.chunk_class == chunk_class
+        and not segment.children
+        and bool(segment.slots)
+    )
+
+
+# What is remembered of chunks that are not held: how often they were requested, and which were evicted lately.
+#
+# An evicted segment is remembered by the key of its first chunk, because a policy is not told the keys of the others.
+
+
+class AbsentChunks:
+    """At most as many segments as the tier has chunks, and a number for each chunk that the latest requests lacked."""
+
+    def __init__(self, capacity_chunks: int) -> None:
+        self._capacity = capacity_chunks
+        self._segments: OrderedDict[ChunkKey, Segment] = OrderedDict()  # by the first chunk, the oldest first
+        self._uses: dict[ChunkKey, int] = {}  # how often chunks were requested that were never evicted
+        self._uses_before: dict[ChunkKey, int] = {}
+        self._evictions = 0
+
+    def requested(self, missing: Sequence[ChunkKey], *, tail: int = 0, tail_uses: int = 0) -> int:
+        """A request lacks these chunks of its prompt. Returns how many of them were never requested before.
+
+        tail: so many leading ones were evicted from the segment that the prompt continues, which had so many uses.
+        """
+        uses_of = dict.fromkeys(missing, 1)
+        uses_of.update(dict.fromkeys(missing[:tail], tail_uses + 1))
+        for place, key in enumerate(missing):
+            if (segment := self._segments.get(key)) is not None:
+                again = missing[place : place + max(1, segment.end - segment.start)]
+                uses_of.update(dict.fromkeys(again, segment.uses + 2))
+            elif uses_of[key] == 1 and (before := self._uses.get(key) or self._uses_before.get(key)):
+                uses_of[key] = before + 1
+        if len(self._uses) > self._capacity:
+            self._uses_before, self._uses = self._uses, {}
+        self._uses.update(uses_of)
+        return sum(uses == 1 for uses in uses_of.values())
+
+    def uses(self, key: ChunkKey) -> int:
+        """How often the chunk was requested, with the latest time."""
+        return self._uses.get(key, 1)
+
+    def was_requested(self, key: ChunkKey) -> bool:
+        return key in self._uses or key in self._uses_before
+
+    def evicted(self, segment: Segment, *, is_last_chunk: bool) -> None:
+        """A chunk of this segment was evicted. is_last_chunk: the segment has none now."""
+        self._evictions += 1
+        if is_last_chunk and segment.first_key is not None:
+            segment.parent = None
+            segment.evicted_at = self._evictions
+            self._segments[segment.first_key] = segment
+            if len(self._segments) > self._capacity:
+                self._segments.popitem(last=False)
+
+    def stored(self, keys: Sequence[ChunkKey], within: int) -> bool:
+        """These are held now. Returns whether one was evicted among the latest evictions, so many of them."""
+        is_recent = False
+        for key in keys:
+            segment = self._segments.pop(key, None)
+            if segment is not None and self._evictions - segment.evicted_at < within:
+                is_recent = True
+            self._uses.pop(key, None)
+            self._uses_before.pop(key, None)
+        return is_recent
+
+
+# The tree of prefixes: segments of chunks, each below the one that its prompts have in common.
+#
+# A new prompt adds a segment below the one that it shares (`attach`); where it diverges in the middle of a segment,
+# that segment is split. A segment that no longer differs from its only child takes over the child's chunks
+# (`join_parent`). Chunks whose parents were unknown, as after a restart, get their place when they are requested
+# (`relink`).
+#
+# What segments are worth is not the tree's concern: splits and joins only keep their order up to date.
+
+
+class PrefixTree:
+    """Amortised constant time per chunk: a call takes time per segment, of which a session has about one per turn."""
+
+    def __init__(self, order: SegmentOrder) -> None:
+        self._order = order
+        self._segment_of: dict[int, Segment] = {}
+        self.now = 0
+        """The time, in chunks requested."""
+
+    def segment_of(self, slot: int) -> Segment:
+        return self._segment_of[slot]
+
+    def segments(self) -> Iterable[Segment]:
+        """The segment of each chunk."""
+        return self._segment_of.values()
+
+    def take(self, slot: int) -> Segment:
+        """Remove a slot from the index; the segment that it was in still lists it."""
+        return self._segment_of.pop(slot)
+
+    def assign(self, slots: Iterable[int], segment: Segment) -> None:
+        """Append these slots to the segment, in place of the segments that they were in."""
+        for slot in slots:
+            self._segment_of[slot] = segment
+            segment.slots[slot] = None
+
+    def attach(self, segment: Segment, parent: Segment | None) -> None:
+        segment.parent = parent
+        if parent is not None:
+            parent.children += bool(segment.slots)
+            parent.branches += not segment.is_last
+
+    def deepest(self, slots: Sequence[int]) -> Segment:
+        """The segment of the last of these slots, which hold a prompt from its first chunk on.
+
+        All of them are linked afterwards.
+        """
+        deepest = self._segment_of[slots[-1]]
+        *_, root = deepest.path()
+        return deepest if root is self._segment_of[slots[0]] else self.relink(slots)
+
+    def relink(self, slots: Sequence[int]) -> Segment:
+        """Link a prompt that was added chunk by chunk, from an earlier process, or whose forgotten chunk returned."""
+        parent = self._segment_of[slots[0]]
+        for position in range(1, len(slots)):
+            segment = self._segment_of[slots[position]]
+            # An ancestor may hold this slot already: chunks that were excluded come back in another order.
+            if segment.parent is not parent and segment not in parent.path():
+                if segment.parent is not None and segment.slots:
+                    self._order.child_emptied(segment.parent)
+                if not parent.ends_with(slots[position - 1]) and slots[position - 1] in parent.slots:
+                    parent = self.split(parent, slots[:position])
+                segment.end += position - segment.start
+                segment.start = position
+                self.attach(segment, parent)
+                segment = self.join_parent(segment)
+            parent = segment
+        return parent
+
+    def split(self, segment: Segment, prefix_slots: Sequence[int]) -> Segment:
+        """Cut `segment` after the last of `prefix_slots`, which hold the beginning of a prompt that diverges there.
+        Returns the upper part, which is new.
+
+        Both have the same history until the prompt that diverges uses the upper part.
+        """
+        upper = Segment(segment.parent, segment.start, self.now)
+        upper.end, upper.first_key, upper.branches = len(prefix_slots), segment.first_key, 1
+        upper.uses, upper.last_use, upper.chunk_class, upper.again = (
+            segment.uses,
+            segment.last_use,
+            segment.chunk_class,
+            segment.again,
+        )
+        upper_slots = [slot for slot in prefix_slots if self._segment_of[slot] is segment]
+        first_resident = next((slot for slot in upper_slots if slot in segment.slots), None)
+        preceding: Iterable[int] = ()
+        if first_resident is not None:
+            preceding = takewhile(lambda slot: slot != first_resident, segment.slots)
+        for slot in dict.fromkeys([*preceding, *upper_slots]):
+            self._segment_of[slot] = upper
+            if slot in segment.slots:  # else it is excluded
+                del segment.slots[slot]
+                upper.slots[slot] = None
+        upper.children = int(bool(segment.slots))  # 0 if all chunks of the lower part are excluded
+        if upper.parent is not None and upper.children and not upper.slots:
+            self._order.child_emptied(upper.parent)  # `segment` counted as its child; `upper`, without slots, does not
+        segment.parent, segment.start, segment.first_key = upper, len(prefix_slots), None
+        self._order.add(segment)
+        self._order.add(upper)
+        return upper
+
+    def join_parent(self, segment: Segment) -> Segment:
+        """Join a segment to its parent if nothing distinguishes them; returns the segment that has the chunks then."""
+        parent = segment.parent
+        if parent is None or segment.children or not segment.slots or not parent.slots:
+            return segment
+        if parent.children != 1 or parent.branches > (not segment.is_last):
+            return segment
+        slots, segment.slots = segment.slots, {}
+        self.assign(slots, parent)
+        parent.end, parent.children, parent.branches = segment.end, 0, 0
+        self._order.add(parent)
+        return parent
+
 
 _REFUSED_BELOW: Final = 0.8
 """What a chunk has to be worth to take its victim's place, of the victim's worth. With 1 a full tier can freeze."""

@@ -39,7 +39,7 @@ had, it misses this chunk only, and does not take the whole host to be down."""
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
     """A chunk's payload (from the pool the chunk's bytes, from a lower tier as stored there), and its header, given the
-    payload's checksum (`kv_core.checksum`), which need not be known earlier."""
+    payload's checksum (`kv_core.hashing`), which need not be known earlier."""
 
     payload: memoryview
     header: Callable[[bytes], bytes | bytearray]

@@ -305,7 +305,7 @@ class PeerStream(TimedSocket):
         return decoded(_REQUESTS, body, "not a message of a peer"), deadline
 
     def send_chunk(self, payload: memoryview, header: Callable[[bytes], bytes | bytearray], timeout_s: float) -> None:
-        """header: makes the header to send after the payload, from its checksum (`kv_core.checksum`).
+        """header: makes the header to send after the payload, from its checksum (`kv_core.hashing`).
         timeout_s: as for `deadline_for`, of the payload and of each piece of it."""
         deadline = deadline_for(payload.nbytes, timeout_s)
         running = xxhash.xxh3_128()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError, TierDown
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_tiers.cache.host import ClosedError

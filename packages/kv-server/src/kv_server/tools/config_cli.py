@@ -9,7 +9,7 @@ import sys
 
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import is_quantised_kind
-from kv_core.terminal import say
+from kv_core.log import say
 from kv_tiers.settings import Settings, load
 
 _PASSWORD_IN_URL = re.compile(r"(://[^:@/]*:).*@")  # which may have any character in it

@@ -12,8 +12,8 @@ from kv_core.cost import Choice
 from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
 from kv_core.keys import tenant_tag
+from kv_core.log import say
 from kv_core.sequence import KeySequence
-from kv_core.terminal import say
 from kv_core.tools.cli import (
     DEFAULT_CHUNK_TOKENS,
     PromptSpace,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kv_core.errors import ConfigError, InputError
-from kv_core.terminal import say
+from kv_core.log import say
 
 if TYPE_CHECKING:
     from kv_server.peers.authority import Authority

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
-from kv_core.terminal import say
+from kv_core.log import say
 
 from kv_server.tools.which_server import add_server_options, socket_of
 

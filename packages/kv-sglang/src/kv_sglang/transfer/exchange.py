@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
-from kv_core.service import ReadLease, WriteLease
+from kv_core.service import Ended, ReadLease, WriteLease
 from kv_core.transfer import Copy, TransferPlan
 from kv_cuda import Copier
 from kv_tiers.messages import MAX_KEYS

@@ -12,8 +12,7 @@ from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_core.lookup import Ended
-from kv_core.service import CacheService
+from kv_core.service import CacheService, Ended
 from kv_eviction.shares import Shares
 
 from kv_tiers.cache.hits import find_hit, fitting, needed_count

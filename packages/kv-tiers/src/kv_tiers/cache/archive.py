@@ -21,10 +21,10 @@ from typing import BinaryIO, Final
 
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import InputError, MisuseError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
 from kv_core.service import ReadLease
+from kv_core.transfer import HostExtent
 
 from kv_tiers import chunk_header
 from kv_tiers.cache.hits import columns_of

@@ -9,9 +9,9 @@ from typing import Protocol, runtime_checkable
 
 from kv_core.clock import Clock
 from kv_core.coverage import ChunkShape
-from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
 from kv_core.service import Holder
+from kv_core.transfer import FileExtent
 from kv_eviction.coverage import BoundedGroups
 
 from kv_tiers.cache.holds import Holds

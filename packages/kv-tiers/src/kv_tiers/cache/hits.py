@@ -12,7 +12,7 @@ from itertools import chain
 from kv_core.cost import Costs
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended
+from kv_core.service import Ended
 
 from kv_tiers.index.residency import Residency
 

@@ -12,8 +12,8 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Final, NamedTuple, Protocol
 
-from kv_core.checksum import checksum_of
 from kv_core.errors import MisuseError
+from kv_core.hashing import checksum_of
 from kv_core.keys import TENANT_AT, ChunkKey
 from kv_core.log import limited_logger
 from kv_core.service import Holder

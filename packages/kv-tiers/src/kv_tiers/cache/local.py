@@ -18,10 +18,9 @@ from kv_core.clock import Clock
 from kv_core.cost import Costs, Measured, Skipped, choose
 from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.errors import MisuseError
-from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
-from kv_core.lookup import Ended, LookupPlan
-from kv_core.service import CacheCounts, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
+from kv_core.service import CacheCounts, Ended, Holder, LeaseId, LoadFailed, LookupPlan, ReadLease, WriteLease
+from kv_core.transfer import FileExtent
 from kv_eviction.coverage import BoundedGroups, CoveragePolicy
 from kv_eviction.policy import EvictionPolicy
 from kv_eviction.registry import DEFAULT_POLICY, make_policy

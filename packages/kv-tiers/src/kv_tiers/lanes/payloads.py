@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kv_core.checksum import checksum_of
 from kv_core.errors import ConfigError
+from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Final
 
 from kv_core.errors import ConfigError, MisuseError
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
+from kv_core.transfer import HostExtent
 
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.core_dumps import keep_out

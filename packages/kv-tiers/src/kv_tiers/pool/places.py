@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Final
 
-from kv_core.extent import HostExtent
 from kv_core.keys import ChunkKey
+from kv_core.transfer import HostExtent
 
 from kv_tiers.payload_sizes import PayloadSizes
 

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Sequence
 
 from kv_core.errors import MisuseError
-from kv_core.extent import FileExtent
 from kv_core.keys import ChunkKey
+from kv_core.transfer import FileExtent
 
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import PAGE_BYTES
