@@ -30,7 +30,7 @@ from pathlib import Path
 
 from kv_core import ChainScheme, KeySequence, KeySpace
 from kv_eviction import make_policy
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.tiers.disk import DiskConfig, DiskTier
 from kv_tiers.tiers.disk_chunks import bytes_for

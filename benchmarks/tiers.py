@@ -31,7 +31,7 @@ from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import PAGE_BYTES, HostPool
 from kv_tiers.tier import Read, Tier, TierContext, Write

@@ -5,9 +5,8 @@ import tempfile
 from kv_core import ChunkKey
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
-from kv_core.service import Ended, LookupPlan
 from kv_core.sequence import KeySequence
-from kv_core.service import ReadLease
+from kv_core.service import Ended, LookupPlan, ReadLease
 from kv_tiers import HostConfig, LocalCache, build_local_cache
 
 CHUNK_BYTES = 4096

@@ -8,8 +8,8 @@ import torch
 from kv_connect.halves.direct_reads import DirectReads
 from kv_core.hashing import ChainScheme
 from kv_core.keys import KeySpace
-from kv_core.service import Ended
 from kv_core.sequence import KeySequence
+from kv_core.service import Ended
 from kv_core.transfer import plan_transfer
 from kv_cuda import make_copier, split_parts
 from kv_cuda.files.reader import ThreadReader

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 from kv_core.outcome import Loaded, Stored
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers.chunk_header import HEADER_BYTES, format_id
 from kv_tiers.codec import Codec, CodecError
 from kv_tiers.lanes.jobs import Arrival, Outgoing

@@ -101,7 +101,7 @@ def test_each_wheel_installs_and_imports_alone(package: Path, wheels: Path, tmp_
     python = environment / "bin" / "python"
     code = f"import {module}, sys; print({module}.__file__)"
     if package.name in ("kv-vllm", "kv-sglang"):  # their settings may have any tier of ours
-        code += "; from kv_tiers.registry import tier_factory; tier_factory('redis'), tier_factory('s3')"
+        code += "; from kv_tiers.build import tier_factory; tier_factory('redis'), tier_factory('s3')"
     checked = subprocess.run(
         [python, "-I", "-W", "error", "-c", code],
         capture_output=True,

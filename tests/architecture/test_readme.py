@@ -8,9 +8,9 @@ import yaml
 from kv_remote.objects import ObjectsConfig
 from kv_remote.redis import RedisConfig
 from kv_server.peers.tier import PeersTierConfig
+from kv_tiers.build import tier_factory
 from kv_tiers.config import LaneConfig
 from kv_tiers.options import read_options
-from kv_tiers.registry import tier_factory
 from kv_tiers.settings import Settings, load
 from kv_tiers.tiers.disk import DiskConfig
 

@@ -22,14 +22,14 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers import chunk_header
 from kv_tiers.testing.side_by_side import side_by_side
 from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext, Write
 from kv_tiers.tiers import disk_files
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
-from kv_tiers.tiers.extents import CUTS, cut_bytes
+from kv_tiers.tiers.space import CUTS, cut_bytes
 
 CONTEXT = TierContext(9000, 12288, "crash")
 FORMAT = chunk_header.format_id("crash")

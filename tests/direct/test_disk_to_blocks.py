@@ -14,7 +14,7 @@ from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.direct import DirectCopier
 from kv_cuda.files.host_files import HostFiles
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.layouts import TOKENS, small_caches
 from kv_tiers import HostConfig, LocalCache, build_local_cache, chunk_header
 from kv_tiers.testing.tier_contract import aligned_pages

@@ -16,7 +16,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Stored
 from kv_core.service import ReadLease, WriteLease
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_remote.redis import make_redis_tier
 from kv_remote.shared_fs import make_shared_fs_tier
 from kv_testing.faults import FaultyTier

@@ -11,7 +11,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.wait import until
 from kv_tiers import HostConfig, build_local_cache, chunk_header
 from kv_tiers.approximate import fingerprint_above
@@ -23,7 +23,7 @@ from kv_tiers.pool.host_pool import HostPool, slot_bytes_for
 from kv_tiers.testing.tier_contract import aligned_pages
 from kv_tiers.tier import Read, Tier, TierContext
 from kv_tiers.tiers.disk import DiskConfig, DiskTier, bytes_for
-from kv_tiers.tiers.disk_transfer import bytes_in_files
+from kv_tiers.tiers.disk_files import bytes_in_files
 from kv_tiers.tiers.dram import DramTier
 
 RECORDED = (Path(__file__).parent / "recorded" / "smollm2.bfloat16").read_bytes()

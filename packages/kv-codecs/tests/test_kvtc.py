@@ -38,11 +38,10 @@ from kv_testing.drawn_kv import (
 )
 from kv_testing.numpy_kernels import NumpyKernels
 from kv_tiers.approximate import uses_calibration
-from kv_tiers.chunk_header import HEADER_BYTES, format_id
+from kv_tiers.chunk_header import HEADER_BYTES, SEAL_BYTES, format_id, seal
 from kv_tiers.codec import Codec, CodecError, EncodesFirst
 from kv_tiers.lanes.jobs import Outgoing
-from kv_tiers.lanes.payloads import Payloads
-from kv_tiers.sealed import SEAL_BYTES, seal
+from kv_tiers.lanes.moving import Payloads
 from kv_tiers.testing.codec_contract import CodecContract
 from kv_tiers.tier import Read, TierContext
 from numpy.typing import NDArray

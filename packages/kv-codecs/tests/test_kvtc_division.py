@@ -33,7 +33,7 @@ from kv_testing.drawn_kv import (
 from kv_tiers.chunk_header import Header, format_id, read_header
 from kv_tiers.codec import Codec, CodesShards
 from kv_tiers.lanes.jobs import Outgoing
-from kv_tiers.lanes.payloads import Payloads
+from kv_tiers.lanes.moving import Payloads
 from kv_tiers.tier import Read, TierContext
 
 GEMMAS = (10_000.0, 10_000.0, 1_000_000.0)

@@ -19,8 +19,8 @@ from kv_core.testing import key_chain
 from kv_remote.mooncake import MooncakeTier, make_mooncake_tier
 from kv_testing.servers import free_port
 from kv_testing.wait import line, until
+from kv_tiers.build import tier_factory
 from kv_tiers.chunk_header import HEADER_BYTES
-from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
 from kv_tiers.tier import Tier, TierContext
 

@@ -24,8 +24,8 @@ from kv_remote.objects import ObjectsTier, make_objects_tier
 from kv_testing.s3_server import s3_server
 from kv_testing.servers import free_port
 from kv_testing.wait import joined, until
+from kv_tiers.build import tier_factory
 from kv_tiers.chunk_header import HEADER_BYTES
-from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
 from kv_tiers.tier import RemovalRefusedError, ShowsProgress, Tier, TierContext, Write
 

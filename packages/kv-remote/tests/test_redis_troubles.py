@@ -29,9 +29,9 @@ from kv_testing.redis_servers import VALKEY, AskedServer, end_all, running
 from kv_testing.servers import Proxy, free_port
 from kv_testing.wait import joined, until
 from kv_tiers import chunk_header
+from kv_tiers.build import tier_factory
 from kv_tiers.lanes.jobs import Outgoing
 from kv_tiers.lanes.lane import Lane
-from kv_tiers.registry import tier_factory
 from kv_tiers.testing.tier_contract import TierContract, aligned_pages
 from kv_tiers.tier import Read, RemovalRefusedError, TierContext
 from kv_tiers.tier_state import Health
@@ -779,7 +779,7 @@ def test_without_redis_py_the_error_says_what_to_install(
 
 
 def test_no_client_library_is_imported_before_its_tier_is_made() -> None:
-    modules = "kv_remote.redis, kv_remote.objects, kv_remote.shared_fs, kv_tiers.registry"
+    modules = "kv_remote.redis, kv_remote.objects, kv_remote.shared_fs, kv_tiers.build"
     program = f"import sys, {modules}; print([name for name in ('redis', 'obstore', 'moto') if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert ran.stdout.strip() == "[]"

@@ -28,7 +28,7 @@ from kv_remote.shared_fs import SharedFsConfig, SharedFsTier, make_shared_fs_tie
 from kv_testing.threads import threads_left
 from kv_testing.wait import joined, until
 from kv_tiers import chunk_header
-from kv_tiers.registry import tier_factory
+from kv_tiers.build import tier_factory
 from kv_tiers.testing.tier_contract import PersistentTierContract
 from kv_tiers.tier import RemovalRefusedError, Tier, TierContext
 

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from kv_remote.spread import spread
+from kv_remote.shared_fs import spread
 from kv_testing.threads import threads_left
 
 

@@ -20,7 +20,6 @@ CLIENT = {
     "kv_tiers.pool",
     "kv_tiers.pool.core_dumps",
     "kv_tiers.pool.populated",
-    "kv_tiers.pool.places",
     "kv_server",
     "kv_server.connection",
     "kv_server.link",

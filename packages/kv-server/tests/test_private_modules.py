@@ -17,7 +17,7 @@ OTHERS = [*OURS, "xxhash", "msgspec", "numpy", "yaml", "zstandard", "sitecustomi
 # Somebody else's file: it leaves a mark beside itself, and does what a module of its name would not.
 HOSTILE = "import pathlib; pathlib.Path(__file__ + '.ran').touch(); raise SystemExit('hostile')"
 POLICY = """
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 
 def make(*args, **options):
     return LruPolicy()

@@ -281,7 +281,7 @@ def test_what_a_tiers_package_prints_is_neither_its_ready_line_nor_its_end(
 ) -> None:
     """Its standard output is how a private server says that it is ready, and that it has ended."""
     code = (
-        "from kv_tiers.registry import tier_factory\n"
+        "from kv_tiers.build import tier_factory\n"
         "print('loud is imported')\n"
         "def make(options, context):\n"
         "    print('loud is made', flush=True)\n"

@@ -13,7 +13,7 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Loaded, ReadFailed, Refused, Stored, StoreOutcome, Unstorable
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_remote.shared_fs import make_shared_fs_tier
 from kv_testing.media import full_device, slabs_of, unreadable_device
 from kv_testing.tower import leading

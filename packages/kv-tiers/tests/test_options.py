@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from kv_core import plugins
 from kv_core.errors import ConfigError
+from kv_tiers.build import TIERS, tier_factory
 from kv_tiers.options import byte_count, nearest, read_options
-from kv_tiers.registry import TIERS, tier_factory
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

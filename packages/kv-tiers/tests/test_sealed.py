@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from kv_tiers.sealed import intact, seal, unseal
+from kv_tiers.chunk_header import intact, seal, unseal
 
 ROWS, ROW_BYTES = 16, 64
 

@@ -10,7 +10,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, Stored
 from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers import HostPool, LocalCache, chunk_header
 from kv_tiers.codec import Codec
 from kv_tiers.config import ColdConfig

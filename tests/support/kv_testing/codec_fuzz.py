@@ -17,8 +17,8 @@ from kv_codecs.floats import FloatsCodec
 from kv_codecs.kernels import ALL_MISSING, SCALED_NUMBERS, Bytes, CodecKernels, Cut, Words, packed_room
 from kv_codecs.progressive import HEAD, HEAD_BYTES, PARTS, VERSION, ProgressiveCodec
 from kv_core.errors import MisuseError
+from kv_tiers.chunk_header import seal
 from kv_tiers.codec import CodecError
-from kv_tiers.sealed import seal
 
 SPECIAL: Final = (
     0x0000,

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, Stored
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers import chunk_header
 from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, TierContext, Write

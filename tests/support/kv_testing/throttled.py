@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, StoreOutcome
+from kv_tiers.build import tier_factory
 from kv_tiers.options import read_options
-from kv_tiers.registry import tier_factory
 from kv_tiers.tier import NamesChunks, Read, ReadsPrefixes, ReadsRemainders, Tier, TierContext, TierUsage, Write
 
 

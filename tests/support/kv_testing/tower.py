@@ -8,7 +8,7 @@ from kv_core.keys import ChunkKey
 from kv_core.service import Ended, LookupPlan, ReadLease
 from kv_core.testing import key_chain
 from kv_eviction.coverage import BoundedGroups
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers import chunk_header
 from kv_tiers.cache.extension import Extension
 from kv_tiers.cache.local import LocalCache

@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from kv_core.errors import ConfigError
+from kv_tiers.chunk_header import SEAL_BYTES, seal, unseal
 from kv_tiers.codec import Codec, CodecError
 from kv_tiers.options import read_options
-from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tier import TierContext
 from numpy.typing import NDArray
 

@@ -20,9 +20,9 @@ from typing import Final
 
 import numpy as np
 import xxhash
+from kv_tiers.chunk_header import SEAL_BYTES, seal, unseal
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, CodecError
 from kv_tiers.options import read_options
-from kv_tiers.sealed import SEAL_BYTES, seal, unseal
 from kv_tiers.tier import TierContext
 from numpy.typing import NDArray
 

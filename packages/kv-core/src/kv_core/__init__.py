@@ -36,7 +36,6 @@ else:
                 "MisuseError",
                 "TierDown",
             ),
-            "kv_core.transfer": ("HostExtent",),
             "kv_core.format": ("ChunkFormat",),
             "kv_core.hashing": (
                 "ChainScheme",
@@ -47,18 +46,15 @@ else:
                 "KeySpace",
                 "tenant_tag",
             ),
-            "kv_core.service": (
-                "Ended",
-                "LookupPlan",
-            ),
             "kv_core.sequence": (
                 "KeySequence",
                 "digests_of",
             ),
-            "kv_core.service": ("CacheService",),
+            "kv_core.service": ("CacheService", "Ended", "LookupPlan"),
             "kv_core.tokens": ("Tokens",),
             "kv_core.transfer": (
                 "Copy",
+                "HostExtent",
                 "TransferPlan",
                 "plan_transfer",
             ),

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
-from kv_eviction.lru import Links
 from kv_eviction.policy import EvictionPolicy
+from kv_eviction.simple import Links
 
 _ONCE, _AGAIN = 0, 1
 

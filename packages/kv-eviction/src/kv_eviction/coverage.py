@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey, keys_in
 
-from kv_eviction.lru import LruPolicy
 from kv_eviction.policy import EvictionPolicy
+from kv_eviction.simple import LruPolicy
 
 _MAX_GROUPS = 1 << 12
 """Number of groups that are remembered; further ones are left to the policy."""

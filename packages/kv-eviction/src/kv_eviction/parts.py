@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from kv_core.keys import ChunkKey
 
-from kv_eviction.lru import LruPolicy
 from kv_eviction.policy import EvictionPolicy
+from kv_eviction.simple import LruPolicy
 
 
 class PartsPolicy:

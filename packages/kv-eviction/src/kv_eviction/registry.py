@@ -12,9 +12,9 @@ from kv_core.errors import ConfigError
 from kv_core.plugins import load_plugin
 
 from kv_eviction.arc import ArcPolicy
-from kv_eviction.lru import FifoPolicy, LfuPolicy, LruPolicy, MruPolicy
 from kv_eviction.policy import EvictionPolicy
 from kv_eviction.prefix import PrefixPolicy
+from kv_eviction.simple import FifoPolicy, LfuPolicy, LruPolicy, MruPolicy
 
 PolicySpec = str | dict[str, Any]
 """As in the settings: a name, or a mapping of `name` and parameters."""

@@ -32,10 +32,11 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from kv_core.errors import ConfigError, TierDown
@@ -45,15 +46,101 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Re
 from kv_tiers.chunk_header import HEADER_BYTES, stored_bytes_in
 from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import read_secret
+from kv_tiers.threads import start_thread
 from kv_tiers.tier import Read, RemovalRefusedError, TierContext, TierUsage, Write
-from kv_tiers.tiers.disk_files import after, size_of_file_system
-from kv_tiers.tiers.file_system import FileSystem
+from kv_tiers.tiers.disk_files import FileSystem, after, size_of_file_system
 
 from kv_remote.factories import factory_of
-from kv_remote.files_below import files_below, opened_below
 from kv_remote.key_paths import keys_in_paths
 from kv_remote.least_used import LeastUsed
-from kv_remote.spread import spread
+
+# Spreads work over threads that keep no process from ending.
+#
+# The interpreter waits for an executor's threads when it ends, and a call to a file system that does not answer may
+# never return. These threads are daemons, and exist only as long as there is work.
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def spread(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+    """The results for these items, by at most this many threads, or fewer if the system has no more for us. The calling
+    thread is one of them. If `work` raises, so does this, and nothing more is begun."""
+    todo = deque(enumerate(items))
+    done: dict[int, R] = {}
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        while not errors:
+            try:
+                number, item = todo.popleft()
+            except IndexError:
+                return
+            try:
+                done[number] = work(item)
+            except BaseException as error:  # noqa: BLE001  # whatever it is, the caller gets it
+                errors.append(error)
+
+    helpers: list[threading.Thread] = []
+    for _ in range(min(threads, len(items)) - 1):
+        helper = threading.Thread(target=run, name="kv-helper", daemon=True)
+        if start_thread(helper):
+            break
+        helpers.append(helper)
+    run()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+    return [done[number] for number in range(len(items))]
+
+
+# The files below a directory in which others may write, too: none of their links leads to files elsewhere.
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@contextmanager
+def opened_below(top: str, path: str) -> Iterator[int]:
+    """A descriptor of the directory `path`, which is relative to `top`. Only `top` itself may be a link.
+
+    Raises:
+        OSError: it is not there, or a link is on the way.
+    """
+    descriptor = os.open(top, _DIRECTORY)
+    try:
+        for name in path.split("/"):
+            parent, descriptor = descriptor, os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(parent)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def files_below(
+    top: str, path: str, levels: int, *, order: Callable[[list[Any]], object] = len
+) -> Iterator[tuple[str, str]]:
+    """The directory (relative to `top`) and name of every file below `path`, found lazily, `levels` directories deep.
+
+    Directories that vanish meanwhile are skipped. Nothing is open between two files.
+
+    order: puts the names in a directory into the order in which they are found.
+    """
+    directories = [(path, levels)]
+    while directories:
+        directory, deeper = directories.pop()
+        try:
+            with opened_below(top, directory) as opened, os.scandir(opened) as scanned:
+                entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scanned]
+        except OSError:
+            continue
+        order(entries)
+        for name, is_directory in entries:
+            if not is_directory:
+                yield directory, name
+            elif deeper:
+                directories.append((f"{directory}/{name}", deeper - 1))
+
 
 _PAGE_BYTES: Final = 4096
 """The header has a page to itself, so that the chunk's bytes begin at a page boundary."""

@@ -9,8 +9,7 @@ from kv_core.keys import ChunkKey
 from kv_core.transfer import HostExtent
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.core_dumps import keep_out
-from kv_tiers.pool.places import Places, slot_bytes_for
-from kv_tiers.pool.populated import PopulatedPages, distance
+from kv_tiers.pool.populated import Places, PopulatedPages, distance, slot_bytes_for
 
 _BLOCK_BYTES = 512
 """Of `st_blocks`, on every file system."""

@@ -69,7 +69,7 @@ class CacheReport:
     directories: what tiers with a directory know of other hosts, by the tier's name.
     tenants: those with a name or a quota, and of all others the `MAX_TENANTS` with the most chunks.
     tenants_known: how many there are in all.
-    handed_over: chunks that are held for another engine now (`kv_tiers.cache.holds`).
+    handed_over: chunks that are held for another engine now (`kv_tiers.cache.leases`).
     drain: the progress if this host is to leave.
     name: as in metrics, logs and traces.
     models: the models of engines that have registered this format.

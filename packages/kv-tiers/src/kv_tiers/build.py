@@ -6,10 +6,12 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Final
 
 import msgspec
 from kv_core.clock import Clock
 from kv_core.errors import ConfigError
+from kv_core.plugins import load_plugin
 from kv_eviction.coverage import BoundedGroups
 from kv_eviction.registry import make_policy
 
@@ -19,7 +21,7 @@ from kv_tiers.cache.extension import Extension
 from kv_tiers.cache.host import TIER
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
-from kv_tiers.codec import Codec, DecodesPrefixes
+from kv_tiers.codec import Codec, CodecFactory, DecodesPrefixes
 from kv_tiers.config import ColdConfig, HostConfig, LaneConfig, check_lease
 from kv_tiers.events.bus import Source
 from kv_tiers.lanes.lane import Lane
@@ -27,9 +29,32 @@ from kv_tiers.options import read_options
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.host_pool import HostPool, check_capacity, pool_path, slot_bytes_for
 from kv_tiers.pool.machine import spelled
-from kv_tiers.registry import codec_factory, tier_factory
 from kv_tiers.tenants import Tenant, quotas_of
 from kv_tiers.tier import ANY_CHUNKS, CheckedFactory, ReadOnly, ReadsPrefixes, TierContext, TierFactory
+
+# Tiers and codecs by type: entry points, built-in or from other packages.
+
+TIERS: Final = "kv_tiers.tiers"
+CODECS: Final = "kv_tiers.codecs"
+
+
+def tier_factory(type_name: str) -> TierFactory:
+    """The factory of tiers of this type.
+
+    Raises:
+        ConfigError: no installed package has the type, two do, or importing it fails.
+    """
+    return load_plugin(TIERS, "tier of type", type_name)
+
+
+def codec_factory(name: str) -> CodecFactory:
+    """The factory of the codec with this name.
+
+    Raises:
+        ConfigError: as for `tier_factory`.
+    """
+    return load_plugin(CODECS, "codec", name)
+
 
 _NUMBERS = itertools.count()
 

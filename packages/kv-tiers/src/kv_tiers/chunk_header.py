@@ -9,6 +9,7 @@ Its checksum is computed in pieces, so that the first pieces can be verified wit
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +19,30 @@ from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
 
-from kv_tiers.sealed import seal, unseal
+# Structs followed by a checksum, by which a header or a record in a file is verified.
+
+SEAL_BYTES: Final = 8
+_U64: Final = struct.Struct("<Q")
+
+
+def seal(fields: bytes, seed: int = 0) -> bytes:
+    """The fields, followed by XXH3 of 64 bits over them. seed: what else they are bound to, such as their position."""
+    return fields + _U64.pack(xxhash.xxh3_64_intdigest(fields, seed))
+
+
+def unseal(data: bytes | bytearray | memoryview, seed: int = 0) -> bytes | None:
+    """The fields; None if the checksum behind them is wrong, or there is none."""
+    fields, checksum = bytes(data[:-SEAL_BYTES]), data[-SEAL_BYTES:]
+    if len(checksum) < SEAL_BYTES or _U64.unpack(checksum)[0] != xxhash.xxh3_64_intdigest(fields, seed):
+        return None
+    return fields
+
+
+def intact(data: memoryview, starts: Iterable[int], nbytes: int) -> list[bool]:
+    """For each of these positions, whether `unseal` would find valid fields there; takes half the time for many."""
+    digest, size = xxhash.xxh3_64_intdigest, nbytes - SEAL_BYTES
+    return [digest(data[start : start + size]) == _U64.unpack_from(data, start + size)[0] for start in starts]
+
 
 MAGIC: Final = b"kvchunk\n"
 VERSION: Final = 2
@@ -38,7 +62,6 @@ _NAMES_BYTES_AT: Final = 12
 _KEY_AT: Final = 56
 DECODED_BYTES_AT: Final = 16
 STORED_BYTES_AT: Final = 200
-_U64: Final = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,12 @@
 """What is in the pool and in each tier below it, and how that goes, as data: for metrics and reports."""
 
+import traceback
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
+
+from kv_core.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +126,100 @@ class TierState:
     spill: SpillCounts
     load_cost: tuple[float, float] | None = None
     upgraded: int = 0
+
+
+# The health of a tier as its lane sees it: from the outcomes of calls and from what the tier reports.
+#
+# A tier that fails is down, and the lane backs off, briefly at first and then twice as long each time up to a limit,
+# until a load succeeds. Waiting for a load rather than a probe matters for a device whose probes succeed and whose
+# reads fail: it would otherwise be retried for ever at the shortest interval.
+#
+# Nothing here locks or calls a tier: the lane does, and holds its one lock around every call.
+
+
+class HealthTracker:
+    """The health of one tier."""
+
+    def __init__(self, *, backoff_s: float, max_backoff_s: float, stuck_s: float, clock: Clock) -> None:
+        self._first_backoff_s, self._max_backoff_s, self._stuck_s = backoff_s, max_backoff_s, stuck_s
+        self._clock = clock
+        self._next_backoff_s = backoff_s
+        self.last_failure = ""
+        self.retry_at_s: float | None = None
+        self.is_probing = False
+        self.is_closed = False
+        self.full = ""
+        """Why it takes no more chunks; empty if it does."""
+
+    def now(self, running_since_s: Collection[float]) -> Health:
+        """running_since_s: when each call in progress began."""
+        if self.is_closed:
+            return Health.CLOSED
+        if self.retry_at_s is not None:
+            return Health.DOWN
+        if self.hangs(running_since_s):  # such a tier cannot even be probed
+            return Health.STUCK
+        return Health.FULL if self.full else Health.UP
+
+    def hangs(self, running_since_s: Collection[float]) -> bool:
+        """Whether a call has not returned for too long. running_since_s: as for `now`."""
+        return bool(running_since_s) and self._clock.now_s() - min(running_since_s) > self._stuck_s
+
+    def why(self, health: Health) -> str:
+        """The reason if it is not `UP`."""
+        match health:
+            case Health.DOWN:
+                return self.last_failure
+            case Health.FULL:
+                return self.full
+            case Health.STUCK:
+                return "a call to it has not returned"
+            case Health.CLOSED:
+                return "it is closed"
+            case Health.UP:
+                return ""
+
+    def failed(self, why: str) -> bool:
+        """A call failed: the tier is down and backs off. False: it was down already."""
+        is_first = self.retry_at_s is None
+        self.retry_at_s = self._clock.now_s() + self._next_backoff_s
+        self._next_backoff_s = min(2 * self._next_backoff_s, self._max_backoff_s)
+        self.last_failure = why
+        return is_first
+
+    def probed(self) -> None:
+        """A probe succeeded."""
+        self.retry_at_s = None
+
+    def loaded(self) -> None:
+        """A load succeeded, so the next failure is a new one."""
+        self._next_backoff_s = self._first_backoff_s
+
+    def probe_due_in_s(self) -> float | None:
+        """Seconds until the tier may be probed; None if it is not down, or is being probed."""
+        if self.retry_at_s is None or self.is_probing:
+            return None
+        return max(0.0, self.retry_at_s - self._clock.now_s())
+
+    def may_probe(self) -> bool:
+        return self.probe_due_in_s() == 0.0
+
+
+def release_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames that the exception passed through, and of the exceptions that caused it.
+
+    They refer to the memory that the tier borrowed. An exception that is part of a reference cycle (a frame in its own
+    traceback refers to it, as in a helper that raises its argument) would keep that memory in use until the garbage
+    collector runs, and a pool cannot be unmapped until then.
+    """
+    pending: list[BaseException | None] = [error]
+    seen_ids: set[int] = set()
+    while pending:
+        exception = pending.pop()
+        if exception is None or id(exception) in seen_ids:
+            continue
+        seen_ids.add(id(exception))
+        traceback.clear_frames(exception.__traceback__)
+        pending += (exception.__cause__, exception.__context__)
+        if isinstance(exception, BaseExceptionGroup):
+            pending += exception.exceptions

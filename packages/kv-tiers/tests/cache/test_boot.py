@@ -19,8 +19,8 @@ from kv_testing.s3_server import s3_server
 from kv_testing.threads import threads_left
 from kv_testing.wait import joined
 from kv_tiers import ColdConfig, HostConfig, LocalCache, build_local_cache
+from kv_tiers.build import tier_factory
 from kv_tiers.pool.host_pool import slot_bytes_for
-from kv_tiers.registry import tier_factory
 from kv_tiers.tier import Tier, TierContext
 
 CHUNK_BYTES = 256 << 10

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_core.testing import key_chain
-from kv_tiers.cache.chains import chains
+from kv_tiers.cache.host import chains
 
 KEYS = key_chain(24)
 

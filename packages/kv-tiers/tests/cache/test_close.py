@@ -15,7 +15,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import StoreOutcome
 from kv_core.service import Ended
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.media import slabs_of, unreadable_device
 from kv_testing.servers import free_port
 from kv_testing.wait import until

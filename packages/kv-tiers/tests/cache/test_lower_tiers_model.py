@@ -15,7 +15,7 @@ from kv_core.coverage import PLAIN, ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.service import Ended, ReadLease, WriteLease
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.faults import FAULTS, Fault, FaultyTier
 from kv_testing.model import SHAPES
 from kv_testing.service_contract import CHUNK_BYTES, assert_adds_up

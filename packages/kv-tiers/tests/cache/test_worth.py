@@ -14,12 +14,12 @@ from kv_core.coverage import ChunkShape
 from kv_core.keys import ChunkKey
 from kv_core.service import Ended, LookupPlan
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_server import RemoteCache, launch
 from kv_testing.throttled import ThrottledTier, offer
 from kv_testing.wait import until
 from kv_tiers import HostPool, LocalCache, chunk_header
-from kv_tiers.cache.probes import Probes
+from kv_tiers.cache.promote import Probes
 from kv_tiers.cache.worth import Part, worth_waiting
 from kv_tiers.config import ColdConfig
 from kv_tiers.events.bus import EventBus, Occurred, Subscriber
@@ -194,8 +194,8 @@ def test_an_engine_that_stores_nothing_finds_it_the_next_time() -> None:
 
 
 def test_a_tier_that_becomes_slow_and_quick_again_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_tiers.cache.probes._FIRST_S", 0.1)
-    monkeypatch.setattr("kv_tiers.cache.probes._SOON_S", 0.01)
+    monkeypatch.setattr("kv_tiers.cache.promote._FIRST_S", 0.1)
+    monkeypatch.setattr("kv_tiers.cache.promote._SOON_S", 0.01)
     with slow(FAST) as made:
         assert [made.serve(number)[0].chunks for number in range(8)][-3:] == [PROMPT] * 3
         made.tier.load_bytes_per_s = SLOW

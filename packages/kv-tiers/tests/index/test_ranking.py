@@ -12,7 +12,7 @@ from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.config import HostConfig
-from kv_tiers.index.ranking import most_worth_first
+from kv_tiers.index.residency import most_worth_first
 
 
 def made(slots: int, policy: str) -> LocalCache:

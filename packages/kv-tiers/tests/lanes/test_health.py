@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 from kv_core.clock import HandClock
-from kv_tiers.lanes.health import HealthTracker
-from kv_tiers.tier_state import SERVING, Health
+from kv_tiers.tier_state import SERVING, Health, HealthTracker
 
 FACTS = list(itertools.product([False, True], repeat=4))
 STUCK_S = 10.0

@@ -11,7 +11,7 @@ from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Refused, Stored, StoreOutcome
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.faults import FaultyTier
 from kv_testing.threads import threads_left
 from kv_testing.tower import leading

@@ -6,7 +6,7 @@ import pytest
 from kv_core.coverage import ALL, STATE, ChunkShape, Coverage
 from kv_core.keys import ChunkKey
 from kv_eviction.coverage import BoundedGroups
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.shapes import CHUNK_TOKENS, keys_for
 from kv_testing.wait import until
 from kv_tiers import HostConfig, build_local_cache

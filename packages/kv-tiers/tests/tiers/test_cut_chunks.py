@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded, Stored
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
 from kv_eviction.parts import PartsPolicy
 from kv_eviction.registry import make_policy
+from kv_eviction.simple import LruPolicy
 from kv_tiers import chunk_header
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.tier_contract import aligned_pages, content

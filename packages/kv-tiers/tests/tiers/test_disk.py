@@ -20,7 +20,7 @@ from kv_core.errors import ConfigError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Absent, Damaged, Loaded
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.disk_box import CHUNK_AT, CONTEXT, DiskBox, flip, load, store, writes_of
 from kv_testing.media import slabs_of, unreadable_device
 from kv_testing.wait import joined
@@ -323,7 +323,7 @@ def test_a_directory_has_one_owner(box: DiskBox) -> None:
     with pytest.raises(ConfigError, match=f"{box.inside} is in use .* choose another directory"):
         DiskBox(box.path).start()
     script = (
-        "from kv_tiers.tiers.disk import *; from kv_eviction.lru import LruPolicy; "
+        "from kv_tiers.tiers.disk import *; from kv_eviction.simple import LruPolicy; "
         f"config = DiskConfig(directory={str(box.path)!r}, capacity_bytes=1 << 20); "
         "DiskTier(config, TierContext(5000, 8192, 'disk'), LruPolicy())"
     )

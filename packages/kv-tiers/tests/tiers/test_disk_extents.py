@@ -14,7 +14,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded, LoadOutcome, Stored
 from kv_core.testing import key_chain
 from kv_core.transfer import FileExtent
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers import chunk_header
 from kv_tiers.testing.tier_contract import aligned_pages, content
 from kv_tiers.tier import Read, SupportsFileExtents, TierContext, Write

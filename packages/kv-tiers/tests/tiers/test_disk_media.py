@@ -18,7 +18,7 @@ from kv_core.clock import HandClock
 from kv_core.errors import TierDown
 from kv_core.outcome import Loaded, LoadOutcome, ReadFailed, Refused, Stored
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.disk_box import CHUNK_AT, CONTEXT, DiskBox, load, store, writes_of
 from kv_testing.wait import joined
 from kv_tiers import chunk_header

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_testing.wait import joined
-from kv_tiers.tiers.extents import Place
 from kv_tiers.tiers.index import ExtentIndex
-from kv_tiers.tiers.space import MAX_UNITS, Geometry, Space, pack, runs
+from kv_tiers.tiers.space import MAX_UNITS, Geometry, Place, Space, pack, runs
 
 PAGE = 4096
 

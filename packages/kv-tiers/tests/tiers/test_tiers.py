@@ -1,7 +1,7 @@
 """The tiers in this process keep the promises of every tier."""
 
 from kv_core.keys import ChunkKey
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.testing.tier_contract import BoundedTierContract
 from kv_tiers.tier import Tier, TierContext

@@ -11,7 +11,7 @@ import pytest
 import redis
 from kv_core.outcome import Absent, Damaged, Loaded, Stored
 from kv_core.testing import key_chain
-from kv_eviction.lru import LruPolicy
+from kv_eviction.simple import LruPolicy
 from kv_remote.redis import make_redis_tier
 from kv_testing.servers import ValkeyServer
 from kv_tiers import chunk_header

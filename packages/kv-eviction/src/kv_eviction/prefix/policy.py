@@ -11,10 +11,10 @@ from typing import Final
 from kv_core.keys import ChunkKey
 
 from kv_eviction.arc import ArcPolicy
-from kv_eviction.lru import LruPolicy
 from kv_eviction.policy import EvictionPolicy
 from kv_eviction.prefix.returns import Returns
 from kv_eviction.prefix.segments import Rule, SegmentsPolicy
+from kv_eviction.simple import LruPolicy
 
 # Which rule saves the most prefill: each runs a small cache of a sample of the chunks, without bytes.
 #

@@ -16,11 +16,9 @@ from typing import Final
 from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_tiers.cache.chains import chains
-from kv_tiers.cache.host import ClosedError, HostTier
+from kv_tiers.cache.host import ClosedError, HostTier, chains
 from kv_tiers.cache.lower_tiers import LowerTiers
-from kv_tiers.index.ranking import most_worth_first
-from kv_tiers.index.residency import Residency
+from kv_tiers.index.residency import Residency, most_worth_first
 from kv_tiers.threads import start_thread
 from kv_tiers.tier import RankedChunk, RanksChunks
 

@@ -16,8 +16,8 @@ from typing import Final
 
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
-from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import AT_ONCE, Doubtful, HostTier
+from kv_tiers.cache.leases import Holds
 from kv_tiers.chunk_header import HEADER_BYTES, pack_header
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.residency import Residency

@@ -16,8 +16,8 @@ from kv_core.service import CacheService, Ended
 from kv_eviction.shares import Shares
 
 from kv_tiers.cache.hits import find_hit, fitting, needed_count
-from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import AT_ONCE, TIER, HostTier
+from kv_tiers.cache.leases import Holds
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.events import events
 from kv_tiers.index.life import BEING_WRITTEN

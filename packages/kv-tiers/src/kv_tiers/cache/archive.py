@@ -29,7 +29,7 @@ from kv_core.transfer import HostExtent
 from kv_tiers import chunk_header
 from kv_tiers.cache.hits import columns_of
 from kv_tiers.cache.local import LocalCache
-from kv_tiers.sealed import SEAL_BYTES, seal, unseal
+from kv_tiers.chunk_header import SEAL_BYTES, seal, unseal
 
 VERSION: Final = 3
 _MAGIC: Final = b"kvprefix"

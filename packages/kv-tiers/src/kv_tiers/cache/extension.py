@@ -14,9 +14,8 @@ from kv_core.service import Holder
 from kv_core.transfer import FileExtent
 from kv_eviction.coverage import BoundedGroups
 
-from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import CacheTotals, Doubtful, HostTier
-from kv_tiers.cache.leases import Leases
+from kv_tiers.cache.leases import Holds, Leases
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.index.residency import Residency
 

@@ -29,9 +29,8 @@ from kv_eviction.shares import Shares
 from kv_tiers.cache.admin import Administration, quota_slots, warn_if_all_taken
 from kv_tiers.cache.extension import CacheParts, Extension, FindsInFiles
 from kv_tiers.cache.hits import Hit, find_hit, own_chunks, slowest_tiers
-from kv_tiers.cache.holds import Holds
 from kv_tiers.cache.host import TIER, CacheTotals, Doubtful, HostTier
-from kv_tiers.cache.leases import Leases, ReadEntry, WriteEntry
+from kv_tiers.cache.leases import Holds, Leases, ReadEntry, WriteEntry
 from kv_tiers.cache.lower_tiers import LowerTiers
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.clock import MonotonicClock

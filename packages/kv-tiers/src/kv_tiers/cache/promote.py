@@ -1,6 +1,6 @@
 """Promotion: chunks that only a lower tier holds are loaded into the pool before anything is promised.
 
-A lookup whose hit is shorter than its prompt queries the lower tiers (`kv_tiers.cache.presence`). The target is the
+A lookup whose hit is shorter than its prompt queries the lower tiers (`kv_tiers.cache.promote`). The target is the
 longest boundary that the pool and the tiers can serve together, and only what that boundary needs is loaded: the last
 chunks of a window, the one state at the boundary. All slots of one promotion are reserved under one lock, as many as
 there is room for, so two promotions never wait for each other. The lookup answers "pending" for at most `wait_s`; then
@@ -20,7 +20,11 @@ wait for them in vain, and an engine that has computed one could not store it.
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf
+from threading import Lock
+from typing import Final
 
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Skipped
@@ -32,9 +36,6 @@ from kv_core.service import Holder
 from kv_tiers import chunk_header
 from kv_tiers.cache.hits import columns_of, fitting, last_boundary, needed_count, whole_prefix
 from kv_tiers.cache.host import TIER, HostTier
-from kv_tiers.cache.presence import Answers, Presence
-from kv_tiers.cache.probes import Probes
-from kv_tiers.cache.promotion import Job, PromoteCounts, Promotion, PromotionWait, View
 from kv_tiers.cache.spill import Spills
 from kv_tiers.cache.upgrade import Upgrades
 from kv_tiers.cache.worth import Part, Worth, probe_chunks, worth_waiting
@@ -44,6 +45,293 @@ from kv_tiers.lanes.jobs import Arrival
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.tier import Read
 from kv_tiers.tier_state import SERVING
+
+# When to probe a tier that no request waits for: soon at first, then ever less often while it stays slow.
+
+_FIRST_S: Final = 10.0
+_MAX_S: Final = 300.0
+_SOON_S: Final = 0.5
+
+
+class Probes:
+    """The probes of one tier. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._after_s = _FIRST_S
+        self._due_s = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to probe it now, if its lane is idle. If so, the next one is due after this one has ended, or in a
+        while if there is no room for it."""
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + _FIRST_S
+        return True
+
+    def ended(self, now_s: float, *, was_right: bool) -> None:
+        """was_right: the tier was about as slow as estimated; else another probe is due soon."""
+        if was_right:
+            self._due_s = now_s + self._after_s
+            self._after_s = min(2 * self._after_s, _MAX_S)
+        else:
+            self._due_s = now_s + _SOON_S
+            self._after_s = _FIRST_S
+
+
+# Which of the keys that a lookup waits for the lower tiers hold, and how long each tier is waited for.
+#
+# Tiers are queried hottest first, each for the keys that the tiers above it lack. A tier that answers from memory is
+# queried in place, a remote one on another thread: until it answers, its keys count as absent.
+#
+# Each tier has a time limit of its own. A wait that ends before everything has arrived halves it, and an arrival in
+# time doubles it again, up to `wait_s`: a tier that is always too slow soon costs next to nothing, and what it
+# delivers late still serves later requests. What comes late, but within `wait_s`, shows how long the tier needs, so
+# that one that was slow for a moment is not waited for in vain from then on. A remote tier that answers slowly and
+# hardly ever has a key is still queried, but its answer is not waited for until it has had one again.
+
+_MIN_LIMIT_S: Final = 0.01
+_HEADROOM: Final = 1.5
+"""How many times as long as a tier needed it may take the next time."""
+_MIN_HIT_RATE: Final = 0.05
+_QUICK_S: Final = 0.005
+_SAMPLES: Final = 16
+
+
+@dataclass(slots=True)
+class _RecentAnswers:
+    """Moving averages over a remote tier's last answers.
+
+    hit_rate: the share of answers that found any key, from 0 to 1.
+    seconds: from query to answer.
+    """
+
+    hit_rate: float = 1.0
+    seconds: float = 0.0
+
+    def add(self, found_any: bool, seconds: float) -> None:
+        self.hit_rate += (float(found_any) - self.hit_rate) / _SAMPLES
+        self.seconds += (seconds - self.seconds) / _SAMPLES
+
+    def is_worth_waiting_for(self) -> bool:
+        return self.hit_rate > _MIN_HIT_RATE or self.seconds < _QUICK_S
+
+
+@dataclass(slots=True)
+class Answers:
+    """The tiers' answers to one holder.
+
+    began_s: when its wait began.
+    by_tier: for each remote tier, by its index, whether it holds a key; None until it has answered.
+    lost: (tier, key) of chunks that a tier claimed to hold but did not deliver.
+    max_wait_s: how long to wait for an answer; beyond that computing is quicker.
+    lower: the numbers of the tiers that may be read for this holder; None: all.
+    """
+
+    began_s: float
+    by_tier: dict[int, dict[ChunkKey, bool | None]] = field(default_factory=dict)
+    lost: set[tuple[int, ChunkKey]] = field(default_factory=set)
+    max_wait_s: float = inf
+    lower: frozenset[int] | None = None
+
+    def may_read(self, tier: int) -> bool:
+        return self.lower is None or tier in self.lower
+
+    def pending_tiers(self) -> set[int]:
+        """The tiers that have not answered yet."""
+        return {tier for tier, held in self.by_tier.items() if None in held.values()}
+
+
+class Presence:
+    """Queries all tiers below one pool. Called without the host's lock."""
+
+    def __init__(self, lanes: Sequence[Lane], lock: Lock, clock: Clock, wait_s: float) -> None:
+        """lock: the host's, taken to record how quick an answer was. wait_s: the longest wait for any tier."""
+        self._lanes = lanes
+        self._lock = lock
+        self._clock = clock
+        self._wait_s = wait_s
+        self._recent = [_RecentAnswers() for _ in lanes]
+        self.limit_s = [wait_s] * len(lanes)
+        """How long to wait for each tier."""
+
+    def was_late(self, tier: int) -> None:
+        """A wait ended before this tier had answered or delivered."""
+        self.limit_s[tier] = max(self.limit_s[tier] / 2, min(_MIN_LIMIT_S, self._wait_s))
+
+    def was_in_time(self, tier: int) -> None:
+        self.limit_s[tier] = min(2 * self.limit_s[tier], self._wait_s)
+
+    def came(self, tier: int, seconds: float) -> None:
+        """An answer or chunks came from this tier, this long after they were requested, whether in time or too late."""
+        if seconds <= self._wait_s:
+            self.limit_s[tier] = max(self.limit_s[tier], min(_HEADROOM * seconds, self._wait_s))
+
+    def find(self, keys: Sequence[ChunkKey], answers: Answers, now_s: float) -> tuple[dict[ChunkKey, int], bool]:
+        """The hottest tier of each key that any tier holds; and whether every tier has answered."""
+        found: dict[ChunkKey, int] = {}
+        missing = list(keys)
+        for tier, lane in enumerate(self._lanes):
+            if not missing:
+                break
+            if not answers.may_read(tier):
+                continue
+            held = lane.holds(missing) if lane.holds_is_local else self._held(tier, missing, answers, now_s)
+            if held is None:
+                return found, False
+            found.update(
+                (key, tier)
+                for key, is_held in zip(missing, held, strict=True)
+                if is_held and (tier, key) not in answers.lost
+            )
+            missing = [key for key in missing if key not in found]
+        return found, True
+
+    def _held(self, tier: int, keys: Sequence[ChunkKey], answers: Answers, now_s: float) -> list[bool] | None:
+        """Which of these a remote tier holds. None: it has not answered yet, and waiting for it pays."""
+        held = answers.by_tier.setdefault(tier, {})
+        if new := [key for key in keys if key not in held]:
+            held.update(dict.fromkeys(new, None))
+            self._query(tier, new, held)
+        if any(held[key] is None for key in keys):
+            recent = self._recent[tier]
+            if now_s >= answers.began_s + min(self.limit_s[tier], answers.max_wait_s):
+                held.update((key, False) for key in keys if held[key] is None)
+                self.was_late(tier)
+            elif recent.is_worth_waiting_for() and recent.seconds < answers.max_wait_s:
+                return None
+        return [bool(held[key]) for key in keys]
+
+    def _query(self, tier: int, keys: list[ChunkKey], held: dict[ChunkKey, bool | None]) -> None:
+        sent_s = self._clock.now_s()
+
+        def answered(holds: Sequence[bool]) -> None:
+            took_s = self._clock.now_s() - sent_s
+            with self._lock:
+                self._recent[tier].add(any(holds), took_s)
+                self.came(tier, took_s)
+            for key, is_there in zip(keys, holds, strict=True):
+                if held[key] is None:
+                    held[key] = is_there
+
+        if not self._lanes[tier].ask(keys, answered):
+            held.update(dict.fromkeys(keys, False))
+
+
+# Records of promotions: where a prompt's chunks are, which are being loaded, which holders wait, and counters.
+
+
+@dataclass(slots=True)
+class PromoteCounts:
+    """Counters of promotion. They only grow.
+
+    requested: chunks that loads were submitted for.
+    arrived: of those, the chunks that entered the pool.
+    given_up: of those, the chunks that were not delivered, or were behind one that was not.
+    """
+
+    requested: int = 0
+    arrived: int = 0
+    given_up: int = 0
+
+
+@dataclass(slots=True)
+class Promotion:
+    """The loads of one boundary.
+
+    holder: whose lookup started them.
+    broken_at: the first chunk that a group of the whole prefix did not get: everything from there on is worthless.
+    divisor: of each chunk one of this many parts is read (`Lane.divisors`); None: the smallest.
+    on_arrived: called under the lock with the slots of chunks that have arrived.
+    lower: the numbers of the tiers that the chunks may be written to; None: all.
+    """
+
+    holder: Holder
+    broken_at: int
+    divisor: int | None = None
+    on_arrived: Callable[[Sequence[int]], object] | None = None
+    lower: frozenset[int] | None = None
+
+
+@dataclass(slots=True)
+class Job:
+    """One load from one tier: consecutive chunks of one group and shard.
+
+    tier: the index of its lane.
+    start: the chunk of the first key.
+    is_whole: the group needs the whole prefix.
+    chain: all keys of this group and shard up to the last one loaded.
+    touched_from: the first chunk of the chain that the boundary needs.
+    keys: the keys that are loaded.
+    slots: their reserved slots, in the order of `keys`.
+    began_s: when the load was submitted.
+    estimated_s: the estimate of its duration; None: the tier was not measured yet.
+    is_probe: it is loaded only to measure the tier.
+    given_up_slots: how many of the chunks are no longer awaited: the tier hangs, or an engine stores them. Their slots
+        stay reserved until the load ends.
+    """
+
+    tier: int
+    start: int
+    is_whole: bool
+    chain: list[ChunkKey]
+    touched_from: int
+    keys: list[ChunkKey]
+    slots: list[int]
+    began_s: float
+    estimated_s: float | None = None
+    is_probe: bool = False
+    given_up_slots: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.keys)
+
+
+@dataclass(slots=True)
+class View:
+    """Where the chunks of a prompt are.
+
+    keys: the prompt's keys, chunk-major.
+    in_pool: for each key, whether the pool has it or is loading it.
+    writing: keys that engines are storing now, or that come from a tier that may not be read for this request. They
+        count as absent: they are available to the next request.
+    in_tiers: for the remaining keys, the index of the tier that has it.
+    all_answered: every tier that was queried has answered.
+    """
+
+    keys: Sequence[ChunkKey]
+    in_pool: list[bool]
+    writing: set[ChunkKey]
+    in_tiers: dict[ChunkKey, int] = field(default_factory=dict)
+    all_answered: bool = True
+
+    def has(self, place: int) -> bool:
+        return self.in_pool[place] or self.keys[place] in self.in_tiers
+
+
+@dataclass(slots=True)
+class PromotionWait:
+    """One holder's wait.
+
+    answers: what the tiers have answered, and when the wait began.
+    until_s: when the wait times out.
+    over: the wait has ended.
+    slots: of chunks that arrived for this holder, leased until they are promised to it or the wait ends.
+    needed: the keys that the current target boundary needs from the tiers.
+    tiers: the indices of the tiers that load something for this holder.
+    skipped: what it does not wait for.
+    awaited: what it waits for; becomes `skipped` when the wait times out.
+    """
+
+    answers: Answers
+    until_s: float
+    over: bool = False
+    slots: list[int] = field(default_factory=list)
+    needed: set[ChunkKey] = field(default_factory=set)
+    tiers: set[int] = field(default_factory=set)
+    skipped: Skipped | None = None
+    awaited: Skipped | None = None
+
 
 _MAX_LOAD_CHUNKS = 256
 """The most chunks of one load. A lane takes four such loads at a time, and never a load larger than four of them."""

@@ -21,8 +21,7 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Stored, StoreOutcome
 from kv_eviction.shares import Share
 
-from kv_tiers.cache.chains import parents_of
-from kv_tiers.cache.host import HostTier
+from kv_tiers.cache.host import HostTier, parents_of
 from kv_tiers.events import events
 from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Outgoing

@@ -11,6 +11,7 @@ no read lease may get better bytes at any time, and the old bytes of a chunk tha
 Nothing here locks, waits or reads a chunk's bytes: the cache holds its only lock around every call.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import pairwise
@@ -21,7 +22,72 @@ from kv_eviction.policy import EvictionPolicy
 
 from kv_tiers.index.journal import Journal
 from kv_tiers.index.life import Life, LifeEvent, advance
-from kv_tiers.index.replaced import Replaced
+
+# Bytes that were replaced by better ones while they were being read.
+#
+# A chunk's slot keeps its number, so read leases, which name bytes, and all others, which name a chunk, would be
+# counted on the same slot. When its bytes are exchanged for those of a second slot (`Residency.exchange`), the read
+# leases move to that slot, which from then on has the old bytes. The holder of such a lease has only the slot that it
+# leased and the value of `number` at that time; `bytes_at` finds its bytes from these two.
+
+
+class Replaced:
+    """The replaced bytes of one index."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """The number of the last exchange of bytes that were being read."""
+        # By slot: the number of each exchange, and the slot that has had the old bytes since.
+        self._moved_to: dict[int, list[tuple[int, int]]] = {}
+        self._chunks: dict[int, tuple[int, ChunkKey]] = {}  # by slot with old bytes: the chunk's slot, and the chunk
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether this slot has replaced bytes."""
+        return slot in self._chunks
+
+    def add(self, slot: int, key: ChunkKey, to: int) -> None:
+        """From now on the bytes of this chunk that are being read are in the slot `to`."""
+        self.number += 1
+        self._moved_to.setdefault(slot, []).append((self.number, to))
+        self._chunks[to] = slot, key
+
+    def drop(self, old_slot: int) -> None:
+        """The replaced bytes in this slot are no longer being read."""
+        slot, _ = self._chunks.pop(old_slot)
+        remaining = [move for move in self._moved_to[slot] if move[1] != old_slot]
+        if remaining:
+            self._moved_to[slot] = remaining
+        else:
+            del self._moved_to[slot]
+
+    def of(self, key: ChunkKey) -> list[int]:
+        """The slots that have replaced bytes of this chunk."""
+        return [old_slot for old_slot, (_, replaced_key) in self._chunks.items() if replaced_key == key]
+
+    def keys(self) -> list[ChunkKey]:
+        """The chunks that have replaced bytes."""
+        return [key for _, key in self._chunks.values()]
+
+    def key_of(self, old_slot: int) -> ChunkKey:
+        """The chunk to which the replaced bytes in this slot belong."""
+        return self._chunks[old_slot][1]
+
+    def bytes_at(self, slots: Sequence[int], since: int) -> Sequence[int]:
+        """Where the bytes that were in each of these slots when they were leased for reading are now.
+
+        since: `number` at that time.
+        """
+        if not self._moved_to:
+            return slots
+        moved_to = self._moved_to
+        return [next((place for number, place in moved_to.get(slot, ()) if number > since), slot) for slot in slots]
+
 
 _SHARE_AT: Final = slice(24, 28)
 """The part of a key that names its group and shard."""
@@ -473,3 +539,36 @@ class Residency:
 
     def _move(self, slots: Sequence[int], event: LifeEvent) -> None:
         advance(self._life, slots, event)
+
+
+# The chunks of an index in the order in which they are worth keeping.
+
+_BATCH_CHUNKS: Final = 256
+"""Chunks that are ranked each time the lock is taken."""
+
+
+def most_worth_first(index: Residency, lock: threading.Lock) -> list[int]:
+    """The slots of all resident chunks, those that the policy would evict last first, and heads before their tails.
+
+    It takes the index's lock, for a few chunks at a time. It requests one victim after another from the policy.
+    Policies that judge by age see all chunks as used afterwards, so it is for a medium that is about to be given up.
+    """
+    order: dict[int, None] = {}
+    try:
+        while True:
+            with lock:
+                batch = index.set_aside(_BATCH_CHUNKS)
+            if not batch:
+                break
+            for slot in batch:
+                order.pop(slot, None)  # it was used meanwhile
+                order[slot] = None
+    finally:
+        best_first = list(reversed(order))
+        for start in reversed(range(0, len(best_first), _BATCH_CHUNKS)):
+            with lock:
+                index.take_back(best_first[start : start + _BATCH_CHUNKS])
+    with lock:
+        resident = map(index.find, index.keys())
+        in_use = [slot for slot in resident if slot is not None and slot not in order]
+    return [*in_use, *best_first]

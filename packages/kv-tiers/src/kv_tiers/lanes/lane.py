@@ -15,10 +15,13 @@ thread may still write there.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
+from typing import Final, TypeVar
 
 from kv_core.clock import Clock
 from kv_core.errors import TierDown
@@ -30,7 +33,6 @@ from kv_tiers.clock import MonotonicClock
 from kv_tiers.codec import PREFIX_DIVISORS, Codec
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
-from kv_tiers.lanes.health import HealthTracker, release_frames
 from kv_tiers.lanes.jobs import (
     Arrival,
     Ask,
@@ -43,18 +45,158 @@ from kv_tiers.lanes.jobs import (
     LoadRemainder,
     Outgoing,
     Probe,
+    Removal,
     Store,
 )
-from kv_tiers.lanes.moving import Moving, refuse
-from kv_tiers.lanes.payloads import FindCodec, Payloads, chunk_bytes, no_codec
-from kv_tiers.lanes.running import Running
+from kv_tiers.lanes.moving import FindCodec, Moving, Payloads, chunk_bytes, no_codec, refuse
 from kv_tiers.lanes.speed import LoadSpeed
-from kv_tiers.lanes.turns import RemainderTurn, RemainderTurns
-from kv_tiers.lanes.workers import Workers
-from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, Tier, TierUsage
-from kv_tiers.tier_state import SERVING, Health, LaneCounts
+from kv_tiers.threads import join_all, must_start
+from kv_tiers.tier import ClearsTenants, Read, RemovalRefusedError, ShowsProgress, Tier, TierUsage
+from kv_tiers.tier_state import SERVING, Health, HealthTracker, LaneCounts, release_frames
 
 _log = limited_logger(__name__)
+
+# When a lane reads the remainder of a payload: while there is nothing else to do, and otherwise a tenth of the time.
+#
+# No request waits for a remainder (`LoadRemainder`), so other jobs come first. But a lane that is never idle, because
+# one prompt follows another, would leave its approximations as they are for good. So once `LEAST_S` have passed, and
+# nine times as long as the last step took, one step comes before the queued jobs.
+
+LEAST_S: Final = 0.1
+_TIMES: Final = 9
+"""If the lane is not idle, the wait for the next step is this many times as long as the last step took."""
+
+
+class RemainderTurn:
+    """Chosen in place of a job: `Lane.when_idle` is to be called for a remainder."""
+
+
+class RemainderTurns:
+    """The remainder turns of one lane, under its lock. Times are by its clock."""
+
+    def __init__(self) -> None:
+        self._are_wanted = self._is_asking = self._is_reading = False
+        self._due_s = 0.0
+        self._step_began_s: float | None = None
+
+    def wanted(self, now_s: float) -> None:
+        """There may be remainders to read."""
+        if not (self._are_wanted or self._is_asking or self._is_reading):
+            self._due_s = max(self._due_s, now_s + LEAST_S)
+        self._are_wanted = True
+
+    def may_ask(self, now_s: float, is_idle: bool) -> bool:
+        """Whether to call `when_idle` now."""
+        return self._are_wanted and not self._is_asking and not self._is_reading and (is_idle or now_s >= self._due_s)
+
+    def asks(self) -> None:
+        self._is_asking, self._are_wanted = True, False
+
+    def answered(self, *, was_there: bool) -> None:
+        """`when_idle` has returned. was_there: whether it returned a remainder, so that there may be more."""
+        self._is_asking, self._are_wanted = False, self._are_wanted or was_there
+
+    def begins(self) -> None:
+        self._is_reading, self._step_began_s = True, None
+
+    def may_step(self, now_s: float, is_idle: bool) -> bool:
+        """Whether to read a step of the remainder now."""
+        is_due = now_s >= self._due_s
+        if is_due:
+            self._due_s = math.inf  # until this remainder has ended
+        if is_due or is_idle:
+            self._step_began_s = now_s
+        return is_due or is_idle
+
+    def ended(self, now_s: float) -> None:
+        self._is_reading = False
+        if self._step_began_s is not None:
+            self._due_s = now_s + max(LEAST_S, _TIMES * (now_s - self._step_began_s))
+
+
+# The calls to a tier that are in progress, and which of them show by their duration whether it answers.
+#
+# Removing the chunks of a tenant takes time in proportion to their number: minutes for a million files. As long as a
+# thread is left for other calls, these show whether the tier answers. So do bytes that move, if the tier reports them:
+# loading some chunks over a slow line takes longer than a call may take without moving a byte.
+
+
+class Running:
+    """The calls of one lane, under its lock. Times are by its clock."""
+
+    def __init__(self, threads: int, tier: Tier, clock: Clock) -> None:
+        """threads, tier, clock: those of the lane."""
+        self._threads = threads
+        self._clock = clock
+        self._progressed_s = -inf
+        if isinstance(tier, ShowsProgress):
+            tier.on_progress = self._progressed
+        self._others: dict[int, float] = {}  # job → when it began
+        self._removals: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._removals)
+
+    def began(self, job: Job | Probe, now_s: float) -> None:
+        (self._removals if isinstance(job, Removal) else self._others)[id(job)] = now_s
+
+    def ended(self, job: Job | Probe) -> None:
+        del (self._removals if isinstance(job, Removal) else self._others)[id(job)]
+
+    def since_s(self) -> list[float]:
+        """For each call that should return soon, when it began or, if later, when bytes last moved."""
+        is_full = len(self._removals) >= self._threads
+        began = [*self._others.values(), *(self._removals.values() if is_full else ())]
+        return [max(began_s, self._progressed_s) for began_s in began]
+
+    def _progressed(self) -> None:
+        """Bytes have moved. Called on a thread of the tier, without the lock."""
+        self._progressed_s = self._clock.now_s()
+
+
+# The threads of a lane, and their calls of functions that the lane was given: a bug in one must not end a thread.
+#
+# Otherwise nothing would call the tier, while its lane still took jobs: chunks would count as arriving for good.
+
+
+R = TypeVar("R")
+
+
+class Workers:
+    """The threads of one lane, all of which run `work` until it returns."""
+
+    def __init__(self, tier: str, count: int, work: Callable[[], None]) -> None:
+        """tier: the tier's name. count: the number of threads; 0: the caller does the work."""
+        self._tier, self._count, self._work = tier, count, work
+        self._started: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """
+        Raises:
+            OutOfThreadsError: the system has no more threads for us. Some may have been started: `join` them.
+        """
+        for number in range(self._count):
+            thread = threading.Thread(target=self._work, name=f"kv-{self._tier}-{number}", daemon=True)
+            must_start(thread)
+            self._started.append(thread)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until all threads have ended. False: one has not."""
+        join_all(self._started, timeout_s)
+        return not any(thread.is_alive() for thread in self._started)
+
+    def call(self, function: Callable[..., R], *args: object) -> R | None:
+        """Call a function that was given to the lane; its result. None: it raised, which is logged; without threads,
+        the caller gets the exception."""
+        try:
+            return function(*args)
+        except Exception as error:
+            if not self._count:
+                raise
+            # As text, and without its frames: they would keep the memory of the chunks in use.
+            _log.error("tier %s: a function that its lane calls raised, a bug:\n%s", self._tier, traceback_of(error))
+            release_frames(error)
+            return None
 
 
 class Lane:

@@ -23,8 +23,8 @@ from typing import Final
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
 
+from kv_tiers.chunk_header import seal, unseal
 from kv_tiers.payload_sizes import PayloadSizes
-from kv_tiers.sealed import seal, unseal
 
 VERSION: Final = 1
 HEADER_BYTES: Final = 4096

@@ -30,8 +30,7 @@ from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.core_dumps import keep_out
 from kv_tiers.pool.directory import PoolDirectory, nbytes_for
 from kv_tiers.pool.machine import memory_limit_bytes, spelled
-from kv_tiers.pool.places import PAGE_BYTES, Places, slot_bytes_for
-from kv_tiers.pool.populated import PopulatedPages
+from kv_tiers.pool.populated import PAGE_BYTES, Places, PopulatedPages, slot_bytes_for
 from kv_tiers.pool.private_files import open_locked, open_own_file, own_directory
 
 _log = limited_logger(__name__)

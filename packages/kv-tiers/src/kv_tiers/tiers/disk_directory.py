@@ -32,13 +32,12 @@ from typing import Final
 
 from kv_core.errors import ConfigError
 
+from kv_tiers.chunk_header import SEAL_BYTES, seal, unseal
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.machine import spelled
 from kv_tiers.pool.private_files import lock, open_own_directory
-from kv_tiers.sealed import SEAL_BYTES, seal, unseal
-from kv_tiers.tiers.disk_files import NO_ROOM, File, allocated_bytes
+from kv_tiers.tiers.disk_files import NO_ROOM, File, FileSystem, allocated_bytes
 from kv_tiers.tiers.disk_record import RECORD_BYTES, Found, RecordReader
-from kv_tiers.tiers.file_system import FileSystem
 from kv_tiers.tiers.space import CHUNKS_A_SLOT, Geometry, runs
 
 VERSION: Final = 2

@@ -1,19 +1,102 @@
 """One private file of the disk tier. Reads and writes that the system does in part are completed here, and what the
 file system does not offer is done without (`FileSystem`)."""
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from kv_core.log import limited_logger
+
+from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.pool.host_pool import PAGE_BYTES
 from kv_tiers.pool.private_files import open_own_file
-from kv_tiers.tiers.file_system import UNSUPPORTED, FileSystem, fallocate
+
+# What the file system of a directory offers. What it does not offer is done without from then on, which is said once.
+#
+# File systems answer differently to the same calls: ext2, ext3, older NFS and FUSE have no fallocate, tmpfs and FUSE
+# may have no direct I/O, or only for writing, and some refuse fsync. Only the call itself shows it, so nothing here
+# asks for the kind of a file system. `disk_directory.try_out` makes all these calls on a small file before any chunk
+# depends on them.
+
+UNSUPPORTED: Final = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of calls that a file system does not offer."""
+
+Feature = Literal["O_DIRECT", "fallocate", "fsync", "fsync of directories"]
+
+_INSTEAD: Final[dict[Feature, str]] = {
+    "O_DIRECT": "files are read and written through the page cache",
+    "fallocate": "room is made by writing zeros, so chunks are written twice until the files are complete",
+    "fsync": "chunks stored lately may be lost, never wrong, after a loss of power",
+    "fsync of directories": "chunks stored lately may be lost, never wrong, after a loss of power",
+}
+
+_log = limited_logger(__name__)
+
+
+class FileSystem:
+    """The file system that a directory is on. Safe to call from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.needs_direct = False
+        """Without direct I/O, calls fail."""
+        self._lacking: dict[Feature, str] = {}
+
+    def lacks(self, feature: Feature) -> bool:
+        return feature in self._lacking
+
+    def is_lacking(self, feature: Feature, error: OSError) -> bool:
+        """Whether this error of a call says that the file system does not offer it, which is noted; if not, it is a
+        fault."""
+        if error.errno not in UNSUPPORTED:
+            return False
+        self.note(feature, error.strerror or str(error))
+        return True
+
+    def note(self, feature: Feature, why: str) -> None:
+        if feature not in self._lacking:
+            self._lacking[feature] = why
+            _log.warning("%s", self._remark(feature))
+
+    def remarks(self) -> list[str]:
+        """What is lacking, and what is done instead."""
+        return [f"no {feature}: {_INSTEAD[feature]}" for feature in self._lacking]
+
+    def sync_directory(self, descriptor: int) -> None:
+        """Make the names in an open directory durable."""
+        if self.lacks("fsync of directories"):
+            return
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if not self.is_lacking("fsync of directories", error):
+                raise
+
+    def _remark(self, feature: Feature) -> str:
+        return f"{self._path}: its file system has no {feature} ({self._lacking[feature]}): {_INSTEAD[feature]}"
+
+
+def fallocate(descriptor: int, start: int, nbytes: int) -> None:
+    """Allocate space on the medium. Unlike `os.posix_fallocate` it fails where the file system does not offer that.
+
+    There the C library would write a byte to each block: direct I/O refuses this, and over a network it takes minutes.
+    """
+    call = ctypes.CDLL(None, use_errno=True).fallocate64
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while call(descriptor, 0, start, nbytes):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a medium without space."""
@@ -169,3 +252,118 @@ def allocated_bytes(directory: Path) -> int:
     """How many bytes the files in a directory take up on their medium."""
     with os.scandir(directory) as files:
         return sum(file.stat(follow_symlinks=False).st_blocks * 512 for file in files)
+
+
+# Moves headers and payloads between memory and the files of a disk tier, adjacent ones in one call.
+#
+# One call for adjacent chunks keeps a device busy and is an eighth faster than one call per chunk.
+
+_MAX_BUFFERS: Final = 1000
+"""Buffers in one call; every Linux accepts 1024."""
+
+Segment = tuple[File, int, int]
+"""File, offset and size."""
+
+Move = tuple[int, list[memoryview], Sequence[Segment]]
+"""What a call reads or writes of a chunk: the chunk's number in the call, memory for the bytes in their order, and the
+segments of the files that have as many bytes."""
+
+
+class HeaderPages:
+    """Pages for headers, aligned for direct I/O, and reused. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._free: deque[memoryview] = deque()
+
+    def take(self, count: int) -> list[memoryview]:
+        pages: list[memoryview] = []
+        try:
+            while len(pages) < count:
+                pages.append(self._free.pop())
+        except IndexError:
+            pages += [chunk_memory(PAGE_BYTES) for _ in range(count - len(pages))]
+        return pages
+
+    def give(self, pages: Iterable[memoryview]) -> None:
+        self._free.extend(pages)
+
+
+@dataclass(slots=True)
+class Run:
+    """Contiguous bytes of a file, and the memory that they go to or come from.
+
+    parts: each chunk's number in the call, and where in the file its part ends.
+    """
+
+    file: File
+    offset: int
+    end: int
+    buffers: list[memoryview]
+    parts: list[tuple[int, int]] = field(default_factory=list)
+
+
+def bytes_in_files(stored_bytes: int) -> int:
+    """Space of a payload with its header: whole pages."""
+    return PAGE_BYTES + -(-stored_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def runs_of(moves: Iterable[Move], filler: memoryview) -> list[Run]:
+    """The moves as runs of adjacent bytes. filler: pages of arbitrary bytes, to bridge small gaps."""
+    placed: list[tuple[int, int, int, File, int, list[memoryview]]] = []  # no two have the same first three
+    for number, buffers, segments in moves:
+        if len(segments) == 1:
+            file, offset, nbytes = segments[0]
+            placed.append((file.fd, offset, number, file, nbytes, buffers))
+            continue
+        remaining = buffers
+        for file, offset, nbytes in segments:
+            taken, remaining = _split(remaining, nbytes)
+            placed.append((file.fd, offset, number, file, nbytes, taken))
+    placed.sort()
+    runs: list[Run] = []
+    run: Run | None = None
+    end, max_gap = 0, len(filler)
+    for _, offset, number, file, nbytes, buffers in placed:
+        gap = offset - end
+        if (
+            run is None
+            or run.file is not file
+            or not 0 <= gap <= max_gap
+            or len(run.buffers) + len(buffers) >= _MAX_BUFFERS
+        ):
+            run = Run(file, offset, offset, [])
+            runs.append(run)
+        elif gap:
+            run.buffers.append(filler[:gap])
+        run.buffers += buffers
+        run.end = end = offset + nbytes
+        run.parts.append((number, end))
+    return runs
+
+
+def behind(segments: Sequence[Segment], nbytes: int) -> list[Segment]:
+    """The segments without their first `nbytes` bytes."""
+    remaining = []
+    for file, offset, length in segments:
+        skipped = min(nbytes, length)
+        nbytes -= skipped
+        if skipped < length:
+            remaining.append((file, offset + skipped, length - skipped))
+    return remaining
+
+
+def new_filler(slack_bytes: int) -> memoryview:
+    """The filler for `runs_of`. slack_bytes: how much larger a slot is than a whole chunk."""
+    return memoryview(mmap.mmap(-1, slack_bytes or PAGE_BYTES))[:slack_bytes]
+
+
+def _split(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first bytes of the buffers, and the rest."""
+    first, remaining = [], []
+    for buffer in buffers:
+        if nbytes:
+            first.append(buffer[:nbytes])
+        if len(buffer) > nbytes:
+            remaining.append(buffer[nbytes:])
+        nbytes = max(0, nbytes - len(buffer))
+    return first, remaining

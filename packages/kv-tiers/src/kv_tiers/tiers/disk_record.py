@@ -13,11 +13,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kv_tiers import chunk_header
-from kv_tiers.chunk_header import names_in
+from kv_tiers.chunk_header import intact, names_in, seal, unseal
 from kv_tiers.pool.host_pool import PAGE_BYTES
-from kv_tiers.sealed import intact, seal, unseal
-from kv_tiers.tiers.extents import CUTS, cut_bytes
-from kv_tiers.tiers.space import MAX_UNITS, Geometry, PackedUnits
+from kv_tiers.tiers.space import CUTS, MAX_UNITS, Geometry, PackedUnits, cut_bytes
 
 RECORD_BYTES: Final = 512
 

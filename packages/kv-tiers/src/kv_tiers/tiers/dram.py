@@ -26,8 +26,7 @@ from kv_tiers.tier import (
     checked,
     encoded_bytes,
 )
-from kv_tiers.tiers.index import ExtentIndex
-from kv_tiers.tiers.indexed import IndexedTier
+from kv_tiers.tiers.index import ExtentIndex, IndexedTier
 from kv_tiers.tiers.space import Geometry, runs
 
 _SLOT_UNITS: Final = 16

@@ -15,6 +15,7 @@ and the chunk keeps its entry.
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,23 @@ from kv_eviction.parts import PartsPolicy
 from kv_eviction.policy import EvictionPolicy
 
 from kv_tiers.index.journal import Journal
-from kv_tiers.index.ranking import most_worth_first
-from kv_tiers.index.residency import Residency
+from kv_tiers.index.residency import Residency, most_worth_first
 from kv_tiers.tier import RankedChunk
-from kv_tiers.tiers.extents import CUTS, Extent, Place, RecoveredChunk, RoomMade, cut_bytes
-from kv_tiers.tiers.space import CHUNKS_A_SLOT, MAX_UNITS, Geometry, PackedUnits, Space, pack, unpack
+from kv_tiers.tiers.space import (
+    CHUNKS_A_SLOT,
+    CUTS,
+    MAX_UNITS,
+    Extent,
+    Geometry,
+    PackedUnits,
+    Place,
+    RecoveredChunk,
+    RoomMade,
+    Space,
+    cut_bytes,
+    pack,
+    unpack,
+)
 
 _GROWS_BY: Final = 1024
 """The minimum number of entries to grow by."""
@@ -474,3 +487,31 @@ class ExtentIndex:
             return list(keys), list(entries)
         above_keys = [key for key in map(self._residency.key_at, above) if key is not None]
         return [*above_keys, *keys], [*above, *entries]
+
+
+# What tiers answer from an index of their own in memory.
+
+
+class IndexedTier(ABC):
+    """The calls of a `Tier`, of `TracksKeys` and of `RanksChunks` that need no more than the index."""
+
+    def __init__(self, index: ExtentIndex) -> None:
+        self._index = index
+
+    @abstractmethod
+    def discard(self, keys: Sequence[ChunkKey]) -> None: ...
+
+    def clear(self) -> None:
+        self.discard(self._index.all_keys())
+
+    def clear_tenant(self, tenant: bytes) -> None:
+        self.discard([key for key in self._index.all_keys() if key.tenant == tenant])
+
+    def track(self, journal: Journal) -> None:
+        self._index.track(journal)
+
+    def all_keys(self) -> list[ChunkKey]:
+        return self._index.all_keys()
+
+    def most_worth_first(self) -> list[RankedChunk]:
+        return self._index.most_worth_first()
