@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""Policies that keep one order: LRU, MRU, FIFO, LFU."""
 
 import heapq
 import itertools
@@ -82,9 +82,6 @@ class Links:
     def _has_parent(self, slot: int) -> bool:
         link = self._parent.get(slot)
         return link is not None and self._number.get(link[0]) == link[1]
-
-
-# Common code of policies that keep their chunks in a single order.
 
 
 class OneOrder(EvictionPolicy):

@@ -1,4 +1,4 @@
-"""What is in the pool and in each tier below it, and how that goes, as data: for metrics and reports."""
+"""The state of the pool and of each tier below it: what is there, how that goes, and a tier's health."""
 
 import traceback
 from collections.abc import Collection

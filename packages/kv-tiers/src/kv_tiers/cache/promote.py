@@ -1,6 +1,6 @@
 """Promotion: chunks that only a lower tier holds are loaded into the pool before anything is promised.
 
-A lookup whose hit is shorter than its prompt queries the lower tiers (`kv_tiers.cache.promote`). The target is the
+A lookup whose hit is shorter than its prompt queries the lower tiers (`Presence`). The target is the
 longest boundary that the pool and the tiers can serve together, and only what that boundary needs is loaded: the last
 chunks of a window, the one state at the boundary. All slots of one promotion are reserved under one lock, as many as
 there is room for, so two promotions never wait for each other. The lookup answers "pending" for at most `wait_s`; then

@@ -3,7 +3,7 @@
 Submitting never waits: a lane that is full or closed, or whose tier is down or stuck, refuses, which costs a miss and
 nothing more. `kv_tiers.lanes.jobs` has the order of jobs, and which chunks are hidden meanwhile.
 
-Chunks get headers and are encoded on the way out; on the way back they are verified and decoded (`payloads`). A wrong
+Chunks get headers and are encoded on the way out; on the way back they are verified and decoded (`Payloads`). A wrong
 one is discarded at once, so that the next lookup is a miss and not the same fault again. Events report what happens.
 
 An idle lane checks whether the remainder of some payload is wanted (`when_idle`), and interrupts reading it as soon as
