@@ -23,6 +23,7 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.cache.spill import WriteMode
 from kv_tiers.codec import Codec, CodecFactory, DecodesPrefixes
 from kv_tiers.config import ColdConfig, HostConfig, LaneConfig, check_lease
+from kv_tiers.encryption import Cipher, read_cipher
 from kv_tiers.events.bus import Source
 from kv_tiers.lanes.lane import Lane
 from kv_tiers.options import read_options
@@ -170,6 +171,7 @@ def check_settings(config: HostConfig, tiers: Sequence[Mapping[str, object]]) ->
         where = f"tiers[{number}]"
         factory, lane_config, tier_options = _read_tier(options, where)
         _check_parts(options, _codec(lane_config, ANY_CHUNKS, where), where)
+        _cipher(options, lane_config, ANY_CHUNKS, where)
         if isinstance(factory, CheckedFactory):
             factory.check(tier_options)
         names.append(lane_config.name)
@@ -195,7 +197,10 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
     factory, lane_config, tier_options = _read_tier(options, where)
     codec = _codec(lane_config, context, where)
     _check_parts(options, codec, where)
-    make = partial(factory, tier_options, dataclasses.replace(context, name=lane_config.name))
+    cipher = _cipher(options, lane_config, context, where)
+    fingerprint = context.fingerprint if cipher is None else cipher.fingerprint
+    stored = dataclasses.replace(context, name=lane_config.name, fingerprint=fingerprint)
+    make = partial(factory, tier_options, stored)
     tier = make()
     tier.name = lane_config.name
     if lane_config.approximate and not isinstance(tier, ReadsPrefixes):
@@ -203,12 +208,13 @@ def build_lane(options: Mapping[str, object], context: TierContext, *, where: st
         raise ConfigError(f"{where}: a tier of this type reads whole chunks only: leave out approximate")
     lane = Lane(
         tier,
-        chunk_header.format_id(context.fingerprint),
+        chunk_header.format_id(fingerprint),
         make=make,
         codec=codec,
         find_codec=lambda name: codec_factory(name)({}, context),
         approximate=lane_config.approximate,
         drops_parts=drops_parts(options),
+        cipher=cipher,
         only_hides=lane_config.write == "never" and not isinstance(tier, ReadOnly),  # which hides chunks itself
         threads=lane_config.threads,
     )
@@ -232,6 +238,22 @@ def _codec(config: LaneConfig, context: TierContext, where: str) -> Codec | None
         return codec_factory(name)(options, context)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _cipher(options: Mapping[str, object], config: LaneConfig, context: TierContext, where: str) -> Cipher | None:
+    """The cipher that encrypts the tier's chunks, if any."""
+    if not config.encryption_key_file:
+        return None
+    if config.approximate:
+        raise ConfigError(
+            f"{where}: first parts of an encrypted chunk cannot be verified: leave out approximate, or the key"
+        )
+    if options.get("type") in ("gds", "peers"):
+        raise ConfigError(
+            f"{where}: a tier of type {options['type']} has no encryption_key_file: what it reads is not decrypted. "
+            "Write type: disk for encrypted files; what peers send is encrypted by TLS"
+        )
+    return read_cipher(config.encryption_key_file, context.fingerprint, where)
 
 
 def _check_parts(options: Mapping[str, object], codec: Codec | None, where: str) -> None:

@@ -55,7 +55,7 @@ MAX_PIECES: Final = 16
 PAGE_BYTES: Final = 4096
 
 _FIELDS: Final = struct.Struct(
-    f"<8sHHHHQ16s16s{MAX_KEY_BYTES}s{MAX_KEY_BYTES}sQ{MAX_CODEC_BYTES}s16sHxxxxxx{8 * (MAX_PIECES - 1)}s8x"
+    f"<8sHHHHQ16s16s{MAX_KEY_BYTES}s{MAX_KEY_BYTES}sQ{MAX_CODEC_BYTES}s16sHHxxxx{8 * (MAX_PIECES - 1)}s8x"
 )
 _NAMES: Final = struct.Struct("<HH")
 _NAMES_BYTES_AT: Final = 12
@@ -76,6 +76,8 @@ class Header:
     codec: name of the payload's codec; "" if the payload is the chunk's bytes.
     checksum: `kv_core.hashing` of the payload.
     decoded_checksum: the same of the chunk's bytes; None if the codec is lossy.
+    encryption: what is needed to decrypt the payload besides a key (`kv_tiers.encryption`); empty if it is not
+        encrypted. There are no `pieces` then.
     pieces: 8-byte checksums (`piece_bytes`) of the payload's first piece, its first two, …, all but the last. Empty if
         the payload is a single piece, or if its writer computed one checksum of the whole.
     """
@@ -89,6 +91,7 @@ class Header:
     checksum: bytes
     decoded_checksum: bytes | None
     pieces: tuple[bytes, ...]
+    encryption: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,8 @@ def make_header(header: Header) -> bytes:
         header.codec.encode(),
         header.decoded_checksum or bytes(16),
         len(header.pieces),
-        b"".join(header.pieces),
+        len(header.encryption),
+        header.encryption or b"".join(header.pieces),
     )
     return seal(fields)
 
@@ -199,6 +203,7 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
         codec,
         decoded_checksum,
         pieces,
+        encryption_bytes,
         table,
     ) = _FIELDS.unpack(fields)
     if version != VERSION or header_bytes != HEADER_BYTES:
@@ -213,6 +218,8 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
         return Damaged(str(error))
     if not stored_bytes <= decoded_bytes or (not codec_name and stored_bytes != decoded_bytes):
         return Damaged(f"a payload of {stored_bytes} bytes for a chunk of {decoded_bytes}")
+    if encryption_bytes > len(table) or (encryption_bytes and pieces):
+        return Damaged(f"{encryption_bytes} bytes about its encryption beside {pieces} checksums of pieces")
     if pieces not in (0, -(-stored_bytes // piece_bytes(decoded_bytes)) - 1 if stored_bytes else 0):
         return Damaged(f"checksums of {pieces} pieces in a payload of {stored_bytes} bytes")
     return Header(
@@ -225,6 +232,7 @@ def read_header(data: bytes | bytearray | memoryview) -> Header | Damaged:
         checksum,
         decoded_checksum if any(decoded_checksum) else None,
         tuple(table[8 * number : 8 * number + 8] for number in range(pieces)),
+        table[:encryption_bytes],
     )
 
 

@@ -81,6 +81,9 @@ class LaneConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     codec: str | dict[str, object] = ""
     """Compression of chunks stored there: the name of a codec, or its `type` and options. Empty: none. Chunks that are
     already there are read whatever their codec."""
+    encryption_key_file: str = ""
+    """A file (0600) with a key of 32 bytes, in 64 hex digits: chunks are stored encrypted, with AES-256-GCM under a key
+    of their tenant's. Chunks of another key, or unencrypted ones, are misses. Not with `approximate`."""
     approximate: bool = False
     """Read only the first parts of chunks that the codec `progressive` stored, at least a quarter, which decodes to an
     approximation: tokens may differ. `write` must be never in every tier of such a cache that does not drop parts

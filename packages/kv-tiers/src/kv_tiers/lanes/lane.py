@@ -31,6 +31,7 @@ from kv_core.outcome import Loaded, StoreOutcome
 
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.codec import PREFIX_DIVISORS, Codec
+from kv_tiers.encryption import Cipher
 from kv_tiers.events import events
 from kv_tiers.events.bus import UNWATCHED
 from kv_tiers.lanes.jobs import (
@@ -212,6 +213,7 @@ class Lane:
         find_codec: FindCodec = no_codec,
         approximate: bool = False,
         drops_parts: bool = False,
+        cipher: Cipher | None = None,
         only_hides: bool = False,
         threads: int = 2,
         max_load_chunks: int = 1024,
@@ -224,7 +226,7 @@ class Lane:
         """make: makes the same tier again, for `reopen`.
         codec, find_codec: as for `Payloads`.
         approximate: whether only first parts may be read of chunks that have parts; the tier must be a `ReadsPrefixes`.
-        drops_parts: as for `Payloads`.
+        drops_parts, cipher: as for `Payloads`.
         only_hides: others fill this tier: discarded or cleared chunks stay there, but are no longer found by us.
         threads: 0 starts none; `step` then does one job at a time, for tests and tools that need a fixed order.
         clock: times the back-off, and calls that hang. Drains and closes use the system's clock."""
@@ -240,7 +242,7 @@ class Lane:
         """Called in the same way after every job: stores that were refused before may now be taken."""
         self._turns = RemainderTurns()
         self._noticed = Health.UP
-        payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts)
+        payloads = Payloads(format_id, codec, find_codec, drops_parts=drops_parts, cipher=cipher)
         self.divisors: Sequence[int] = (1, *PREFIX_DIVISORS) if approximate else (1,)
         """How much of a chunk may be read: one of this many equal parts of its size; 1, the first, is all."""
         self._least_divisor = self.divisors[-1]

@@ -23,6 +23,7 @@ from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, ReadFailed, Re
 from kv_tiers import chunk_header
 from kv_tiers.chunk_header import PAGE_BYTES, Header, WholeOnly, checksums_of, make_header, pack_header
 from kv_tiers.codec import Codec, CodecError, CodesShards, DecodesPrefixes, EncodesFirst
+from kv_tiers.encryption import Cipher
 from kv_tiers.lanes.jobs import Arrival, Ask, FirstBytes, Job, Jobs, LoadChunks, LoadRemainder, Outgoing, Store
 from kv_tiers.lanes.speed import LoadSpeed
 from kv_tiers.pool.core_dumps import chunk_memory
@@ -57,13 +58,16 @@ class Payloads:
         find_codec: FindCodec = no_codec,
         *,
         drops_parts: bool = False,
+        cipher: Cipher | None = None,
     ) -> None:
         """codec: the encoder; None: chunks are stored unencoded. find_codec: finds decoders, called once per name.
+        cipher: payloads are encrypted with it; None: they are not.
         drops_parts: the tier may have only first parts of a chunk left, which are then used. Otherwise a payload that
             is too short is damaged.
         """
         self._drops_parts = drops_parts
         self._format_id = format_id
+        self._cipher = cipher
         self._codec = codec
         self._find_codec = find_codec
         self._decoders: dict[str, Codec | str] = {} if codec is None else {codec.name: codec}
@@ -92,6 +96,9 @@ class Payloads:
             decoded_bytes=chunk_bytes(read),
             checksum=loaded.checksum,
         )
+        if self._cipher is not None and isinstance(header, Header):
+            header = self._decrypted(self._cipher, header, payload, read)
+            loaded = Loaded(loaded.nbytes)
         if isinstance(header, Damaged):
             return Arrival(read.key, header)
         if not header.codec or read.as_stored:
@@ -154,6 +161,8 @@ class Payloads:
             # The payload must be at least a page smaller, or nothing is saved on any medium.
             encode = codec.encode_first if chunk.parent is None and isinstance(codec, EncodesFirst) else codec.encode
             stored_bytes = encode(chunk_view, out[: chunk.nbytes - PAGE_BYTES])
+            if stored_bytes is not None and self._cipher is not None:
+                return self._encrypted(self._cipher, chunk, codec.name, out[:stored_bytes], out)
             if stored_bytes is not None:
                 checksum, pieces = checksums_of(out[:stored_bytes], chunk.nbytes)
                 header = Header(
@@ -168,8 +177,33 @@ class Payloads:
                     pieces,
                 )
                 return Write(chunk.key, chunk.parent, make_header(header), out, stored_bytes)
+        if self._cipher is not None:
+            return self._encrypted(self._cipher, chunk, "", chunk_view, self._buffer(number, len(chunk.pages)))
         header_bytes = pack_header(chunk.key, chunk.parent, chunk_view, self._format_id)
         return Write(chunk.key, chunk.parent, header_bytes, chunk.pages, chunk.nbytes)
+
+    def _encrypted(self, cipher: Cipher, chunk: Outgoing, codec: str, payload: memoryview, out: memoryview) -> Write:
+        """A write of this payload's ciphertext, from `out`. codec: the payload's.
+
+        The header has no checksum of the chunk's own bytes: it would tell who guesses them whether he is right.
+        """
+        size = payload.nbytes
+        header = Header(chunk.key, chunk.parent, chunk.nbytes, size, self._format_id, codec, bytes(16), None, ())
+        encryption = cipher.encrypt(chunk.key, _names(header), payload, out[:size])
+        header = replace(header, checksum=checksum_of(out[:size]), encryption=encryption)
+        return Write(chunk.key, chunk.parent, make_header(header), out, size)
+
+    def _decrypted(self, cipher: Cipher, header: Header, payload: memoryview, read: Read) -> Header | Damaged:
+        """Decrypt the payload in its place. Returns the header that it would have unencrypted, which is the read's from
+        now on if it reads what is stored."""
+        if not cipher.decrypt(read.key, _names(header), header.encryption, payload):
+            return Damaged("the bytes are not those that were encrypted")
+        checksum = checksum_of(payload)
+        plain = replace(header, format_id=cipher.plain_format_id, checksum=checksum, encryption=b"")
+        plain = replace(plain, decoded_checksum=None if header.codec else checksum)
+        if read.as_stored:
+            read.header[:] = make_header(plain)
+        return plain
 
     def _decode(self, model_codec: Codec, header: Header, payload: memoryview, read: Read) -> Arrival:
         codec = _of_shard(model_codec, read.key)
@@ -210,6 +244,12 @@ class Payloads:
         while len(buffers) <= number:
             buffers.append(chunk_memory(nbytes))
         return buffers[number]
+
+
+def _names(header: Header) -> bytes:
+    """What a header says of a payload besides its key and its bytes, to be authenticated with them."""
+    sizes = f"{header.decoded_bytes} {header.stored_bytes} {header.codec} ".encode()
+    return sizes + header.format_id + (header.parent or b"")
 
 
 def _of_shard(codec: Codec, key: ChunkKey) -> Codec | None:

@@ -112,7 +112,7 @@ class LendsExtents:
         local_entry = entry // len(self._chunks.directories)
         stored_header = header_of(self._chunks.directory(entry).record_at(local_entry), local_entry)
         header = None if stored_header is None else chunk_header.read_header(stored_header)
-        if not isinstance(header, chunk_header.Header) or header.key != key or header.codec:
+        if not isinstance(header, chunk_header.Header) or header.key != key or header.codec or header.encryption:
             return None
         if (header.decoded_bytes, header.format_id) != (self._context.chunk_bytes, self._format_id):
             return None
