@@ -7,7 +7,7 @@ same bytes moved by plain calls in the same minute, the two in turn: for a disk,
 with the same block size, and one fdatasync for every batch of writes (a store makes two). The tier is full, so that
 every store evicts. The rows `with checksums` add what a lane does around the tier, making each chunk's header or
 checking it, and an xxh3_128 of the same bytes to the limit. The rows `encrypted` compare a lane's whole work around a
-disk, one thread's, with `encryption_key_file` and without.
+disk with `encryption_key_file` and without.
 
 `--layouts` compares three ways to lay chunks out on a disk instead, which is why the disk tier is built as it is
 (docs/adr/0013).
@@ -24,19 +24,20 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from queue import Queue
 from statistics import median
 from typing import Protocol
 from unittest import mock
 
 from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
-from kv_core.outcome import Loaded, Stored
+from kv_core.outcome import Loaded, Stored, StoreOutcome
 from kv_core.testing import key_chain
 from kv_eviction.simple import LruPolicy
 from kv_tiers import chunk_header
-from kv_tiers.encryption import KEY_BYTES, Cipher
-from kv_tiers.lanes.jobs import Outgoing
-from kv_tiers.lanes.moving import Payloads
+from kv_tiers.build import build_lane
+from kv_tiers.encryption import KEY_BYTES
+from kv_tiers.lanes.jobs import Arrival, Outgoing
 from kv_tiers.pool.host_pool import PAGE_BYTES, HostPool
 from kv_tiers.tier import Read, Tier, TierContext, Write
 from kv_tiers.tiers.disk import DiskConfig, DiskTier
@@ -50,6 +51,8 @@ MIB = 1 << 20
 BATCH_CHUNKS = {4: 8, 32: 4}
 """Chunks a call, by their MiB."""
 FULL_CHUNKS = 100_000
+CALLS = 4
+"""Calls at a time, where threads share the work."""
 LAYOUT_CHUNKS = 128
 LAYOUT_MIB = 4
 FINGERPRINT = "benchmark"
@@ -217,46 +220,60 @@ def _disk_rates(path: Path, chunk_mib: int) -> list[Row]:
 
 
 def _encrypted_rates(path: Path, chunk_mib: int) -> list[Row]:
+    """Through lanes as an engine has them: two threads each, four calls at a time."""
     batch = BATCH_CHUNKS[chunk_mib]
     traffic = Traffic(chunk_mib * MIB, batch)
-    slots = 24 * batch
-    cipher = Cipher(os.urandom(KEY_BYTES), FINGERPRINT)
-    payloads = [Payloads(chunk_header.format_id(cipher.fingerprint), cipher=cipher), Payloads(FORMAT)]
-    stored: list[list[list[ChunkKey]]] = [[], []]
-    tiers = []
+    key_file = path / "key"
     path.mkdir()
-    for name in ("encrypted", "plain"):
-        config = DiskConfig(directory=str(path / name), capacity_bytes=bytes_for(traffic.context, slots))
-        tiers.append(DiskTier(config, traffic.context, LruPolicy()))
+    key_file.write_bytes(os.urandom(KEY_BYTES))
+    key_file.chmod(0o600)
+    stored: list[list[list[ChunkKey]]] = [[], []]
+    lanes = []
+    for name, key in (("encrypted", {"encryption_key_file": str(key_file)}), ("plain", {})):
+        capacity = bytes_for(traffic.context, 24 * batch)
+        disk = {"type": "disk", "directory": str(path / name), "capacity_bytes": capacity, **key}
+        lanes.append(build_lane(disk, traffic.context, where=name)[0])
 
     def store(side: int) -> None:
-        keys = [write.key for write in traffic.prepare()]
-        chunks = [
-            Outgoing(key, parent, pages, len(pages))
-            for key, parent, pages in zip(keys, [None, *keys], traffic.pages, strict=False)
-        ]
-        traffic.store(tiers[side], payloads[side].writes(chunks))
-        stored[side].append(keys)
+        answers: Queue[list[StoreOutcome]] = Queue()
+        for _ in range(CALLS):
+            keys = [write.key for write in traffic.prepare()]
+            stored[side].append(keys)
+            chunks = [
+                Outgoing(key, parent, pages, len(pages))
+                for key, parent, pages in zip(keys, [None, *keys], traffic.pages, strict=False)
+            ]
+            assert lanes[side].store(chunks, answers.put)
+        for _ in range(CALLS):
+            assert answers.get(timeout=60) == [Stored()] * batch
 
     def load(side: int) -> None:
-        for read in traffic.load(tiers[side], next(loads[side])):
-            assert isinstance(payloads[side].arrival(read, Loaded(len(read.pages)), "").outcome, Loaded)
+        answers: Queue[list[Arrival]] = Queue()
+        for number in range(CALLS):
+            keys, pages = next(loads[side]), pools[number]
+            reads = [
+                Read(key, bytearray(chunk_header.HEADER_BYTES), page, len(page))
+                for key, page in zip(keys, pages, strict=True)
+            ]
+            assert lanes[side].load(reads, answers.put)
+        for _ in range(CALLS):
+            assert all(isinstance(arrival.outcome, Loaded) for arrival in answers.get(timeout=60))
 
-    for _ in range(slots // batch + 1):  # the first write to a slot costs more
+    for _ in range(24 // CALLS + 1):  # the first write to a slot costs more
         store(0), store(1)
     store_s = paired_medians_s(lambda: store(0), lambda: store(1))
-    loads = [itertools.cycle(keys[-4:]) for keys in stored]  # past the page cache, so each of them is cold
+    others = [Traffic(chunk_mib * MIB, batch) for _ in range(CALLS)]
+    pools = [other.pages for other in others]
+    loads = [itertools.cycle(keys[-2 * CALLS :]) for keys in stored]  # past the page cache, so each of them is cold
     load_s = paired_medians_s(lambda: load(0), lambda: load(1))
-    for tier in tiers:
-        tier.close()
+    for lane in lanes:
+        lane.close()
     shutil.rmtree(path)
-    nbytes = traffic.nbytes
-    traffic.close()
-    what = f"{batch} chunks of {chunk_mib} MiB a call, encrypted"
-    return [
-        _rate(f"disk store, {what}", nbytes, store_s, 0.95),
-        _rate(f"disk cold load, {what}", nbytes, load_s, 0.95),
-    ]
+    nbytes = CALLS * traffic.nbytes
+    for each in (traffic, *others):
+        each.close()
+    what = f"{CALLS} calls of {batch} chunks of {chunk_mib} MiB, encrypted"
+    return [_rate(f"disk store, {what}", nbytes, store_s, 0.95), _rate(f"disk cold load, {what}", nbytes, load_s, 0.95)]
 
 
 def _rate(name: str, nbytes: int, seconds: tuple[float, float], target: float = 0.9) -> Row:
