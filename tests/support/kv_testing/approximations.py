@@ -168,7 +168,7 @@ class Small:
         counts = self.cache.counts()
         assert_adds_up(counts)
         assert counts.slots_used == counts.chunks_resident
-        assert Life.LENT not in self.cache._index._life
+        assert Life.SPARE not in self.cache._index._life
         kept = [one.first_bytes for one in upgrades.by_slot.values() if one.first_bytes is not None]
         assert upgrades._cached_bytes == sum(len(first.payload) for first in kept)
 

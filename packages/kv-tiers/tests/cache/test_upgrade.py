@@ -212,7 +212,7 @@ def test_what_is_forgotten_gives_everything_back(
         small.cache.forget(KEYS[:1])
     else:
         small.cache.clear()
-    assert Life.LENT not in small.cache._index._life
+    assert Life.SPARE not in small.cache._index._life
     for lease in held:
         assert small.bytes_of(lease) == [approximate(KEYS[0])]
         assert not small.cache.release(lease)  # its chunk was forgotten
@@ -229,7 +229,7 @@ def test_a_chunk_that_is_evicted_meanwhile_gives_everything_back(monkeypatch: py
     def crowd() -> None:
         small.tier.before_rest = lambda: None
         small.clock.advance(1.0)
-        lease = small.cache.begin_store(key_chain(1, branch="other"), "w")  # the other slot is lent
+        lease = small.cache.begin_store(key_chain(1, branch="other"), "w")  # the other slot is spare
         assert lease.keys
         small.cache.commit(lease)
 

@@ -209,8 +209,8 @@ class Upgrading(RuleBasedStateMachine):
         for lease, found in self.open.values():
             assert self.small.bytes_of(lease) == found
         upgrades, index = self.cache.lower.upgrades, self.cache._index
-        lent = [one.lent for one in upgrades._under_way if one is not None]
-        assert sorted(lent) == [slot for slot, life in enumerate(index._life) if life is Life.LENT]
+        spare = [one.spare for one in upgrades._under_way if one is not None]
+        assert sorted(spare) == [slot for slot, life in enumerate(index._life) if life is Life.SPARE]
         replaced = set(index._replaced._chunks)
         assert replaced >= {slot for slot, life in enumerate(index._life) if life is Life.REPLACED}
         assert all(index.is_read(slot) for slot in replaced)

@@ -8,12 +8,12 @@ from kv_tiers.index.life import Life, LifeEvent, advance
 
 # Said a second time and differently: what each state allows.
 ALLOWED = {
-    Life.ABSENT: {LifeEvent.RESERVE: Life.RESERVED, LifeEvent.ADOPT: Life.RESIDENT, LifeEvent.LEND: Life.LENT},
+    Life.ABSENT: {LifeEvent.RESERVE: Life.RESERVED, LifeEvent.ADOPT: Life.RESIDENT, LifeEvent.TAKE_SPARE: Life.SPARE},
     Life.RESERVED: {LifeEvent.COMMIT: Life.RESIDENT, LifeEvent.ABORT: Life.ABSENT, LifeEvent.FORGET: Life.ORPHANED},
     Life.RESIDENT: {LifeEvent.EVICT: Life.ABSENT, LifeEvent.FORGET: Life.LEAVING},
     Life.LEAVING: {LifeEvent.GONE: Life.ABSENT},
     Life.ORPHANED: {LifeEvent.COMMIT: Life.ABSENT, LifeEvent.ABORT: Life.ABSENT},
-    Life.LENT: {LifeEvent.RETURN: Life.ABSENT, LifeEvent.REPLACE: Life.REPLACED},
+    Life.SPARE: {LifeEvent.FREE_SPARE: Life.ABSENT, LifeEvent.REPLACE: Life.REPLACED},
     Life.REPLACED: {LifeEvent.GONE: Life.ABSENT, LifeEvent.FORGET: Life.LEAVING},
 }
 

@@ -68,7 +68,7 @@ class Offers:
                 self._to_review.append(key)
                 self._unused_of[share] += 1
         if tier is not None and missing:
-            self._lower.promotions.bring(tier, chain, first, only=frozenset(missing))
+            self._lower.promotions.prefetch(tier, chain, first, only=frozenset(missing))
         with self._host.lock:
             for key in missing:
                 if not self._index.is_held(key):

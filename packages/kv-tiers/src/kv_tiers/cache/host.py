@@ -353,7 +353,7 @@ class HostTier:
             self.shares.left(slot)
             self.pool.free(slot)
 
-    def lend(self, slot: int) -> int | None:
+    def take_spare(self, slot: int) -> int | None:
         """A second slot for better bytes of the chunk in this one, in its share. None: there is no room, or the chunk
         is the next to be evicted. Call `publish_evicted` afterwards.
         """
@@ -364,35 +364,35 @@ class HostTier:
             share.slots < _EVICTS_FROM or self._index.victim((), set(), share.policy) == slot
         ):
             return None
-        lent_slots = self._slots_for(key.tenant, 1, (), set())
-        if not lent_slots:
+        spares = self._slots_for(key.tenant, 1, (), set())
+        if not spares:
             return None
-        self.shares.took(lent_slots, key.tenant)
-        self._index.lend(lent_slots[0])
-        return lent_slots[0]
+        self.shares.took(spares, key.tenant)
+        self._index.take_spare(spares[0])
+        return spares[0]
 
-    def give_back(self, lent: int) -> None:
-        """Free a lent slot."""
-        self._index.give_back(lent)
-        self.free([lent])
+    def free_spare(self, spare: int) -> None:
+        """Free a spare slot."""
+        self._index.free_spare(spare)
+        self.free([spare])
 
     def is_approximate(self, slot: int, parts: int) -> None:
         """Record for the next process that the chunk in this slot was decoded from this many first parts."""
         if self.pool.directory is not None:
             self.pool.directory.is_approximate(self.pool.place(slot), parts)
 
-    def exchange(self, slot: int, lent: int, checksum: bytes, parts: int) -> None:
-        """From now on the chunk in this slot has the bytes of the lent one, which becomes free once no lease reads the
+    def exchange(self, slot: int, spare: int, checksum: bytes, parts: int) -> None:
+        """From now on the chunk in this slot has the bytes of the spare one, which becomes free once no lease reads the
         old bytes.
 
         checksum: of the new bytes. parts: as above; 0: they are exact.
         """
         if self.pool.directory is not None:
-            self.pool.directory.move(self.pool.place(slot), self.pool.place(lent), checksum, parts)
+            self.pool.directory.move(self.pool.place(slot), self.pool.place(spare), checksum, parts)
         self._doubtful.pop(slot, None)
-        self.pool.swap(slot, lent)
-        if self._index.exchange(slot, lent):
-            self.free([lent])
+        self.pool.swap(slot, spare)
+        if self._index.exchange(slot, spare):
+            self.free([spare])
 
     def doubt(self, checksums: Mapping[int, bytes]) -> None:
         """Adopted chunks, by slot, whose bytes are to be verified before they are used."""

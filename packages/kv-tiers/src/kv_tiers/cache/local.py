@@ -250,7 +250,7 @@ class LocalCache:
         with self._lock:
             self._begin(now_s)
             if hold_s > 0 and not self._refuses_new:  # another engine waits for these, and the tier may be slow
-                self._promotions.yield_to(chain)
+                self._promotions.give_up(chain)
             prompt_slots = self._host.touch(chain)
             missing = self._index.not_held(chain) if len(prompt_slots) < len(chain) else []
             missing = [key for key in missing if key not in in_files] if in_files else missing
@@ -477,7 +477,9 @@ class LocalCache:
     def _fetch_held(self, tier: int, chain: Sequence[ChunkKey], first: int, hold_s: float) -> None:
         """For `CacheParts.fetch_held`. Takes the lock itself."""
         until_s = self._clock.now_s() + hold_s
-        self._promotions.bring(tier, chain, first, lambda slots: self.holds.hold(slots, until_s, self._clock.now_s()))
+        self._promotions.prefetch(
+            tier, chain, first, lambda slots: self.holds.hold(slots, until_s, self._clock.now_s())
+        )
 
     def _refuse_new(self, why: str) -> None:
         """For `CacheParts.refuse_new`. Takes the lock itself."""

@@ -444,7 +444,7 @@ class Promotions:
         wait.until_s = wait.answers.began_s + min(self._wait_s, tiers_limit_s, limit_s)
         return self._start(Promotion(holder, requested, divisor, lower=lower), jobs)
 
-    def bring(
+    def prefetch(
         self,
         tier: int,
         chain: Sequence[ChunkKey],
@@ -493,7 +493,7 @@ class Promotions:
         if (wait := self._waits.pop(holder, None)) is not None:
             self._end_wait(wait)
 
-    def yield_to(self, keys: Sequence[ChunkKey]) -> None:
+    def give_up(self, keys: Sequence[ChunkKey]) -> None:
         """Stop expecting those of these chunks that are being loaded, so that an engine can store them. What the loads
         still deliver of them is discarded. Under the lock."""
         for key in keys if self._arriving else ():
@@ -698,7 +698,7 @@ class Promotions:
         """
         hanging = [number for number, lane in enumerate(self._lanes) if lane.hangs()] if self._arriving else []
         if hanging:
-            self.yield_to([key for key, job in self._arriving.items() if job.tier in hanging])
+            self.give_up([key for key, job in self._arriving.items() if job.tier in hanging])
 
     def _submit(self, promotion: Promotion, job: Job) -> bool:
         pool = self._host.pool

@@ -64,14 +64,14 @@ class _OngoingUpgrade:
     """An upgrade that is being read.
 
     slot: of the chunk.
-    lent: the second slot.
+    spare: the second slot.
     began_s: when it began, before any interruptions.
     is_paused: it was interrupted, and resumes at the lane's next idle turn.
     """
 
     approximation: Approximation
     slot: int
-    lent: int
+    spare: int
     remainder: LoadRemainder
     began_s: float
     is_paused: bool = False
@@ -195,7 +195,7 @@ class Upgrades:
             self._host.publish_evicted("upgrade")
         if begun is None:
             return None
-        if pool.back([begun.lent]):
+        if pool.back([begun.spare]):
             with self._host.lock:
                 self._drop(tier, begun)
             return None
@@ -210,20 +210,22 @@ class Upgrades:
             if wanted.get(slot) is not approximation:
                 continue
             is_too_much = self._index.replaced + self._index.is_read(slot) > _STILL_READ
-            if is_too_much or (lent := self._host.lend(slot)) is None:
+            if is_too_much or (spare := self._host.take_spare(slot)) is None:
                 self._passed_over.add(slot)
                 continue
             if wanted.pop(slot, None) is not approximation:  # room was made by evicting the chunk itself
-                self._host.give_back(lent)
+                self._host.free_spare(spare)
                 continue
             pool = self._host.pool
             header = bytearray(chunk_header.HEADER_BYTES)
-            read = Read(approximation.key, header, pool.pages(lent), pool.chunk_bytes, pool.sizes.of(approximation.key))
+            read = Read(
+                approximation.key, header, pool.pages(spare), pool.chunk_bytes, pool.sizes.of(approximation.key)
+            )
             remainder = LoadRemainder(read, partial(self._arrived, tier))
             if approximation.first_bytes is not None:
                 remainder.first_bytes = approximation.first_bytes
                 self._cache_first_bytes(approximation, None)
-            begun = self._under_way[tier] = _OngoingUpgrade(approximation, slot, lent, remainder, self._clock.now_s())
+            begun = self._under_way[tier] = _OngoingUpgrade(approximation, slot, spare, remainder, self._clock.now_s())
             return begun
         return None
 
@@ -243,9 +245,9 @@ class Upgrades:
                 self._exchange(under_way, arrival)
 
     def _exchange(self, upgrade: _OngoingUpgrade, arrival: Arrival) -> None:
-        """Replace the chunk's bytes with those read into the lent slot."""
+        """Replace the chunk's bytes with those read into the spare slot."""
         approximation = upgrade.approximation
-        self._host.exchange(upgrade.slot, upgrade.lent, arrival.checksum, arrival.parts)
+        self._host.exchange(upgrade.slot, upgrade.spare, arrival.checksum, arrival.parts)
         approximation.parts = arrival.parts
         if not approximation.parts:
             del self.by_slot[upgrade.slot]
@@ -257,7 +259,7 @@ class Upgrades:
 
     def _drop(self, tier: int, upgrade: _OngoingUpgrade) -> None:
         self._under_way[tier] = None
-        self._host.give_back(upgrade.lent)
+        self._host.free_spare(upgrade.spare)
 
     def _cache_first_bytes(self, approximation: Approximation, first_bytes: FirstBytes | None) -> None:
         """Cache these first bytes for the chunk (None: none), in place of those cached before."""

@@ -2,7 +2,7 @@
 
 Lookups find a chunk only while it is `RESIDENT`. `LEAVING` is the state of a chunk that was forgotten while it was
 read, `ORPHANED` of one that was forgotten, or given to another writer, while it was written: lookups do not find it,
-and the slot becomes free when its readers or its writer are done. A slot that is `LENT` never holds a chunk that can be
+and the slot becomes free when its readers or its writer are done. A slot that is `SPARE` never has a chunk that is
 found: the exact bytes of an approximation that is resident elsewhere arrive in it (`kv_tiers.cache.upgrade`), then the
 two slots change places. The slot is then given back, or is `REPLACED`: reads of the chunk that were in progress finish
 there.
@@ -24,7 +24,7 @@ class Life(IntEnum):  # of ints because they hash in C: a store of 512 chunks lo
     RESIDENT = 2
     LEAVING = 3
     ORPHANED = 4
-    LENT = 5
+    SPARE = 5
     REPLACED = 6
 
 
@@ -36,8 +36,8 @@ class LifeEvent(IntEnum):
     EVICT = 4
     FORGET = 5
     GONE = 6
-    LEND = 7
-    RETURN = 8
+    TAKE_SPARE = 7
+    FREE_SPARE = 8
     REPLACE = 9
 
 
@@ -52,9 +52,9 @@ _NEXT: Final = {
     (Life.RESIDENT, LifeEvent.EVICT): Life.ABSENT,  # needs zero leases
     (Life.RESIDENT, LifeEvent.FORGET): Life.LEAVING,
     (Life.LEAVING, LifeEvent.GONE): Life.ABSENT,  # the last lease has ended
-    (Life.ABSENT, LifeEvent.LEND): Life.LENT,
-    (Life.LENT, LifeEvent.RETURN): Life.ABSENT,  # with the worse bytes of the two, or with incomplete ones
-    (Life.LENT, LifeEvent.REPLACE): Life.REPLACED,  # with the worse bytes of the two, which are being read
+    (Life.ABSENT, LifeEvent.TAKE_SPARE): Life.SPARE,
+    (Life.SPARE, LifeEvent.FREE_SPARE): Life.ABSENT,  # with the worse bytes of the two, or with incomplete ones
+    (Life.SPARE, LifeEvent.REPLACE): Life.REPLACED,  # with the worse bytes of the two, which are being read
     (Life.REPLACED, LifeEvent.GONE): Life.ABSENT,  # they are no longer being read
     (Life.REPLACED, LifeEvent.FORGET): Life.LEAVING,  # their chunk was forgotten, so reads of them are void
 }

@@ -328,28 +328,28 @@ class Residency:
                 self._move([slot], LifeEvent.FORGET)
                 self._orphans += 1
 
-    def lend(self, slot: int) -> None:
+    def take_spare(self, slot: int) -> None:
         """Use a free slot for better bytes of a resident chunk."""
-        self._move([slot], LifeEvent.LEND)
+        self._move([slot], LifeEvent.TAKE_SPARE)
 
-    def give_back(self, slot: int) -> None:
-        """Free a lent slot."""
-        self._move([slot], LifeEvent.RETURN)
+    def free_spare(self, slot: int) -> None:
+        """Free a spare slot."""
+        self._move([slot], LifeEvent.FREE_SPARE)
 
-    def exchange(self, slot: int, lent: int) -> bool:
-        """From now on a resident chunk has the better bytes of the lent slot, which gets the old ones with all read
-        leases on them. True: there are none, so the lent slot is free.
+    def exchange(self, slot: int, spare: int) -> bool:
+        """From now on a resident chunk has the better bytes of the spare slot, which gets the old ones with all read
+        leases on them. True: there are none, so the spare slot is free.
         """
         reads = self._leases[slot] // _READ
         if not reads:
-            self.give_back(lent)
+            self.free_spare(spare)
             return True
         key = self._key_at[slot]
         assert key is not None
-        self._move([lent], LifeEvent.REPLACE)
-        self._leases[lent] = reads * (_READ + 1)
+        self._move([spare], LifeEvent.REPLACE)
+        self._leases[spare] = reads * (_READ + 1)
         self._leases[slot] -= reads * (_READ + 1)
-        self._replaced.add(slot, key, lent)
+        self._replaced.add(slot, key, spare)
         if not self._leases[slot] and slot in self._excluded:
             self._excluded.remove(slot)
             self._policy.reinsert([slot])
