@@ -13,18 +13,14 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
+from kv_core.asgi import App, Message, Receive, Scope, Send, endpoint_of, read_body, replay, with_length
 from kv_core.errors import InputError
 
 from kv_blend.plan import FIELDS, KEY, Engine, request_fields
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _TOKENIZE: Final = "/tokenize"
@@ -54,24 +50,23 @@ class SegmentsMiddleware:
         self._app = app
         self._engine: Engine = engine
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        path = str(scope.get("path", ""))
-        endpoint = next((each for each in _PATHS if path.endswith(each)), "")
-        if scope["type"] != "http" or scope.get("method") != "POST" or not endpoint:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = endpoint_of(scope, _PATHS)
+        if not endpoint:
             await self._app(scope, receive, send)
             return
-        body = await _read(receive)
+        body = await read_body(receive)
         if body is None:  # the client has gone
             return
         if f'"{KEY}"'.encode() in body:
             try:
-                body = await self._planned(scope, path.removesuffix(endpoint), body)
+                body = await self._planned(scope, str(scope["path"]).removesuffix(endpoint), body)
             except InputError as error:
                 await _refuse(send, str(error))
                 return
-        await self._app(_with_length(scope, body), _replay(body, receive), send)
+        await self._app(with_length(scope, body), replay(body, receive), send)
 
-    async def _planned(self, scope: MutableMapping[str, Any], root: str, body: bytes) -> bytes:
+    async def _planned(self, scope: Scope, root: str, body: bytes) -> bytes:
         """The body with a plan and its salt in place of the client's options.
 
         Raises:
@@ -132,14 +127,14 @@ class SegmentsMiddleware:
             query["chat_template_kwargs"] = in_template | (query["chat_template_kwargs"] or {})
         return query
 
-    async def _tokens(self, scope: MutableMapping[str, Any], root: str, query: dict[str, Any]) -> list[int]:
+    async def _tokens(self, scope: Scope, root: str, query: dict[str, Any]) -> list[int]:
         """What the server answers at `/tokenize`.
 
         Raises:
             InputError: it refuses.
         """
         body = json.dumps({name: value for name, value in query.items() if value is not None}).encode()
-        inner = _with_length(scope, body) | {"path": root + _TOKENIZE, "raw_path": (root + _TOKENIZE).encode()}
+        inner = with_length(scope, body) | {"path": root + _TOKENIZE, "raw_path": (root + _TOKENIZE).encode()}
         inner |= {"query_string": b"", "state": copy.copy(scope.get("state", {}))}
         status, answer = 0, bytearray()
 
@@ -152,7 +147,7 @@ class SegmentsMiddleware:
             await asyncio.Event().wait()  # the engine reads any further message as a disconnect, and cancels
             raise AssertionError
 
-        await self._app(inner, _replay(body, nothing_more), keep)
+        await self._app(inner, replay(body, nothing_more), keep)
         try:
             tokens = json.loads(bytes(answer))["tokens"] if status == 200 else None
         except (ValueError, KeyError, TypeError):
@@ -196,33 +191,6 @@ def _places(tokens: list[int], mark: list[int]) -> Iterator[int]:
                 at += len(mark)
             else:
                 at += 1
-
-
-async def _read(receive: Receive) -> bytes | None:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            return bytes(body)
-
-
-def _replay(body: bytes, then: Receive) -> Receive:
-    """The body in one message, and then what else comes, such as that the client has gone."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        return messages.pop() if messages else await then()
-
-    return receive
-
-
-def _with_length(scope: MutableMapping[str, Any], body: bytes) -> dict[str, Any]:
-    changed = (b"content-length", b"transfer-encoding")
-    headers = [header for header in scope["headers"] if header[0].lower() not in changed]
-    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
 
 
 async def _refuse(send: Send, why: str) -> None:

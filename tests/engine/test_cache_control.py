@@ -1,0 +1,83 @@
+"""Anthropic's marks at real vLLM's server: what is marked outlives what fills the pool, what is not marked does not."""
+
+import json
+import random
+import re
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kv_testing.wait import until
+from test_api_server import api_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }} "
+    "{% else %}{% for part in m.content %}{{ part.text }} {% endfor %}{% endif %}{% endfor %}"
+)
+WORDS = 300
+"""Of a prompt: two chunks and some."""
+
+
+@pytest.fixture(scope="module")
+def url(spelling_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("marks")
+    template = directory / "template.jinja"
+    template.write_text(TEMPLATE)
+    arguments = ("--chat-template", str(template), "--middleware", "kv_connect.cache_control.CacheControlMiddleware")
+    cache = {"host": {"capacity_bytes": "12MiB"}, "chunk_tokens": 128, "min_load_tokens": 128}
+    with (
+        tempfile.TemporaryDirectory(prefix="kv") as runtime,
+        api_server(spelling_llama, cache, directory, Path(runtime), *arguments) as (_, url, _),
+    ):
+        once = prompt("warm up")
+        until(lambda: found(url, "chat/completions", once)[1] > 0, 60)  # the weights are known
+        yield url
+
+
+def prompt(name: str) -> str:
+    chance = random.Random(name)
+    return " ".join(f"w{chance.randrange(100)}" for _ in range(WORDS))
+
+
+def found(url: str, endpoint: str, text: str, mark: dict[str, str] | None = None) -> tuple[str, int]:
+    """The answer, and how many of its prompt's tokens were loaded."""
+
+    def tokens() -> int:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            metrics = answer.read().decode()
+        (line,) = re.findall(r"^vllm:external_prefix_cache_hits_total\S* (\S+)$", metrics, re.MULTILINE)
+        return int(float(line))
+
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        model = json.load(answer)["data"][0]["id"]
+    part: dict[str, Any] = {"type": "text", "text": text} | ({} if mark is None else {"cache_control": mark})
+    request = {"model": model, "messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "temperature": 0}
+    before = tokens()
+    asked = urllib.request.Request(
+        f"{url}/v1/{endpoint}", json.dumps(request).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        body = json.load(answer)
+    said = body["content"][0]["text"] if endpoint == "messages" else body["choices"][0]["message"]["content"]
+    return said, tokens() - before
+
+
+@pytest.mark.parametrize("endpoint", ["messages", "chat/completions"])
+def test_what_is_marked_is_found_after_others_have_filled_the_pool(url: str, endpoint: str) -> None:
+    def returns(name: str, mark: dict[str, str] | None) -> int:
+        text = prompt(f"{endpoint} {name}")
+        first, cold = found(url, endpoint, text, mark)
+        assert cold == 0
+        for number in range(60):
+            found(url, endpoint, prompt(f"{endpoint} {name} {number}"))
+        again, warm = found(url, endpoint, text, mark)
+        assert again == first
+        return warm
+
+    assert returns("without a mark", None) == 0
+    assert returns("marked", {"type": "ephemeral"}) >= 128
+    assert returns("for an hour", {"type": "ephemeral", "ttl": "1h"}) >= 128
