@@ -206,13 +206,13 @@ def test_a_disk_keeps_no_byte_of_a_chunk_and_serves_it_after_a_restart_to_those_
     encrypted = disk | {"encryption_key_file": key_file(KEY)}
     keys = key_chain(4)
 
-    def opened(options: dict[str, object]) -> LocalCache:
+    def opened(*tiers: dict[str, object]) -> LocalCache:
         host = HostConfig(capacity_bytes=8 * NBYTES)
-        return build_local_cache(host, group_bytes=(NBYTES,), fingerprint="f", tiers=[options])
+        return build_local_cache(host, group_bytes=(NBYTES,), fingerprint="f", tiers=tiers)
 
-    def found(options: dict[str, object]) -> int:
+    def found(*tiers: dict[str, object]) -> int:
         """How many chunks an engine gets; their bytes are right."""
-        with closing(opened(options)) as cache:
+        with closing(opened(*tiers)) as cache:
             until(lambda: cache.lookup(keys, "r", wait_for_promotion=True).ended is not Ended.PENDING)
             hit = keys[: cache.lookup(keys, "r").chunks]
             lease = cache.load(hit, "r")
@@ -238,8 +238,10 @@ def test_a_disk_keeps_no_byte_of_a_chunk_and_serves_it_after_a_restart_to_those_
     assert len(kept) > len(keys) * 1000
     assert not any(content(key, 64) in kept for key in keys)
     assert found(encrypted) == 4
-    assert found(disk | {"encryption_key_file": key_file(OTHER_KEY)}) == 0
+    other = disk | {"encryption_key_file": key_file(OTHER_KEY)}
+    assert found(other) == 0
     assert found(disk) == 0
+    assert found(other, encrypted | {"name": "old", "write": "never"}) == 4  # a change of the key
     assert found(encrypted) == 4  # who lacks the key harms nothing
 
 
