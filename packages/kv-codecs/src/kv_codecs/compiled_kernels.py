@@ -26,7 +26,7 @@ _log = limited_logger(__name__)
 LIBRARY: Final = Path(__file__).with_name("_kernels.so")
 SOURCES: Final = sorted(LIBRARY.parent.glob("*.[ch]"))
 """The sources, in the order in which `hatch_build.py` compiles them and takes their checksum."""
-_VERSION: Final = 11
+_VERSION: Final = 12
 """The version of the functions' arguments; `KV_VERSION` in the sources."""
 _DAMAGED, _FULL = -2, -3
 """`KV_DAMAGED` and `KV_FULL` in the sources."""
