@@ -16,11 +16,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_codecs.calibrated import calibration_of, fingerprint_of
-from kv_codecs.calibration import Calibration, read_calibration
-from kv_codecs.channel_order import ChannelOrder
+from kv_codecs.calibration import SINKS, Calibration, ChannelOrder, Learning, read_calibration
 from kv_codecs.kernels import compiled_kernels
 from kv_codecs.kvtc import HEAD_BYTES, KvtcCodec, make_kvtc_codec
-from kv_codecs.learning import SINKS, Learning
 from kv_codecs.rotation import turn, turn_back, turns
 from kv_core.errors import ConfigError
 from kv_core.keys import ChunkKey

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_codecs.calibrated import fingerprint_of
+from kv_codecs.calibrated import Division, GroupLayers, divide, division_in, fingerprint_of
 from kv_codecs.calibration import Calibration, read_calibration
-from kv_codecs.division import Division, GroupLayers, divide, division_in
 from kv_codecs.kvtc import HEAD_BYTES, DividedKvtc, KvtcCodec, make_kvtc_codec
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat

@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 from kv_codecs.calibration import MATRIX_BITS
-from kv_codecs.kernels import Rows, Words
+from kv_codecs.kernels import COARSEST, FINEST, LARGEST, LARGEST_STEPS, TILE, Rows, Transform, Words, wide
 from kv_codecs.rotation import Numbers, turn, turn_back
-from kv_codecs.transform import COARSEST, FINEST, LARGEST, LARGEST_STEPS, TILE, Transform, wide
 from numpy.typing import NDArray
 
 _LARGEST_FLOAT16: Final = 65504.0

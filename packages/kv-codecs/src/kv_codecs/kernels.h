@@ -4,7 +4,7 @@
 
 #include "c_library.h"
 
-#define KV_VERSION 12 /* of these functions' arguments: compiled_kernels.py asks for its own */
+#define KV_VERSION 12 /* of these functions' arguments: kernels.py asks for its own */
 #define KV_DAMAGED (-2) /* a payload that cannot be */
 #define KV_FULL (-3)    /* there is more than fits */
 
