@@ -22,8 +22,7 @@ from kv_cuda.copy.ops.rows import row_kernel
 from kv_cuda.copy.ops.xxh3 import ChunkSums
 from kv_cuda.copy.plan import copy_shape
 from kv_cuda.files.cufile import find_cufile
-from kv_cuda.tune.measure import MeasuredCopy, Sizes, measure_copy_paths, measure_layout, pool_to_measure
-from kv_cuda.tune.measure_files import measure_files
+from kv_cuda.tune.measure import MeasuredCopy, Sizes, measure_copy_paths, measure_files, measure_layout, pool_to_measure
 
 from benchmarks._report import Row
 

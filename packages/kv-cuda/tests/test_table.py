@@ -9,8 +9,7 @@ from kv_core.errors import InputError
 from kv_core.extent import HostExtent
 from kv_core.format import Kind
 from kv_core.transfer import Copy, TransferPlan
-from kv_cuda.copy.plan import validate_and_split
-from kv_cuda.copy.table import copy_table
+from kv_cuda.copy.plan import copy_table, validate_and_split
 from kv_testing.layouts import BLOCKS, TOKENS, small_caches
 
 LAYOUT = small_caches()["K and V apart"].layout

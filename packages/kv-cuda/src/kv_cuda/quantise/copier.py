@@ -21,8 +21,7 @@ from kv_core.extent import HostExtent
 from kv_core.format import ChunkFormat, is_quantised_kind
 from kv_core.transfer import Copy, TransferPlan
 
-from kv_cuda.copy.attached import AttachesPools
-from kv_cuda.copy.memory import buffers_for_copies, host_buffer
+from kv_cuda.copy.memory import AttachesPools, buffers_for_copies, host_buffer
 from kv_cuda.copy.plan import validate_and_split
 from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.layout import PagedLayout
