@@ -27,7 +27,7 @@ from kv_codecs.kvtc import KvtcCodec
 from kv_codecs.progressive import ProgressiveCodec
 from kv_codecs.zstd import make_zstd_codec
 from kv_core.format import ChunkFormat
-from kv_cuda.quantise.codes import Codes
+from kv_cuda.quantise import Codes
 from kv_testing.numpy_kernels import kernels_here
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, DecodesPrefixes
 from kv_tiers.tier import ANY_CHUNKS

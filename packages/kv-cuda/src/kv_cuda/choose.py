@@ -12,7 +12,7 @@ from kv_core.log import limited_logger
 from kv_cuda.copy.copy_paths import CopyPaths
 from kv_cuda.copy.cpu import CpuCopier
 from kv_cuda.layout import PagedLayout
-from kv_cuda.quantise.copier import QuantisingCopier
+from kv_cuda.quantise import QuantisingCopier
 
 if TYPE_CHECKING:
     from kv_cuda.copy.gpu import GpuCopier

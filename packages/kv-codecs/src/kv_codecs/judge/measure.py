@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import torch
 from kv_core.errors import ConfigError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
-from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
+from kv_cuda.quantise import LARGEST_SCALE, Codes
 from kv_tiers.codec import APPROXIMATE_SHARE
 from kv_tiers.verdict import FIRST_PARTS, FormatQuality, Verdict
 

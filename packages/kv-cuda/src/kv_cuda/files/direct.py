@@ -140,7 +140,26 @@ class DirectCopier:
             ConfigError: the system does not let this process lock memory for the staged path.
             CopyFailed: the device failed.
         """
-        chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
+        size, nbytes = self._format.chunk_tokens, self._format.nbytes
+        numbers = range(
+            first_token // size, -(-last_token // size) if last_token > first_token else first_token // size
+        )
+        if len(files) != len(numbers):
+            raise InputError(f"{len(files)} files for tokens {first_token} to {last_token}, in {len(numbers)} chunks")
+        chunks = []
+        for index, (number, file) in enumerate(zip(numbers, files, strict=True)):
+            if file.nbytes != nbytes:
+                raise InputError(f"an extent of {file.nbytes} bytes for chunks of {nbytes}")
+            plan = plan_transfer(
+                [HostExtent("", 0, nbytes)],
+                block_ids,
+                chunk_tokens=size,
+                block_tokens=block_tokens,
+                first_token=max(first_token, number * size),
+                last_token=min(last_token, (number + 1) * size),
+                extents_from_chunk=number,
+            )
+            chunks.append(_DirectChunk(index, file, plan.copies))
         events: list[CopyEvent] = [DoneEvent()]
         failed = self._load_all(chunks, events)
         outcomes: list[LoadOutcome] = [failed.get(chunk.index, Loaded(chunk.file.nbytes)) for chunk in chunks]
@@ -180,36 +199,6 @@ class DirectCopier:
         self._copier.attach_tensor(ring.name, ring.memory)
         _log.info("files are read straight into the GPU, by cuFile")
         return ring
-
-    def _chunks(
-        self,
-        files: Sequence[FileExtent],
-        block_ids: Sequence[int],
-        block_tokens: int,
-        first_token: int,
-        last_token: int,
-    ) -> list[_DirectChunk]:
-        size, nbytes = self._format.chunk_tokens, self._format.nbytes
-        numbers = range(
-            first_token // size, -(-last_token // size) if last_token > first_token else first_token // size
-        )
-        if len(files) != len(numbers):
-            raise InputError(f"{len(files)} files for tokens {first_token} to {last_token}, in {len(numbers)} chunks")
-        chunks = []
-        for index, (number, file) in enumerate(zip(numbers, files, strict=True)):
-            if file.nbytes != nbytes:
-                raise InputError(f"an extent of {file.nbytes} bytes for chunks of {nbytes}")
-            plan = plan_transfer(
-                [HostExtent("", 0, nbytes)],
-                block_ids,
-                chunk_tokens=size,
-                block_tokens=block_tokens,
-                first_token=max(first_token, number * size),
-                last_token=min(last_token, (number + 1) * size),
-                extents_from_chunk=number,
-            )
-            chunks.append(_DirectChunk(index, file, plan.copies))
-        return chunks
 
     def _load_all(self, chunks: Sequence[_DirectChunk], events: list[CopyEvent]) -> _Failures:
         """Use the direct path where possible, the staged one for the rest and for failures. Returns why some failed.
