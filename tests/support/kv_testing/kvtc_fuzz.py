@@ -36,7 +36,6 @@ def drawn_calibration(chance: np.random.Generator, shape: Shape) -> Calibration:
         chance.integers(-largest, largest, (blocks, channels, channels), dtype=np.int16, endpoint=True),
         chance.integers(-128, 127, (blocks, channels, channels), dtype=np.int8, endpoint=True),
         chance.uniform(1e-4, 1e-2, (blocks, channels)).astype(np.float32),
-        chance.uniform(0.1, 9, (blocks, channels)).astype(np.float32),
         chance.uniform(0.05, 1, blocks).astype(np.float32),
     )
 

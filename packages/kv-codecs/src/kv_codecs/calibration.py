@@ -71,13 +71,7 @@ class ChannelOrder:
 
 
 _MAGIC: Final = b"kv-kvtc\n"
-VERSION: Final = 2
-VERSION_FOR_RANKS: Final = 3
-"""The version of a file whose blocks are smaller than usual, so that ranks have whole blocks; it has their size."""
-VERSION_FOR_ORDER: Final = 4
-"""The version of a file for a model that does not turn the halves of whole heads; it contains what is turned, and the
-size of blocks."""
-_TURNING: Final = ("rotated", "neighbours")
+VERSION: Final = 5
 _HEAD: Final = struct.Struct("<8sII")
 _DIGEST_BYTES: Final = 32
 ID_BYTES: Final = 8
@@ -167,7 +161,6 @@ class Calibration:
     forward: channels to components, in units of 2 ** -`MATRIX_BITS`, [blocks, components, channels], int16.
     backward: the inverse of `forward`, [blocks, channels, components], int8.
     scales: for each channel of `backward`, the factor by which whole steps become numbers, [blocks, channels].
-    deviations: the standard deviation of each component, [blocks, components].
     widths: the width of a step, [blocks].
     """
 
@@ -177,25 +170,18 @@ class Calibration:
     forward: NDArray[np.int16]
     backward: NDArray[np.int8]
     scales: Numbers
-    deviations: Numbers
     widths: Numbers
 
     @property
     def content(self) -> bytes:
         """The file, without the digest at its end."""
         description = {name: getattr(self.shape, name) for name in Shape.__slots__}
-        version = VERSION_FOR_ORDER
-        if self.shape.order.is_usual:
-            is_usual = self.shape.block_channels == block_channels(self.shape.heads, self.shape.head_dim)
-            version = VERSION if is_usual else VERSION_FOR_RANKS
-            for name in (*_TURNING, "block_channels") if is_usual else _TURNING:
-                del description[name]
         text = json.dumps(description, separators=(",", ":"), sort_keys=True).encode()
         arrays = (self.frequencies, *self._by_block)
         types = _layout(self.shape)
         packed = [np.ascontiguousarray(array, dtype) for array, (dtype, _) in zip(arrays, types, strict=True)]
         assert [array.shape for array in packed] == [shape for _, shape in types]
-        head = _HEAD.pack(_MAGIC, version, len(text))
+        head = _HEAD.pack(_MAGIC, VERSION, len(text))
         return b"".join([head, text, *(array.tobytes() for array in packed)])
 
     @cached_property
@@ -218,7 +204,7 @@ class Calibration:
     @property
     def _by_block(self) -> tuple[NDArray[Any], ...]:
         """The arrays whose first axis is the blocks of all parts and layers, in the file's order."""
-        return self.means, self.forward, self.backward, self.scales, self.deviations, self.widths
+        return self.means, self.forward, self.backward, self.scales, self.widths
 
     def part(self, layers: Sequence[int], heads: range) -> "Calibration":
         """The part for some layers, in this order, and some heads: a calibration like any other, with its own name.
@@ -276,12 +262,12 @@ def read_calibration(path: str | Path) -> Calibration:
             magic, version, text_bytes = _HEAD.unpack(head)
             if magic != _MAGIC or text_bytes > _MAX_DESCRIPTION_BYTES:
                 raise ConfigError(f"{label}: it is not a file of `kv judge --calibrate`")
-            if version not in (VERSION, VERSION_FOR_RANKS, VERSION_FOR_ORDER):
+            if version != VERSION:
                 raise ConfigError(
-                    f"{label}: version {version}; this release reads versions {VERSION} to {VERSION_FOR_ORDER}"
+                    f"{label}: version {version}; this release reads version {VERSION}: write it again with `kv judge`"
                 )
             text = file.read(text_bytes)
-            shape = _shape(text, label, version)
+            shape = _shape(text, label)
             layout = _layout(shape)
             expected_bytes = _HEAD.size + text_bytes + sum(_nbytes(*spec) for spec in layout) + _DIGEST_BYTES
             if size != expected_bytes:
@@ -315,7 +301,6 @@ def _layout(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
         ("<i2", (shape.blocks, channels, channels)),
         ("|i1", (shape.blocks, channels, channels)),
         ("<f4", (shape.blocks, channels)),
-        ("<f4", (shape.blocks, channels)),
         ("<f4", (shape.blocks,)),
     ]
 
@@ -324,15 +309,12 @@ def _nbytes(dtype: str, dimensions: tuple[int, ...]) -> int:
     return np.dtype(dtype).itemsize * math.prod(dimensions)
 
 
-def _shape(text: bytes, label: str, version: int) -> Shape:
-    for_ranks, for_order = version == VERSION_FOR_RANKS, version == VERSION_FOR_ORDER
+def _shape(text: bytes, label: str) -> Shape:
     try:
         fields: Any = json.loads(text)
-        if ("block_channels" in fields) != (for_ranks or for_order):
-            raise ValueError("block_channels")
-        if any((name in fields) != for_order for name in _TURNING):
-            raise ValueError("rotated")
         shape = Shape(**{**fields, "tables": tuple(fields["tables"])})
+        if len(fields) < len(Shape.__slots__) or not fields["rotated"] or not fields["block_channels"]:
+            raise ValueError("what it does not say")
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "head_dim", "max_tokens")}
         sizes |= {"tables": len(shape.tables)}
         if not all(type(value) is int and 0 < value <= _LIMITS[name] for name, value in sizes.items()):
@@ -344,16 +326,10 @@ def _shape(text: bytes, label: str, version: int) -> Shape:
         rotated, neighbours = shape.rotated, shape.neighbours
         if type(rotated) is not int or not 0 < rotated <= shape.head_dim or rotated % 2 or type(neighbours) is not bool:
             raise ValueError("rotated")
-        if for_order and (fields["rotated"] == 0 or shape.order.is_usual):
-            raise ValueError("rotated")  # such a file has another version
         block = shape.block_channels
         is_even_part = type(block) is int and 0 < block <= _MOST_CHANNELS and block % 2 == 0
         if not is_even_part or shape.heads * shape.head_dim % block:
             raise ValueError("block_channels")
-        if for_order and fields["block_channels"] == 0:
-            raise ValueError("block_channels")
-        if for_ranks and fields["block_channels"] in (0, block_channels(shape.heads, shape.head_dim)):
-            raise ValueError("block_channels")  # such a file has the other version
         if type(shape.step) is not float or not 0 < shape.step < 1000 or not isinstance(shape.model, str):
             raise ValueError("step")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -489,6 +465,5 @@ class Learning:
             np.rint(forward).astype(np.int16),
             backward.astype(np.int8),
             (scales[:, :, 0] * widths[:, None]).astype(np.float32),
-            np.sqrt(variances).astype(np.float32),
             widths,
         )
