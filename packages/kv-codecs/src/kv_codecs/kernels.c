@@ -12,7 +12,6 @@
  */
 #include "kernels.h"
 
-enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
 enum { MOST_SYMBOLS = 1 << 17 }; /* that are counted together */
 EXPORT int64_t kv_version(void) { return KV_VERSION; }
 EXPORT int64_t kv_source(void) { return KV_SOURCE; }

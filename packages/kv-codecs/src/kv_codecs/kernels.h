@@ -8,6 +8,8 @@
 #define KV_DAMAGED (-2) /* a payload that cannot be */
 #define KV_FULL (-3)    /* there is more than fits */
 
+enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 }; /* types of numbers */
+
 /* What a function in intrinsics is compiled for, and whether this processor has it. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
 #define KV_X86

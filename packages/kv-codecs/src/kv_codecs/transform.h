@@ -45,8 +45,6 @@ INLINE Unit unit_of(float farthest) {
     return (Unit){bits, farthest * unit <= LARGEST ? unit : 0.0f};
 }
 
-enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
-
 /* Of a chunk. exact: how many of its first tokens have no steps. */
 typedef struct {
     int64_t dtype, layers, tokens, heads, head_dim, block, exact, tables;
