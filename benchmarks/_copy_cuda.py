@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from kv_core.extent import HostExtent
 from kv_core.transfer import plan_transfer
+from kv_cuda.copy import driver
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
-from kv_cuda.copy.ops import driver
-from kv_cuda.copy.ops.rows import row_kernel
-from kv_cuda.copy.ops.xxh3 import ChunkSums
 from kv_cuda.copy.plan import copy_shape
+from kv_cuda.copy.rows import row_kernel
+from kv_cuda.copy.xxh3 import ChunkSums
 from kv_cuda.files.cufile import find_cufile
 from kv_cuda.tune.measure import MeasuredCopy, Sizes, measure_copy_paths, measure_files, measure_layout, pool_to_measure
 

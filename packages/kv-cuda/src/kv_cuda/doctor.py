@@ -11,8 +11,8 @@ import torch
 from kv_core.errors import ConfigError
 from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
+from kv_cuda.copy import driver
 from kv_cuda.copy.copy_paths import CopyPaths, FileCopyPaths
-from kv_cuda.copy.ops import driver
 from kv_cuda.copy.pinned import node_of
 from kv_cuda.files.cufile import NoCuFile, find_cufile, kvikio_version
 from kv_cuda.files.host_files import Files

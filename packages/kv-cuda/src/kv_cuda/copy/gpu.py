@@ -25,12 +25,12 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import Move, TransferPlan
 from numpy.typing import NDArray
 
+from kv_cuda.copy import driver
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
 from kv_cuda.copy.memory import AttachedPool, AttachesPools, buffers_for_copies, host_buffer
-from kv_cuda.copy.ops import driver
-from kv_cuda.copy.ops.rows import Listing, RowKernel, Span, row_kernel
 from kv_cuda.copy.plan import CopyTable, copy_shape, copy_table
+from kv_cuda.copy.rows import Listing, RowKernel, Span, row_kernel
 from kv_cuda.copy.streams import DoneEvent, GatheredLayers, make_queue
 from kv_cuda.kernels import OTHER, installed_kernels, place_of_packed
 from kv_cuda.layout import PagedLayout

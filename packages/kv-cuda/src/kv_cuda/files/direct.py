@@ -188,7 +188,7 @@ class DirectCopier:
             _log.info("files are staged through host memory: %s", cufile.why)
             return None
         try:
-            from kv_cuda.copy.ops.xxh3 import ChunkSums
+            from kv_cuda.copy.xxh3 import ChunkSums
 
             sums = ChunkSums(device, self._format.nbytes, _half_chunks(self._format)).of
             ring = _Ring("files, direct", cufile, self._copier, self._format, device=device, sums=sums)

@@ -17,9 +17,9 @@ from kv_core.outcome import Loaded
 from kv_core.transfer import TransferPlan, plan_transfer
 
 from kv_cuda.choose import make_copier
+from kv_cuda.copy import driver
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction, FileCopyPath, FileCopyPaths, fastest
 from kv_cuda.copy.gpu import GpuCopier
-from kv_cuda.copy.ops import driver
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.direct import DirectCopier
 from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, aligned_zeros
