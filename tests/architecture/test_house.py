@@ -44,7 +44,7 @@ MANY_ATTRIBUTES = words(
     """
     CacheServer Caches ChunkRecords Codes Contents CpuCopier Directory DiskChunks DiskDirectory Engine
     EngineCosts Estimator EventBus ExtentIndex HostPool HostTier Jobs KVLinker KVTiersConnector Lane Link
-    LocalCache Metrics Mirror MooncakeTier NodesCache PageStore Peer PeerHosts PeerServer PeersTier
+    LocalCache Mirror MooncakeTier NodesCache PageStore Peer PeerHosts PeerServer PeersTier
     PinnedMapping PopulatedPages Promotions RedisTier Upgrades RemoteCache Residency SchedulerHalf
     Segment Servers Session SharedFsTier Source Stores WorkerHalf _DrainJob _Ring _KernelPipeline
     """
