@@ -74,7 +74,9 @@ def test_a_library_that_cannot_be_used_leaves_floats_in_numpy(
         for source in SOURCES:
             text = source.read_text().replace("#define KV_VERSION ", "#define KV_VERSION 99")
             (tmp_path / source.name).write_text(text)
-        subprocess.run([COMPILER, *FLAGS, "-o", path, tmp_path / "kernels.c"], check=True, timeout=60)  # has the version
+        subprocess.run(
+            [COMPILER, *FLAGS, "-o", path, tmp_path / "kernels.c"], check=True, timeout=60
+        )  # has the version
     monkeypatch.setattr(kernels_module, "LIBRARY", path)
     installed_kernels.cache_clear()
     try:

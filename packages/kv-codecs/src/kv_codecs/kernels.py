@@ -20,7 +20,7 @@ from kv_core.log import limited_logger
 from kv_tiers.codec import CodecError
 from numpy.typing import NDArray
 
-from kv_codecs.calibration import MATRIX_BITS, Calibration, Shape
+from kv_codecs.calibration import Calibration, Shape
 from kv_codecs.rotation import Numbers
 from kv_codecs.row_codes import DAMAGED, RowCodes, unit_numbers
 
@@ -126,14 +126,8 @@ DTYPES: Final = ("", "bfloat16", "float16", "float32")
 """The dtypes, by their number in the kernels' description of a shape."""
 TILE: Final = 64
 """Tokens that are processed at a time, and share the precision that their numbers are rounded to."""
-FINEST, COARSEST = 4, -2
-"""Numbers are rounded to 1 / 2 ** 4 of a step, or coarser, to 2 ** 2 steps, where one is far from its mean."""
-LARGEST: Final = 7 << 10
-"""The largest number after this rounding. It keeps sums of products below 2 ** 31, even with 256 channels."""
-LARGEST_STEPS: Final = 32767
 _ROW_LANES, _FAR_BYTES = 16, 12
 """Tokens of a vector, and the size of a number that is not a byte, in the kernels in C."""
-assert MATRIX_BITS + COARSEST > 0
 
 
 @dataclass(frozen=True)
