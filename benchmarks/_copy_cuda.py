@@ -14,15 +14,14 @@ from pathlib import Path
 
 import torch
 from kv_core.transfer import HostExtent, plan_transfer
+from kv_cuda.copy import driver
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths
 from kv_cuda.copy.gpu import GpuCopier
-from kv_cuda.copy.ops import driver
-from kv_cuda.copy.ops.rows import row_kernel
-from kv_cuda.copy.ops.xxh3 import ChunkSums
 from kv_cuda.copy.plan import copy_shape
+from kv_cuda.copy.rows import row_kernel
+from kv_cuda.copy.xxh3 import ChunkSums
 from kv_cuda.files.cufile import find_cufile
-from kv_cuda.tune.measure import MeasuredCopy, Sizes, measure_copy_paths, measure_layout, pool_to_measure
-from kv_cuda.tune.measure_files import measure_files
+from kv_cuda.tune.measure import MeasuredCopy, Sizes, measure_copy_paths, measure_files, measure_layout, pool_to_measure
 
 from benchmarks._report import Row
 

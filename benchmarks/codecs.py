@@ -20,14 +20,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from kv_codecs.calibration import Learning
 from kv_codecs.floats import FloatsCodec
-from kv_codecs.kernels import CodecKernels
+from kv_codecs.kernels import CompiledKernels
 from kv_codecs.kvtc import KvtcCodec
-from kv_codecs.learning import Learning
 from kv_codecs.progressive import ProgressiveCodec
 from kv_codecs.zstd import make_zstd_codec
 from kv_core.format import ChunkFormat
-from kv_cuda.quantise.codes import Codes
+from kv_cuda.quantise import Codes
 from kv_testing.numpy_kernels import kernels_here
 from kv_tiers.codec import APPROXIMATE_SHARE, Codec, DecodesPrefixes
 from kv_tiers.tier import ANY_CHUNKS
@@ -116,7 +116,7 @@ def int8_rows(chunk: bytes) -> list[Row]:
     return rows
 
 
-def kvtc_rows(chunk: bytes, step: float, kernels: CodecKernels) -> list[Row]:
+def kvtc_rows(chunk: bytes, step: float, kernels: CompiledKernels) -> list[Row]:
     """Of drawn bfloat16."""
     shape = (2, LAYERS, TOKENS, HEADS, HEAD_DIM)
     numbers = (np.frombuffer(chunk, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)

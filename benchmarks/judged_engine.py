@@ -153,8 +153,7 @@ def main() -> int:
 
 def rows_of(model: str, most: int, tokens: int) -> list[Row]:
     from kv_codecs.judge.calibrate import calibrate, through_calibrated
-    from kv_codecs.judge.measure import Model, Windows, cut_windows, judge
-    from kv_codecs.judge.roundtrip import FirstParts, RoundTrip, Trip
+    from kv_codecs.judge.measure import FirstParts, Model, RoundTrip, Trip, Windows, cut_windows, judge
     from kv_testing.throttled import offer
 
     pages = (ROOT / "docs" / "settings.md", ROOT / "docs" / "observability.md")

@@ -32,7 +32,7 @@ from pathlib import Path
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_eviction.registry import make_policy
-from kv_observe import sim_plot
+from kv_observe.sim_cli import check_plot, draw_plot
 from kv_observe.trace_file import Trace, read_trace
 from kv_tiers import chunk_header
 from kv_tiers.testing.tier_contract import aligned_pages
@@ -228,7 +228,7 @@ def main() -> int:
     if options.tier is not None:
         return report(real_rows(options.tier, options.policy), options.json)
     if options.plot:
-        sim_plot.check(options.plot)
+        check_plot(options.plot)
     rows: list[Row] = []
     pictures = {}
     for path in sorted(TRACES.glob("*/*.jsonl.gz")):
@@ -247,7 +247,7 @@ def main() -> int:
                 rows.append(Row(label, outcome.saved, "", limit, gain, None, at_most=False))
         pictures[name] = (trace.chunks_unique, lines)
     if options.plot:
-        sim_plot.draw(options.plot, pictures, "prefill seconds saved, of all")
+        draw_plot(options.plot, pictures, "prefill seconds saved, of all")
     return report(rows, options.json)
 
 

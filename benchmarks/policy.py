@@ -21,8 +21,8 @@ from pathlib import Path
 
 from kv_core.keys import ChunkKey
 from kv_eviction import POLICY_NAMES
-from kv_observe import sim_plot
 from kv_observe.sim import Served, TierPlan, optimum, simulate
+from kv_observe.sim_cli import check_plot, draw_plot
 from kv_observe.trace_file import Trace, read_trace, trace_key
 
 from benchmarks._report import parser
@@ -45,7 +45,7 @@ def main() -> int:
     asked.add_argument("--generated", action="store_true", help="on a trace made here, instead of the public ones")
     options = asked.parse_args()
     if options.plot:
-        sim_plot.check(options.plot)
+        check_plot(options.plot)
     gains: list[float] = []
     pictures = {}
     for path in ("generated",) if options.generated else NAMES:
@@ -79,7 +79,7 @@ def main() -> int:
         print(f"{OURS} / the better of {', '.join(REFERENCES)}: mean {mean:.3f}, worst {min(gains):.3f}", end="  ")
         print("pass" if passes else "MISS")
     if options.plot:
-        sim_plot.draw(options.plot, pictures)
+        draw_plot(options.plot, pictures)
     return 0 if passes else 1
 
 

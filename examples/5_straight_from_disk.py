@@ -12,7 +12,7 @@ from kv_core.sequence import KeySequence
 from kv_core.service import Ended
 from kv_core.transfer import plan_transfer
 from kv_cuda import make_copier, split_parts
-from kv_cuda.files.reader import ThreadReader
+from kv_cuda.files.direct import ThreadReader
 from kv_tiers import HostConfig, LocalCache, build_local_cache
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

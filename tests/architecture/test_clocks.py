@@ -7,7 +7,7 @@ PACKAGES = Path(__file__).parents[2] / "packages"
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime", "time.gmtime"}
 MAY_BE_WRONG = {
     "bus.py": "shown to people",
-    "pushed_metrics.py": "sent to a collector",
+    "otel.py": "sent to a collector",
     "neighbours.py": "how old a note of another process is, for a warning",
     "file_digests.py": "whether a file changed just now: if in doubt it is read again",
     "adapters.py": "whether a file changed since: if in doubt nothing is cached",

@@ -10,9 +10,8 @@ import pytest
 import torch
 from engines import PROMPTS, started
 from kv_codecs.judge.calibrate import calibrate, through_calibrated
-from kv_codecs.judge.measure import Model, Windows, judge
+from kv_codecs.judge.measure import Model, RoundTrip, Windows, judge
 from kv_codecs.judge.rivals import rivals
-from kv_codecs.judge.roundtrip import RoundTrip
 from kv_core.errors import ConfigError
 from kv_core.tools.cli import main
 from kv_testing.spelling import some_text, with_words

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from kv_codecs.calibration import Calibration
-from kv_codecs.engine_rotations import EngineRotation, check_rotations
-from kv_codecs.learning import Learning
+from kv_codecs.calibrated import EngineRotation, check_rotations
+from kv_codecs.calibration import Calibration, Learning
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 

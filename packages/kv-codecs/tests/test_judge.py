@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kv_codecs.calibration import Learning
 from kv_codecs.judge import judge_cli
 from kv_codecs.judge.calibrate import _is_same_turned_back, _turned_back, through_calibrated
+from kv_codecs.judge.measure import CHUNK_TOKENS, FirstParts, Layers, RoundTrip
 from kv_codecs.judge.rivals import Coder, Rival, _cachegen, _int8_by_channel, _kivi, _mantissa, _uniform
-from kv_codecs.judge.roundtrip import CHUNK_TOKENS, FirstParts, Layers, RoundTrip
 from kv_codecs.kvtc import make_kvtc_codec
-from kv_codecs.learning import Learning
 from kv_core.errors import ConfigError, InputError
 from kv_core.format import QUANTISED, ChunkFormat, QuantisedKind
 from kv_core.tools.cli import main

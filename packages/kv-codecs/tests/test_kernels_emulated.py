@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kv_codecs.compiled_kernels import SOURCES, CompiledKernels
 from kv_codecs.floats import FloatsCodec
+from kv_codecs.kernels import SOURCES, CompiledKernels
 from kv_codecs.progressive import ProgressiveCodec
 from kv_testing.codec_fuzz import misfits, outcomes
 from kv_testing.emulated import EmulatedLibrary, needs_emulator

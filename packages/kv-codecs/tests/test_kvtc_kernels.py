@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_codecs.calibration import MATRIX_BITS, Shape, read_calibration
-from kv_codecs.compiled_kernels import CompiledKernels, installed_kernels
+from kv_codecs.kernels import TILE, CompiledKernels, installed_kernels, transform_of
 from kv_codecs.kvtc import KvtcCodec
 from kv_codecs.rotation import Turner, turns
 from kv_codecs.row_codes import (
@@ -23,11 +23,11 @@ from kv_codecs.row_codes import (
     row_codes,
     shares_of,
 )
-from kv_codecs.transform import FINEST, LARGEST, TILE, transform_of
 from kv_core.errors import MisuseError
 from kv_testing.kvtc_fuzz import drawn_calibration, kvtc_misfits, kvtc_outcomes
 from kv_testing.numpy_kernels import NumpyKernels, kernels_here
 from kv_testing.numpy_rows import decode_rows
+from kv_testing.numpy_transform import FINEST, LARGEST
 from kv_tiers.codec import CodecError
 
 NUMPY = NumpyKernels()

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_codecs.byte_coder import ByteCoder
 from kv_codecs.progressive import HEAD_BYTES, PARTS, ProgressiveCodec, make_progressive_codec
+from kv_codecs.zstd import ByteCoder
 from kv_core.errors import ConfigError
 from kv_testing.codec_fuzz import SPECIAL, drawn_words, parts_of, sealed_again
 from kv_testing.numpy_kernels import NumpyKernels, kernels_here

@@ -12,23 +12,15 @@ import torch
 from kv_core.errors import ConfigError
 from kv_core.tools.cli import main
 from kv_cuda import doctor
-from kv_cuda.choose import measured
 from kv_cuda.copy.copy_paths import (
     CopyPaths,
     FileCopyPaths,
-    copy_paths_file,
     fastest,
-    file_copy_paths_file,
-    read_copy_paths,
-    read_file_copy_paths,
-    write_copy_paths,
-    write_file_copy_paths,
 )
 from kv_cuda.files.cufile import NoCuFile
 from kv_cuda.files.host_files import HostFiles
 from kv_cuda.tune import bench_cli, measure
-from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
-from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
+from kv_cuda.tune.measure import Sizes, copy_paths_from, file_copy_paths_from, measure_copy_paths, measure_files
 
 
 def test_the_table_follows_from_what_was_measured(tmp_path: Path) -> None:
@@ -39,9 +31,9 @@ def test_the_table_follows_from_what_was_measured(tmp_path: Path) -> None:
     })  # fmt: skip
     assert table == ((0, "staged"), (1 << 20, "driver"))
     path = tmp_path / "deep" / "copy-paths.json"
-    write_copy_paths(path, CopyPaths(load=table, store=((0, "direct"),)))
+    CopyPaths(load=table, store=((0, "direct"),)).write(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    copy_paths = read_copy_paths(path)
+    copy_paths = CopyPaths.read(path)
     assert copy_paths == CopyPaths(load=table, store=((0, "direct"),))
     assert copy_paths.choose("load", 2 << 20, may_stage=True, can_drive=True) == "driver"
     assert copy_paths.choose("load", 2 << 20, may_stage=True, can_drive=False) == "staged"
@@ -67,13 +59,13 @@ def test_a_file_that_is_no_table_is_refused_with_what_to_do(tmp_path: Path, text
     path = tmp_path / "copy-paths.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="remove it, or measure again: kv bench copy"):
-        read_copy_paths(path)
+        CopyPaths.read(path)
 
 
 def test_without_a_file_the_built_in_table_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_copy_paths(tmp_path / "none.json") == CopyPaths()
+    assert CopyPaths.read(tmp_path / "none.json") == CopyPaths()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert copy_paths_file("NVIDIA H200/../x") == tmp_path / "kv-cuda" / "copy-paths-nvidia-h200----x.json"
+    assert CopyPaths.file("NVIDIA H200/../x") == tmp_path / "kv-cuda" / "copy-paths-nvidia-h200----x.json"
 
 
 def test_a_user_without_a_home_has_the_built_in_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +77,7 @@ def test_a_user_without_a_home_has_the_built_in_table(monkeypatch: pytest.Monkey
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
-    assert measured(torch.device("cuda", 0), copy_paths_file, read_copy_paths, CopyPaths()) == CopyPaths()
+    assert CopyPaths.of_device(torch.device("cuda", 0)) == CopyPaths()
     (finding,) = doctor.copy_paths("GPU 0, copy paths", "NVIDIA H200")
     assert finding.found.startswith("this user has no home directory for measurements: set XDG_CACHE_HOME")
 
@@ -141,7 +133,7 @@ def test_the_command_keeps_which_path_is_faster_for_a_directory(
     """As `kv bench copy --file` does on a GPU, with small chunks, and the host's files where cuFile would be."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = Sizes(layers=1, heads=1, chunk_tokens=4, block_tokens=(4,))
-    monkeypatch.setattr("kv_cuda.tune.measure_files.Sizes", lambda: small)
+    monkeypatch.setattr("kv_cuda.tune.measure.Sizes", lambda: small)
     monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device, directory: HostFiles())
     for number, json_lines in (("1", False), ("2", True)):
         disk = tmp_path / number
@@ -152,7 +144,7 @@ def test_the_command_keeps_which_path_is_faster_for_a_directory(
         assert len(said) == 2
         assert all(json.loads(line)["directory"] == str(disk) if json_lines else str(disk) in line for line in said)
     assert kept is not None
-    assert set(read_file_copy_paths(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
+    assert set(FileCopyPaths.read(kept).measured) == {str(tmp_path / "1"), str(tmp_path / "2")}
     monkeypatch.setattr("kv_cuda.files.cufile.find_cufile", lambda device, directory: NoCuFile("no driver", "get one"))
     assert bench_cli._file_copy_paths(torch.device("cpu"), "test", asked) is None
     assert "no direct path: no driver. get one" in capsys.readouterr().err
@@ -162,12 +154,12 @@ def test_the_command_keeps_which_path_is_faster_for_a_directory(
 
 def test_which_path_is_faster_is_kept_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = file_copy_paths_file("NVIDIA H200")
+    path = FileCopyPaths.file("NVIDIA H200")
     assert path == tmp_path / "kv-cuda" / "file-copy-paths-nvidia-h200.json"
-    assert read_file_copy_paths(path) == FileCopyPaths()
+    assert FileCopyPaths.read(path) == FileCopyPaths()
     copy_paths = FileCopyPaths({"/nvme": "direct"})
-    write_file_copy_paths(path, copy_paths)
-    assert read_file_copy_paths(path) == copy_paths
+    copy_paths.write(path)
+    assert FileCopyPaths.read(path) == copy_paths
 
 
 @pytest.mark.parametrize(
@@ -183,7 +175,7 @@ def test_a_file_that_says_no_paths_of_files_is_refused(tmp_path: Path, directori
     path = tmp_path / "file-copy-paths.json"
     path.write_text(f'{{"version": 1, "directories": {directories}}}')
     with pytest.raises(ConfigError, match="remove it, or measure again: kv bench copy"):
-        read_file_copy_paths(path)
+        FileCopyPaths.read(path)
 
 
 def test_the_command_says_what_is_missing_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def test_kernels_are_compiled_where_they_will_run(monkeypatch: pytest.MonkeyPatc
             where.append("the thread's")
 
     monkeypatch.setattr("kv_cuda.copy.gpu.make_queue", lambda device: Placed())
-    monkeypatch.setattr("kv_cuda.copy.ops.rows.RowKernel.compile", lambda self: where.append("compiled"))
+    monkeypatch.setattr("kv_cuda.copy.rows.RowKernel.compile", lambda self: where.append("compiled"))
     GpuCopier(CACHE.layout, filled(), FORMAT)
     assert where[where.index("compiled") - 1] == "ours"
 
@@ -453,7 +453,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kv_cuda.copy.ops.rows import RowKernel, move_rows
+from kv_cuda.copy.rows import RowKernel, move_rows
 
 made = {}
 for name, (run, row) in json.loads(sys.argv[1]).items():
@@ -501,7 +501,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from kv_cuda.copy.ops import rows
+from kv_cuda.copy import rows
 
 kinds = []
 

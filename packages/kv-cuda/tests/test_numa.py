@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_cuda.copy.numa import node_at, node_of, prefer
-from kv_cuda.copy.pinned import PinnedMapping
+from kv_cuda.copy.pinned import PinnedMapping, node_at, node_of, prefer
 
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _OF_ADDRESS, _PREFERRED = 2, 1

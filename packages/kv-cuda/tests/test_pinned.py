@@ -12,7 +12,7 @@ from kv_core.errors import ConfigError, InputError, MisuseError
 from kv_core.transfer import HostExtent
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.copy.pinned import CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
-from kv_cuda.quantise.copier import QuantisingCopier
+from kv_cuda.quantise import QuantisingCopier
 from kv_testing.layouts import TOKENS, small_caches
 from kv_testing.pool_memory import pool_memory
 from kv_testing.threads import threads_left

@@ -21,8 +21,7 @@ from kv_core.transfer import Copy, HostExtent, TransferPlan, plan_transfer
 from kv_cuda import CpuCopier, PagedLayout, make_copier, read_rows, write_rows
 from kv_cuda.copy.gpu import GpuCopier
 from kv_cuda.kernels import installed_kernels
-from kv_cuda.quantise.codes import LARGEST_SCALE, Codes
-from kv_cuda.quantise.copier import QuantisingCopier
+from kv_cuda.quantise import LARGEST_SCALE, Codes, QuantisingCopier
 from kv_testing.layouts import BLOCKS, TOKENS, SmallCache, small_caches
 from kv_testing.pool_memory import pool_memory
 
@@ -462,7 +461,7 @@ def test_without_memory_for_staging_only_this_copy_fails(monkeypatch: pytest.Mon
         copier.attach(name, pool)
     plan = chunks_plan(described, [0, 1, 2, 3, 4, 5])
     with monkeypatch.context() as patch:
-        patch.setattr("kv_cuda.quantise.copier.Codes", no_memory)
+        patch.setattr("kv_cuda.quantise.Codes", no_memory)
         for copy in (copier.load, copier.store):
             with pytest.raises(CopyFailed, match="no memory left for a copy's buffers: CUDA out of memory"):
                 copy(plan)

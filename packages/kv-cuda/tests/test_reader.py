@@ -13,7 +13,7 @@ from kv_core.outcome import Damaged, Loaded, ReadFailed
 from kv_core.transfer import FileExtent, HostExtent, plan_transfer
 from kv_cuda import make_copier
 from kv_cuda.files import host_files
-from kv_cuda.files.reader import ThreadRead, ThreadReader
+from kv_cuda.files.direct import ThreadRead, ThreadReader
 from kv_testing.layouts import TOKENS, small_caches
 from kv_testing.threads import threads_left
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from kv_core.errors import InputError
 from kv_core.format import Kind
 from kv_core.transfer import Copy, HostExtent, TransferPlan
-from kv_cuda.copy.plan import validate_and_split
-from kv_cuda.copy.table import copy_table
+from kv_cuda.copy.plan import copy_table, validate_and_split
 from kv_testing.layouts import BLOCKS, TOKENS, small_caches
 
 LAYOUT = small_caches()["K and V apart"].layout

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_core.errors import InputError
 from kv_core.hashing import checksum_of
-from kv_cuda.copy.ops.xxh3 import MIN_BYTES, ChunkSums
+from kv_cuda.copy.xxh3 import MIN_BYTES, ChunkSums
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kv_cuda.copy.ops.xxh3 import AHEAD, TILE_BLOCKS, fold_blocks, sum_blocks
+from kv_cuda.copy.xxh3 import AHEAD, TILE_BLOCKS, fold_blocks, sum_blocks
 
 kernels = {
     "sum_blocks": (sum_blocks, {"TILE": TILE_BLOCKS}, 4),

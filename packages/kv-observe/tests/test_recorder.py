@@ -15,8 +15,7 @@ from kv_core.testing import key_chain, keys_of
 from kv_core.tools.cli import main
 from kv_eviction import LruPolicy
 from kv_observe.build import build_bus
-from kv_observe.recorder import Recorder
-from kv_observe.trace_file import read_trace
+from kv_observe.trace_file import Recorder, read_trace
 from kv_server.config import read_config
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower

@@ -12,7 +12,7 @@ from kv_core.errors import ConfigError, InputError
 from kv_core.keys import ChunkKey
 from kv_core.tools.cli import main
 from kv_eviction import POLICY_NAMES
-from kv_observe import sim_plot
+from kv_observe import sim_cli
 from kv_observe.sim import TierPlan, optimum, simulate
 from kv_observe.trace_file import read_trace, trace_key
 
@@ -295,9 +295,9 @@ def test_a_plot_is_drawn(small: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_without_its_library_a_plot_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sim_cli.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'kv-observe\[plot\]'"):
-        sim_plot.check("hits.svg")
+        sim_cli.check_plot("hits.svg")
 
 
 def test_long_runs_say_how_far_they_are(

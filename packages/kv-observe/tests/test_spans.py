@@ -11,9 +11,9 @@ from kv_core.errors import ConfigError
 from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
 from kv_eviction import LruPolicy
-from kv_observe import spans
+from kv_observe import otel
 from kv_observe.build import build_bus
-from kv_observe.spans import Spans
+from kv_observe.otel import Spans
 from kv_testing.otlp import otlp_collector
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
@@ -123,7 +123,7 @@ def test_what_comes_up_is_inside_its_request_and_takes_the_time_that_it_took() -
 
 
 def test_holders_that_never_end_are_bounded(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "MAX_OPEN", 10)
+    monkeypatch.setattr(otel, "MAX_OPEN", 10)
     for number in range(25):
         traced.cache.lookup(key_chain(1), f"r{number}")
     assert len(traced.spans()) == 15
@@ -154,12 +154,12 @@ def test_spans_reach_a_collector_that_the_environment_names(monkeypatch: pytest.
 def test_the_environment_names_service_and_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
-    made = spans.make_spans(EventBus())
+    made = otel.make_spans(EventBus())
     assert made._provider.resource.attributes["service.name"] == "ours"
     made.close()
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nowhere")
     with pytest.raises(ConfigError, match="write otlp, console or none"):
-        spans.make_spans(EventBus())
+        otel.make_spans(EventBus())
 
 
 def test_without_the_package_the_error_says_what_to_install() -> None:

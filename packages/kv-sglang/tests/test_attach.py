@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from kv_codecs.calibration import Calibration
-from kv_codecs.learning import Learning
+from kv_codecs.calibration import Calibration, Learning
 from kv_connect.identity.identity import ServedModel
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat

@@ -206,7 +206,7 @@ def test_a_directory_is_made_for_us_alone_whatever_the_umask(tmp_path: Path) -> 
 def test_a_trace_is_written_into_no_pipe_and_no_link(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace", 0o600)
     script = (
-        "from kv_observe.recorder import _TraceFile; from pathlib import Path\n"
+        "from kv_observe.trace_file import _TraceFile; from pathlib import Path\n"
         f"try: _TraceFile(Path({str(tmp_path / 'trace')!r}), 1000)\n"
         "except OSError as error: print(error)"
     )

@@ -12,9 +12,8 @@ from typing import Final
 
 import numpy as np
 import xxhash
-from kv_codecs.compiled_kernels import CompiledKernels
 from kv_codecs.floats import FloatsCodec
-from kv_codecs.kernels import ALL_MISSING, SCALED_NUMBERS, Bytes, CodecKernels, Cut, Words, packed_room
+from kv_codecs.kernels import ALL_MISSING, SCALED_NUMBERS, Bytes, CompiledKernels, Cut, Words, packed_room
 from kv_codecs.progressive import HEAD, HEAD_BYTES, PARTS, VERSION, ProgressiveCodec
 from kv_core.errors import MisuseError
 from kv_tiers.chunk_header import seal
@@ -80,7 +79,7 @@ def spoilt(data: bytes, chance: np.random.Generator) -> bytes:
     return bytes(changed)
 
 
-def outcomes(kernels: CodecKernels, seed: int, rounds: int) -> str:
+def outcomes(kernels: CompiledKernels, seed: int, rounds: int) -> str:
     """A digest of everything that these kernels computed for this many chunks and their mutated payloads."""
     chance, digest = np.random.default_rng(seed), xxhash.xxh3_128()
     floats, progressive = FloatsCodec(kernels), ProgressiveCodec(kernels)

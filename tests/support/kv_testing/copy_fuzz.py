@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 from kv_core.errors import MisuseError
-from kv_cuda.copy.compiled import CopyWay
+from kv_cuda.copy.cpu import CopyWay
 from kv_cuda.kernels import OTHER, CopyKernels
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray

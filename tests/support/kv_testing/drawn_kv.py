@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from kv_codecs.calibration import Calibration
+from kv_codecs.calibration import Calibration, Learning
 from kv_codecs.kvtc import KvtcCodec
-from kv_codecs.learning import Learning
 from kv_codecs.rotation import turn, turns
 from numpy.typing import NDArray
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from kv_cuda.copy import gpu
-from kv_cuda.copy.ops.rows import Listing, RowKernel, Span
+from kv_cuda.copy.rows import Listing, RowKernel, Span
 
 
 @dataclass(slots=True)

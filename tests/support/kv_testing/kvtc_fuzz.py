@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import xxhash
 from kv_codecs.calibration import Calibration, Shape
-from kv_codecs.compiled_kernels import CompiledKernels
-from kv_codecs.kernels import CodecKernels
+from kv_codecs.kernels import TILE, CompiledKernels, transform_of
 from kv_codecs.kvtc import HEAD_BYTES, KvtcCodec
 from kv_codecs.row_codes import MOST_LOW_BITS, SYMBOLS, row_codes, unit_numbers
-from kv_codecs.transform import TILE, transform_of
 from kv_core.errors import MisuseError
 from kv_tiers.codec import CodecError
 from numpy.typing import NDArray
@@ -38,7 +36,6 @@ def drawn_calibration(chance: np.random.Generator, shape: Shape) -> Calibration:
         chance.integers(-largest, largest, (blocks, channels, channels), dtype=np.int16, endpoint=True),
         chance.integers(-128, 127, (blocks, channels, channels), dtype=np.int8, endpoint=True),
         chance.uniform(1e-4, 1e-2, (blocks, channels)).astype(np.float32),
-        chance.uniform(0.1, 9, (blocks, channels)).astype(np.float32),
         chance.uniform(0.05, 1, blocks).astype(np.float32),
     )
 
@@ -65,7 +62,7 @@ def drawn_chunk(chance: np.random.Generator, shape: Shape, tokens: int) -> bytes
     return words.tobytes()
 
 
-def kvtc_outcomes(kernels: CodecKernels, seed: int, rounds: int) -> str:
+def kvtc_outcomes(kernels: CompiledKernels, seed: int, rounds: int) -> str:
     """A digest of everything that these kernels computed for this many chunks and their mutated payloads."""
     chance, digest = np.random.default_rng(seed), xxhash.xxh3_128()
     for _ in range(rounds):
@@ -95,7 +92,7 @@ def _decode(codec: KvtcCodec, payload: bytes, nbytes: int, digest: "xxhash.xxh3_
         digest.update(str(error).encode())
 
 
-def _rows(kernels: CodecKernels, chance: np.random.Generator) -> bytes:
+def _rows(kernels: CompiledKernels, chance: np.random.Generator) -> bytes:
     """Of widths from nearly nothing to all of 16 bits, with some numbers far beyond."""
     tokens, channels = int(chance.integers(1, 400)), 2 * int(chance.integers(1, 20))
     widths = 10 ** chance.uniform(-1, 4, (channels * int(chance.integers(1, 3)), 1))

@@ -6,8 +6,6 @@ They use only integers and exact conversions, so the bytes are the same on every
 from typing import Final
 
 import numpy as np
-from kv_codecs.compiled_kernels import CompiledKernels, installed_kernels
-from kv_codecs.floats_numpy import NumpyFloats, pieces_of
 from kv_codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
@@ -19,15 +17,19 @@ from kv_codecs.kernels import (
     SECTION_NUMBERS,
     TOO_FEW,
     Bytes,
+    CompiledKernels,
     Cut,
     Known,
+    NumpyFloats,
+    Transform,
     Used,
     Words,
     check_exponents,
+    installed_kernels,
+    pieces_of,
 )
 from kv_codecs.rotation import Numbers
 from kv_codecs.row_codes import RowCodes
-from kv_codecs.transform import Transform
 from kv_core.errors import MisuseError
 from kv_tiers.codec import CodecError
 from numpy.typing import NDArray
@@ -40,8 +42,11 @@ _RUN: Final = 8
 _ONE: Final = np.uint64(1)
 
 
-class NumpyKernels(NumpyFloats):
-    """`Kernels` in numpy."""
+class NumpyKernels(NumpyFloats, CompiledKernels):
+    """`CompiledKernels` in numpy instead, without a library."""
+
+    def __init__(self) -> None:
+        """Nothing is loaded."""
 
     def cut(self, words: Words, offset: int, into: Cut) -> tuple[int, int, int]:
         exponents, signs, codes, long_codes, nibbles, missing = into
@@ -125,7 +130,7 @@ class NumpyKernels(NumpyFloats):
         project_back(transform, rows, turns, words)
 
 
-def kernels_here() -> list["CompiledKernels | NumpyKernels"]:
+def kernels_here() -> list[CompiledKernels]:
     """All implementations on this machine, the compiled one first."""
     compiled = installed_kernels()
     return [*([] if compiled is None else [compiled]), NumpyKernels()]

@@ -9,11 +9,15 @@ from typing import Any, Final
 
 import numpy as np
 from kv_codecs.calibration import MATRIX_BITS
-from kv_codecs.kernels import Rows, Words
+from kv_codecs.kernels import TILE, Rows, Transform, Words, wide
 from kv_codecs.rotation import Numbers, turn, turn_back
-from kv_codecs.transform import COARSEST, FINEST, LARGEST, LARGEST_STEPS, TILE, Transform, wide
 from numpy.typing import NDArray
 
+FINEST, COARSEST = 4, -2
+"""Numbers are rounded to 1 / 2 ** 4 of a step, or coarser, to 2 ** 2 steps, where one is far from its mean."""
+LARGEST: Final = 7 << 10
+"""The largest number after this rounding. It keeps sums of products below 2 ** 31, even with 256 channels."""
+LARGEST_STEPS: Final = 32767
 _LARGEST_FLOAT16: Final = 65504.0
 
 

@@ -7,7 +7,7 @@ from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
 def check(_options: DoctorOptions) -> Iterator[Finding]:
     """For the entry-point group `kv_core.doctor`."""
-    from kv_codecs.compiled_kernels import installed_kernels
+    from kv_codecs.kernels import installed_kernels
 
     yield Finding("ok", "kv-codecs", version_of("kv-codecs") or "not installed")
     what = "codecs floats, kvtc, progressive"

@@ -18,8 +18,8 @@ from kv_tiers.codec import Codec, CodecError
 from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
 
-from kv_codecs.byte_coder import FRAME_SYMBOLS, ByteCoder, NoOptions
-from kv_codecs.kernels import BFLOAT16, FLOAT16, FLOAT32, FloatKernels, float_kernels
+from kv_codecs.kernels import BFLOAT16, FLOAT16, FLOAT32, FloatKernels, NumpyFloats, installed_kernels
+from kv_codecs.zstd import FRAME_SYMBOLS, ByteCoder, NoOptions
 
 _HEAD: Final = struct.Struct("<B3x")
 _FRAME_BYTES: Final = struct.Struct("<I")
@@ -52,7 +52,7 @@ class FloatsCodec:
     def __init__(self, kernels: FloatKernels | None = None) -> None:
         """kernels: None for the fastest available; all produce the same bytes. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
-        self.kernels = kernels or float_kernels()
+        self.kernels = kernels or installed_kernels() or NumpyFloats()
 
     def encode(self, chunk: memoryview, out: memoryview) -> int | None:
         kind = self._likeliest(chunk)

@@ -12,7 +12,6 @@
  */
 #include "kernels.h"
 
-enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
 enum { MOST_SYMBOLS = 1 << 17 }; /* that are counted together */
 EXPORT int64_t kv_version(void) { return KV_VERSION; }
 EXPORT int64_t kv_source(void) { return KV_SOURCE; }
@@ -81,12 +80,7 @@ EXPORT VERSIONS int64_t kv_join(int64_t kind, const u8 *coded, size_t coded_byte
 
 /* ---- numbers with a mark, and counts ---- */
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
-#include <immintrin.h>
-/* AVX-512's byte instructions compress and expand 64 bytes by a mask: a loop over those that are marked would mispredict its
- * end for every 64. */
-#define VBMI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")))
-
+#ifdef KV_X86
 /* Of the next 64 marks, or of as many as are left, those that are this one. */
 VBMI static inline __mmask64 marked(u8 mark, const u8 *marks, size_t left) {
     __mmask64 here = first_of(left);
@@ -111,10 +105,6 @@ VBMI static int64_t select_vbmi(u8 mark, const u16 *words, const u8 *marks, size
     }
     return done == room ? 0 : KV_MISFIT;
 }
-
-static int has_vbmi(void) {
-    return HAS_AVX512("vbmi") && HAS_AVX512("vbmi2") && HAS_AVX512("bw") && HAS_AVX512("vl");
-}
 #endif
 
 /* Copies the words of this mark; there is room for exactly as many as there are. */
@@ -125,7 +115,7 @@ EXPORT int64_t kv_select(int64_t mark, const u8 *words, size_t words_bytes, cons
     size_t room = selected_bytes / 2, done = 0;
     if (words_bytes != 2 * marks_bytes || selected_bytes % 2)
         return KV_MISFIT;
-#ifdef VBMI
+#ifdef KV_X86
     if (has_vbmi())
         return select_vbmi((u8)mark, from, marks, marks_bytes, to, room);
 #endif

@@ -24,13 +24,11 @@ from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
 from numpy.typing import NDArray
 
-from kv_codecs.calibration import ID_BYTES, ITEMSIZES, PARTS, Calibration, read_calibration
-from kv_codecs.division import Division, division_in
-from kv_codecs.kernels import CodecKernels, Rows, Words, compiled_kernels
-from kv_codecs.learning import SINKS
+from kv_codecs.calibrated import Division, division_in
+from kv_codecs.calibration import ID_BYTES, ITEMSIZES, PARTS, SINKS, Calibration, read_calibration
+from kv_codecs.kernels import TILE, CompiledKernels, Rows, Words, compiled_kernels, transform_of, wide
 from kv_codecs.rotation import Numbers, Turner, turns
 from kv_codecs.row_codes import row_codes
-from kv_codecs.transform import TILE, transform_of, wide
 
 VERSION: Final = 3
 _HEAD: Final = struct.Struct(f"<BBxxIQ{ID_BYTES}s")
@@ -107,7 +105,7 @@ class KvtcCodec:
     name = "kvtc"
     is_lossless = False
 
-    def __init__(self, calibration: Calibration, kernels: CodecKernels | None = None) -> None:
+    def __init__(self, calibration: Calibration, kernels: CompiledKernels | None = None) -> None:
         """kernels: None for those that were compiled.
 
         Raises:

@@ -26,7 +26,6 @@ from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
 from numpy.typing import NDArray
 
-from kv_codecs.byte_coder import FRAME_SYMBOLS, ByteCoder, NoOptions
 from kv_codecs.kernels import (
     ALL_MISSING,
     ESCAPED,
@@ -35,13 +34,14 @@ from kv_codecs.kernels import (
     LONG_CODE,
     SCALED_NUMBERS,
     Bytes,
-    CodecKernels,
+    CompiledKernels,
     Cut,
     Known,
     Words,
     compiled_kernels,
     packed_room,
 )
+from kv_codecs.zstd import FRAME_SYMBOLS, ByteCoder, NoOptions
 
 PARTS: Final = 3
 
@@ -79,7 +79,7 @@ class ProgressiveCodec:
     name = "progressive"
     is_lossless = True
 
-    def __init__(self, kernels: CodecKernels | None = None) -> None:
+    def __init__(self, kernels: CompiledKernels | None = None) -> None:
         """kernels: None for those that were compiled. Raises `ConfigError`."""
         self._coder = ByteCoder(self.name)
         self.kernels = kernels or compiled_kernels(self.name)

@@ -20,27 +20,10 @@ _HALVED: Final = 6
 """How often an angle is halved: its series is then exact to float64."""
 
 
-def turns(frequencies: Frequencies, first: int, tokens: int) -> tuple[Numbers, Numbers]:
-    """Cosines and sines of this many positions from `first` on, each [tokens, 1, head_dim / 2].
+class Turner:
+    """Cosines and sines of the same frequencies from many positions on, as an array for the kernels.
 
     Computed by products alone, so they are the same on every machine; C libraries' functions differ in the last place.
-    """
-    doubled = _unit(frequencies)
-    start = np.ones_like(frequencies), np.zeros_like(frequencies)
-    cos, sin = (part[None] for part in start)
-    for bit in range(max(first, tokens).bit_length()):
-        if first >> bit & 1:
-            start = _product(start, doubled)
-        if len(cos) < tokens:  # as many again, 2 ** bit further
-            cos, sin = (np.concatenate(pair) for pair in zip((cos, sin), _product((cos, sin), doubled), strict=True))
-        doubled = _product(doubled, doubled)
-    cos, sin = _product((cos[:tokens], sin[:tokens]), start)
-    return cos.astype(np.float32)[:, None], sin.astype(np.float32)[:, None]
-
-
-class Turner:
-    """`turns` of the same frequencies from many positions on, as an array for the kernels.
-
     Keeps what does not depend on the first position. Safe to call from several threads at once.
     """
 
@@ -74,6 +57,14 @@ class Turner:
                 (np.ascontiguousarray(cos[:, :tokens]), np.ascontiguousarray(sin[:, :tokens])),
             )
         return cached[1]
+
+
+def turns(frequencies: Frequencies, first: int, tokens: int) -> tuple[Numbers, Numbers]:
+    """Cosines and sines of this many positions from `first` on, each [tokens, 1, head_dim / 2]."""
+    turned = np.empty((2, len(frequencies), tokens), np.float32)
+    Turner(frequencies).fill(first, turned)
+    cos, sin = np.ascontiguousarray(turned.transpose(0, 2, 1))[:, :, None]
+    return cos, sin
 
 
 def _product(left: _Points, right: _Points) -> _Points:

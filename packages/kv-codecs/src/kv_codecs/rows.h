@@ -92,34 +92,4 @@ Far *kv_decode_block(Decoder *decoder, const Layout *layout, const Codes *codes,
 /* Whether all of the stream was read, and every lane is in the state that encoding began with. */
 int kv_ends_well(const Decoder *decoder);
 
-/* Whether this processor has AVX2. */
-int kv_has_eights(void);
-/* The symbols of a vector, all of whose lanes have numbers, and where the next byte is. At least VECTOR + 8 bytes can be read.
- * slots: for each lower byte of a state, from bit 0 on the symbol, from bit 8 on how far in its share the byte is, and from bit 16
- * on the share. */
-const u8 *kv_decode_eights(uint16_t *restrict states, const uint32_t *restrict slots, const u8 *restrict at,
-                           u8 *restrict symbols);
-/* The reverse, from the last lane to the first. There is room for VECTOR + 8 bytes. */
-u8 *kv_encode_eights(uint16_t *restrict states, const Code *code, const u8 *restrict symbols, u8 *restrict at);
-
-/* The lower bits of a vector's numbers: of each bit, a plane with those of all lanes. */
-void kv_take_low_bits(const int16_t *numbers, unsigned low_bits, uint64_t *restrict planes);
-
-/* Whether this processor has AVX-512's instructions for bytes, which decode and encode 64 numbers at once. */
-int kv_has_vectors(void);
-/* Decodes some of the n vectors, all of whose lanes have numbers, and of which the first is its set's first. first: the place of
- * its first number in `bytes`. Returns how many: a multiple of SETS. */
-size_t kv_decode_vectors(Decoder *decoder, const Code *code, size_t n, size_t first, u8 *restrict bytes, Far **far);
-
-typedef struct {
-    uint16_t states[SETS][VECTOR]; /* in the order in which lanes read */
-    u8 *at, *end;                  /* where the next byte of the stream, the last one first, is written to */
-} Encoder;
-
-/* The numbers of four rows of so many tokens, a multiple of VECTOR, a token's side by side. Returns the sum of their distances from
- * 0. */
-uint64_t kv_take_vectors(const i16 *rows, size_t tokens, int16_t *restrict numbers);
-/* Encodes some of the n vectors before the end of `numbers`, the last one first, under the same conditions. Returns how many. */
-size_t kv_encode_vectors(Encoder *encoder, const Code *code, size_t n, const int16_t *numbers);
-
 #endif

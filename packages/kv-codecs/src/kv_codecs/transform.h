@@ -1,11 +1,12 @@
-/* What the sources of the codec `kvtc`'s transform share. */
+/* What both ways of the codec `kvtc`'s transform share: sizes, turns, and products of whole numbers. */
 #ifndef KV_TRANSFORM_H
 #define KV_TRANSFORM_H
 
-#include "products.h"
 #include "rows.h"
 
 enum {
+    TILE = 64,            /* tokens that are worked on at a time */
+    MOST_CHANNELS = 256,  /* of a block */
     KEYS_AND_VALUES = 2,
     MATRIX_BITS = 14,     /* of the forward matrix, below one */
     FINEST = 4,           /* numbers are rounded to 1 / 2**4 of a step, */
@@ -43,8 +44,6 @@ INLINE Unit unit_of(float farthest) {
         unit *= 0.5f;
     return (Unit){bits, farthest * unit <= LARGEST ? unit : 0.0f};
 }
-
-enum { BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
 
 /* Of a chunk. exact: how many of its first tokens have no steps. */
 typedef struct {
@@ -93,8 +92,9 @@ INLINE const f32 *cosines_of(const Shape *shape, const Sizes *sizes, const u8 *t
     return (const f32 *)turns + table * (size_t)shape->head_dim * turns_stride(sizes) + first;
 }
 
-/* Whole tiles of bfloat16 with AVX-512, which take a fraction of the time: what transform.c computes, with as few passes as
- * there can be. Channels from `first` on, of a plane of `n`; half: of a head's channels. cosines: of the channels' first
+#define ALIGNED __attribute__((aligned(64))) /* no load is of two lines of the cache */
+
+/* Channels from `first` on, of a plane of `n`, which are worked on at a time; half: of a head's channels. cosines: of the channels' first
  * frequency, and NULL: they are not turned; the next one's are `stride` behind. */
 typedef struct {
     size_t n, half, block, first, channels;
@@ -102,32 +102,44 @@ typedef struct {
     size_t stride;
 } Part;
 
-/* Whether these work here, for such channels. */
-int kv_has_tiles(size_t head_dim, size_t block, size_t n);
+/* What will be read next, and is brought into the cache while a product is computed: places that are `stride` bytes apart; of
+ * each so many bytes. */
+typedef struct {
+    const u8 *from;
+    size_t stride, count, bytes;
+} Ahead;
 
-/* words: the tile's, of the plane's first channel. numbers: [channels][TILE], in steps from their means. farthest: of each
- * block. */
-void kv_tile_to_steps(const Part *part, const u16 *words, const f32 *means, const f32 *steps, f32 *restrict numbers,
-                      f32 *restrict farthest);
+INLINE void read_ahead(const Ahead *ahead, size_t done, size_t of) {
+    size_t first = ahead->count * done / of, end = ahead->count * (done + 1) / of;
+    for (size_t i = first; i < end; i++) {
+        const u8 *at = ahead->from + i * ahead->stride;
+        for (size_t byte = 0; byte < ahead->bytes; byte += 64)
+            __builtin_prefetch(at + byte, 0, 2);
+    }
+}
 
-/* [block][TILE] to [block / 2][TILE][2], whole. */
-void kv_tile_to_pairs(const f32 *restrict numbers, size_t block, float unit, int16_t *restrict pairs);
+/* sums[row][t] = Σ matrix[row][i] × numbers[i][t], whose order does not matter. matrix: [block][block], numbers: [block / 2][TILE][2],
+ * sums: [block][TILE]. block: even. */
+void kv_multiply(const i16 *matrix, size_t block, const int16_t *numbers, int32_t *restrict sums);
 
-/* The product with a matrix, in whole steps: each row `stride` behind the one before. 0: one of them is beyond
- * LARGEST_STEPS. */
-int kv_tile_to_rows(const i16 *matrix, size_t block, const int16_t *pairs, int bits, i16 *restrict rows, size_t stride,
-                    const Ahead *ahead);
+#ifdef KV_X86
+enum {
+    LINE = 32,      /* words of a line of the cache */
+    LANES = 16,     /* numbers of a register */
+    REGISTERS = TILE / LANES,
+    STEP_ROWS = 5,  /* whose sums are in registers at a time, beside constants; the last of a block may be computed twice */
+    SUM_ROWS = 6    /* where there are no constants */
+};
 
-/* Tokens of a block, of whole heads, from its decoded steps. vectors: of four rows. matrix: as for kv_multiply_bytes. far_tiles:
- * of each tile, NO_FAR if all of its steps are bytes; else it is left alone. turns: of each token the cosines of all
- * frequencies, then the sines; NULL: they are not turned. words: of the plane's first token and the block's first channel.
- * ahead: what is read next. */
-void kv_block_to_words(const Part *part, const u8 *bytes, size_t vectors, const i8 *matrix, const f32 *scales, const f32 *means,
-                       const f32 *turns, const uint32_t *far_tiles, u16 *words, size_t tokens, const Ahead *ahead);
+INLINE size_t sum_rows_from(size_t row, size_t block) { return row + SUM_ROWS <= block ? row : block - SUM_ROWS; }
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(KV_PORTABLE)
-/* Of whole 32 rows and eight columns, which are lines of the cache when they are stored. */
-void kv_transpose_lines(const u16 *from, size_t from_stride, size_t rows, size_t columns, u16 *restrict to, size_t to_stride);
+/* Whether whole tiles of bfloat16, of such channels, are worked on with AVX-512: in as few passes as there can be, where sums become steps
+ * in registers and what is read next is fetched while a product is computed. It takes two thirds of the time of a compiler's loops. */
+INLINE int has_tiles(const Shape *shape, const Sizes *sizes) {
+    size_t head = (size_t)shape->head_dim, block = (size_t)shape->block;
+    return shape->dtype == BFLOAT16 && head % (2 * LINE) == 0 && block >= STEP_ROWS && block % 4 == 0 &&
+           (block % head == 0 || sizes->channels / block <= MOST_BLOCKS) && has_vnni();
+}
 #endif
 
 #endif

@@ -1,4 +1,6 @@
-"""The codec `zstd`: general-purpose and lossless. Needs the package `zstandard` (the extra `kv-codecs[zstd]`).
+"""The library zstandard: the codec `zstd`, general-purpose and lossless, with what the other codecs take of it.
+
+It is an optional package (the extra `kv-codecs[zstd]`).
 
 Keys and values have little redundancy that a general codec finds: expect a tenth to a quarter less (measure it on
 yours), at a tenth of a disk's speed. It suits tiers that are slow or small.
@@ -9,10 +11,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from kv_core.errors import ConfigError
 from kv_tiers.codec import Codec, CodecError
 from kv_tiers.options import read_options
 from kv_tiers.tier import TierContext
+
+from kv_codecs.kernels import SECTION_NUMBERS, Bytes
 
 _MAX_WINDOW_BYTES: Final = 8 << 20
 """Memory that decoding one frame may take besides the chunk, whatever the frame claims. Our levels stay below."""
@@ -97,3 +102,63 @@ def zstandard_for(codec: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"codec {codec} needs the package zstandard; pip install 'kv-codecs[zstd]'") from error
     return zstandard
+
+
+FRAME_SYMBOLS: Final = SECTION_NUMBERS
+"""The most symbols in a frame."""
+
+
+class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """There are no options."""
+
+
+class ByteCoder:
+    """The entropy coder of the numeric codecs: bytes as frames of zstandard, for its Huffman coder. Safe to call from
+    several threads at once.
+
+    Its search for repetitions is practically off: planes of numbers have none, and searching would take four times as
+    long as coding.
+    """
+
+    def __init__(self, codec: str) -> None:
+        """codec: the codec that needs the coder, for the error.
+
+        Raises:
+            ConfigError: the package zstandard is not installed.
+        """
+        self._zstandard = zstandard_for(codec)
+        # A small table that seldom matches lets zstandard move quickly over data that does not repeat.
+        parameters = self._zstandard.ZstdCompressionParameters(
+            strategy=self._zstandard.STRATEGY_FAST,
+            window_log=17,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            write_content_size=1,
+            write_checksum=0,
+        )
+        self._contexts = Contexts(self._zstandard, parameters, FRAME_SYMBOLS)
+
+    def encode(self, symbols: Bytes) -> bytes:
+        """The frame of at most `FRAME_SYMBOLS` symbols."""
+        frame: bytes = self._contexts.compressor.compress(symbols)
+        return frame
+
+    def decode(self, frame: memoryview | Bytes, symbols: int) -> Bytes:
+        """Decode exactly this many symbols. The frame's claims are verified first, because decoding allocates the
+        memory that it names.
+
+        Raises:
+            CodecError: the bytes are not a frame of that many symbols.
+        """
+        try:
+            header = self._zstandard.get_frame_parameters(frame)
+            if header.content_size != symbols or header.window_size > FRAME_SYMBOLS:
+                raise CodecError(f"a frame of {header.content_size} bytes instead of {symbols}")
+            decoded = self._contexts.decompressor.decompress(frame, max_output_size=symbols, allow_extra_data=False)
+        except self._zstandard.ZstdError as error:
+            raise CodecError(f"not a zstd frame: {error}") from error
+        if len(decoded) != symbols:
+            raise CodecError(f"a frame of {len(decoded)} bytes instead of {symbols}")
+        return np.frombuffer(decoded, np.uint8)

@@ -6,6 +6,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kv_cuda.canary import pages_of, probe_rows, read_rows, write_rows
     from kv_cuda.choose import Copier, make_copier
     from kv_cuda.copy.cpu import CpuCopier
     from kv_cuda.layout import (
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
         tiled_keys_and_values,
         transposed_keys,
     )
-    from kv_cuda.reference import pages_of, probe_rows, read_rows, write_rows
 else:
     from kv_core.lazy import exports  # importing torch takes seconds, and `kv` loads commands from this package
 
@@ -38,7 +38,7 @@ else:
                 "tiled_keys_and_values",
                 "transposed_keys",
             ),
-            "kv_cuda.reference": (
+            "kv_cuda.canary": (
                 "pages_of",
                 "probe_rows",
                 "read_rows",

@@ -6,9 +6,12 @@ every known layout is tried on them in both directions: rows read through it mus
 through it must produce the engine's bytes. Exactly one layout must fit. If none does, whole blocks may still be stored
 as opaque bytes, provided that an update touches no byte outside its own blocks and that equal rows make equal blocks
 wherever they are. The previous content of the blocks is restored.
+
+Here are also the reference gather and scatter of single tokens' rows (`read_rows`, `write_rows`), slow and simple.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +20,7 @@ from kv_core.errors import InputError
 from kv_core.format import ChunkFormat, FormatSetting
 from kv_core.log import limited_logger
 
-from kv_cuda.layout import PagedLayout
-from kv_cuda.reference import kept_pages, pages_of, probe_rows, read_rows, write_rows
+from kv_cuda.layout import PagedLayout, PartLayout, view_shape
 
 _log = limited_logger(__name__)
 
@@ -207,3 +209,100 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def _part_view(layout: PagedLayout, part: PartLayout, tensor: torch.Tensor) -> torch.Tensor:
+    """[blocks, token // tile, token % tile, heads, dim // tile, dim % tile] over one layer, in the layout's dtype.
+
+    Raises:
+        InputError: the layout is not one of this tensor.
+    """
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    first, remainder = divmod(int(tensor.storage_offset()) * tensor.element_size(), dtype.itemsize)
+    if remainder:
+        raise InputError(f"a tensor of layout {layout.name} starts inside an element of {layout.dtype}")
+    base = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+    size, stride = view_shape(part, layout.block_tokens, layout.heads, layout.head_dim)
+    try:
+        return base.as_strided((layout.blocks, *size), (part.block, *stride), first + part.offset)
+    except RuntimeError:
+        raise InputError(f"layout {layout.name} reaches beyond the tensor's storage") from None
+
+
+def pages_of(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
+    """[blocks, page bytes] uint8: each block of one layer as bytes. The first axis of `tensor` is blocks.
+
+    Raises:
+        InputError: the first axis is not `blocks` long, or a block is not one run of bytes.
+    """
+    if tensor.shape[0] != blocks:
+        raise InputError(f"the tensor has {tensor.shape[0]} blocks, not {blocks}")
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
+        if size > 1 and stride != expected:
+            raise InputError(f"a block of shape {tuple(tensor.shape[1:])} is not one run of bytes")
+        expected *= size
+    page = tensor[0].numel() * tensor.element_size()
+    base = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return base.as_strided(
+        (blocks, page), (tensor.stride(0) * tensor.element_size(), 1), tensor.storage_offset() * tensor.element_size()
+    )
+
+
+@contextmanager
+def kept_pages(tensors: Sequence[torch.Tensor], blocks: Iterable[int], count: int) -> Iterator[None]:
+    """Restore the content of these blocks in each layer, even where layers share bytes. count: blocks per layer."""
+    saved = [(pages_of(tensor, count), block) for tensor in tensors for block in blocks]
+    contents = [pages[block].clone() for pages, block in saved]
+    try:
+        yield
+    finally:
+        for (pages, block), page in zip(saved, contents, strict=True):
+            pages[block] = page
+
+
+def probe_rows(
+    parts: Iterable[str], shape: tuple[int, int, int], *, seed: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Known rows for every part, [tokens, heads, head_dim]: random enough that any mix-up of places shows."""
+    generator = torch.Generator().manual_seed(seed)
+    return {part: torch.randn(shape, generator=generator).to(dtype).to(device) for part in parts}
+
+
+def read_rows(
+    layout: PagedLayout, tensors: Sequence[torch.Tensor], layer: int, slots: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Rows at `slots` of one layer, [slots, heads, head_dim] for each part.
+
+    Raises:
+        InputError: a slot does not exist.
+    """
+    blocks, offsets = _split(layout, slots)
+    rows = {}
+    for number, part in enumerate(layout.parts):
+        view = _part_view(layout, part, layout.of_part(tensors, number)[layer])
+        tile = view.shape[2]
+        rows[part.name] = view[blocks, offsets // tile, offsets % tile].flatten(2)
+    return rows
+
+
+def write_rows(
+    layout: PagedLayout,
+    tensors: Sequence[torch.Tensor],
+    layer: int,
+    slots: torch.Tensor,
+    rows: Mapping[str, torch.Tensor],
+) -> None:
+    """The inverse of `read_rows`."""
+    blocks, offsets = _split(layout, slots)
+    for number, part in enumerate(layout.parts):
+        view = _part_view(layout, part, layout.of_part(tensors, number)[layer])
+        tile, dims = view.shape[2], view.shape[4:]
+        view[blocks, offsets // tile, offsets % tile] = rows[part.name].unflatten(-1, dims)  # type: ignore[no-untyped-call]
+
+
+def _split(layout: PagedLayout, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Torch would count a negative block from the end.
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < layout.blocks * layout.block_tokens:
+        raise InputError(f"slots {int(slots.min())} to {int(slots.max())} of {layout.blocks * layout.block_tokens}")
+    return slots // layout.block_tokens, slots % layout.block_tokens

@@ -1,27 +1,23 @@
 """Chooses the copier for an engine's tensors."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from kv_core import device as connect_device
-from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_core.log import limited_logger
 
-from kv_cuda.copy.copy_paths import CopyPaths, copy_paths_file, read_copy_paths
+from kv_cuda.copy.copy_paths import CopyPaths
 from kv_cuda.copy.cpu import CpuCopier
 from kv_cuda.layout import PagedLayout
-from kv_cuda.quantise.copier import QuantisingCopier
+from kv_cuda.quantise import QuantisingCopier
 
 if TYPE_CHECKING:
     from kv_cuda.copy.gpu import GpuCopier
 
 _log = limited_logger(__name__)
-
-_Table = TypeVar("_Table")
 
 
 class Copier(connect_device.DeviceCopier, Protocol):
@@ -81,21 +77,8 @@ def _exact_copier(
                 layout,
                 tensors,
                 chunk_format,
-                copy_paths=measured(device, copy_paths_file, read_copy_paths, CopyPaths()),
+                copy_paths=CopyPaths.of_device(device),
                 largest_chunk_bytes=largest_chunk_bytes,
             )
         _log.warning("triton is not installed: chunks are copied by torch, which is correct but slow")
     return CpuCopier(layout, tensors, chunk_format, stores_behind=stores_behind)
-
-
-def measured(
-    device: torch.device, file_of: Callable[[str], Path], read: Callable[[Path], _Table], built_in: _Table
-) -> _Table:
-    """The table that `kv bench copy` measured on this kind of device, if readable; else the built-in one."""
-    if device.type != "cuda":
-        return built_in
-    try:
-        return read(file_of(torch.cuda.get_device_name(device)))
-    except ConfigError as error:
-        _log.warning("%s; the built-in table is used", error)
-        return built_in

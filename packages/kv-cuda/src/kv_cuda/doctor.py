@@ -11,10 +11,9 @@ import torch
 from kv_core.errors import ConfigError
 from kv_core.tools.doctor import DoctorOptions, Finding, version_of
 
-from kv_cuda.choose import measured
-from kv_cuda.copy.copy_paths import FileCopyPaths, copy_paths_file, file_copy_paths_file, read_file_copy_paths
-from kv_cuda.copy.numa import node_of
-from kv_cuda.copy.ops import driver
+from kv_cuda.copy import driver
+from kv_cuda.copy.copy_paths import CopyPaths, FileCopyPaths
+from kv_cuda.copy.pinned import node_of
 from kv_cuda.files.cufile import NoCuFile, find_cufile, kvikio_version
 from kv_cuda.files.host_files import Files
 
@@ -36,7 +35,7 @@ def check(options: DoctorOptions) -> Iterator[Finding]:
     first = torch.device("cuda", 0)
     yield gpudirect_storage(
         find_cufile(first, Path(options.path)),
-        measured(first, file_copy_paths_file, read_file_copy_paths, FileCopyPaths()),
+        FileCopyPaths.of_device(first),
     )
 
 
@@ -73,7 +72,7 @@ def _device(number: int, options: DoctorOptions) -> Iterator[Finding]:
 def copy_paths(what: str, device_name: str) -> Iterator[Finding]:
     """Whether the paths of this kind of device were measured; nothing to say if they were."""
     try:
-        if not copy_paths_file(device_name).exists():
+        if not CopyPaths.file(device_name).exists():
             yield Finding("note", what, "not measured: the built-in table is used", "run kv bench copy once")
     except ConfigError as error:
         yield Finding("note", what, f"{error}; the built-in table is used", "then run kv bench copy once")

@@ -225,6 +225,15 @@ class PagedLayout:
                 raise InputError(f"layout {self.name}: the blocks of part {part.name} overlap")
 
 
+def view_shape(part: PartLayout, block_tokens: int, heads: int, head_dim: int) -> tuple[list[int], list[int]]:
+    """Size and stride, in elements, of [token // tile, token % tile, heads, dim // tile, dim % tile] in one block:
+    an axis that is not tiled is one tile."""
+    tokens = part.token_tile or Tile(block_tokens, 0)
+    dims = part.dim_tile or Tile(head_dim, 0)
+    size = [block_tokens // tokens.size, tokens.size, heads, head_dim // dims.size, dims.size]
+    return size, [tokens.stride, part.token, part.head, dims.stride, part.dim]
+
+
 def _along(index: npt.NDArray[np.int64], stride: int, tile: Tile | None) -> npt.NDArray[np.int64]:
     return index * stride if tile is None else index // tile.size * tile.stride + index % tile.size * stride
 

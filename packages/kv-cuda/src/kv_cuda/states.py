@@ -18,10 +18,9 @@ from kv_core.errors import KVError
 from kv_core.format import ChunkFormat
 from kv_core.transfer import Copy, HostExtent, TransferPlan
 
-from kv_cuda.canary import Proof, Refusal
+from kv_cuda.canary import Proof, Refusal, kept_pages, pages_of
 from kv_cuda.choose import make_copier
 from kv_cuda.layout import PagedLayout, PartLayout
-from kv_cuda.reference import kept_pages, pages_of
 
 _POOL = "canary"
 

@@ -16,7 +16,7 @@ from kv_tiers.events.bus import EventBus, Subscriber
 
 from kv_observe.history import History
 from kv_observe.log import LogLines, log_json, log_text
-from kv_observe.recorder import Recorder, check_record
+from kv_observe.trace_file import Recorder, check_record
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -48,11 +48,9 @@ def build_bus(
     if config.record:
         subscribers.append(Recorder(bus, config.record, config.record_bytes))
     if config.otel:
-        from kv_observe.spans import make_spans
+        from kv_observe.otel import make_pushed_metrics, make_spans
 
         subscribers.append(make_spans(bus))
-        from kv_observe.pushed_metrics import make_pushed_metrics
-
         make_pushed_metrics(bus, caches, others)  # which subscribe themselves
     history = History(config.history_keys, bus.now_s()) if config.history_keys else None
     if history is not None:
@@ -73,12 +71,10 @@ def check_observe(config: ObserveConfig) -> None:
     if config.record:
         check_record(config.record, config.record_bytes)
     if config.otel:
-        from kv_observe.spans import span_exporters
+        from kv_observe.otel import export_interval_s, metric_exporter, span_exporters
 
         for span_exporter in span_exporters():
             span_exporter.shutdown()
-        from kv_observe.pushed_metrics import export_interval_s, metric_exporter
-
         export_interval_s()
         if (exporter := metric_exporter()) is not None:
             exporter.shutdown()

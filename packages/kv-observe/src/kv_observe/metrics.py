@@ -58,6 +58,18 @@ MAX_TENANTS: Final = 64
 
 Labels = tuple[str, ...]
 
+_COUNTED: Final = {
+    "lookups": ("Lookups with a final answer, by why they ended", "ended"),
+    "chunks_asked": ("Chunks that these lookups requested, without those that the engine had",),
+    "chunks_hit": ("Those of these chunks that were held, by tier", "tier"),
+    "hit_bytes": ("Bytes of the chunks that were held", "tier"),
+    "evictions": ("Chunks that left a tier to make room", "tier", "cause"),
+    "damaged": ("Chunks whose bytes were wrong", "tier"),
+    "transfer_bytes": ("Bytes to a tier (store) and from it (load)", "tier", "direction"),
+    "chunks_declined": ("Held chunks that were computed because that was estimated to be faster", "tier"),
+}
+"""What is counted of events: what that is, and its labels besides the cache."""
+
 
 class _Histogram:
     def __init__(self, bounds: Sequence[float] = BUCKETS_S) -> None:
@@ -89,15 +101,8 @@ class Metrics(Subscriber):
         self._caches = caches
         self._others = others
         self._lock = threading.Lock()  # guards what follows
-        self._lookups: Counter[Labels] = Counter()
-        self._chunks_asked: Counter[Labels] = Counter()
-        self._chunks_hit: Counter[Labels] = Counter()
-        self._bytes_hit: Counter[Labels] = Counter()
-        self._evictions: Counter[Labels] = Counter()
-        self._damaged: Counter[Labels] = Counter()
-        self._transfer_bytes: Counter[Labels] = Counter()
+        self._counts: dict[str, Counter[Labels]] = {name: Counter() for name in _COUNTED}
         self._transfer_seconds: dict[Labels, _Histogram] = {}
-        self._declined: Counter[Labels] = Counter()
         self._ratios: dict[Labels, _Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -108,27 +113,27 @@ class Metrics(Subscriber):
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def take(self, occurred: Occurred) -> None:
-        cache, sizes = occurred.source.name, occurred.source.sizes
+        cache, sizes, counts = occurred.source.name, occurred.source.sizes, self._counts
         with self._lock:
             match occurred.event:
                 case LookedUp(ended="PENDING"):
                     pass  # the same holder will look up again
                 case LookedUp() as lookup:
-                    self._lookups[cache, lookup.ended.lower()] += 1
-                    self._chunks_asked[cache,] += lookup.chunks_asked
+                    counts["lookups"][cache, lookup.ended.lower()] += 1
+                    counts["chunks_asked"][cache,] += lookup.chunks_asked
                     if lookup.choice is not None:
                         declined = lookup.chunks_hit - max(lookup.choice.chunks, lookup.own_chunks)
-                        self._declined[cache, TIER] += max(0, declined)
+                        counts["chunks_declined"][cache, TIER] += max(0, declined)
                         if (skipped := lookup.choice.skipped) is not None:
-                            self._declined[cache, skipped.tier] += skipped.chunks
+                            counts["chunks_declined"][cache, skipped.tier] += skipped.chunks
                     for tier, chunks in Counter(lookup.tiers_hit).items():
-                        self._chunks_hit[cache, tier] += chunks
+                        counts["chunks_hit"][cache, tier] += chunks
                     for group, needed in enumerate(lookup.shape.needed(lookup.chunks_hit)):
                         nbytes = lookup.shape.shards * sizes.of_group(group)
                         for tier, chunks in Counter(
                             lookup.tiers[max(lookup.own_chunks, needed.start) : needed.stop]
                         ).items():
-                            self._bytes_hit[cache, tier] += chunks * nbytes
+                            counts["hit_bytes"][cache, tier] += chunks * nbytes
                 case LoadEnded(how="released") as load:
                     self._add_transfer((cache, TIER, "load"), load.nbytes, load.seconds)
                 case Committed() as stored:
@@ -145,12 +150,12 @@ class Metrics(Subscriber):
                 case Spilled() as spilled:
                     self._add_transfer((cache, spilled.tier, "store"), spilled.nbytes, spilled.seconds)
                 case Evicted() as evicted:
-                    self._evictions[cache, evicted.tier, evicted.cause] += len(evicted.keys)
+                    counts["evictions"][cache, evicted.tier, evicted.cause] += len(evicted.keys)
                 case DamageFound() as damaged:
-                    self._damaged[cache, damaged.tier] += len(damaged.keys)
+                    counts["damaged"][cache, damaged.tier] += len(damaged.keys)
 
     def _add_transfer(self, labels: Labels, nbytes: int, seconds: float) -> None:
-        self._transfer_bytes[labels] += nbytes
+        self._counts["transfer_bytes"][labels] += nbytes
         self._transfer_seconds.setdefault(labels, _Histogram()).add(seconds)
 
     def _add_estimate(self, labels: Labels, estimated_s: float | None, took_s: float) -> None:
@@ -184,17 +189,9 @@ class Metrics(Subscriber):
     def _from_events(self) -> Iterator[Metric]:
         with self._lock:
             families = [
-                counter("lookups", "Lookups with a final answer, by why they ended", self._lookups, "ended"),
-                counter("chunks_asked", "Chunks that these lookups requested, without those that the engine had",
-                         self._chunks_asked),
-                counter("chunks_hit", "Those of these chunks that were held, by tier", self._chunks_hit, "tier"),
-                counter("hit_bytes", "Bytes of the chunks that were held", self._bytes_hit, "tier"),
-                counter("evictions", "Chunks that left a tier to make room", self._evictions, "tier", "cause"),
-                counter("damaged", "Chunks whose bytes were wrong", self._damaged, "tier"),
-                counter("transfer_bytes", "Bytes to a tier (store) and from it (load)", self._transfer_bytes, "tier",
-                         "direction"),
-                counter("chunks_declined", "Held chunks that were computed because that was estimated to be faster",
-                         self._declined, "tier"),
+                counter(name, about, self._counts[name], *labels) for name, (about, *labels) in _COUNTED.items()
+            ]
+            families += [
                 _histogram("transfer_seconds", "From requesting chunks from a tier to their arrival, or from handing "
                            "chunks to a tier to their being stored", self._transfer_seconds, "tier", "direction"),
                 _histogram("estimate_ratio", "Measured divided by estimated time of loads from a tier, loads into the "

@@ -75,6 +75,13 @@ class Served:
     asked_s: float = 0.0
     saved_s: float = 0.0
 
+    def add(self, asked: int, hit: int, cost: PrefillCost, chunk_tokens: int) -> None:
+        """A request of so many chunks, of which the first ones hit."""
+        self.requests += 1
+        self.chunks_asked += asked
+        self.asked_s += cost.seconds(asked, chunk_tokens)
+        self.saved_s += cost.seconds(hit, chunk_tokens)
+
     @property
     def chunks_hit(self) -> int:
         return sum(tier.chunks_hit for tier in self.tiers)
@@ -112,10 +119,7 @@ def simulate(
     for number, prompt in enumerate(prompts):
         if number == begin:
             served = Served([tier.start_counting() for tier in tiers])
-        served.requests += 1
-        served.chunks_asked += len(prompt)
-        served.asked_s += cost.seconds(len(prompt), chunk_tokens)
-        served.saved_s += cost.seconds(_count_hits(prompt, tiers), chunk_tokens)
+        served.add(len(prompt), _count_hits(prompt, tiers), cost, chunk_tokens)
         evicted = tiers[0].store(prompt)
         for tier in tiers[1:]:
             evicted = [key for run in _runs(evicted, parent_of) for key in tier.take(run, parent_of)]
@@ -156,10 +160,7 @@ def optimum(
         if number >= begin:
             hit = next((place for place, key in enumerate(prompt) if key not in resident), len(prompt))
             served.tiers[0].chunks_hit += hit
-            served.requests += 1
-            served.chunks_asked += len(prompt)
-            served.asked_s += cost.seconds(len(prompt), chunk_tokens)
-            served.saved_s += cost.seconds(hit, chunk_tokens)
+            served.add(len(prompt), hit, cost, chunk_tokens)
         for place, (key, use) in enumerate(zip(prompt, next_use[number], strict=True)):
             if use == never:
                 resident.pop(key, None)

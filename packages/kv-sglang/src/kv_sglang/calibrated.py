@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from kv_codecs.calibrated import calibration_of, fingerprint_of
+from kv_codecs.calibrated import Division, GroupLayers, calibration_of, divide, fingerprint_of
 from kv_codecs.calibration import Calibration
-from kv_codecs.division import Division, GroupLayers, divide
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 

@@ -103,7 +103,7 @@ def bind_worker(
 
 
 def _reader(bound: BoundGroups, settings: Settings) -> FileReader:
-    from kv_cuda.files.reader import ThreadReader
+    from kv_cuda.files.direct import ThreadReader
 
     (group,) = bound.groups
     (directory,) = [tier.get("directory") for tier in settings.tiers if tier.get("type") == "gds"]

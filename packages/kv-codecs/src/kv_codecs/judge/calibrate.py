@@ -6,7 +6,7 @@ rotate all elements of a key or the first ones, halves or neighbours, and layers
 none of that applies is refused.
 
 This verifies what transformers computes. An engine may store the elements of its keys in another order (vLLM's Llama 4
-does); `kv_codecs.engine_rotations` compares the calibration with what the engine reports at start.
+does); `kv_codecs.calibrated` compares the calibration with what the engine reports at start.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,9 @@ import torch
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
-from kv_codecs.judge.measure import Model
-from kv_codecs.judge.roundtrip import ThroughCodec
+from kv_codecs.calibration import Learning
+from kv_codecs.judge.measure import Model, ThroughCodec
 from kv_codecs.kvtc import KvtcCodec, make_kvtc_codec
-from kv_codecs.learning import Learning
 
 CODEC: Final = "kvtc"
 CONTEXT_TOKENS: Final = 1024
@@ -38,7 +37,7 @@ _SMALL_PAIR: Final = 0.05
 @dataclass(frozen=True, slots=True)
 class _Rotation:
     """frequencies: for each layer, [head_dim / 2], 0 for elements that are not turned.
-    rotated, neighbours: as in `kv_codecs.channel_order`.
+    rotated, neighbours: as in `kv_codecs.calibration`.
     """
 
     frequencies: list[NDArray[np.float64]]
@@ -47,7 +46,7 @@ class _Rotation:
 
 
 def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
-    """The learnt calibration, a `kv_codecs.learning.Learning`.
+    """The learnt calibration, a `kv_codecs.calibration.Learning`.
 
     text: tokens.
     ranks: the most that an engine may divide the model's heads between.
@@ -78,14 +77,6 @@ def calibrate(model: Model, text: Sequence[int], *, ranks: int = 1) -> Any:
             )
         learning.add(layers)
     return learning
-
-
-def check_step(step: float) -> None:
-    """
-    Raises:
-        ConfigError: it is out of range.
-    """
-    Learning.check_step(step)
 
 
 def through_calibrated(path: str) -> ThroughCodec:

@@ -117,10 +117,10 @@ def run(args: argparse.Namespace) -> int:
     """
     from kv_tiers.verdict import write_verdict
 
-    from kv_codecs.judge.calibrate import calibrate, check_step, through_calibrated
-    from kv_codecs.judge.measure import Model, Windows, judge
+    from kv_codecs.calibration import Learning
+    from kv_codecs.judge.calibrate import calibrate, through_calibrated
+    from kv_codecs.judge.measure import FirstParts, Model, RoundTrip, Trip, Windows, judge
     from kv_codecs.judge.rivals import rivals
-    from kv_codecs.judge.roundtrip import FirstParts, RoundTrip, Trip
 
     if args.context < 257 or args.windows < 1:
         raise InputError("--context must be at least 257, one chunk and a token after it, and --windows at least 1")
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks < 1:
         raise InputError(f"--ranks is {args.ranks}; write 1, or how many ranks an engine has")
     if args.calibrate:
-        check_step(args.step)
+        Learning.check_step(args.step)
     for path in [args.out, *(args.calibration if args.calibrate else ())]:
         _check_writable(path)
     _check_device(args.device)

@@ -24,7 +24,7 @@ import torch
 from kv_core.errors import ConfigError
 from numpy.typing import NDArray
 
-from kv_codecs.judge.roundtrip import CHUNK_TOKENS, Cost, Layers, replace_chunks
+from kv_codecs.judge.measure import CHUNK_TOKENS, Cost, Layers, replace_chunks
 
 Numbers = NDArray[np.float32]
 _SINKS: Final = 4

@@ -13,29 +13,107 @@ There are two more paths from files to the device (`kv_cuda.files.direct`). Whic
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Final, Literal, Self, get_args
 
+import torch
 from kv_core.errors import ConfigError
+from kv_core.log import limited_logger
+
+_log = limited_logger(__name__)
 
 Direction = Literal["load", "store"]
 CopyPath = Literal["direct", "staged", "driver"]
 FileCopyPath = Literal["direct", "staged"]
 
-_Table = TypeVar("_Table")
-
 _VERSION: Final = 1
 _MAX_FILE_BYTES: Final = 1 << 16
 
 
+class _MeasuredTable(ABC):
+    """A table in a file of its own for each kind of device; without arguments, the one where nothing was measured."""
+
+    __slots__ = ()
+    file_stem: ClassVar[str]
+
+    @classmethod
+    def file(cls, device_name: str) -> Path:
+        """The file with the measured table of this kind of device.
+
+        Raises:
+            ConfigError: there is no place for it.
+        """
+        try:
+            home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        except RuntimeError:  # a user of a container who is in no list of users
+            raise ConfigError("this user has no home directory for measurements: set XDG_CACHE_HOME") from None
+        slug = "".join(char if char.isalnum() else "-" for char in device_name).strip("-").lower()
+        return home / "kv-cuda" / f"{cls.file_stem}-{slug or 'device'}.json"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The measured table, or the one where nothing was measured.
+
+        Raises:
+            ConfigError: the file was not written by `write`.
+        """
+        try:
+            text = path.read_bytes()[:_MAX_FILE_BYTES]
+        except FileNotFoundError:
+            return cls()
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}; remove it, or measure again: kv bench copy"
+            ) from None
+        try:
+            saved: Any = json.loads(text)
+            if saved["version"] != _VERSION:
+                raise ValueError("another version")
+            return cls._parsed(saved)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path} is not a table of copy paths ({error}); remove it, or measure again: kv bench copy"
+            ) from None
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Self:
+        """The table that `kv bench copy` measured on this kind of device, if readable; else the built-in one."""
+        if device.type != "cuda":
+            return cls()
+        try:
+            return cls.read(cls.file(torch.cuda.get_device_name(device)))
+        except ConfigError as error:
+            _log.warning("%s; the built-in table is used", error)
+            return cls()
+
+    def write(self, path: Path) -> None:
+        """Write the table atomically, private to the user."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"version": _VERSION, **self._saved()}, indent=1)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text + "\n")
+        temporary.replace(path)
+
+    @classmethod
+    @abstractmethod
+    def _parsed(cls, saved: Any) -> Self: ...
+
+    @abstractmethod
+    def _saved(self) -> dict[str, object]: ...
+
+
 @dataclass(frozen=True, slots=True)
-class CopyPaths:
+class CopyPaths(_MeasuredTable):
     """For each direction, pairs of (shortest run in bytes, path), ascending from 0."""
 
     load: tuple[tuple[int, CopyPath], ...] = ((0, "direct"), (256 << 10, "driver"))
     store: tuple[tuple[int, CopyPath], ...] = ((0, "direct"), (256 << 10, "driver"))
+    file_stem: ClassVar = "copy-paths"
 
     def choose(self, direction: Direction, run_bytes: int, *, may_stage: bool, can_drive: bool) -> CopyPath:
         """may_stage, can_drive: whether this copy can be staged, or made by the driver, at all; direct always works."""
@@ -45,12 +123,20 @@ class CopyPaths:
             copy_path = "staged"
         return "direct" if copy_path == "staged" and not may_stage else copy_path
 
+    @classmethod
+    def _parsed(cls, saved: Any) -> Self:
+        return cls(load=_table(saved["load"]), store=_table(saved["store"]))
+
+    def _saved(self) -> dict[str, object]:
+        return {"load": self.load, "store": self.store}
+
 
 @dataclass(frozen=True, slots=True)
-class FileCopyPaths:
+class FileCopyPaths(_MeasuredTable):
     """The faster path for each directory that was measured, by its absolute path."""
 
     measured: Mapping[str, FileCopyPath] = field(default_factory=dict)
+    file_stem: ClassVar = "file-copy-paths"
 
     def takes_direct(self, path: str) -> bool:
         """Whether this file takes the direct path: as measured for its nearest parent directory; True without a
@@ -60,86 +146,12 @@ class FileCopyPaths:
                 return copy_path == "direct"
         return True
 
+    @classmethod
+    def _parsed(cls, saved: Any) -> Self:
+        return cls(_directories(saved["directories"]))
 
-def copy_paths_file(device_name: str) -> Path:
-    """The file with the measured table of this kind of device.
-
-    Raises:
-        ConfigError: there is no place for it.
-    """
-    return _table_file("copy-paths", device_name)
-
-
-def file_copy_paths_file(device_name: str) -> Path:
-    """Like `copy_paths_file`, for the measured paths from files to this kind of device."""
-    return _table_file("file-copy-paths", device_name)
-
-
-def _table_file(what: str, device_name: str) -> Path:
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user of a container who is in no list of users
-        raise ConfigError("this user has no home directory for measurements: set XDG_CACHE_HOME") from None
-    slug = "".join(char if char.isalnum() else "-" for char in device_name).strip("-").lower()
-    return home / "kv-cuda" / f"{what}-{slug or 'device'}.json"
-
-
-def read_copy_paths(path: Path) -> CopyPaths:
-    """The measured table, or the built-in one where nothing was measured.
-
-    Raises:
-        ConfigError: the file was not written by `write_copy_paths`.
-    """
-    return _read(path, lambda saved: CopyPaths(load=_table(saved["load"]), store=_table(saved["store"])), CopyPaths())
-
-
-def read_file_copy_paths(path: Path) -> FileCopyPaths:
-    """The measurements; empty if there are none.
-
-    Raises:
-        ConfigError: the file was not written by `write_file_copy_paths`.
-    """
-    return _read(path, lambda saved: FileCopyPaths(_directories(saved["directories"])), FileCopyPaths())
-
-
-def write_copy_paths(path: Path, copy_paths: CopyPaths) -> None:
-    """Write the table atomically, private to the user."""
-    _write(path, {"load": copy_paths.load, "store": copy_paths.store})
-
-
-def write_file_copy_paths(path: Path, copy_paths: FileCopyPaths) -> None:
-    """Like `write_copy_paths`."""
-    _write(path, {"directories": copy_paths.measured})
-
-
-def _read(path: Path, parse: Callable[[Any], _Table], default: _Table) -> _Table:
-    try:
-        text = path.read_bytes()[:_MAX_FILE_BYTES]
-    except FileNotFoundError:
-        return default
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; remove it, or measure again: kv bench copy"
-        ) from None
-    try:
-        saved: Any = json.loads(text)
-        if saved["version"] != _VERSION:
-            raise ValueError("another version")
-        return parse(saved)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} is not a table of copy paths ({error}); remove it, or measure again: kv bench copy"
-        ) from None
-
-
-def _write(path: Path, table: Mapping[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"version": _VERSION, **table}, indent=1)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text + "\n")
-    temporary.replace(path)
+    def _saved(self) -> dict[str, object]:
+        return {"directories": self.measured}
 
 
 def fastest(rates: Mapping[int, Mapping[CopyPath, float]]) -> tuple[tuple[int, CopyPath], ...]:

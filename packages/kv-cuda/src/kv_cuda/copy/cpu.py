@@ -2,7 +2,7 @@
 
 A copy runs in the calling thread and its event is complete when the call returns (docs/adr/0007 says why), but a thread
 copies large stores and layerwise loads (`behind`). Whole blocks are moved in C where that is installed
-(`compiled`). The rest is moved by a few large torch calls that release the GIL and use torch's own threads: one call
+(`CompiledBlocks`). The rest is moved by a few large torch calls that release the GIL and use torch's threads: one call
 per part and run of adjacent blocks, over all layers. Where the engine stores a part transposed (its dim axis is not the
 innermost), one strided copy would jump a row of memory per element. The block then goes through a scratch buffer in the
 engine's own axis order, which stays in the processor's cache, so that each of the two passes is regular on one side.
@@ -19,11 +19,14 @@ Everything uses device-neutral torch calls, so tensors on a GPU work too, synchr
 """
 
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 from kv_core.device import CopyEvent
 from kv_core.errors import InputError
@@ -31,13 +34,63 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import HostExtent, TransferPlan
 
 from kv_cuda.copy.behind import LayerInPieces, copy_behind, pays_behind
-from kv_cuda.copy.compiled import CompiledBlocks, CopyWay
 from kv_cuda.copy.memory import device_pool
 from kv_cuda.copy.plan import ChunkWork, CopyShape, copy_shape, validate_and_split
-from kv_cuda.copy.streams import DoneEvent
-from kv_cuda.kernels import Place, installed_kernels
-from kv_cuda.layout import PagedLayout, PartLayout
-from kv_cuda.reference import view_shape
+from kv_cuda.copy.streams import DoneEvent, GatheredLayers
+from kv_cuda.kernels import CopyKernels, Place, installed_kernels, place_of, place_of_packed
+from kv_cuda.layout import PagedLayout, PartLayout, view_shape
+
+
+class CopyWay(IntEnum):
+    """The directions of a copy, numbered as in the C function."""
+
+    TO_CHUNKS = 0
+    TO_ENGINE = 1
+    TO_ENGINE_STREAMED = 2
+    """Around the processor's caches, which saves reading the lines that are overwritten: for more than they hold."""
+
+
+class CompiledBlocks:
+    """Whole blocks of one part of a layout in C: what `CpuCopier` does with torch's strided copies, in one call for all
+    chunks of a plan. It keeps the engine's memory alive.
+
+    A strided copy in torch takes tens of microseconds before it moves a byte, and a small model's block moves in two.
+    Where a part is transposed, the C function works in squares with sides of one cache line and needs no scratch.
+    """
+
+    def __init__(self, kernels: CopyKernels, runs: Sequence[torch.Tensor], chunk_layer: int) -> None:
+        """
+        runs: runs of layers, [layers, blocks, token // tile, token % tile, heads, dim // tile, dim % tile] each.
+        chunk_layer: distance from one layer to the next in a chunk, in words.
+        """
+        self._kernels = kernels
+        self._runs: list[tuple[int, Place, Place]] = []
+        self._memory: list[object] = []  # the memory that these places point into
+        first = 0
+        for run in runs:
+            (layers, _, *sizes), (layer, block, *strides) = run.shape, run.stride()
+            axes = [number for axis in zip(sizes, strides, strict=True) for number in axis]
+            shape = np.array(
+                [run.element_size(), run.storage_offset(), layers, layer, chunk_layer, block, *axes], np.int64
+            )
+            engine = torch.empty(0, dtype=torch.uint8).set_(run.untyped_storage()).numpy()
+            self._memory += shape, engine
+            self._runs.append((first, place_of(shape), place_of(engine)))
+            first += layers * chunk_layer
+
+    def copy(self, blocks: Sequence[tuple[int, int, int]], pool: Place, way: CopyWay, layers: slice) -> None:
+        """blocks: runs of blocks: the pool's word at which a run's first token lies in the first layer, the first
+        block, and the number of blocks. layers: which of the runs of layers to copy.
+
+        Raises:
+            MisuseError: a part lies beyond the pool or the engine's memory. Nothing was copied.
+        """
+        for first, shape, engine in self._runs[layers]:
+            blocks_array = array(
+                "q", [number for word, block, count in blocks for number in (word + first, block, count)]
+            )
+            self._kernels.call("copy_blocks", way, shape, place_of_packed(blocks_array), engine, pool)
+
 
 # A chunk's bytes are moved, never computed with, so each element is a whole number of its size: no NaN is touched.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -82,22 +135,6 @@ class _CpuPart:
     dims: tuple[int, int]
     transposed: bool
     interleaved: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _LayersBehind:
-    """A `kv_core.device.LayerwiseStore`. copy: gathers one layer."""
-
-    layers: int
-    copy: Callable[[int], None]
-
-    def gather(self, layers: Sequence[int]) -> CopyEvent:
-        def copy() -> None:
-            for layer in layers:
-                self.copy(layer)
-
-        (event,) = copy_behind([copy])
-        return event
 
 
 class CpuCopier:
@@ -208,12 +245,22 @@ class CpuCopier:
         copies = copy_behind(first_layer + [partial(copy, layer) for layer in range(1, self._layout.layers)])
         return [LayerInPieces(copies[: len(pieces)]), *copies[len(pieces) :]]
 
-    def store_layers(self, plan: TransferPlan) -> "_LayersBehind | None":
+    def store_layers(self, plan: TransferPlan) -> GatheredLayers | None:
         """A thread, or a caller that waits, gathers large stores. None: small ones are quicker in one piece."""
         chunks = self._checked(plan, to_engine=False)
         if not self._in_thread(chunks):
             return None
-        return _LayersBehind(self._layout.layers, self._copy_of_layer(chunks, CopyWay.TO_CHUNKS))
+        copy = self._copy_of_layer(chunks, CopyWay.TO_CHUNKS)
+
+        def copy_all(layers: Sequence[int]) -> None:
+            for layer in layers:
+                copy(layer)
+
+        def gather(layers: Sequence[int]) -> CopyEvent:
+            (event,) = copy_behind([partial(copy_all, layers)])
+            return event
+
+        return GatheredLayers(self._layout.layers, gather)
 
     def _copy_of_layer(self, chunks: Sequence[ChunkWork], way: CopyWay) -> Callable[[int], None]:
         """Copies one layer, on any thread; it keeps the pools alive."""

@@ -24,15 +24,13 @@ from kv_core.format import ChunkFormat
 from kv_core.transfer import HostExtent, Move, TransferPlan
 from numpy.typing import NDArray
 
-from kv_cuda.copy.attached import AttachesPools
+from kv_cuda.copy import driver
 from kv_cuda.copy.copy_paths import CopyPath, CopyPaths, Direction
 from kv_cuda.copy.cpu import check_dtype
-from kv_cuda.copy.memory import AttachedPool, buffers_for_copies, host_buffer
-from kv_cuda.copy.ops import driver
-from kv_cuda.copy.ops.rows import Listing, RowKernel, Span, row_kernel
-from kv_cuda.copy.plan import copy_shape
-from kv_cuda.copy.streams import DoneEvent, make_queue
-from kv_cuda.copy.table import CopyTable, copy_table
+from kv_cuda.copy.memory import AttachedPool, AttachesPools, buffers_for_copies, host_buffer
+from kv_cuda.copy.plan import CopyTable, copy_shape, copy_table
+from kv_cuda.copy.rows import Listing, RowKernel, Span, row_kernel
+from kv_cuda.copy.streams import DoneEvent, GatheredLayers, make_queue
 from kv_cuda.kernels import OTHER, installed_kernels, place_of_packed
 from kv_cuda.layout import PagedLayout
 
@@ -114,14 +112,6 @@ class _Listed:
     per_slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class _LayersOfGpu:
-    """A `kv_core.device.LayerwiseStore`."""
-
-    layers: int
-    gather: Callable[[Sequence[int]], CopyEvent]
-
-
 class GpuCopier(AttachesPools):
     """A `kv_core.device.DeviceCopier` for one group of layers. For one thread at a time."""
 
@@ -200,7 +190,7 @@ class GpuCopier(AttachesPools):
         (event,) = self._move(self._checked(plan, "store"), [self._all_planes])
         return event
 
-    def store_layers(self, plan: TransferPlan) -> "_LayersOfGpu":
+    def store_layers(self, plan: TransferPlan) -> GatheredLayers:
         """Each layer is gathered after everything that the engine has enqueued when `gather` is called."""
         checked = self._checked(plan, "store")
         pools = {name: self._pools[name] for name in checked.pools}
@@ -211,7 +201,7 @@ class GpuCopier(AttachesPools):
             (event,) = self._move(checked, [self._planes(layers)])
             return event
 
-        return _LayersOfGpu(self._layout.layers, gather)
+        return GatheredLayers(self._layout.layers, gather)
 
     def _planes(self, layers: Sequence[int]) -> list[Span]:
         """The planes of each of these layers: one of every part."""

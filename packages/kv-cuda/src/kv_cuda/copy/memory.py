@@ -1,5 +1,6 @@
 """Chunk memory as a copier on a device sees it: host memory, pinned on first use, or device memory."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,8 +9,7 @@ import torch
 from kv_core.errors import CopyFailed, InputError
 from kv_core.transfer import HostExtent
 
-from kv_cuda.copy.numa import node_of
-from kv_cuda.copy.pinned import SLICE_BYTES, CudaRegistrar, PinnedMapping, give_back_mapping, share_mapping
+from kv_cuda.copy.pinned import SLICE_BYTES, CudaRegistrar, PinnedMapping, give_back_mapping, node_of, share_mapping
 
 _PAGE_BYTES = 4096
 """Chunks begin at multiples of this in every pool."""
@@ -113,3 +113,55 @@ def buffers_for_copies() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise CopyFailed(f"the device has no memory left for a copy's buffers: {error}") from None
+
+
+class AttachesPools(ABC):
+    """The part of a `kv_core.device.DeviceCopier` on streams that knows its pools: they are registered, and released
+    when nothing uses them any more."""
+
+    def __init__(self, device: torch.device, largest_chunk_bytes: int) -> None:
+        """device: the device of the engine's blocks. largest_chunk_bytes: size of the largest chunk in its pools."""
+        self._device, self._largest_chunk_bytes = device, largest_chunk_bytes
+        self._pools: dict[str, AttachedPool] = {}
+
+    def attach(self, pool: str, view: memoryview) -> None:
+        """Register a pool. Its memory is pinned piece by piece as it is used.
+
+        Raises:
+            InputError: the view is read-only or empty, or begins where this copier cannot copy; for a GPU, not at a
+                page.
+        """
+        self._attach(pool, host_pool(pool, view, self._device, self._largest_chunk_bytes))
+
+    def attach_tensor(self, pool: str, memory: torch.Tensor) -> None:
+        """Register a pool that is memory of the device itself, uint8 in one axis. The copier keeps it alive.
+
+        Raises:
+            InputError: it is not such memory, or begins where this copier cannot copy.
+        """
+        self._attach(pool, device_pool(pool, memory, self._device))
+
+    def detach(self, pool: str) -> None:
+        """Release a pool, so that it can be closed. Waits for the copies that use it."""
+        if pool in self._pools:
+            self._wait()
+            self._pools.pop(pool).release()
+
+    @property
+    def is_queued(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def stores_behind(self) -> bool:
+        return self.is_queued
+
+    def prepare(self, extents: Sequence[HostExtent]) -> None:
+        for extent in extents:
+            self._pools[extent.pool].chunk(extent)
+
+    def _attach(self, name: str, pool: AttachedPool) -> None:
+        self._pools[name] = pool
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Wait for all copies."""

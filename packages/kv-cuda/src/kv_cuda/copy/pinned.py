@@ -4,28 +4,33 @@ The pool is ordinary mapped memory, independent of devices; a process that drive
 This happens in slices, because registering costs time for every page (and makes it resident), and a pool may be large
 and mostly empty. A pool is allocated from its start, so a thread registers what follows the slices in use, and the
 engine's step waits only where it uses more than that at once. Pages that do not exist until then are placed near the
-GPU.
+GPU, on its NUMA node: a page on another one is copied at the speed of the link between the processors, not the bus's.
+Pages are placed when they are first touched, which may be before they are pinned; those that only this process maps are
+moved.
 
 A registration belongs to this process's mapping: two engines with one pool each register it, and a forked child has
 none.
 
-cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management.
+cudaHostRegister and cudaHostUnregister: CUDA Runtime API, Memory Management. Linux: mbind(2), and
+Documentation/ABI/testing/sysfs-bus-pci, `numa_node`.
 """
 
+import ctypes
+import mmap
 import os
+import platform
 import resource
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import torch
 from kv_core.errors import ConfigError, MisuseError
 from kv_core.log import limited_logger
-
-from kv_cuda.copy import numa
 
 _log = limited_logger(__name__)
 
@@ -174,7 +179,7 @@ class PinnedMapping:
             return
         start = number * self._slice
         nbytes = min(self._slice, self._bytes - start)
-        if self._node is not None and not numa.prefer(self._address + start, nbytes, self._node):
+        if self._node is not None and not prefer(self._address + start, nbytes, self._node):
             _log.warning(
                 "the system does not allow placing the host pool's pages near the GPU, on NUMA node %d", self._node
             )
@@ -242,3 +247,47 @@ def _limit_text() -> str:
         f"This process may lock {soft >> 10} KiB (RLIMIT_MEMLOCK): raise it with `ulimit -l unlimited`, in a container "
         "with `--ulimit memlock=-1`, under systemd with LimitMEMLOCK=infinity"
     )
+
+
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+"""The system call's number: libc has no function for it."""
+_PREFERRED: Final = 1
+_MOVE: Final = 1 << 1
+_MAX_NODES: Final = 1024
+_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def node_of(device: torch.device, sys: Path = Path("/sys")) -> int | None:
+    """The NUMA node of this GPU's bus; None if there is only one, or it is unknown. sys: the path of /sys."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):  # not in every version of torch
+        return None
+    pci_address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    return node_at(pci_address, sys)
+
+
+def node_at(pci_address: str, sys: Path) -> int | None:
+    """pci_address: such as 0000:3b:00.0."""
+    if len(list((sys / "devices/system/node").glob("node[0-9]*"))) < 2:
+        return None
+    try:
+        node = int((sys / "bus/pci/devices" / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer(address: int, nbytes: int, node: int) -> bool:
+    """Place the pages of this memory on `node`, if it has room. False: the system refuses."""
+    number = _MBIND.get(platform.machine())
+    if number is None or not 0 <= node < _MAX_NODES:
+        return False
+    mask = (ctypes.c_ulong * (_MAX_NODES // _BITS))()
+    mask[node // _BITS] = 1 << (node % _BITS)
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None)
+    length = ctypes.c_ulong(address + nbytes - start)
+    status: int = libc.syscall(
+        number, ctypes.c_void_p(start), length, _PREFERRED, ctypes.byref(mask), ctypes.c_ulong(_MAX_NODES), _MOVE
+    )
+    return status == 0

@@ -4,8 +4,9 @@ All ordering of copies is here: what waits for what on the device, and how the h
 waits for the whole device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,6 +43,14 @@ class DoneEvent:
 
     def hold_engine(self) -> None:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredLayers:
+    """A `kv_core.device.LayerwiseStore`. gather: as there."""
+
+    layers: int
+    gather: Callable[[Sequence[int]], CopyEvent]
 
 
 class HostQueue:

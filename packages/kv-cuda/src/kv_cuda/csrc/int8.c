@@ -1,4 +1,4 @@
-/* Chunks of bfloat16 in the format `int8`, and back, as kv_cuda's quantise/codes.py has it with torch's operations: that
+/* Chunks of bfloat16 in the format `int8`, and back, as kv_cuda's quantise.py has it with torch's operations: that
  * file defines the computation, this one only makes it faster, and a test compares the bytes of both
  * (docs/formats/quantised.md). The rules of library.c for buffers apply here.
  */

@@ -13,24 +13,26 @@ the bytes.
 """
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import torch
 from kv_core.device import CopyEvent
-from kv_core.errors import InputError
+from kv_core.errors import CopyFailed, InputError
 from kv_core.format import ChunkFormat
 from kv_core.hashing import checksum_of
 from kv_core.log import limited_logger
 from kv_core.outcome import Damaged, Loaded, LoadOutcome, ReadFailed
 from kv_core.transfer import Copy, FileExtent, HostExtent, TransferPlan, plan_transfer
 
-from kv_cuda.choose import BoundCopier, make_copier, measured
-from kv_cuda.copy.copy_paths import FileCopyPaths, file_copy_paths_file, read_file_copy_paths
+from kv_cuda.choose import BoundCopier, make_copier
+from kv_cuda.copy.copy_paths import FileCopyPaths
 from kv_cuda.copy.streams import DoneEvent, make_queue
 from kv_cuda.files.cufile import NoCuFile, find_cufile
 from kv_cuda.files.host_files import PAGE_BYTES, Files, HostFiles, OpenFile, Transfer, aligned_zeros
@@ -54,7 +56,7 @@ def make_direct_copier(
     """
     device = tensors[0].device
     copier = make_copier(layout, tensors, chunk_format)
-    copy_paths = measured(device, file_copy_paths_file, read_file_copy_paths, FileCopyPaths())
+    copy_paths = FileCopyPaths.of_device(device)
     return DirectCopier(copier, chunk_format, device, find_cufile(device, directory), copy_paths=copy_paths)
 
 
@@ -137,7 +139,26 @@ class DirectCopier:
             ConfigError: the system does not let this process lock memory for the staged path.
             CopyFailed: the device failed.
         """
-        chunks = self._chunks(files, block_ids, block_tokens, first_token, last_token)
+        size, nbytes = self._format.chunk_tokens, self._format.nbytes
+        numbers = range(
+            first_token // size, -(-last_token // size) if last_token > first_token else first_token // size
+        )
+        if len(files) != len(numbers):
+            raise InputError(f"{len(files)} files for tokens {first_token} to {last_token}, in {len(numbers)} chunks")
+        chunks = []
+        for index, (number, file) in enumerate(zip(numbers, files, strict=True)):
+            if file.nbytes != nbytes:
+                raise InputError(f"an extent of {file.nbytes} bytes for chunks of {nbytes}")
+            plan = plan_transfer(
+                [HostExtent("", 0, nbytes)],
+                block_ids,
+                chunk_tokens=size,
+                block_tokens=block_tokens,
+                first_token=max(first_token, number * size),
+                last_token=min(last_token, (number + 1) * size),
+                extents_from_chunk=number,
+            )
+            chunks.append(_DirectChunk(index, file, plan.copies))
         events: list[CopyEvent] = [DoneEvent()]
         failed = self._load_all(chunks, events)
         outcomes: list[LoadOutcome] = [failed.get(chunk.index, Loaded(chunk.file.nbytes)) for chunk in chunks]
@@ -166,7 +187,7 @@ class DirectCopier:
             _log.info("files are staged through host memory: %s", cufile.why)
             return None
         try:
-            from kv_cuda.copy.ops.xxh3 import ChunkSums
+            from kv_cuda.copy.xxh3 import ChunkSums
 
             sums = ChunkSums(device, self._format.nbytes, _half_chunks(self._format)).of
             ring = _Ring("files, direct", cufile, self._copier, self._format, device=device, sums=sums)
@@ -177,36 +198,6 @@ class DirectCopier:
         self._copier.attach_tensor(ring.name, ring.memory)
         _log.info("files are read straight into the GPU, by cuFile")
         return ring
-
-    def _chunks(
-        self,
-        files: Sequence[FileExtent],
-        block_ids: Sequence[int],
-        block_tokens: int,
-        first_token: int,
-        last_token: int,
-    ) -> list[_DirectChunk]:
-        size, nbytes = self._format.chunk_tokens, self._format.nbytes
-        numbers = range(
-            first_token // size, -(-last_token // size) if last_token > first_token else first_token // size
-        )
-        if len(files) != len(numbers):
-            raise InputError(f"{len(files)} files for tokens {first_token} to {last_token}, in {len(numbers)} chunks")
-        chunks = []
-        for index, (number, file) in enumerate(zip(numbers, files, strict=True)):
-            if file.nbytes != nbytes:
-                raise InputError(f"an extent of {file.nbytes} bytes for chunks of {nbytes}")
-            plan = plan_transfer(
-                [HostExtent("", 0, nbytes)],
-                block_ids,
-                chunk_tokens=size,
-                block_tokens=block_tokens,
-                first_token=max(first_token, number * size),
-                last_token=min(last_token, (number + 1) * size),
-                extents_from_chunk=number,
-            )
-            chunks.append(_DirectChunk(index, file, plan.copies))
-        return chunks
 
     def _load_all(self, chunks: Sequence[_DirectChunk], events: list[CopyEvent]) -> _Failures:
         """Use the direct path where possible, the staged one for the rest and for failures. Returns why some failed.
@@ -394,3 +385,84 @@ def _row_bytes(chunk_format: ChunkFormat) -> int:
 
 def _half_chunks(chunk_format: ChunkFormat) -> int:
     return max(1, min(_MAX_CHUNKS_IN_HALF, _HALF_BYTES // _row_bytes(chunk_format)))
+
+
+@dataclass(slots=True)
+class ThreadRead:
+    """A read on the thread, as `kv_core.device.FileRead`."""
+
+    outcomes: Sequence[LoadOutcome] = ()
+    seconds: float = 0.0
+    _ended: "Future[None]" = field(default_factory=Future)
+
+    def done(self) -> bool:
+        if self._ended.done():
+            self.wait()
+        return self._ended.done()
+
+    def wait(self) -> None:
+        if (error := self._ended.exception()) is not None:
+            raise CopyFailed(f"reading files raised {type(error).__name__}: {error}") from error
+
+    hold_engine = wait
+
+
+class ThreadReader:
+    """A direct copier on a thread, for an engine's worker, as `kv_core.device.FileReader`.
+
+    The thread starts with the first read, makes one at a time and waits for its files, so that the engine does not. On
+    a device its stream follows what the engine has enqueued when a read is requested: until then, others may use the
+    blocks.
+    """
+
+    def __init__(
+        self, layout: PagedLayout, tensors: Sequence[torch.Tensor], chunk_format: ChunkFormat, directory: Path
+    ) -> None:
+        """
+        Raises:
+            InputError: layout, tensors and format do not fit together.
+            ConfigError: the system does not let this process lock memory for the staged path.
+        """
+        device = tensors[0].device
+        self._copier = make_direct_copier(layout, tensors, chunk_format, directory)
+        self._engines, self._own = make_queue(device), make_queue(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-direct")
+
+    def read(
+        self,
+        files: Sequence[FileExtent],
+        block_ids: Sequence[int],
+        *,
+        block_tokens: int,
+        first_token: int,
+        last_token: int,
+    ) -> ThreadRead:
+        read = ThreadRead()
+        self._engines.follow_current()
+        blocks_are_free = self._engines.record()
+
+        def run() -> None:
+            if read._ended.done():
+                return  # the executor keeps what it had no thread for, and the blocks are others' by now
+            began_s = time.monotonic()
+            try:
+                with self._own.running():
+                    self._own.follow(blocks_are_free)
+                    carried = self._copier.load(
+                        files, block_ids, block_tokens=block_tokens, first_token=first_token, last_token=last_token
+                    )
+                    carried.event.wait()
+                read.outcomes, read.seconds = carried.outcomes, time.monotonic() - began_s
+                read._ended.set_result(None)
+            except BaseException as error:  # noqa: BLE001  # of any family: the engine's thread reports it
+                read._ended.set_exception(error)
+
+        try:
+            self._thread.submit(run)
+        except RuntimeError as error:  # the system has no more threads for us
+            read._ended.set_exception(error)
+        return read
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._copier.close()

@@ -13,8 +13,7 @@ from kv_core.log import say
 if TYPE_CHECKING:
     import torch
 
-    from kv_cuda.tune.measure import MeasuredCopy
-    from kv_cuda.tune.measure_files import MeasuredFile
+    from kv_cuda.tune.measure import MeasuredCopy, MeasuredFile
 
 _ABOUT = """\
 Measure how fast chunks move between pinned host memory and the GPU on each path: by the kernel alone, by the copy
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _copy_paths(device: "torch.device", name: str, args: argparse.Namespace) -> Path | None:
-    from kv_cuda.copy.copy_paths import copy_paths_file, write_copy_paths
+    from kv_cuda.copy.copy_paths import CopyPaths
     from kv_cuda.tune.measure import Sizes, copy_paths_from, measure_copy_paths
 
     measured = []
@@ -68,15 +67,15 @@ def _copy_paths(device: "torch.device", name: str, args: argparse.Namespace) -> 
         _print_measurement(measurement, measurement.layout, as_json=args.json)
     if args.dry_run:
         return None
-    path = copy_paths_file(name)
-    write_copy_paths(path, copy_paths_from(measured))
+    path = CopyPaths.file(name)
+    copy_paths_from(measured).write(path)
     return path
 
 
 def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace) -> Path | None:
-    from kv_cuda.copy.copy_paths import FileCopyPaths, file_copy_paths_file, read_file_copy_paths, write_file_copy_paths
+    from kv_cuda.copy.copy_paths import FileCopyPaths
     from kv_cuda.files.cufile import NoCuFile, find_cufile
-    from kv_cuda.tune.measure_files import file_copy_paths_from, measure_files
+    from kv_cuda.tune.measure import file_copy_paths_from, measure_files
 
     cufile = find_cufile(device, args.file)
     if isinstance(cufile, NoCuFile):
@@ -88,8 +87,8 @@ def _file_copy_paths(device: "torch.device", name: str, args: argparse.Namespace
     copy_paths = file_copy_paths_from(measured)
     if args.dry_run or not copy_paths.measured:
         return None
-    path = file_copy_paths_file(name)
-    write_file_copy_paths(path, FileCopyPaths({**read_file_copy_paths(path).measured, **copy_paths.measured}))
+    path = FileCopyPaths.file(name)
+    FileCopyPaths({**FileCopyPaths.read(path).measured, **copy_paths.measured}).write(path)
     return path
 
 

@@ -1,1 +1,0 @@
-"""Quantised chunks: one byte per element."""
