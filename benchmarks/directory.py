@@ -26,12 +26,14 @@ import numpy as np
 from kv_core.testing import key_chain
 from kv_remote.redis_servers import RedisAccess
 from kv_server.directory.contents import Contents, KeySource
-from kv_server.directory.entries import VERSION, Entry, decode, encode
-from kv_server.directory.mirror import Host, Mirror
-from kv_server.directory.names import (
+from kv_server.directory.entries import (
     NAME_BYTES,
     SUMS_BYTES,
+    VERSION,
+    Entry,
     Names,
+    decode,
+    encode,
     names_of,
     no_sums,
     pack,
@@ -40,6 +42,7 @@ from kv_server.directory.names import (
     toggle,
     unpack,
 )
+from kv_server.directory.mirror import Host, Mirror
 from kv_server.directory.stream import AT_ONCE, BEGINNING, Stream
 from kv_server.peers.wire import MAX_LISTED, List, Listed, Sum, Summed, frame
 from kv_testing.servers import ValkeyServer

@@ -20,10 +20,8 @@ from kv_eviction import LruPolicy
 from kv_observe.metrics import Metrics
 from kv_server import RemoteCache, ServerConfig
 from kv_server.caches import cache_name
-from kv_server.directory.state import DirectoryState
-from kv_server.drain.state import DrainState
 from kv_server.peers.metrics import directory_families, drain_families, peer_families
-from kv_server.report import PeersServed
+from kv_server.report import DirectoryState, DrainState, PeersServed
 from kv_server.server import CacheServer
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower

@@ -17,14 +17,25 @@ from kv_core.tools.cli import main
 from kv_server import RemoteCache, launch, wire
 from kv_server import caches as caches_module
 from kv_server.connection import ask_server
-from kv_server.drain import drain
-from kv_server.drain.drain import _DrainJob, _Offer
-from kv_server.drain.state import DrainState
-from kv_server.drain.takers import OfferAnswer, OfferFate
+from kv_server.peers import drain
+from kv_server.peers.drain import _DrainJob, _Offer
 from kv_server.peers.metrics import drain_families
 from kv_server.peers.side import directories_of, peer_side
-from kv_server.peers.wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerHolds, PeerRefused, PeerStream, Request
+from kv_server.peers.wire import (
+    NOT_HERE,
+    SIZE,
+    Fetch,
+    Offer,
+    OfferAnswer,
+    Offered,
+    OfferFate,
+    PeerHolds,
+    PeerRefused,
+    PeerStream,
+    Request,
+)
 from kv_server.process import ServerProcess
+from kv_server.report import DrainState
 from kv_testing.cache_servers import (
     held,
     join_at,

@@ -16,7 +16,7 @@ from kv_core.errors import TierDown
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, ServerConfig, ServerProcess, launch, wire
 from kv_server import connections as connections_module
-from kv_server import orphans as orphans_module
+from kv_server import session as orphans_module
 from kv_server.server import CacheServer
 from kv_testing.cache_servers import join_at, lose, report_of
 from kv_testing.service_contract import CHUNK_BYTES
@@ -32,7 +32,7 @@ import socket, sys
 from kv_core.testing import key_chain
 from kv_server import wire
 from kv_server.connection import Opening
-from kv_server.mapped import MappedPool
+from kv_server.remote_cache import MappedPool
 from pathlib import Path
 
 path, does_map = Path(sys.argv[1]), sys.argv[2] == "map"

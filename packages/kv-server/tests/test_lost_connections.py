@@ -28,9 +28,9 @@ from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch, wire
 from kv_server import connection as connection_module
 from kv_server import connections as clients_module
-from kv_server import orphans as orphans_module
+from kv_server import session as orphans_module
 from kv_server.connection import Opening, ServerConnection, ask_server
-from kv_server.mapped import MappedPool
+from kv_server.remote_cache import MappedPool
 from kv_testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,

@@ -13,7 +13,7 @@ from kv_core.testing import key_chain
 from kv_server import launch, wire
 from kv_server.connection import PACKAGE, ask_server
 from kv_server.succession.channel import FORMAT
-from kv_server.succession.phases import PassingPhase, PhaseEvent, next_phase
+from kv_server.succession.passing_on import PassingPhase, PhaseEvent, next_phase
 from kv_testing.cache_servers import SLOT_BYTES, fill, held, join_server, read, report_of, settings_for, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import Loads, UpgradedServers, end

@@ -16,8 +16,7 @@ from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
 from kv_observe.chunk_state import ChunkState, GroupState
 from kv_server import wire
-from kv_server.drain.state import DrainState
-from kv_server.report import CacheReport, PeersServed, Registration, Report, TenantReport
+from kv_server.report import CacheReport, DrainState, PeersServed, Registration, Report, TenantReport
 from kv_testing.strategies import chunk_keys
 from kv_tiers.tier import TierUsage
 from kv_tiers.tier_state import Health, Held, LaneCounts, SpillCounts, TierState

@@ -23,7 +23,7 @@ from kv_core.log import limited_logger
 from kv_tiers.threads import OutOfThreadsError
 
 from kv_server import wire
-from kv_server.pidfds import close_descriptor, open_pidfd
+from kv_server.connection import close_descriptor, open_pidfd
 from kv_server.session import Session
 
 _log = limited_logger(__name__)

@@ -2,14 +2,16 @@
 
 `LocalCache` never waits, so one thread is enough, and no client waits for another's medium. Only explaining a prompt
 takes long, and has a thread of its own. A connection that closes ends its session at once, however the client died: its
-read leases and promises are released. Its write leases are the exception (`kv_server.orphans`).
+read leases and promises are released. Its write leases are the exception (`session.Orphans`).
 """
 
 import gc
 import os
 import selectors
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -21,7 +23,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kv_core.clock import Clock
-from kv_core.errors import ConfigError, InputError, MisuseError
+from kv_core.errors import ConfigError, InputError, MisuseError, TierDown
 from kv_core.log import limited_logger
 from kv_observe.build import build_bus
 from kv_tiers.cache.admin import TenantUse
@@ -32,26 +34,20 @@ from kv_tiers.host_port import HostPort
 from kv_tiers.threads import OutOfThreadsError, must_start
 from msgspec.structs import replace
 
-from kv_server import facts, wire
-from kv_server.accepting import Acceptor
-from kv_server.address import ListeningSocket
+from kv_server import wire
+from kv_server.address import Acceptor, ListeningSocket
 from kv_server.caches import Caches, Opened
 from kv_server.config import ServerConfig
-from kv_server.connection import PACKAGE
+from kv_server.connection import PACKAGE, close_descriptor
 from kv_server.connections import ClientConnection, Connections, turn_away
 from kv_server.engine_loads import EngineLoads
 from kv_server.explain import explain_elsewhere, explain_prompt
-from kv_server.mailbox import ServerMailbox
-from kv_server.orphans import Orphan, Orphans, give_up
 from kv_server.peers.side import directories_of, peer_side
-from kv_server.pidfds import close_descriptor
 from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport
-from kv_server.session import Session
-from kv_server.succession.channel import FORMAT, Channel
+from kv_server.session import Orphan, Orphans, Session, give_up
+from kv_server.succession.channel import FORMAT, Channel, ClientImage, OrphanImage, Remainder
 from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
-from kv_server.succession.messages import ClientImage, OrphanImage, Remainder
-from kv_server.succession.passing_on import STOPPED_S, PassingOn
-from kv_server.succession.taking_over import TakingOver
+from kv_server.succession.passing_on import STOPPED_S, PassingOn, TakingOver
 from kv_server.wire import Format
 
 if TYPE_CHECKING:
@@ -59,9 +55,58 @@ if TYPE_CHECKING:
 
     from kv_server.peers.server import PeerServer
 
-_log = limited_logger(__name__)
 
 T = TypeVar("T")
+
+
+class ServerMailbox:
+    """Work that other threads `submit` to the serving thread, which does it between two requests (`drain`)."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """wake: called on the submitting thread when there is something to do."""
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._submitted: deque[Callable[[], None]] = deque()
+        self._closed = False
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """The future holds what `work` returns or raises, or `TierDown` if the server ends first."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._closed:
+                future.set_exception(TierDown("the server is stopping"))
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001  # the future's owner gets it
+                future.set_exception(error)
+
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._submitted.append(run)
+        if closed:
+            run()
+        else:
+            self._wake()
+        return future
+
+    def drain(self) -> None:
+        """Do what was submitted until now."""
+        for _ in range(len(self._submitted)):
+            self._submitted.popleft()()
+
+    def close(self) -> None:
+        """Do no more work: every future, pending or later, gets `TierDown`."""
+        with self._lock:
+            self._closed = True
+        self.drain()
+
+
+_log = limited_logger(__name__)
 
 _MAX_MODELS: Final = 8
 """Models that are named for one format."""
@@ -332,10 +377,10 @@ class CacheServer:
 
     def _make_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> Session:
         note = partial(self.engine_loads.looked_up, request.engine, (request.group_bytes, request.fingerprint))
-        chunk_tokens = request.facts.get(facts.CHUNK_TOKENS, "")
+        chunk_tokens = request.facts.get(wire.CHUNK_TOKENS, "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
             cache.events.chunk_tokens = int(chunk_tokens)
-        if model := request.facts.get(facts.MODEL_NAME):
+        if model := request.facts.get(wire.MODEL_NAME):
             self._note_model((request.group_bytes, request.fingerprint), model)
         return Session(
             client.number,
@@ -344,8 +389,8 @@ class CacheServer:
             clock=self._clock,
             is_watched=client.pidfd >= 0 or cache.pool.knows_lent,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
-            on_lookup=(lambda *_: None) if facts.REPEATS_LOOKUPS in request.facts else note,
-            ends_holds=facts.READS_TOGETHER not in request.facts,
+            on_lookup=(lambda *_: None) if wire.REPEATS_LOOKUPS in request.facts else note,
+            ends_holds=wire.READS_TOGETHER not in request.facts,
         )
 
     def _resume(self, session: Session, request: wire.Register) -> None:

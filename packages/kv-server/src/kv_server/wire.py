@@ -21,8 +21,7 @@ from kv_observe.chunk_state import ChunkState, GroupState
 from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, decoded, framed, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
 
-from kv_server.directory.state import DirectoryState
-from kv_server.report import Registration, Report
+from kv_server.report import DirectoryState, Registration, Report
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
@@ -49,6 +48,18 @@ Format = tuple[tuple[int, ...], str]
 CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
+# The facts of a client that its server reads. All others are for the engine's own processes. A server ignores those
+# that it does not know, so a new one needs no other version of the protocol.
+CHUNK_TOKENS: Final = "chunk_tokens"
+"""Tokens of its chunks, in decimal digits."""
+MODEL_NAME: Final = "model_name"
+"""Its model, as the engine was told: a directory or a hub's name."""
+REPEATS_LOOKUPS: Final = "repeats_lookups"
+"""Another process of the engine looks the same prompts up, as other ranks of SGLang do."""
+READS_TOGETHER: Final = "reads_together"
+"""Other processes of the engine read the same chunks. So no read of theirs ends a hold: one of them says when all have
+read (`taken`)."""
+
 
 @lru_cache(64)
 def _shape(chunk_tokens: int, coverages: tuple[str, ...], shards: int) -> ChunkShape:
@@ -70,7 +81,7 @@ class Register(Message, tag="register"):
     engine: the engine of this process. What follows may be requested by its other processes (`Registered`).
     group_bytes, fingerprint: the format of the chunks, with each group's size.
     shards: number of shards of each chunk.
-    facts: opaque to the server, but for those in `kv_server.facts`.
+    facts: opaque to the server, but for those above.
     resume: the token of this client's previous session, if any.
     lasting: the leases of that session that do not end with its connection and that the client still has: those to
         write, and lasting ones to read. The server releases all its others.

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
-from kv_server.http import connections as connections_module
 from kv_server.http import operation as operation_module
+from kv_server.http import thread as connections_module
 from kv_server.http.start import open_http
 from kv_server.http.thread import read_listen
 from kv_testing.http import TOKEN, Served, problem, store

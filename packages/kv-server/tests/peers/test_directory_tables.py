@@ -19,9 +19,23 @@ from kv_remote.redis_connection import RedisPool, _Resp3Parser
 from kv_remote.redis_servers import RedisAccess
 from kv_remote.resp import ErrorReply, ProtocolError
 from kv_server.directory.contents import Contents, KeySource
-from kv_server.directory.entries import MAX_CHANGES, MAX_ENTRY_BYTES, VERSION, Entry, decode, encode
+from kv_server.directory.entries import (
+    MAX_CHANGES,
+    MAX_ENTRY_BYTES,
+    VERSION,
+    Entry,
+    Names,
+    decode,
+    encode,
+    names_of,
+    no_sums,
+    pack,
+    root_of,
+    shards_of,
+    toggle,
+    unpack,
+)
 from kv_server.directory.holders import NOBODY, HolderTable
-from kv_server.directory.names import Names, names_of, no_sums, pack, root_of, shards_of, toggle, unpack
 from kv_server.directory.stream import AT_ONCE, BEGINNING, KEPT, Stream
 from kv_testing.redis_servers import end_all, running
 from kv_tiers.index.journal import Journal

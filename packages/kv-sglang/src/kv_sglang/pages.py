@@ -29,8 +29,7 @@ from kv_core.lookup import Ended, LookupPlan
 from kv_core.service import ReadLease, StoreOptions, WriteLease
 from kv_core.transfer import Copy, TransferPlan, plan_transfer
 from kv_cuda import Copier
-from kv_server.mapped import MappedPool
-from kv_server.remote_cache import RemoteCache
+from kv_server.remote_cache import MappedPool, RemoteCache
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.cache.host import TIER
 from kv_tiers.messages import MAX_KEYS

@@ -26,13 +26,12 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.threads import start_thread
 
 from kv_server.directory.contents import Contents
-from kv_server.directory.entries import Entry, decode, encode
+from kv_server.directory.entries import SUMS_BYTES, Entry, decode, encode, names_of, unpack
 from kv_server.directory.mirror import Host, Mirror
-from kv_server.directory.names import SUMS_BYTES, names_of, unpack
-from kv_server.directory.state import DirectoryState
 from kv_server.directory.stream import BEGINNING, END, Position, Stream
 from kv_server.peers.hosts import Peer, PeerHosts
 from kv_server.peers.wire import MAX_LISTED_BYTES, SUMMED_BYTES, List, Listed, Sum, Summed
+from kv_server.report import DirectoryState
 
 if TYPE_CHECKING:  # it needs `cryptography`, as only directories do
     from kv_server.directory.signatures import Signatures

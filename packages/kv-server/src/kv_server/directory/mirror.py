@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 from kv_tiers.host_port import HostPort
 
-from kv_server.directory.entries import Entry
+from kv_server.directory.entries import Entry, Names, no_sums, root_of, shards_of, toggle
 from kv_server.directory.holders import MAX_HOSTS, HolderTable
-from kv_server.directory.names import Names, no_sums, root_of, shards_of, toggle
 
 MAX_WAITING: Final = 256
 """Entries of one host that wait for its repair. If there are more it is repaired again."""

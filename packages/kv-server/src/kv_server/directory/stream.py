@@ -23,10 +23,11 @@ from kv_core.log import limited_logger
 from kv_remote.redis_servers import RedisAccess, Servers
 from kv_remote.resp import ErrorReply, OversizedReplyError, Reply, command
 
+from kv_server.directory.entries import MAX_CHAIN_BYTES, MAX_ENTRY_BYTES
+
 if TYPE_CHECKING:  # redis-py is imported when a directory is made
     from kv_remote.redis_connection import Connection
 
-from kv_server.directory.entries import MAX_CHAIN_BYTES, MAX_ENTRY_BYTES
 
 _log = limited_logger(__name__)
 

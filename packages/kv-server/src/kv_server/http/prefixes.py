@@ -19,11 +19,8 @@ from kv_tiers.options import spelled_as
 from kv_tiers.payload_sizes import MAX_GROUPS
 from msgspec import Meta
 
-from kv_server.http.jobs import Outcome, PrefixJob, PrefixJobs
-from kv_server.http.operation import Operation
-from kv_server.http.problem import Problem
-from kv_server.http.relay import Relay
-from kv_server.http.selector import FormatSelector, select_cache, select_caches
+from kv_server.http.operation import Operation, Problem
+from kv_server.http.relay import FormatSelector, Outcome, PrefixJob, Relay, select_cache, select_caches
 
 MAX_KEYS: Final = 1 << 15
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -123,7 +120,9 @@ class Prefixes(msgspec.Struct, frozen=True):
     jobs: list[PrefixJob]
 
 
-def operations(relay: Relay, jobs: PrefixJobs, archive_directory: str) -> list[Operation]:
+def prefix_operations(relay: Relay, archive_directory: str) -> list[Operation]:
+    jobs = relay.jobs
+
     async def prefixes() -> Prefixes:
         pins = []
         for (group_bytes, fingerprint), cache in (await relay.caches()).items():

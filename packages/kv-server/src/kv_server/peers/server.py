@@ -26,15 +26,14 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.threads import join_all, must_start, start_thread
 
-from kv_server.accepting import REST_S, listen_at
-from kv_server.directory.names import pack
-from kv_server.drain.takers import MAX_OFFERED, OfferAnswer, OfferFate
-from kv_server.peers.reads import LOWER_S, PeerReads
+from kv_server.address import REST_S, listen_at
+from kv_server.directory.entries import pack
 from kv_server.peers.security import check_protected, read_token, tls_files
-from kv_server.peers.side import peer_side
+from kv_server.peers.side import LOWER_S, PeerReads, peer_side
 from kv_server.peers.wire import (
     MAX_ASKED,
     MAX_LISTED,
+    MAX_OFFERED,
     NOT_HERE,
     SIZE,
     Fetch,
@@ -44,7 +43,9 @@ from kv_server.peers.wire import (
     List,
     Listed,
     Offer,
+    OfferAnswer,
     Offered,
+    OfferFate,
     PeerHeld,
     PeerHello,
     PeerHolds,

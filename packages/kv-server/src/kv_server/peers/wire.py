@@ -26,6 +26,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 from importlib.metadata import version
 from math import inf
 from typing import Annotated, Final, TypeVar
@@ -38,8 +40,27 @@ from kv_core.log import on_one_line
 from kv_remote.timed_socket import TimedSocket
 from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
 
-from kv_server.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
-from kv_server.drain.takers import MAX_OFFERED
+from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES
+
+
+class OfferFate(IntEnum):
+    """The present state of an offered chunk."""
+
+    NOT_TAKEN = 0
+    COMING = 1
+    HERE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAnswer:
+    """fates: of each offered chunk. room: how many more would be taken now."""
+
+    fates: list[OfferFate]
+    room: int
+
+
+MAX_OFFERED: Final = 1 << 8
+
 
 VERSION: Final = 4
 PACKAGE: Final = version("kv-tiers")

@@ -1,22 +1,76 @@
-"""The old process of a live upgrade: the thread that prepares it, and what happens if it comes to nothing."""
+"""The two sides of a live upgrade: the old process, which passes everything on, and the new one, which takes over."""
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from enum import Enum, auto
+from pathlib import Path
 from typing import Final
 
-from kv_core.errors import TierDown
+from kv_core.errors import ConfigError, MisuseError, TierDown
 from kv_core.log import limited_logger
 from kv_tiers.cache.local import LocalCache
 
+from kv_server import wire
 from kv_server.address import ListeningSocket
-from kv_server.succession.channel import Channel
+from kv_server.connection import PACKAGE, ServerConnection, close_descriptor, is_gone
+from kv_server.succession.channel import FORMAT, Begin, Channel, Prepared, QuotasSet, Remainder, TakerReady
 from kv_server.succession.image import Passed
-from kv_server.succession.messages import Begin, Prepared, QuotasSet, TakerReady
-from kv_server.succession.phases import PassingPhase, PhaseEvent, next_phase
 from kv_server.wire import Format
 
 _log = limited_logger(__name__)
+
+
+class PassingPhase(Enum):
+    """The phases of a server that passes everything on."""
+
+    SERVING = auto()
+    CLOSING = auto()
+    """It serves, and its tiers are being closed."""
+    OPENING = auto()
+    """It serves without tiers, which the new process opens."""
+    STOPPED = auto()
+    """It does nothing, and waits for the new process to say that it has taken over."""
+    RETURNING = auto()
+    """It serves, and its tiers are being opened again."""
+    OVER = auto()
+    """The new process serves."""
+
+
+class PhaseEvent(Enum):
+    ASKED = auto()
+    CLOSED = auto()
+    """The tiers are closed, and what is in the pools has been sent."""
+    READY = auto()
+    """The new process lacks only what has changed since."""
+    TAKEN = auto()
+    LOST = auto()
+    """The new process has died or given up, is too slow, or cannot be given something."""
+    REOPENED = auto()
+
+
+_NEXT: Final = {
+    (PassingPhase.SERVING, PhaseEvent.ASKED): PassingPhase.CLOSING,
+    (PassingPhase.CLOSING, PhaseEvent.CLOSED): PassingPhase.OPENING,
+    (PassingPhase.CLOSING, PhaseEvent.LOST): PassingPhase.RETURNING,
+    (PassingPhase.OPENING, PhaseEvent.READY): PassingPhase.STOPPED,
+    (PassingPhase.OPENING, PhaseEvent.LOST): PassingPhase.RETURNING,
+    (PassingPhase.STOPPED, PhaseEvent.TAKEN): PassingPhase.OVER,
+    (PassingPhase.STOPPED, PhaseEvent.LOST): PassingPhase.RETURNING,
+    (PassingPhase.RETURNING, PhaseEvent.REOPENED): PassingPhase.SERVING,
+}
+
+
+def next_phase(phase: PassingPhase, event: PhaseEvent) -> PassingPhase:
+    """
+    Raises:
+        MisuseError: this does not happen in this phase.
+    """
+    try:
+        return _NEXT[phase, event]
+    except KeyError:
+        raise MisuseError(f"a server that is {phase.name} cannot meet {event.name}") from None
+
 
 STOPPED_S: Final = 0.8
 """How long the old process waits for the new one while it serves nobody: engines wait a second for an answer."""
@@ -28,7 +82,8 @@ _BEGIN_S: Final = 5.0
 
 
 class PassingOn(threading.Thread):
-    """Everything here runs on this thread, unless it says otherwise. The server serves meanwhile."""
+    """The old process: the thread that prepares it, and what happens if it comes to nothing. Everything here runs on
+    this thread, unless it says otherwise. The server serves meanwhile."""
 
     def __init__(
         self,
@@ -98,3 +153,83 @@ class PassingOn(threading.Thread):
         self._close_peers()
         self._meet(PhaseEvent.READY)
         return self._stop(self._passed).result()
+
+
+_ASKED_S: Final = 10.0
+_GONE_S: Final = 2.0
+
+
+class VanishedError(TierDown):
+    """The old process has died before it had sent everything: the new one starts with empty pools."""
+
+
+class TakingOver:
+    """The new process: it asks the server at the socket for everything, and takes its place. For one thread. `prepared`
+    has what the old process sent so far, and `descriptors` those that came with it: of the listening socket, its lock
+    and the pools. Whoever uses them takes them over."""
+
+    prepared: Prepared
+    descriptors: list[int]
+
+    def __init__(self, path: Path) -> None:
+        """Ask the server there, which changes nothing if it refuses.
+
+        Raises:
+            ConfigError: it refuses, and says why, or is another user's.
+            NobodyListens: no server is there. VanishedError: it has died.
+        """
+        connection = ServerConnection(path, _ASKED_S)
+        self._pidfd = connection.pidfd()
+        try:
+            answer = connection.receive(_ASKED_S)
+            if isinstance(answer, wire.Welcome):
+                answer = connection.ask(wire.TakeOver(FORMAT, PACKAGE))
+        except TierDown as why:
+            connection.close()
+            raise self._not_taken(str(why)) from None
+        if not isinstance(answer, wire.Done):
+            connection.close()
+            reason = answer.text if isinstance(answer, wire.Failed) else "it does not answer"
+            raise self._not_taken(reason)
+        self._channel = Channel(connection.release())
+        try:
+            self._channel.send(Begin())
+            self.prepared, self.descriptors = self._channel.receive(Prepared)
+        except TierDown as why:
+            raise self._not_taken(str(why)) from None
+
+    def remainder(self) -> tuple[Remainder, list[int]]:
+        """All is ready here: the rest, with the clients' descriptors. The old process serves nobody from here on.
+
+        Raises:
+            ConfigError: it gives up, and goes on serving. VanishedError: it has died.
+        """
+        try:
+            self._channel.send(TakerReady())
+            return self._channel.receive(Remainder)
+        except TierDown as why:
+            raise self._not_taken(str(why)) from None
+
+    def commit(self) -> None:
+        """From now on this process serves.
+
+        Raises:
+            ConfigError: the old one has given up, and goes on serving.
+        """
+        if not self._channel.commit():
+            raise self._not_taken("it has waited too long for this process, and goes on")
+
+    def wait_for_end(self) -> None:
+        """Wait until the old process has ended."""
+        self._channel.wait_for_end()
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+        close_descriptor(self._pidfd)
+        self._pidfd = -1
+
+    def _not_taken(self, why: str) -> ConfigError | VanishedError:
+        if is_gone(self._pidfd, within_s=_GONE_S):
+            return VanishedError("the server has died before this process could take over; it starts empty")
+        return ConfigError(f"the server at this socket is not taken over, and goes on: {why}")

@@ -29,7 +29,7 @@ from kv_observe.explain import is_held
 from kv_tiers.index.life import BEING_WRITTEN
 
 from kv_server import wire
-from kv_server.tools.which_server import add_server_options, ask, socket_of
+from kv_server.tools.server_cli import add_server_options, ask, socket_of
 
 _ABOUT = """\
 Ask a running kv-server what it holds of a prompt, chunk by chunk, and what became of the rest.
