@@ -41,11 +41,11 @@ opening = Opening(path, 10, register)
 answer = opening.finish(10)
 pool = None
 if does_map:
-    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.connection.take_descriptor())
-opening.connection.drop_descriptors()
-leased = opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(4)), "w", {}))
+    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.take_descriptor())
+opening.drop_descriptors()
+leased = opening.ask(wire.BeginStore(wire.pack_keys(key_chain(4)), "w", {}))
 assert len(leased.slots) == 4
-opening.connection.close()
+opening.close()
 print("lost", flush=True)
 sys.stdin.readline()
 pool = None

@@ -313,12 +313,12 @@ def test_a_client_that_registers_anew_may_write_in_its_first_mapping(served: Thr
     opening = Opening(served.path, 10, register())
     answer = opening.finish(10)
     assert answer is not None
-    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.connection.take_descriptor())
-    assert isinstance(opening.connection.ask(wire.Unregister()), wire.Done)
-    again = opening.connection.ask(register())
+    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.take_descriptor())
+    assert isinstance(opening.ask(wire.Unregister()), wire.Done)
+    again = opening.ask(register())
     assert isinstance(again, wire.Pool) and again.name == pool.name
-    assert isinstance(opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(2)), "w", {})), wire.Answer)
-    opening.connection.close()
+    assert isinstance(opening.ask(wire.BeginStore(wire.pack_keys(key_chain(2)), "w", {})), wire.Answer)
+    opening.close()
     until(lambda: served.report().orphans == 1)
     (cache,) = served.server.caches.values()
     assert cache.pool.is_lent(again.token)

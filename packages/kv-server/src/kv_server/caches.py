@@ -143,9 +143,7 @@ class Caches:
             opened = self._opened.popleft()
             self.opening.pop(opened.format).join()
             if isinstance(cache := opened.cache, LocalCache):
-                self._set_quotas(opened.format, cache)
-                self._caches[opened.format] = cache
-                self._left_s[opened.format] = self._clock.now_s()
+                self._adopt(opened.format, cache)
                 if self.drained is not None:
                     peer_side(cache).drain.begin(*self.drained)
                 self.publish(opened.format, cache)
@@ -175,9 +173,7 @@ class Caches:
             text = "the pool of cache %s keeps its %d slots; the %d of capacity_bytes count after a restart"
             _log.warning(text, cache_name(wanted), handed_over[1], slots)
         cache = self._build(wanted, handed_over)
-        self._set_quotas(wanted, cache)
-        self._caches[wanted] = cache
-        self._left_s[wanted] = self._clock.now_s()
+        self._adopt(wanted, cache)
         return cache
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
@@ -224,8 +220,10 @@ class Caches:
         for wanted, cache in self._caches.items():
             self._close_cache(wanted, cache, [orphan for orphan in orphans if orphan.format == wanted])
 
-    def _set_quotas(self, wanted: Format, cache: LocalCache) -> None:
-        """In a new cache, which is used even if its pool cannot provide them."""
+    def _adopt(self, wanted: Format, cache: LocalCache) -> None:
+        """Have a new cache, with its quotas. It is used even if its pool cannot provide them."""
+        self._caches[wanted] = cache
+        self._left_s[wanted] = self._clock.now_s()
         quotas = {tenant: quota for (one, tenant), quota in self.quotas_set.items() if one is None}
         quotas |= {tenant: quota for (one, tenant), quota in self.quotas_set.items() if one == wanted}
         before = {use.tenant: use.quota_bytes or 0 for use in cache.admin.tenants()}

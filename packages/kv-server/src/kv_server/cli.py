@@ -29,7 +29,7 @@ from kv_server.config import ServerConfig, default_socket, server_config
 from kv_server.connection import PACKAGE, NobodyListens
 from kv_server.http.start import check_http, open_http
 from kv_server.server import CacheServer
-from kv_server.succession.passing_on import TakingOver, VanishedError
+from kv_server.succession.upgrade import TakingOver, VanishedError
 
 if TYPE_CHECKING:
     from kv_server.http.thread import HttpThread

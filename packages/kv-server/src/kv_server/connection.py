@@ -208,7 +208,7 @@ def wait_for_end(connection: socket.socket, *, timeout_s: float | None = None) -
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
-class Opening:
+class Opening(ServerConnection):
     """A connection during its greeting and registration, which can be polled without waiting."""
 
     def __init__(self, path: Path, timeout_s: float, register: wire.Register) -> None:
@@ -216,14 +216,14 @@ class Opening:
         Raises:
             TierDown, ConfigError: as for `ServerConnection`.
         """
-        self.connection = ServerConnection(path, timeout_s)
+        super().__init__(path, timeout_s)
         self.register = register
         self.is_greeted = False
         """The server answers: if there is no pool yet, it is opening its tiers."""
         try:
-            self.connection.send(register)
+            self.send(register)
         except BaseException:
-            self.connection.close()
+            self.close()
             raise
 
     def finish(self, timeout_s: float) -> wire.Pool | None:
@@ -235,7 +235,7 @@ class Opening:
         """
         until = time.monotonic() + timeout_s
         while True:
-            match self.connection.receive(max(0.0, until - time.monotonic())):
+            match self.receive(max(0.0, until - time.monotonic())):
                 case None:
                     return None
                 case wire.Welcome():
@@ -413,7 +413,7 @@ class Link:
     def watch(self) -> socket.socket | None:
         """A descriptor of the connection to that server, for `wait_for_end`; None: there is no such server, or no
         descriptor for it. The caller closes it."""
-        connection = self._opening.connection if self._opening is not None else self.connection
+        connection = self._opening or self.connection
         try:
             return connection.watch() if connection is not None and self.is_registered else None
         except OSError:
@@ -427,7 +427,7 @@ class Link:
                 self.lose(answer.text if isinstance(answer, wire.Failed) else "it has closed the connection")
             except TierDown as why:
                 self.lose(str(why))
-        elif self._opening is not None and self._answer is not None and self._opening.connection.has_ended():
+        elif self._opening is not None and self._answer is not None and self._opening.has_ended():
             self._give_up_opening()
 
     def ask(self, request: wire.Request, answer: type[A]) -> A | None:
@@ -485,15 +485,15 @@ class Link:
 
     def _connected(self, opening: Opening, answer: wire.Pool) -> None:
         self._on_connected(opening, answer)
-        opening.connection.drop_descriptors()
-        opening.connection.timeout_s = self._timeout_s
-        self.connection, self._opening, self._answer = opening.connection, None, None
+        opening.drop_descriptors()
+        opening.timeout_s = self._timeout_s
+        self.connection, self._opening, self._answer = opening, None, None
         self._back_off_s = FIRST_BACK_OFF_S
         self._why_refused = ""
 
     def _give_up_opening(self) -> None:
         if self._opening is not None:
-            self._opening.connection.close()
+            self._opening.close()
             self._opening = self._answer = None
 
 

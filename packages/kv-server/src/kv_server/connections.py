@@ -148,7 +148,7 @@ class Connections:
         if client.number in self._connections:
             self._watch(client)
 
-    def finish(self, client: ClientConnection, act: Callable[[], bool]) -> None:
+    def finish(self, client: ClientConnection, act: Callable[[], object]) -> None:
         """Answer what a client is waiting for, and go on with its other requests."""
         if client.number not in self._connections:
             return
@@ -159,10 +159,11 @@ class Connections:
             self._unsettled[client.number] = client
         self.work(client)
 
-    def _attempt(self, client: ClientConnection, act: Callable[[], bool]) -> bool:
-        """Handle a request. Malformed requests, and bugs of ours, affect only the client that sent it."""
+    def _attempt(self, client: ClientConnection, act: Callable[[], object]) -> bool:
+        """Handle a request; False if `act` says that there is none. Malformed requests, and bugs of ours, affect only
+        the client that sent it."""
         try:
-            return act()
+            return act() is not False
         except InputError as error:
             self.refuse(client, str(error), kind="malformed")
         except MisuseError as error:
@@ -195,11 +196,7 @@ class Connections:
         """The connection is over, whichever side ended it."""
         if self._connections.pop(client.number, None) is None:
             return
-        self._eager.pop(client.number, None)
-        self._unsettled.pop(client.number, None)
-        if client.events:
-            self._selector.unregister(client.socket)
-            client.events = 0
+        self._forget(client)
         client.socket.close()
         for _, descriptor in client.unsent:
             close_descriptor(descriptor)
@@ -209,12 +206,16 @@ class Connections:
     def detach(self, client: ClientConnection) -> socket.socket:
         """Forget this client and return its socket, on which the caller goes on."""
         del self._connections[client.number]
+        self._forget(client)
+        close_descriptor(client.pidfd)
+        return client.socket
+
+    def _forget(self, client: ClientConnection) -> None:
         self._eager.pop(client.number, None)
         self._unsettled.pop(client.number, None)
         if client.events:
             self._selector.unregister(client.socket)
-        close_descriptor(client.pidfd)
-        return client.socket
+            client.events = 0
 
     def restore(self, clients: Sequence[ClientConnection], last_number: int) -> None:
         """In a new object: go on with the clients of another process."""

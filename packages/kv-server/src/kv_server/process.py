@@ -196,9 +196,6 @@ def _on_all_processors() -> Iterator[None]:
 
     Engines bind their workers to processors which they then keep busy, and a child inherits that.
     """
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
     own = os.sched_getaffinity(0)
     with suppress(OSError):
         os.sched_setaffinity(0, own | _processors_of_parents())

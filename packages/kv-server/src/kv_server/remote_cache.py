@@ -474,7 +474,7 @@ class RemoteCache:
             if self._reading:
                 raise TierDown("chunks are still being copied from the pool of the previous server")
             resumed.clear()
-            descriptor = opening.connection.take_descriptor()
+            descriptor = opening.take_descriptor()
             pool = MappedPool(answer.name, answer.group_bytes, answer.slots, descriptor, core_dump=self._core_dump)
             if self.generation >= 0 and self._on_new_pool is not None:
                 try:

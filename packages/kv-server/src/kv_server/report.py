@@ -45,36 +45,44 @@ class DrainState:
         return f"{self.phase}{why}: of {self.chunks:,} chunks {', '.join(parts)}"
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryState:
-    """The directory as this server sees it. The figures from `entries` on only grow.
+@dataclass(slots=True)
+class MirrorCounts:
+    """What is known of other hosts. The figures from `entries` on only grow.
 
-    why: why it cannot be reached, or refuses what is written; empty: all is well.
-    lag_s: seconds since it was last read up to its end.
     hosts, exact: other hosts that are known, and those among them whose names are known exactly.
     left_out: hosts for whose names there is no room.
     names: (name, host) pairs in memory.
-    used_bytes: memory that they take.
-    listed: chunks of this server in the directory; None: it is not listed.
     entries, gaps: other hosts' entries that were applied, and those found to be missing.
     repairs, failed_repairs: repairs of a host's names; `shards_fetched` and `repair_bytes` are what they took.
-    not_here: chunks that a host did not have although its names listed them.
+    """
+
+    hosts: int = 0
+    exact: int = 0
+    left_out: int = 0
+    names: int = 0
+    entries: int = 0
+    gaps: int = 0
+    repairs: int = 0
+    failed_repairs: int = 0
+    shards_fetched: int = 0
+    repair_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class DirectoryState(MirrorCounts):
+    """The directory as this server sees it.
+
+    why: why it cannot be reached, or refuses what is written; empty: all is well.
+    lag_s: seconds since it was last read up to its end.
+    used_bytes: memory that the names take.
+    listed: chunks of this server in the directory; None: it is not listed.
+    not_here: chunks that a host did not have although its names listed them; it only grows.
     """
 
     why: str
     lag_s: float
-    hosts: int
-    exact: int
-    left_out: int
-    names: int
     used_bytes: int
     listed: int | None
-    entries: int
-    gaps: int
-    repairs: int
-    failed_repairs: int
-    shards_fetched: int
-    repair_bytes: int
     not_here: int
 
     def spelled(self) -> str:

@@ -29,7 +29,6 @@ from kv_observe.build import build_bus
 from kv_tiers.cache.admin import TenantUse
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort
 from kv_tiers.threads import OutOfThreadsError, must_start
 from msgspec.structs import replace
@@ -47,7 +46,7 @@ from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, Ten
 from kv_server.session import Orphan, Orphans, Session, give_up
 from kv_server.succession.channel import FORMAT, Channel, ClientImage, OrphanImage, Remainder
 from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
-from kv_server.succession.passing_on import STOPPED_S, PassingOn, TakingOver
+from kv_server.succession.upgrade import STOPPED_S, PassingOn, TakingOver
 from kv_server.wire import Format
 
 if TYPE_CHECKING:
@@ -182,8 +181,7 @@ class CacheServer:
         self.is_stopping = False
         try:
             if succession is None:
-                self._peers = _open_peers(config.peers, self.formats)
-                self.formats.peers_address = self.peers_address
+                self._open_peers()
             else:
                 quotas = succession.prepared.quotas_set()
                 for image, descriptor in zip(succession.prepared.pools, descriptors[2:], strict=True):
@@ -308,11 +306,10 @@ class CacheServer:
     def _explained(self, client: ClientConnection, explained: "Future[wire.Explanations]") -> None:
         """On any thread."""
 
-        def answer() -> bool:
+        def answer() -> None:
             self._connections.send(client, explained.result())
-            return True
 
-        self.submit(lambda: self._connections.finish(client, answer))
+        self.submit(partial(self._connections.finish, client, answer))
 
     # Sessions, from their registration to their end.
 
@@ -340,13 +337,12 @@ class CacheServer:
                 f"in the last {self._lease_s:g} s (lease_s) or open to peers; start another one for this model",
             )
 
-    def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> bool:
+    def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> None:
         """Continue with a client whose cache was being opened."""
         if isinstance(opened.cache, LocalCache):
             self._begin_session(client, request, opened.cache)
         else:
             self._connections.refuse(client, opened.cache.text, kind=opened.cache.kind)
-        return True
 
     def _begin_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> None:
         pool = cache.pool
@@ -428,13 +424,9 @@ class CacheServer:
         return used + [cache for cache in self.formats.by_format().values() if self._orphans.are_of(cache)]
 
     def _is_open(self, lease: int, cache: LocalCache, *, but: ClientConnection) -> bool:
-        for one in self._connections.all():
-            session = one.session
-            if session is None or session.cache is not cache or one is but:
-                continue
-            if lease in session.lasting or session.reads(lease):
-                return True
-        return self._orphans.holds(cache, lease)
+        sessions = [one.session for one in self._connections.all() if one.session is not None and one is not but]
+        is_held = any(one.cache is cache and (lease in one.lasting or one.reads(lease)) for one in sessions)
+        return is_held or self._orphans.holds(cache, lease)
 
     def _forget_history(self, cache: str) -> None:
         """Runs on the thread that has closed the cache."""
@@ -531,33 +523,36 @@ class CacheServer:
     def _go_on_serving(self) -> None:
         """No other process has taken over."""
         self._passing = None
-        if self._peers is not None:
-            try:
-                self._open_peers()
-            except ConfigError as error:
-                _log.warning("other hosts cannot read from this server any more: %s", error)
-        for wanted, cache in self.caches.items():
-            self.formats.publish(wanted, cache)
+        self._serve_peers()
         self._answer_waiting(wire.Register)
 
     def _open_peers(self) -> None:
-        """
+        """Bind the address in the settings, if they have one. Imports TLS only here, because not every server needs it.
+
         Raises:
-            ConfigError: the address is taken.
+            ConfigError: it cannot be bound, or a setting cannot be honoured.
         """
-        self._peers = _open_peers(self._config.peers, self.formats)
-        self.formats.peers_address = self.peers_address
-        if self._peers is not None:
-            self._peers.start()
+        if self._config.peers.listen:
+            from kv_server.peers.server import PeerServer
+
+            self._peers = PeerServer(self._config.peers, self.formats.for_peers)
+            self.formats.peers_address = self.peers_address
+
+    def _serve_peers(self) -> None:
+        """Serve other hosts and let them find the caches, with tiers that were opened again."""
+        try:
+            self._open_peers()
+            if self._peers is not None:
+                self._peers.start()
+        except (ConfigError, OutOfThreadsError) as error:
+            _log.warning("other hosts cannot read from this server: %s", error)
+        for wanted, cache in self.caches.items():
+            self.formats.publish(wanted, cache)
 
     def _answer_waiting(self, kinds: type | UnionType) -> None:
         for client in self._connections.all():
             if (request := client.waiting) is not None and isinstance(request, kinds):
-                self._connections.finish(client, partial(self._answer_again, client, request))
-
-    def _answer_again(self, client: ClientConnection, request: wire.Request) -> bool:
-        self._answer(client, request)
-        return True
+                self._connections.finish(client, partial(self._answer, client, request))
 
     def take_over(self) -> None:
         """Take the place of the server from which this one takes over: then `serve`.
@@ -633,15 +628,7 @@ class CacheServer:
         self._succession.wait_for_end()
         for cache in self.submit(lambda: list(self.caches.values())).result():
             end_others(cache)
-        self.submit(self._go_on_alone).result()
-
-    def _go_on_alone(self) -> None:
-        try:
-            self._open_peers()
-        except (ConfigError, OutOfThreadsError) as error:
-            _log.warning("other hosts cannot read from this server: %s", error)
-        for wanted, cache in self.caches.items():
-            self.formats.publish(wanted, cache)
+        self.submit(self._serve_peers).result()
 
     # Reports.
 
@@ -771,19 +758,6 @@ def _orphan_image(token: bytes, orphan: Orphan, wanted: Format) -> OrphanImage:
 
 def _orphan_of(image: OrphanImage, cache: LocalCache, pidfd: int) -> Orphan:
     return Orphan(cache, image.leases, image.pid, pidfd, image.lost_s, image.unmapped_s)
-
-
-def _open_peers(config: PeersConfig, caches: Caches) -> "PeerServer | None":
-    """Bind the address in the settings; None: they have none. Imports TLS only here, because not every server needs it.
-
-    Raises:
-        ConfigError: it cannot be bound, or a setting cannot be honoured.
-    """
-    if not config.listen:
-        return None
-    from kv_server.peers.server import PeerServer
-
-    return PeerServer(config, caches.for_peers)
 
 
 def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:

@@ -52,18 +52,6 @@ _UNWATCHED: Final = (
 )
 
 
-@dataclass(slots=True)
-class _Timed:
-    """A promise or a read lease.
-
-    keys: how many.
-    deadline_s: when it becomes void, if not earlier.
-    """
-
-    keys: int
-    deadline_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class LastingLease:
     """A write lease, or a lasting one to read.
@@ -123,7 +111,9 @@ class Session:
         self._is_open_elsewhere = is_open_elsewhere
         self._on_lookup = on_lookup
         self._ends_holds = ends_holds
-        self._timed: OrderedDict[Holder | int, _Timed] = OrderedDict()  # a promise by its holder, a read by its number
+        self._timed: OrderedDict[Holder | int, tuple[int, float]] = OrderedDict()
+        """Promises by their holders, and read leases by their numbers: how many keys, and when each becomes void, if
+        not earlier."""
         self._holders: OrderedDict[Holder, None] = OrderedDict()
         self._keys_held = 0
 
@@ -183,14 +173,14 @@ class Session:
 
     def image(self) -> "SessionImage":
         """For `restore`."""
-        timed = [(what, one.keys, one.deadline_s) for what, one in self._timed.items()]
+        timed = [(what, keys, deadline_s) for what, (keys, deadline_s) in self._timed.items()]
         return SessionImage(self.lasting, timed, list(self._holders))
 
     def restore(self, image: "SessionImage") -> None:
         """In a new session of the same number: what it held in another process."""
         self.adopt(image.lasting)
         for what, keys, deadline_s in image.timed:
-            self._timed[what] = _Timed(keys, deadline_s)
+            self._timed[what] = keys, deadline_s
             self._keys_held += keys
         self._holders.update(dict.fromkeys(image.holders))
 
@@ -230,7 +220,7 @@ class Session:
         is_renewed = self.cache.renew(self._prefix + holder)
         timed = self._timed.get(holder)
         if is_renewed and timed is not None:
-            timed.deadline_s = self._clock.now_s() + self._lease_s
+            self._timed[holder] = timed[0], self._clock.now_s() + self._lease_s
             self._timed.move_to_end(holder)
         return wire.Truth(is_renewed)
 
@@ -328,20 +318,20 @@ class Session:
     def _has_room(self, keys: int) -> bool:
         now_s = self._clock.now_s()
         while self._timed:
-            key, oldest = next(iter(self._timed.items()))
-            if oldest.deadline_s > now_s:
+            what, (_, deadline_s) = next(iter(self._timed.items()))
+            if deadline_s > now_s:
                 break
-            self._forget_timed(key)
+            self._forget_timed(what)
         return self._keys_held + keys <= MAX_KEYS_HELD and len(self._timed) < MAX_TIMED
 
     def _remember_timed(self, what: Holder | int, keys: int) -> None:
-        self._timed[what] = _Timed(keys, self._clock.now_s() + self._lease_s)
+        self._timed[what] = keys, self._clock.now_s() + self._lease_s
         self._keys_held += keys
 
     def _forget_timed(self, what: Holder | int) -> None:
         timed = self._timed.pop(what, None)
         if timed is not None:
-            self._keys_held -= timed.keys
+            self._keys_held -= timed[0]
 
 
 def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:

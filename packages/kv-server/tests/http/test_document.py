@@ -16,7 +16,6 @@ from kv_core.keys import tenant_tag
 from kv_server import RemoteCache, launch
 from kv_server.http import relay
 from kv_server.http.app import make_app
-from kv_server.http.operations import TenantNames
 from kv_server.http.relay import Relay
 from kv_server.http.thread import Guard
 from kv_testing.http import SLOT_BYTES, TOKEN, Served, store
@@ -40,7 +39,7 @@ def make_asgi(served: Served) -> ASGIApp:
     archive.mkdir(exist_ok=True)
     app = make_app(
         Relay(served.server),
-        names=TenantNames({tenant_tag("x"): "acme"}),
+        names={tenant_tag("x"): "acme"},
         token=TOKEN,
         archive_directory=str(archive),
     )

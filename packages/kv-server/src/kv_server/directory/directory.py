@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -187,7 +188,7 @@ class Directory:
                 used_bytes=used_bytes,
                 listed=None if contents is None else contents.count,
                 not_here=self._counts_not_here,
-                **msgspec.structs.asdict(counts),
+                **asdict(counts),
             )
 
     def close(self) -> None:

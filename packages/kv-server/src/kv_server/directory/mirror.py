@@ -11,17 +11,17 @@ another. This file does no I/O and has no clock.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from threading import Lock
 from typing import Final
 
-import msgspec
 import numpy as np
 from kv_tiers.host_port import HostPort
 
 from kv_server.directory.entries import Entry, Names, no_sums, root_of, shards_of, toggle
 from kv_server.directory.holders import MAX_HOSTS, HolderTable
+from kv_server.report import MirrorCounts
 
 MAX_WAITING: Final = 256
 """Entries of one host that wait for its repair. If there are more it is repaired again."""
@@ -83,21 +83,6 @@ class Host:
     is_left_out: bool = False
 
 
-class MirrorCounts(msgspec.Struct):
-    """As in `DirectoryState`."""
-
-    hosts: int = 0
-    exact: int = 0
-    names: int = 0
-    entries: int = 0
-    gaps: int = 0
-    repairs: int = 0
-    failed_repairs: int = 0
-    shards_fetched: int = 0
-    repair_bytes: int = 0
-    left_out: int = 0
-
-
 @dataclass(slots=True)
 class _Backoff:
     seconds: float = 0.0
@@ -143,7 +128,7 @@ class Mirror:
     def counts(self) -> MirrorCounts:
         """The present counts, which may change meanwhile."""
         hosts = list(self._hosts.values())
-        return msgspec.structs.replace(
+        return replace(
             self._counts,
             hosts=len(hosts),
             exact=sum(host.trust is Trust.EXACT for host in hosts),

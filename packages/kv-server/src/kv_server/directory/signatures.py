@@ -8,7 +8,7 @@ the only one that a reader connects to. Someone who repeats an old entry, or lea
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -121,6 +121,16 @@ def _needs(extension: type[ExtensionType]) -> ExtensionPolicy:
     return ExtensionPolicy.permit_all().require_present(extension, Criticality.AGNOSTIC, None)
 
 
+def _scheme(key: Key | PublicKey) -> tuple[Any, ...]:
+    """What a key of this kind signs and verifies with, besides the message."""
+    match key:
+        case ec.EllipticCurvePrivateKey() | ec.EllipticCurvePublicKey():
+            return (ec.ECDSA(SHA256()),)
+        case rsa.RSAPrivateKey() | rsa.RSAPublicKey():
+            return (padding.PKCS1v15(), SHA256())
+    return ()
+
+
 class Signatures:
     """For one thread. It follows files that are replaced."""
 
@@ -141,14 +151,7 @@ class Signatures:
             ConfigError: others would refuse it.
         """
         own, encoded = self._own.current(), encode(entry)
-        message, key = self._context + encoded, own.key
-        match key:
-            case ec.EllipticCurvePrivateKey():
-                signature = key.sign(message, ec.ECDSA(SHA256()))
-            case rsa.RSAPrivateKey():
-                signature = key.sign(message, padding.PKCS1v15(), SHA256())
-            case ed25519.Ed25519PrivateKey():
-                signature = key.sign(message)
+        signature = own.key.sign(self._context + encoded, *_scheme(own.key))
         written = _ENCODER.encode(SignedEntry(encoded, own.chain, signature))
         try:
             self.verified(written)
@@ -174,13 +177,7 @@ class Signatures:
         host, message = entry.host_port().host, self._context + signed.entry
         key = self._authority.current().key_of(signed.chain, host)
         try:
-            match key:
-                case ec.EllipticCurvePublicKey():
-                    key.verify(signed.signature, message, ec.ECDSA(SHA256()))
-                case rsa.RSAPublicKey():
-                    key.verify(signed.signature, message, padding.PKCS1v15(), SHA256())
-                case ed25519.Ed25519PublicKey():
-                    key.verify(signed.signature, message)
+            key.verify(signed.signature, message, *_scheme(key))
         except InvalidSignature:
             raise InputError(f"an entry for {entry.address} that its host has not signed") from None
         return entry

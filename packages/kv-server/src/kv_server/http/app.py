@@ -2,7 +2,7 @@
 
 import re
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from http import HTTPStatus
 from itertools import groupby
@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 from kv_server.connection import PACKAGE
 from kv_server.http.operation import Operation, Problem, ProblemDocument, perform, problem_response
 from kv_server.http.operations import (
-    TenantNames,
     clear_operations,
     drain_operations,
     quota_operations,
@@ -56,9 +55,9 @@ class Page:
         return f"'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'"
 
 
-def make_app(relay: Relay, *, names: TenantNames, token: str, archive_directory: str) -> ASGIApp:
+def make_app(relay: Relay, *, names: Mapping[bytes, str], token: str, archive_directory: str) -> ASGIApp:
     """token: empty if nothing may be changed.
-    names: of tenants.
+    names: of tenants in the settings, by tag.
     archive_directory: for exported prefixes; empty: none.
     """
     operations = [

@@ -94,39 +94,29 @@ class TenantState(msgspec.Struct, frozen=True):
     note: str = "a quota set here lasts until the server ends; what it starts with is in its settings (tenants)"
 
 
-class TenantNames:
-    """The names of tenants: those in the settings, or the tags in their keys."""
+def tag_of(tenant: str, names: Mapping[bytes, str]) -> bytes:
+    """The tag of the tenant that has this name in the settings, or this tag, as hex, in its keys. names: by tag.
 
-    def __init__(self, names: Mapping[bytes, str]) -> None:
-        """names: by tag."""
-        self._names = dict(names)
-        self._tags = {name: tag for tag, name in names.items()}
-
-    def name(self, tag: bytes) -> str:
-        return self._names.get(tag, "")
-
-    def tag(self, tenant: str) -> bytes:
-        """
-        Raises:
-            Problem: there is no such tenant.
-        """
-        if tenant in self._tags:
-            return self._tags[tenant]
-        if len(tenant) == 2 * TENANT_BYTES and set(tenant) <= set("0123456789abcdef"):
-            return bytes.fromhex(tenant)
-        known = ", ".join(sorted(self._tags)) or "none"
-        raise Problem(
-            404,
-            f"no tenant is called {tenant[:100]!r}; the settings list {known}. Otherwise write the tag, "
-            f"{2 * TENANT_BYTES} hex digits, as /status shows it",
-        )
+    Raises:
+        Problem: there is no such tenant.
+    """
+    tags = {name: tag for tag, name in names.items()}
+    if tenant in tags:
+        return tags[tenant]
+    if len(tenant) == 2 * TENANT_BYTES and set(tenant) <= set("0123456789abcdef"):
+        return bytes.fromhex(tenant)
+    raise Problem(
+        404,
+        f"no tenant is called {tenant[:100]!r}; the settings list {', '.join(sorted(tags)) or 'none'}. Otherwise write "
+        f"the tag, {2 * TENANT_BYTES} hex digits, as /status shows it",
+    )
 
 
-def quota_operations(relay: Relay, names: TenantNames) -> list[Operation]:
+def quota_operations(relay: Relay, names: Mapping[bytes, str]) -> list[Operation]:
     async def state(tag: bytes) -> TenantState:
         caches = await relay.caches()
         uses = [await relay.call(partial(_use, format_, cache, tag)) for format_, cache in caches.items()]
-        return TenantState(names.name(tag), tag.hex(), uses)
+        return TenantState(names.get(tag, ""), tag.hex(), uses)
 
     async def set_quota(tag: bytes, quota_bytes: int | None, of: FormatSelector) -> None:
         """In the caches that there are, and in those that are opened later."""
@@ -139,10 +129,10 @@ def quota_operations(relay: Relay, names: TenantNames) -> list[Operation]:
             await relay.call(partial(_set_all, opened, tag, quota_bytes))
 
     async def get(tenant: str) -> TenantState:
-        return await state(names.tag(tenant))
+        return await state(tag_of(tenant, names))
 
     async def put(body: Quota, tenant: str) -> TenantState:
-        tag = names.tag(tenant)
+        tag = tag_of(tenant, names)
         try:
             quota_bytes = byte_count(body.quota_bytes, "quota_bytes")
         except ConfigError as error:
@@ -151,7 +141,7 @@ def quota_operations(relay: Relay, names: TenantNames) -> list[Operation]:
         return await state(tag)
 
     async def delete(tenant: str) -> TenantState:
-        tag = names.tag(tenant)
+        tag = tag_of(tenant, names)
         await set_quota(tag, None, FormatSelector())
         return await state(tag)
 
@@ -224,14 +214,14 @@ class Cleared(msgspec.Struct, frozen=True):
     below: dict[str, int]
 
 
-def clear_operations(relay: Relay, names: TenantNames) -> list[Operation]:
+def clear_operations(relay: Relay, names: Mapping[bytes, str]) -> list[Operation]:
     async def clear(body: ClearRequest) -> Cleared:
         if body.tenant is UNSET and body.matches_any and not body.everything:
             about = "this removes every chunk from the pool and from all tiers: if that is meant, send"
             raise Problem(409, f'{about} {{"everything": true}}; else name a tenant, a fingerprint or chunk_bytes')
         if body.everything and not (body.tenant is UNSET and body.matches_any):
             raise Problem(409, "everything was asked for, and a part of it: leave one of them out")
-        tag = None if body.tenant is UNSET else names.tag(body.tenant)
+        tag = None if body.tenant is UNSET else tag_of(body.tenant, names)
         await check_opened(relay, body)
         caches = await select_caches(relay, body)
         cleared = [await relay.call(partial(_clear, cache, tag)) for cache in caches.values()]

@@ -27,7 +27,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kv_server.address import Acceptor, listen_at
 from kv_server.http.app import make_app
 from kv_server.http.operation import Problem, problem_response
-from kv_server.http.operations import TenantNames
 from kv_server.http.relay import Relay
 from kv_server.http.start import read_token
 from kv_server.server import CacheServer
@@ -260,7 +259,7 @@ class HttpThread:
         self._server = _Server(
             self._has_started.set,
             uvicorn.Config(
-                Guard(self._make_app(self._relay, names=TenantNames(server.tenant_names)), self._hosts),
+                Guard(self._make_app(self._relay, names=dict(server.tenant_names)), self._hosts),
                 loop="asyncio",
                 http=BoundedProtocol,
                 ws="none",

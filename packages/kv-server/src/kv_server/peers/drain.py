@@ -11,17 +11,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_eviction.shares import Share
 from kv_tiers.cache.chains import chains
-from kv_tiers.cache.host import TIER, ClosedError, HostTier
-from kv_tiers.cache.lower_tiers import LowerTiers
+from kv_tiers.cache.extension import CacheParts
+from kv_tiers.cache.host import TIER, ClosedError
 from kv_tiers.index.ranking import most_worth_first
-from kv_tiers.index.residency import Residency
 from kv_tiers.threads import start_thread
 from kv_tiers.tier import RankedChunk, RanksChunks
 
@@ -62,13 +61,9 @@ class _Offer:
 class CacheDrain:
     """The drain of one cache. Safe to call from any thread; the work runs on a thread of its own."""
 
-    def __init__(
-        self, host: HostTier, index: Residency, lower: LowerTiers, *, on_change: Callable[[bool], object]
-    ) -> None:
+    def __init__(self, parts: CacheParts, *, on_change: Callable[[bool], object]) -> None:
         """on_change: called with whether this host is about to leave."""
-        self._host = host
-        self._index = index
-        self._lower = lower
+        self._parts = parts
         self._on_change = on_change
         self._lock = threading.Lock()
         self._state: DrainState | None = None
@@ -85,7 +80,7 @@ class CacheDrain:
             self._on_change(True)
             self._stop = threading.Event()
             self._state = DrainState("draining")
-            job = _DrainJob(self._host, self._index, self._lower, self._state, stop=self._stop, max_bytes=max_bytes)
+            job = _DrainJob(self._parts, self._state, stop=self._stop, max_bytes=max_bytes)
             thread = threading.Thread(target=job.run, args=(timeout_s,), name="kv-drain", daemon=True)
             if why := start_thread(thread):
                 self._state = DrainState("stopped", why)
@@ -95,7 +90,7 @@ class CacheDrain:
     @property
     def can_begin(self) -> bool:
         """Whether a tier offers chunks to other hosts."""
-        return bool(self._lower.tiers_that(PeersTier))
+        return bool(self._parts.lower.tiers_that(PeersTier))
 
     def end(self) -> None:
         """Stop offering, and take new chunks again. Returns at once."""
@@ -119,24 +114,13 @@ class CacheDrain:
 class _DrainJob:
     """The work of the drain's thread."""
 
-    def __init__(
-        self,
-        host: HostTier,
-        index: Residency,
-        lower: LowerTiers,
-        state: DrainState,
-        *,
-        stop: threading.Event,
-        max_bytes: int | None,
-    ) -> None:
-        self._host = host
-        self._index = index
-        self._lower = lower
-        self._tiers = [tier for _, tier in lower.tiers_that(PeersTier)]
+    def __init__(self, parts: CacheParts, state: DrainState, *, stop: threading.Event, max_bytes: int | None) -> None:
+        self._host, self._index, self._lower = parts.host, parts.index, parts.lower
+        self._tiers = [tier for _, tier in self._lower.tiers_that(PeersTier)]
         self._state = state
         self._stop = stop
         self._bytes_left = max_bytes
-        ranked = [tier for lane in lower.local_lanes() if isinstance(tier := lane.tier, RanksChunks)]
+        ranked = [tier for lane in self._lower.local_lanes() if isinstance(tier := lane.tier, RanksChunks)]
         self._not_ranked: deque[Callable[[], list[RankedChunk]]] = deque(
             [self._rank_pool, *(tier.most_worth_first for tier in ranked)]
         )
@@ -229,7 +213,7 @@ class _DrainJob:
         wanted = []
         for key, is_there in zip(keys, self._held_elsewhere(keys), strict=True):
             if is_there:
-                self._settle(elsewhere=1)
+                self._settle("elsewhere")
             else:
                 wanted.append(key)
         # Waiting for a peer that does not answer is no lack of progress: nothing can be taken meanwhile.
@@ -253,7 +237,7 @@ class _DrainJob:
             self._host.check_open()
             pairs = zip(keys, held_below, strict=True)
             here = [key for key, is_below in pairs if is_below or self._index.find(key) is not None]
-        self._settle(gone=len(keys) - len(here))
+        self._settle("gone", len(keys) - len(here))
         return here
 
     def _held_elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -305,7 +289,7 @@ class _DrainJob:
             return False
         for offer in [queued for queued in self._todo if queued.refused_by >= takers]:
             self._todo.remove(offer)
-            self._settle(refused=len(offer.left))
+            self._settle("refused", len(offer.left))
         next_offer = next((queued for queued in self._todo if taker.name not in queued.refused_by), None)
         if next_offer is None:
             return False
@@ -349,12 +333,12 @@ class _DrainJob:
             offer.left.remove(key)
             self._moved_s[taker.name] = now_s
             if not is_repeated:
-                self._settle(elsewhere=1)  # the peer had the chunk before it was offered
+                self._settle("elsewhere")  # the peer had the chunk before it was offered
                 continue
             nbytes = self._host.pool.sizes.of(key)
             self._state.moved_bytes += nbytes
             self._bytes_left = None if self._bytes_left is None else self._bytes_left - nbytes
-            self._settle(moved=1)
+            self._settle("moved")
         if not offer.left:
             return False
         is_coming = any(fates[key] is OfferFate.COMING for key in offer.left)
@@ -378,13 +362,9 @@ class _DrainJob:
         unsettled_keys = [key for key in offer.chain if key in offer.left]
         self._todo.extendleft(reversed(self._offers_of(unsettled_keys, offer.refused_by | {name})))
 
-    def _settle(self, *, elsewhere: int = 0, moved: int = 0, refused: int = 0, gone: int = 0) -> None:
-        state = self._state
-        state.elsewhere += elsewhere
-        state.moved += moved
-        state.refused += refused
-        state.gone += gone
-        state.left -= elsewhere + moved + refused + gone
+    def _settle(self, fate: Literal["elsewhere", "moved", "refused", "gone"], chunks: int = 1) -> None:
+        setattr(self._state, fate, getattr(self._state, fate) + chunks)
+        self._state.left -= chunks
 
 
 def _split(offer: _Offer, index: int) -> tuple[_Offer, _Offer]:
@@ -410,11 +390,9 @@ class Offers:
     by then make room in the pool for more, as long as the tiers have free space.
     """
 
-    def __init__(self, host: HostTier, index: Residency, lower: LowerTiers) -> None:
-        self._host = host
-        self._index = index
-        self._lower = lower
-        self._tier = next((number for number, _ in lower.tiers_that(PeersTier)), None)
+    def __init__(self, parts: CacheParts) -> None:
+        self._host, self._index, self._lower = parts.host, parts.index, parts.lower
+        self._tier = next((number for number, _ in self._lower.tiers_that(PeersTier)), None)
         self._unused: dict[ChunkKey, Share] = {}  # arriving or in the pool, and not used yet
         self._to_review: deque[ChunkKey] = deque()
         self._unused_of: Counter[Share] = Counter()

@@ -10,13 +10,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from kv_core.errors import InputError
-from kv_core.keys import by_chain
+from kv_core.keys import ChunkKey, by_chain
 from kv_core.log import limited_logger
 from kv_remote.tls_files import TlsFiles
 from kv_tiers.cache.host import ClosedError
@@ -36,6 +36,7 @@ from kv_server.peers.wire import (
     MAX_OFFERED,
     NOT_HERE,
     SIZE,
+    Answer,
     Fetch,
     Follow,
     Followed,
@@ -70,7 +71,8 @@ _END_S: Final = 5.0
 _NO_CACHE_S: Final = 0.2
 """How soon a follower may query again if no engine has registered the cache yet."""
 
-FindCache = Callable[[str], tuple[LocalCache, PeerReads] | None]
+FoundCache = tuple[LocalCache, PeerReads] | None
+FindCache = Callable[[str], FoundCache]
 """The cache of a namespace, on any thread."""
 
 
@@ -200,29 +202,35 @@ class PeerServer:
     def _converse(self, stream: PeerStream) -> None:
         while not self._ending.is_set():
             request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
-            match request:
-                case PeerHolds():
-                    self._answer_holds(stream, request, deadline)
-                case Fetch():
-                    self._answer_fetch(stream, request)
-                case Follow():
-                    self._answer_follow(stream, request, deadline)
-                case PeerTaken():
-                    if (found := self._find(request.namespace)) is not None:
-                        found[1].taken(unpack_keys(request))
-                    stream.send_message(PeerHeld(b"", None), deadline)
-                case Offer():
-                    self._answer_offer(stream, request, deadline)
-                case Sum():
-                    self._answer_sum(stream, request, deadline)
-                case List():
-                    self._answer_list(stream, request, deadline)
-                case PeerHello():
-                    raise InputError("a peer says hello once")
+            if isinstance(request, PeerHello):
+                raise InputError("a peer says hello once")
+            found = self._find(request.namespace)
+            if isinstance(request, Fetch):
+                self._answer_fetch(stream, request, found)
+            else:
+                stream.send_message(self._answer(request, found), deadline)
 
-    def _answer_holds(self, stream: PeerStream, request: PeerHolds, deadline: float) -> None:
-        keys = unpack_keys(request)
-        found = self._find(request.namespace)
+    def _answer(self, request: PeerHolds | Follow | PeerTaken | Offer | Sum | List, found: FoundCache) -> Answer:
+        match request:
+            case PeerHolds():
+                return self._held(unpack_keys(request), found)
+            case Follow():
+                return self._followed(request, found)
+            case PeerTaken():
+                if found is not None:
+                    found[1].taken(unpack_keys(request))
+                return PeerHeld(b"", None)
+            case Offer():
+                return self._offered(request, found)
+        if found is None or (contents := found[1].contents) is None:
+            return Summed(b"", 0, b"", None) if isinstance(request, Sum) else Listed(b"", 0, 0, b"")
+        if isinstance(request, Sum):
+            cleared_s = found[0].cleared_for_s()  # before, as in `_held`
+            return Summed(contents.id, *contents.sums(), cleared_s)
+        sequence, shards, names = contents.names_in(request.shards, MAX_LISTED)
+        return Listed(contents.id, sequence, shards, pack(names))
+
+    def _held(self, keys: Sequence[ChunkKey], found: FoundCache) -> PeerHeld:
         held, cleared_s = [False] * len(keys), None
         if found is not None:
             cache, reads = found
@@ -231,11 +239,10 @@ class PeerServer:
         with self._lock:
             self._counts.asked += len(keys)
             self._counts.held += sum(held)
-        stream.send_message(PeerHeld(bytes(held), cleared_s), deadline)
+        return PeerHeld(bytes(held), cleared_s)
 
-    def _answer_fetch(self, stream: PeerStream, request: Fetch) -> None:
+    def _answer_fetch(self, stream: PeerStream, request: Fetch, found: FoundCache) -> None:
         keys = unpack_keys(request)
-        found = self._find(request.namespace)
         timeout_s = self._config.timeout_s
         # For all together that cannot be had: the peer waits for one after the other, and if that takes ten seconds its
         # lane takes the tier to hang, and reads from no host.
@@ -258,49 +265,30 @@ class PeerServer:
                 self._counts.sent += 1
                 self._counts.sent_bytes += nbytes
 
-    def _answer_follow(self, stream: PeerStream, request: Follow, deadline: float) -> None:
-        found = self._find(request.namespace)
+    def _followed(self, request: Follow, found: FoundCache) -> Followed:
         if found is None:
             self._ending.wait(min(request.wait_s, _NO_CACHE_S))
-            stream.send_message(Followed(b"", 0, [], None), deadline)
-            return
+            return Followed(b"", 0, [], None)
         cache, _ = found
         feed = peer_side(cache).handed_over
         after = request.after if request.feed == feed.name else 0
-        cleared_s = cache.cleared_for_s()  # before it waits, as in `_answer_holds`
+        cleared_s = cache.cleared_for_s()  # before it waits, as in `_held`
         upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), MAX_ASKED)
         given = [Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
-        stream.send_message(Followed(feed.name, upto, given, cleared_s), deadline)
+        return Followed(feed.name, upto, given, cleared_s)
 
-    def _answer_offer(self, stream: PeerStream, request: Offer, deadline: float) -> None:
+    def _offered(self, request: Offer, found: FoundCache) -> Offered:
         chain = unpack_keys(request)
         offered = len(chain) - request.first
         if not 0 < offered <= MAX_OFFERED:
             raise InputError(f"an offer of {offered} chunks")
         if len(by_chain(chain)) > 1:  # it would count in one tenant's share and be stored in another's
             raise InputError("an offer of several chains")
-        found = self._find(request.namespace)
         if found is None:
             answer = OfferAnswer([OfferFate.NOT_TAKEN] * offered, 0)
         else:
             answer = peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
-        stream.send_message(Offered(bytes(answer.fates), answer.room), deadline)
-
-    def _answer_sum(self, stream: PeerStream, request: Sum, deadline: float) -> None:
-        found = self._find(request.namespace)
-        if found is None or (contents := found[1].contents) is None:
-            stream.send_message(Summed(b"", 0, b"", None), deadline)
-            return
-        cleared_s = found[0].cleared_for_s()  # before, as in `_answer_holds`
-        stream.send_message(Summed(contents.id, *contents.sums(), cleared_s), deadline)
-
-    def _answer_list(self, stream: PeerStream, request: List, deadline: float) -> None:
-        found = self._find(request.namespace)
-        if found is None or (contents := found[1].contents) is None:
-            stream.send_message(Listed(b"", 0, 0, b""), deadline)
-            return
-        sequence, shards, names = contents.names_in(request.shards, MAX_LISTED)
-        stream.send_message(Listed(contents.id, sequence, shards, pack(names)), deadline)
+        return Offered(bytes(answer.fates), answer.room)
 
 
 def _interrupt_calls(sock: socket.socket) -> None:

@@ -16,15 +16,12 @@ from kv_core.clock import Clock
 from kv_core.keys import ChunkKey
 from kv_core.outcome import Loaded
 from kv_tiers.cache.extension import CacheParts
-from kv_tiers.cache.holds import Holds
-from kv_tiers.cache.host import AT_ONCE, Doubtful, HostTier
+from kv_tiers.cache.host import AT_ONCE
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.chunk_header import HEADER_BYTES, format_id, pack_header
 from kv_tiers.host_port import HostPort
 from kv_tiers.index.journal import Journal
-from kv_tiers.index.residency import Residency
 from kv_tiers.lanes.jobs import Arrival
-from kv_tiers.lanes.lane import Lane
 from kv_tiers.pool.core_dumps import chunk_memory
 from kv_tiers.tier import Read, TracksKeys
 
@@ -59,23 +56,12 @@ class PeerReads:
     the cache's content, except that a hold on a chunk ends once the chunk has been read.
     """
 
-    def __init__(
-        self,
-        host: HostTier,
-        index: Residency,
-        lanes: Sequence[Lane],
-        format_id: bytes,
-        holds: Holds,
-        *,
-        verify: Callable[[Doubtful], None],
-    ) -> None:
-        """lanes: of the tiers that answer from memory, hottest first. format_id: of the chunks. verify: called without
-        the lock with adopted chunks that a peer wants."""
-        self._holds = holds
-        self._verify = verify
-        self._host = host
-        self._index = index
-        self._lanes = lanes
+    def __init__(self, parts: CacheParts, format_id: bytes) -> None:
+        """format_id: of the chunks."""
+        self._host, self._index, self._holds = parts.host, parts.index, parts.holds
+        self._lanes = parts.lower.local_lanes()
+        """Of the tiers that answer from memory, hottest first."""
+        self._verify = parts.verify
         self._format_id = format_id
         self.contents: Contents | None = None
         """What the directory lists for this cache; None: it is in no directory."""
@@ -264,8 +250,8 @@ class PeerSide:
     def attach(self, parts: CacheParts) -> None:
         self._parts = parts
         self.handed_over = HandOverFeed(parts.clock)
-        self.offers = Offers(parts.host, parts.index, parts.lower)
-        self.drain = CacheDrain(parts.host, parts.index, parts.lower, on_change=self._set_leaving)
+        self.offers = Offers(parts)
+        self.drain = CacheDrain(parts, on_change=self._set_leaving)
 
     def held(self, chain: Sequence[ChunkKey], first: int, until_s: float) -> None:
         self.handed_over.announce(chain, first, until_s)
@@ -278,9 +264,7 @@ class PeerSide:
 
     def reads(self, fingerprint: str) -> PeerReads:
         """What other hosts may read of the cache. fingerprint: of its chunks' format."""
-        parts = self._parts
-        lanes = parts.lower.local_lanes()
-        return PeerReads(parts.host, parts.index, lanes, format_id(fingerprint), parts.holds, verify=parts.verify)
+        return PeerReads(self._parts, format_id(fingerprint))
 
     def publish(self, reads: PeerReads, address: HostPort) -> None:
         """Announce these chunks to other hosts, through tiers that are configured for it. address: where peers read

@@ -42,26 +42,6 @@ from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header, d
 
 from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES
 
-
-class OfferFate(IntEnum):
-    """The present state of an offered chunk."""
-
-    NOT_TAKEN = 0
-    COMING = 1
-    HERE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class OfferAnswer:
-    """fates: of each offered chunk. room: how many more would be taken now."""
-
-    fates: list[OfferFate]
-    room: int
-
-
-MAX_OFFERED: Final = 1 << 8
-
-
 VERSION: Final = 4
 PACKAGE: Final = version("kv-tiers")
 MAX_ASKED: Final = 1 << 14
@@ -76,6 +56,8 @@ SUMMED_BYTES: Final = SUMS_BYTES + (1 << 10)
 MAX_LISTED: Final = 1 << 17
 """Names in one `Listed`."""
 MAX_LISTED_BYTES: Final = MAX_LISTED * NAME_BYTES + (1 << 10)
+MAX_OFFERED: Final = 1 << 8
+"""Chunks in one `Offer`."""
 MAX_FOLLOW_S: Final = 5.0
 """How long a `Follow` may wait. Its answer may be empty."""
 SIZE: Final = struct.Struct("<Q")
@@ -230,6 +212,22 @@ class Offer(Message, tag="offer"):
     namespace: Namespace
     keys: Keys
     first: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ASKED)]
+
+
+class OfferFate(IntEnum):
+    """The present state of an offered chunk."""
+
+    NOT_TAKEN = 0
+    COMING = 1
+    HERE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAnswer:
+    """fates: of each offered chunk. room: how many more would be taken now."""
+
+    fates: list[OfferFate]
+    room: int
 
 
 class Offered(Message, tag="offered"):

@@ -3,11 +3,10 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from enum import Enum, auto
 from pathlib import Path
 from typing import Final
 
-from kv_core.errors import ConfigError, MisuseError, TierDown
+from kv_core.errors import ConfigError, TierDown
 from kv_core.log import limited_logger
 from kv_tiers.cache.local import LocalCache
 
@@ -19,57 +18,6 @@ from kv_server.succession.image import Passed
 from kv_server.wire import Format
 
 _log = limited_logger(__name__)
-
-
-class PassingPhase(Enum):
-    """The phases of a server that passes everything on."""
-
-    SERVING = auto()
-    CLOSING = auto()
-    """It serves, and its tiers are being closed."""
-    OPENING = auto()
-    """It serves without tiers, which the new process opens."""
-    STOPPED = auto()
-    """It does nothing, and waits for the new process to say that it has taken over."""
-    RETURNING = auto()
-    """It serves, and its tiers are being opened again."""
-    OVER = auto()
-    """The new process serves."""
-
-
-class PhaseEvent(Enum):
-    ASKED = auto()
-    CLOSED = auto()
-    """The tiers are closed, and what is in the pools has been sent."""
-    READY = auto()
-    """The new process lacks only what has changed since."""
-    TAKEN = auto()
-    LOST = auto()
-    """The new process has died or given up, is too slow, or cannot be given something."""
-    REOPENED = auto()
-
-
-_NEXT: Final = {
-    (PassingPhase.SERVING, PhaseEvent.ASKED): PassingPhase.CLOSING,
-    (PassingPhase.CLOSING, PhaseEvent.CLOSED): PassingPhase.OPENING,
-    (PassingPhase.CLOSING, PhaseEvent.LOST): PassingPhase.RETURNING,
-    (PassingPhase.OPENING, PhaseEvent.READY): PassingPhase.STOPPED,
-    (PassingPhase.OPENING, PhaseEvent.LOST): PassingPhase.RETURNING,
-    (PassingPhase.STOPPED, PhaseEvent.TAKEN): PassingPhase.OVER,
-    (PassingPhase.STOPPED, PhaseEvent.LOST): PassingPhase.RETURNING,
-    (PassingPhase.RETURNING, PhaseEvent.REOPENED): PassingPhase.SERVING,
-}
-
-
-def next_phase(phase: PassingPhase, event: PhaseEvent) -> PassingPhase:
-    """
-    Raises:
-        MisuseError: this does not happen in this phase.
-    """
-    try:
-        return _NEXT[phase, event]
-    except KeyError:
-        raise MisuseError(f"a server that is {phase.name} cannot meet {event.name}") from None
 
 
 STOPPED_S: Final = 0.8
@@ -102,7 +50,6 @@ class PassingOn(threading.Thread):
         """
         super().__init__(name="kv-passing-on", daemon=True)
         self.channel = channel
-        self.phase = next_phase(PassingPhase.SERVING, PhaseEvent.ASKED)
         self._address = address
         self._quotas = quotas
         self._passed = [Passed(wanted, cache) for wanted, cache in caches.items()]
@@ -112,7 +59,6 @@ class PassingOn(threading.Thread):
         why = "it has not taken over in time"
         try:
             if self._is_taken():
-                self._meet(PhaseEvent.TAKEN)
                 return
         except TierDown as error:
             why = str(error)
@@ -120,7 +66,6 @@ class PassingOn(threading.Thread):
             _log.exception("passing this server on hit a bug")
             why = f"a bug: {error}"
         _log.warning("no other process takes over from this server, which goes on: %s", why)
-        self._meet(PhaseEvent.LOST)
         self.channel.close()
         for passed in self._passed:
             passed.end()
@@ -129,11 +74,7 @@ class PassingOn(threading.Thread):
             if passed.cache.parts.host.is_open:
                 passed.cache.lower.reopen()
                 passed.cache.attach_tiers()
-        self._meet(PhaseEvent.REOPENED)
         self._gone_on()
-
-    def _meet(self, event: PhaseEvent) -> None:
-        self.phase = next_phase(self.phase, event)
 
     def _is_taken(self) -> bool:
         """
@@ -148,10 +89,8 @@ class PassingOn(threading.Thread):
         prepared = Prepared([passed.pool_image() for passed in self._passed], quotas)
         pools = [passed.cache.pool.descriptor for passed in self._passed]
         self.channel.send(prepared, [*self._address.descriptors(), *pools])
-        self._meet(PhaseEvent.CLOSED)
         self.channel.receive(TakerReady, within_s=_OPENING_S)
         self._close_peers()
-        self._meet(PhaseEvent.READY)
         return self._stop(self._passed).result()
 
 
