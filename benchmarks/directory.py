@@ -26,6 +26,7 @@ import numpy as np
 from kv_core.testing import key_chain
 from kv_remote.redis_servers import RedisAccess
 from kv_server.directory.contents import Contents, KeySource
+from kv_server.directory.directory import AT_ONCE, BEGINNING, Stream
 from kv_server.directory.entries import (
     NAME_BYTES,
     SUMS_BYTES,
@@ -43,7 +44,6 @@ from kv_server.directory.entries import (
     unpack,
 )
 from kv_server.directory.mirror import Host, Mirror
-from kv_server.directory.stream import AT_ONCE, BEGINNING, Stream
 from kv_server.peers.wire import MAX_LISTED, List, Listed, Sum, Summed, frame
 from kv_testing.servers import ValkeyServer
 from kv_tiers.host_port import HostPort

@@ -17,8 +17,8 @@ from kv_server import wire
 from kv_server.config import read_config
 from kv_server.connection import ask_server
 from kv_server.directory import directory as tiers_directory
+from kv_server.directory.directory import AT_ONCE
 from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES, VERSION, Entry, decode, encode, names_of, pack
-from kv_server.directory.stream import AT_ONCE
 from kv_server.peers import tier as peer_following
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import (

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
 from typing import Final
 
 from kv_core.clock import Clock
@@ -271,9 +270,7 @@ class Caches:
         slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
         if path is None or slots < 1:
             return None
-        opened = open_saved(path, wanted, slots)
-        name = f"saved-{token_hex(8)}" if opened.index is None else opened.index.pool.name
-        return (name, slots, opened.descriptor), opened.index
+        return open_saved(path, wanted, slots)
 
     def _close_cache(self, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, and leave a pool with a name to the next server."""

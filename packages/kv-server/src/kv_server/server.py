@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
     from kv_server.peers.server import PeerServer
 
+_log = limited_logger(__name__)
+
 
 T = TypeVar("T")
 
@@ -104,8 +106,6 @@ class ServerMailbox:
             self._closed = True
         self.drain()
 
-
-_log = limited_logger(__name__)
 
 _MAX_MODELS: Final = 8
 """Models that are named for one format."""

@@ -138,7 +138,7 @@ class Directories(RuleBasedStateMachine):
     def what_is_exact_is_what_it_was_at_that_number(self) -> None:
         """Of a host at rest whose every entry has come, nothing is wrong."""
         for model in self.hosts if hasattr(self, "hosts") else ():
-            host = self.mirror.host_at(HostPort("127.0.0.1", int(model.address[-4:])))
+            host = self.mirror._by_address.get(HostPort("127.0.0.1", int(model.address[-4:])))
             if host is None or host.id != model.contents.id or host.trust is not Trust.EXACT:
                 continue
             sequence, sums = model.contents.sums()
@@ -185,7 +185,7 @@ class DirectoriesWithoutRoom(Directories):
             return
         assert self.mirror.counts().names <= self.max_names
         for address in self.mirror.addresses():
-            host = self.mirror.host_at(address)
+            host = self.mirror._by_address.get(address)
             if host is not None and host.is_left_out:
                 assert not len(self.mirror.names_of(host.id)) and not host.count and not host.sums.any()
 

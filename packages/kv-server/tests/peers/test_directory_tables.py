@@ -19,6 +19,7 @@ from kv_remote.redis_connection import RedisPool, _Resp3Parser
 from kv_remote.redis_servers import RedisAccess
 from kv_remote.resp import ErrorReply, ProtocolError
 from kv_server.directory.contents import Contents, KeySource
+from kv_server.directory.directory import AT_ONCE, BEGINNING, KEPT, Stream
 from kv_server.directory.entries import (
     MAX_CHANGES,
     MAX_ENTRY_BYTES,
@@ -36,7 +37,6 @@ from kv_server.directory.entries import (
     unpack,
 )
 from kv_server.directory.holders import NOBODY, HolderTable
-from kv_server.directory.stream import AT_ONCE, BEGINNING, KEPT, Stream
 from kv_testing.redis_servers import end_all, running
 from kv_tiers.index.journal import Journal
 from redis.exceptions import RedisError

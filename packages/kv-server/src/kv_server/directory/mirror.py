@@ -144,10 +144,6 @@ class Mirror:
         with self._lock:
             return list(self._by_address)
 
-    def host_at(self, address: HostPort) -> Host | None:
-        with self._lock:
-            return self._by_address.get(address)
-
     def holders(self, names: Names, most: int) -> list[list[Host]]:
         """Hosts that hold each name and are believed, of the first `most` that are known."""
         numbers = self._table.holders(names, most)

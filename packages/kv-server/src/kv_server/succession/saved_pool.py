@@ -12,8 +12,9 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Final
 
 import msgspec
@@ -49,14 +50,6 @@ class SavedIndex(msgspec.Struct):
     checksums: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedPool:
-    """A pool's file, open and locked. index: what is in it; None: nothing."""
-
-    descriptor: int
-    index: SavedIndex | None
-
-
 def saved_path(name: str, cache: str) -> Path:
     """The file of the pool of this name, of one of a server's caches.
 
@@ -66,8 +59,8 @@ def saved_path(name: str, cache: str) -> Path:
     return pool_path(f"{name}.{cache}")
 
 
-def open_saved(path: Path, wanted: Format, slots: int) -> OpenedPool:
-    """The pool of these slots in this file, with what the last server left there.
+def open_saved(path: Path, wanted: Format, slots: int) -> tuple[tuple[str, int, int], SavedIndex | None]:
+    """The pool of these slots in this file, as for `build_local_cache`, and what the last server left there.
 
     Raises:
         ConfigError: another server has it, it is not ours alone, or it cannot be made.
@@ -78,7 +71,7 @@ def open_saved(path: Path, wanted: Format, slots: int) -> OpenedPool:
         index = _take_index(path, wanted, slots)
         nbytes = slots * slot_bytes_for(max(wanted[0]))
         if index is not None and os.fstat(descriptor).st_size == nbytes:
-            return OpenedPool(descriptor, index)
+            return (index.pool.name, slots, descriptor), index
         if os.fstat(descriptor).st_size:
             _log.warning(
                 "pool %s starts empty: the last server did not end cleanly, or had another release, another format or "
@@ -89,7 +82,7 @@ def open_saved(path: Path, wanted: Format, slots: int) -> OpenedPool:
             os.close(descriptor)
             descriptor = _open(path)
         os.ftruncate(descriptor, nbytes)
-        return OpenedPool(descriptor, None)
+        return (f"saved-{token_hex(8)}", slots, descriptor), None
     except OSError as error:
         raise ConfigError(f"the pool's file {path} cannot be used: {error.strerror}; {_REMEDY}") from None
 
