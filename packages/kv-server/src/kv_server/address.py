@@ -41,10 +41,8 @@ class ListeningSocket:
     """A listening socket and the lock that goes with it."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            ConfigError: another server listens here, or the path cannot be used without exposing it to other users.
-        """
+        """Raises `ConfigError`: another server listens here, or the path cannot be used without exposing it to other
+        users."""
         self.path = path
         _make_private(path.parent)
         if path.parent.name == user_directory(path.parent.parent).name:
@@ -103,10 +101,7 @@ def remove_stale(path: Path) -> None:
 
 
 def _own(path: Path) -> int:
-    """
-    Raises:
-        ConfigError: another server owns it, or it cannot be owned.
-    """
+    """Raises `ConfigError`: another server owns it, or it cannot be owned."""
     _check_replaceable(path)
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -190,11 +185,8 @@ def allow_descriptors(wanted: int) -> int:
 
 
 def listen_at(address: HostPort, where: str) -> socket.socket:
-    """A listening socket. where: the name of this address in errors.
-
-    Raises:
-        ConfigError: it is not possible to listen there.
-    """
+    """A listening socket. where: the name of this address in errors. Raises `ConfigError`: it is not possible to listen
+    there."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, place = found[0]

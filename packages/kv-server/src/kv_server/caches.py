@@ -176,11 +176,8 @@ class Caches:
         return cache
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
-        """Drain every cache, including those that are opened from now on.
-
-        Raises:
-            InputError: there is no host to offer chunks to.
-        """
+        """Drain every cache, including those that are opened from now on. Raises `InputError`: there is no host to
+        offer chunks to."""
         types = {tier.get("type") for tier in self.config.tiers}
         if not (any(peer_side(cache).drain.can_begin for cache in self._caches.values()) or "peers" in types):
             raise InputError("no tier of type peers is configured, so there is no host to offer chunks to")
@@ -261,11 +258,8 @@ class Caches:
         return saved_path(name, cache_name(wanted)) if name else None
 
     def _open_saved(self, wanted: Format) -> tuple[tuple[str, int, int], SavedIndex | None] | None:
-        """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name.
-
-        Raises:
-            ConfigError: it cannot be used.
-        """
+        """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name. Raises
+        `ConfigError`: it cannot be used."""
         path = self._saved_path(wanted)
         slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
         if path is None or slots < 1:
@@ -280,10 +274,7 @@ class Caches:
             write_index(path, saved)
 
     def _build(self, wanted: Format, handed_over: tuple[str, int, int] | None = None) -> LocalCache:
-        """
-        Raises:
-            ConfigError: the settings cannot be honoured.
-        """
+        """Raises `ConfigError`: the settings cannot be honoured."""
         return build_local_cache(
             self.config.host,
             group_bytes=wanted[0],

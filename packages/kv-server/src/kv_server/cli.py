@@ -66,10 +66,7 @@ class Reloading(threading.Thread):
                 return
 
     def _reload(self) -> None:
-        """
-        Raises:
-            ConfigError: the file cannot be read or honoured; nothing has changed.
-        """
+        """Raises `ConfigError`: the file cannot be read or honoured; nothing has changed."""
         old, new = self._config, self._read()
         before, after = quotas_of(old.tenants), quotas_of(new.tenants)
         changed = [tenant for tenant in {**before, **after} if before.get(tenant) != after.get(tenant)]
@@ -125,11 +122,8 @@ class ServiceManager:
         self._notify("STOPPING=1", _WAIT_S)
 
     def keep_alive(self, submit: Callable[[Callable[[], None]], object]) -> None:
-        """Give signs of life until `stopping`, from the serving thread itself: one that hangs gives none.
-
-        Raises:
-            OutOfThreadsError: the system has no thread for it.
-        """
+        """Give signs of life until `stopping`, from the serving thread itself: one that hangs gives none. Raises
+        `OutOfThreadsError`: the system has no thread for it."""
         if self._beat_s:
             must_start(threading.Thread(target=self._beat, args=(submit,), name="kv-watchdog", daemon=True))
 
@@ -315,11 +309,8 @@ def _announce(server: CacheServer, http: "HttpThread | None", output: int | None
 
 
 def _succession(config: ServerConfig) -> TakingOver | None:
-    """None: there is no server to take over from.
-
-    Raises:
-        ConfigError: it refuses, or the settings cannot be honoured.
-    """
+    """None: there is no server to take over from. Raises `ConfigError`: it refuses, or the settings cannot be
+    honoured."""
     check_http(config.http)
     try:
         return TakingOver(config.socket_path())
@@ -340,10 +331,7 @@ def _allow_descriptors(config: ServerConfig) -> None:
 
 
 def _config(args: argparse.Namespace) -> ServerConfig:
-    """
-    Raises:
-        ConfigError: the settings cannot be read or honoured.
-    """
+    """Raises `ConfigError`: the settings cannot be read or honoured."""
     given = {
         "server.socket": args.socket,
         "server.name": args.name,

@@ -87,18 +87,18 @@ class ServerConnection:
         self._frames = wire.Frames(wire.MAX_ANSWER_BYTES)
         self._descriptors: list[int] = []
         try:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:  # this process may open no more descriptors
             raise TierDown(f"the server at {path} cannot be connected to: {error.strerror}") from None
         try:
-            self._socket.setblocking(False)
+            self.socket.setblocking(False)
             try:
-                self._socket.connect(os.fspath(path))
+                self.socket.connect(os.fspath(path))
             except (ConnectionRefusedError, FileNotFoundError) as error:
                 raise NobodyListens(f"no server answers at {path}: {error.strerror}") from None
             except OSError as error:
                 raise TierDown(f"no server answers at {path}: {error.strerror or error}") from None
-            _, uid, _ = _PEER.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            _, uid, _ = _PEER.unpack(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             if uid != os.geteuid():
                 raise ConfigError(f"the server at {path} belongs to user {uid}, not to us; join one of your own")
             self.send(wire.Hello(PACKAGE))
@@ -107,13 +107,10 @@ class ServerConnection:
             raise
 
     def send(self, request: wire.Request) -> None:
-        """
-        Raises:
-            TierDown: the server did not accept it in time.
-        """
+        """Raises `TierDown`: the server did not accept it in time."""
         try:
-            self._socket.settimeout(self.timeout_s)
-            self._socket.sendall(wire.frame(request))
+            self.socket.settimeout(self.timeout_s)
+            self.socket.sendall(wire.frame(request))
         except OSError as error:
             # The server may have sent the reason before it closed the connection.
             answer = self.receive(0)
@@ -121,16 +118,12 @@ class ServerConnection:
             raise TierDown(f"the server takes no requests: {why}") from None
 
     def receive(self, timeout_s: float) -> wire.Answer | None:
-        """The next answer; None: it did not arrive in time. 0 does not wait.
-
-        Raises:
-            TierDown: there will be none.
-        """
+        """The next answer; None: it did not arrive in time. 0 does not wait. Raises `TierDown`: there will be none."""
         until_s = time.monotonic() + timeout_s
         try:
             while (body := self._frames.next()) is None:
                 # Without time left too, what has arrived is read: this thread may have been delayed.
-                self._socket.settimeout(max(0.0, until_s - time.monotonic()))
+                self.socket.settimeout(max(0.0, until_s - time.monotonic()))
                 data = self._read()
                 if not data:
                     raise TierDown("the server has closed the connection")
@@ -142,10 +135,7 @@ class ServerConnection:
             raise TierDown(f"no answer from the server: {error}") from None
 
     def ask(self, request: wire.Request) -> wire.Answer:
-        """
-        Raises:
-            TierDown: there was no answer in time; the connection can no longer be used.
-        """
+        """Raises `TierDown`: there was no answer in time; the connection can no longer be used."""
         self.send(request)
         answer = self.receive(self.timeout_s)
         if answer is None:
@@ -153,11 +143,7 @@ class ServerConnection:
         return answer
 
     def take_descriptor(self) -> int:
-        """The pool's descriptor, which came with `Pool`. The caller closes it.
-
-        Raises:
-            TierDown: none came.
-        """
+        """The pool's descriptor, which came with `Pool`. The caller closes it. Raises `TierDown`: none came."""
         if not self._descriptors:
             raise TierDown("the server sent no pool")
         return self._descriptors.pop()
@@ -166,35 +152,23 @@ class ServerConnection:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def watch(self) -> socket.socket:
-        """A second descriptor of this connection, for `wait_for_end`. The caller closes it.
-
-        Raises:
-            OSError: this process may open no more descriptors.
-        """
-        return self._socket.dup()
-
     def pidfd(self) -> int:
         """Of the server's process; -1: the kernel cannot say."""
-        pid, _, _ = _PEER.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        return open_pidfd(self._socket, pid)
-
-    def release(self) -> socket.socket:
-        """The socket, on which the caller goes on instead."""
-        return self._socket
+        pid, _, _ = _PEER.unpack(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        return open_pidfd(self.socket, pid)
 
     def has_ended(self) -> bool:
         """Whether the server has closed the connection. Sends nothing and does not wait."""
-        return wait_for_end(self._socket, timeout_s=0)
+        return wait_for_end(self.socket, timeout_s=0)
 
     def close(self) -> None:
         self.drop_descriptors()
         with suppress(OSError):  # it may never have been connected
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends `wait_for_end`, whose descriptor keeps it open
-        self._socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)  # ends `wait_for_end`, whose descriptor keeps it open
+        self.socket.close()
 
     def _read(self) -> bytes:
-        data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 2)
+        data, descriptors, _, _ = socket.recv_fds(self.socket, _READ_BYTES, 2)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
@@ -212,10 +186,7 @@ class Opening(ServerConnection):
     """A connection during its greeting and registration, which can be polled without waiting."""
 
     def __init__(self, path: Path, timeout_s: float, register: wire.Register) -> None:
-        """
-        Raises:
-            TierDown, ConfigError: as for `ServerConnection`.
-        """
+        """Raises `TierDown` and `ConfigError`: as for `ServerConnection`."""
         super().__init__(path, timeout_s)
         self.register = register
         self.is_greeted = False
@@ -275,11 +246,8 @@ def ask_server(path: Path, request: wire.Request, *, timeout_s: float = 1.0) -> 
 
 
 def ask_server_for(path: Path, request: wire.Request, wanted: type[A], *, timeout_s: float = 1.0) -> A:
-    """The answer of this kind to `ask_server`.
-
-    Raises:
-        TierDown, ConfigError: as for `ask_server`. TierDown also for any other answer, such as that it hit a bug.
-    """
+    """The answer of this kind to `ask_server`. Raises `TierDown` and `ConfigError`: as for `ask_server`. TierDown also
+    for any other answer, such as that it hit a bug."""
     answer = ask_server(path, request, timeout_s=timeout_s)
     if not isinstance(answer, wanted):
         reason = answer.text if isinstance(answer, wire.Failed) else type(answer).__name__
@@ -343,11 +311,8 @@ class Link:
         self._back_off_s = FIRST_BACK_OFF_S
 
     def open(self, timeout_s: float) -> None:
-        """Connect for the first time, which waits.
-
-        Raises:
-            ConfigError: no server can be used there; the text says why. `NoServerError`: because there is none.
-        """
+        """Connect for the first time, which waits. Raises `ConfigError`: no server can be used there; the text says
+        why. `NoServerError`: because there is none."""
         try:
             self._opening = Opening(self._path, timeout_s, self._on_connect())
             answer = self._opening.finish(timeout_s)
@@ -415,7 +380,7 @@ class Link:
         descriptor for it. The caller closes it."""
         connection = self._opening or self.connection
         try:
-            return connection.watch() if connection is not None and self.is_registered else None
+            return connection.socket.dup() if connection is not None and self.is_registered else None
         except OSError:
             return None
 
@@ -431,11 +396,8 @@ class Link:
             self._give_up_opening()
 
     def ask(self, request: wire.Request, answer: type[A]) -> A | None:
-        """The answer; None: the server is away.
-
-        Raises:
-            MisuseError: the server reports that the request breaks the service's contract.
-        """
+        """The answer; None: the server is away. Raises `MisuseError`: the server reports that the request breaks the
+        service's contract."""
         if not self.is_up():
             return None
         assert self.connection is not None
@@ -500,8 +462,6 @@ class Link:
 LOOK_S: Final = 0.2
 """How often it tries."""
 
-Watched = socket.socket
-
 
 class Returning(threading.Thread):
     """Watches a client's connection, and reconnects it when it is lost, until `stop` is called or its owner is gone.
@@ -513,13 +473,13 @@ class Returning(threading.Thread):
     to connect.
     """
 
-    def __init__(self, look: Callable[[], Watched | None]) -> None:
+    def __init__(self, look: Callable[[], socket.socket | None]) -> None:
         """look: a bound method, whose object is not kept alive here. It notices that the connection has ended, tries to
         reconnect, and returns a descriptor of the connection, which is closed here; None: there is none."""
         super().__init__(name="kv-return", daemon=True)
         self._look = weakref.WeakMethod(look, lambda _: self.stop())
         self._stopped = threading.Event()
-        self._watched: Watched | None = None
+        self._watched: socket.socket | None = None
 
     def stop(self) -> None:
         """End soon. If the owner is gone, what is watched is the last descriptor of its connection, which ends too."""

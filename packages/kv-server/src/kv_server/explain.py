@@ -51,10 +51,7 @@ def explain_prompt(
     history: History | None,
     now_s: float,
 ) -> wire.Explanations:
-    """
-    Raises:
-        InputError: the request's digests and key prefixes form no keys.
-    """
+    """Raises `InputError`: the request's digests and key prefixes form no keys."""
     digests, key_prefixes = request.unpack()
     explained_spaces: list[wire.Explained] = []
     is_whole = True

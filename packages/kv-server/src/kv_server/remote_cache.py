@@ -18,6 +18,7 @@ forgotten meanwhile are sent to the server before the first lookup.
 import hashlib
 import mmap
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,7 @@ from kv_tiers.pool.populated import PopulatedPages, distance
 from kv_tiers.threads import start_thread
 
 from kv_server import wire
-from kv_server.connection import Link, Opening, Returning, Watched
+from kv_server.connection import Link, Opening, Returning
 
 _log = limited_logger(__name__)
 A = TypeVar("A", bound=wire.Answer)
@@ -167,7 +168,8 @@ class RemoteCache:
         Raises:
             ConfigError: no server answers there, or it refuses this client; the text says why.
         """
-        self._path = socket
+        self.socket = socket
+        """Where its server listens."""
         self._group_bytes = tuple(group_bytes)
         self._fingerprint = fingerprint
         self._about = (engine, shards, dict(facts or {}))
@@ -393,11 +395,6 @@ class RemoteCache:
         if self._returning.is_alive():
             self._returning.join(_END_S)
 
-    @property
-    def socket(self) -> Path:
-        """Where its server listens."""
-        return self._path
-
     # What follows is called under the lock.
 
     def _check_open(self) -> None:
@@ -423,7 +420,7 @@ class RemoteCache:
         if why := start_thread(self._returning):
             _log.warning("only the engine's calls will reconnect to a cache server that was away: %s", why)
 
-    def _look(self) -> Watched | None:
+    def _look(self) -> socket.socket | None:
         """Runs on the thread of `Returning`."""
         with self._lock:
             if self._closed:
@@ -464,11 +461,8 @@ class RemoteCache:
         )
 
     def _connected(self, opening: Opening, answer: wire.Pool) -> None:
-        """A server has answered: the first, the same again, or another.
-
-        Raises:
-            TierDown: its pool cannot be used here.
-        """
+        """A server has answered: the first, the same again, or another. Raises `TierDown`: its pool cannot be used
+        here."""
         resumed = set(answer.lasting)
         if self.generation < 0 or answer.name != self.pool.name:
             if self._reading:
@@ -480,7 +474,7 @@ class RemoteCache:
                 try:
                     self._on_new_pool(pool)
                 except Exception as error:  # the caller's code, but no exception of ours may leave a hook of the engine
-                    _log.exception("a new pool of the cache server at %s cannot be used here", self._path)
+                    _log.exception("a new pool of the cache server at %s cannot be used here", self.socket)
                     raise TierDown(f"the new pool cannot be used here: {error}") from error
             if self.generation >= 0:
                 self.pool.close()

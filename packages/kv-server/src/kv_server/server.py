@@ -223,11 +223,8 @@ class CacheServer:
         self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
 
     def serve(self) -> None:
-        """Serve until `stop`; then accept no more connections, complete pending spills, and close.
-
-        Raises:
-            OutOfThreadsError: the system has no thread for peers; it is closed.
-        """
+        """Serve until `stop`; then accept no more connections, complete pending spills, and close. Raises
+        `OutOfThreadsError`: the system has no thread for peers; it is closed."""
         try:
             if self._peers is not None and not self.is_stopping:
                 self._peers.start()
@@ -262,10 +259,7 @@ class CacheServer:
             self._selector.register(self.address.listener, selectors.EVENT_READ, self._accept)
 
     def _answer(self, client: ClientConnection, request: wire.Request) -> None:
-        """
-        Raises:
-            InputError, MisuseError: the request is wrong.
-        """
+        """Raises `InputError` and `MisuseError`: the request is wrong."""
         if not client.is_greeted and not isinstance(request, wire.Hello):
             raise InputError("the first message is a hello")
         send = partial(self._connections.send, client)
@@ -314,11 +308,8 @@ class CacheServer:
     # Sessions, from their registration to their end.
 
     def _register(self, client: ClientConnection, request: wire.Register) -> None:
-        """
-        Raises:
-            InputError: the forgotten keys are not keys.
-            MisuseError: this connection has a session already.
-        """
+        """Raises `InputError`: the forgotten keys are not keys. Raises `MisuseError`: this connection has a session
+        already."""
         if client.session is not None:
             raise MisuseError("this session is registered already; unregister, or connect again")
         request.forgotten.unpack()  # invalid keys are refused before anything is created for them
@@ -485,11 +476,8 @@ class CacheServer:
             self._peers.close()
 
     def _pass_on(self, passed: Sequence[Passed]) -> bool:
-        """Serve nobody until the other process has taken over. False: it does not, and this one goes on.
-
-        Raises:
-            TierDown: the same, and why.
-        """
+        """Serve nobody until the other process has taken over. False: it does not, and this one goes on. Raises
+        `TierDown`: the same, and why."""
         assert self._passing is not None
         channel, stopped_s = self._passing.channel, time.monotonic()
         for client in self._connections.all():
@@ -528,10 +516,7 @@ class CacheServer:
 
     def _open_peers(self) -> None:
         """Bind the address in the settings, if they have one. Imports TLS only here, because not every server needs it.
-
-        Raises:
-            ConfigError: it cannot be bound, or a setting cannot be honoured.
-        """
+        Raises `ConfigError`: it cannot be bound, or a setting cannot be honoured."""
         if self._config.peers.listen:
             from kv_server.peers.server import PeerServer
 

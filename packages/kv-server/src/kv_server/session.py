@@ -341,20 +341,14 @@ def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
 
 
 def _check_seconds(measured: Sequence[float]) -> None:
-    """
-    Raises:
-        InputError: one of these is no duration. With NaN, for one, nothing can be compared any more, neither in this
-            session's lookups nor in what others are told about its engine.
-    """
+    """Raises `InputError`: one of these is no duration. With NaN, for one, nothing can be compared any more, neither in
+    this session's lookups nor in what others are told about its engine."""
     if not all(0.0 <= seconds <= _MAX_SECONDS for seconds in measured):
         raise InputError(f"costs and measurements are from 0 to {_MAX_SECONDS:g} seconds")
 
 
 def _check_tiers(names: Sequence[str] | None) -> None:
-    """
-    Raises:
-        InputError: so many tiers, or such long names, do not exist.
-    """
+    """Raises `InputError`: so many tiers, or such long names, do not exist."""
     if names is not None and (len(names) > MAX_TIERS or max(map(len, names), default=0) > MAX_NAME):
         raise InputError(f"a request names at most {MAX_TIERS} tiers, of {MAX_NAME} characters")
 

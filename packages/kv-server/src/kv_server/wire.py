@@ -157,11 +157,7 @@ class Explain(Message, tag="explain"):
     ]
 
     def unpack(self) -> tuple[list[bytes], list[bytes]]:
-        """Digests and key prefixes.
-
-        Raises:
-            InputError: they do not make keys of this release, or too many.
-        """
+        """Digests and key prefixes. Raises `InputError`: they do not make keys of this release, or too many."""
         nbytes, joined = self.digest_bytes, self.digests
         if len(joined) % nbytes:
             raise InputError(f"{len(joined)} bytes are no digests of {nbytes} bytes")
@@ -186,10 +182,7 @@ class Lookup(Message, tag="lookup"):
     options: LookupOptions
 
     def shape(self) -> ChunkShape:
-        """
-        Raises:
-            InputError: there is no such coverage.
-        """
+        """Raises `InputError`: there is no such coverage."""
         return _shape(self.chunk_tokens, self.coverages, self.shards)
 
 
@@ -458,18 +451,12 @@ def frame(message: Request | Answer) -> bytes:
 
 
 def read_request(body: bytes) -> Request:
-    """
-    Raises:
-        InputError: it is not one of the requests, within its bounds.
-    """
+    """Raises `InputError`: it is not one of the requests, within its bounds."""
     return decoded(_REQUESTS, body, "not a request")
 
 
 def read_answer(body: bytes) -> Answer:
-    """
-    Raises:
-        InputError: it is not one of the answers.
-    """
+    """Raises `InputError`: it is not one of the answers."""
     return decoded(_ANSWERS, body, "not an answer")
 
 
@@ -490,11 +477,8 @@ class Frames:
         return bytes(self._arrived)
 
     def next(self) -> bytes | None:
-        """The next message's body; None: it has not fully arrived.
-
-        Raises:
-            InputError: another version of the protocol, or longer than is allowed.
-        """
+        """The next message's body; None: it has not fully arrived. Raises `InputError`: another version of the
+        protocol, or longer than is allowed."""
         if len(self._arrived) < HEADER.size:
             return None
         nbytes = check_header(self._arrived, version=VERSION, max_bytes=self._max_bytes)

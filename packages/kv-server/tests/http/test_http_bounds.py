@@ -260,7 +260,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> HttpConnections:
 
 def fill(room: HttpConnections, *held: Held) -> tuple[Held, ...]:
     for one in held:
-        room.enter(one)
+        room.open.add(one)
     return held
 
 

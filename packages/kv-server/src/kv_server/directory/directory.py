@@ -192,11 +192,7 @@ class Stream:
         return f"{refusal.text}: {self._remedy}" if is_unusable else self._servers.explained(refusal)
 
     def _entry(self, reply: Reply) -> tuple[Position, bytes | None]:
-        """The position and value of an entry; None: it has no such value.
-
-        Raises:
-            TierDown: it is not an entry.
-        """
+        """The position and value of an entry; None: it has no such value. Raises `TierDown`: it is not an entry."""
         match reply:
             case [bytes(position), *fields]:
                 first, dash, second = position.partition(b"-")
@@ -312,7 +308,7 @@ class Directory:
 
     def publish(self, contents: Contents, address: HostPort) -> None:
         """List this server's contents. address: where peers read from it, unless the settings name another."""
-        self._mirror.ignore(contents.id)
+        self._mirror.own_id = contents.id
         with self._lock:
             self._address = self._address or str(address)
             self._contents = contents
@@ -502,10 +498,7 @@ class Directory:
                     self._mirror.fail_repair(host_of[peer], time.monotonic())
 
     def _repair(self, peer: Peer, host: Host) -> None:
-        """
-        Raises:
-            OSError, InputError: it failed.
-        """
+        """Raises `OSError` and `InputError`: it failed."""
         try:
             self._fetch(peer, host)
         except (OSError, InputError):

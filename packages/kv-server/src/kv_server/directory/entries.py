@@ -57,10 +57,7 @@ def pack(names: Names) -> bytes:
 
 
 def unpack(packed: bytes) -> Names:
-    """
-    Raises:
-        ValueError: this is no whole number of names.
-    """
+    """Raises `ValueError`: this is no whole number of names."""
     return np.frombuffer(packed, "<u8").astype(np.uint64, copy=False)
 
 
@@ -101,10 +98,6 @@ class Entry(Message):
     removed: Packed = b""
     leaves: bool = False
 
-    @property
-    def has_changes(self) -> bool:
-        return bool(self.added or self.removed)
-
     def names(self) -> tuple[Names, Names]:
         """The names added and removed."""
         return unpack(self.added), unpack(self.removed)
@@ -122,10 +115,7 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(written: bytes) -> Entry:
-    """
-    Raises:
-        InputError: this is not a valid entry.
-    """
+    """Raises `InputError`: this is not a valid entry."""
     if len(written) > MAX_ENTRY_BYTES:
         raise InputError(f"an entry of {len(written)} bytes; at most {MAX_ENTRY_BYTES} are allowed")
     try:

@@ -116,7 +116,8 @@ class Mirror:
         self._free_numbers: list[int] = []
         # By address, so that a host is not queried more often because it changes its id with each entry.
         self._backoff: dict[HostPort, _Backoff] = {}
-        self._own_id: bytes | None = None
+        self.own_id: bytes | None = None
+        """Of the host whose entries are ours, and ignored."""
         self._cleared_s: float | None = None
         self._counts = MirrorCounts()
 
@@ -135,10 +136,6 @@ class Mirror:
             left_out=sum(host.is_left_out for host in hosts),
             names=self._table.entries,
         )
-
-    def ignore(self, host_id: bytes) -> None:
-        """Ignore the entries of this host, which are ours."""
-        self._own_id = host_id
 
     def addresses(self) -> list[HostPort]:
         with self._lock:
@@ -162,7 +159,7 @@ class Mirror:
 
     def take(self, entry: Entry, now_s: float) -> None:
         """Apply an entry that was read. Entries may come in any order, and repeatedly."""
-        if entry.host == self._own_id:
+        if entry.host == self.own_id:
             return
         with self._lock:
             host = self._hosts.get(entry.host)
@@ -307,7 +304,7 @@ class Mirror:
             self._readmit(host, entry)
             return
         known = max(host.sequence, host.covered)
-        if entry.has_changes:
+        if entry.added or entry.removed:
             if entry.sequence <= known:
                 return  # a repetition, too late, or fetched already
             is_gap = entry.sequence > known + 1

@@ -83,11 +83,8 @@ class _Authority:
         self._verified: dict[tuple[bytes, str], tuple[PublicKey, datetime]] = {}
 
     def key_of(self, chain: list[bytes], host: str) -> PublicKey:
-        """The key of a host with this certificate.
-
-        Raises:
-            InputError: the certificate is not valid, or does not name the host.
-        """
+        """The key of a host with this certificate. Raises `InputError`: the certificate is not valid, or does not name
+        the host."""
         now = datetime.now(UTC)
         known = self._verified.get((chain[0], host))
         if known is None or now > known[1]:
@@ -135,21 +132,15 @@ class Signatures:
     """For one thread. It follows files that are replaced."""
 
     def __init__(self, security: PeerSecurity, namespace: str, where: str) -> None:
-        """namespace: of the directory, so that an entry counts in no other.
-
-        Raises:
-            ConfigError: the tls files cannot be used.
-        """
+        """namespace: of the directory, so that an entry counts in no other. Raises `ConfigError`: the tls files cannot
+        be used."""
         ca_file, cert_file, key_file = security.tls_ca_file, security.tls_cert_file, security.tls_key_file
         self._own = WatchedFiles(lambda: _Own(cert_file, key_file, where), (cert_file, key_file), where)
         self._authority = WatchedFiles(lambda: _Authority(ca_file, where), (ca_file,), where)
         self._context = _CONTEXT + namespace.encode() + b" "
 
     def signed(self, entry: Entry) -> bytes:
-        """
-        Raises:
-            ConfigError: others would refuse it.
-        """
+        """Raises `ConfigError`: others would refuse it."""
         own, encoded = self._own.current(), encode(entry)
         signature = own.key.sign(self._context + encoded, *_scheme(own.key))
         written = _ENCODER.encode(SignedEntry(encoded, own.chain, signature))
@@ -163,10 +154,7 @@ class Signatures:
         return written
 
     def verified(self, written: bytes) -> Entry:
-        """
-        Raises:
-            InputError: it is no entry, or not one of the host at its address.
-        """
+        """Raises `InputError`: it is no entry, or not one of the host at its address."""
         if len(written) > MAX_ENTRY_BYTES + MAX_CHAIN_BYTES:
             raise InputError(f"an entry of {len(written)} bytes is too large")
         try:

@@ -92,10 +92,7 @@ class Operation:
 
 
 async def perform(operation: Operation, request: Request, token: str) -> Response:
-    """
-    Raises:
-        Problem: the request is wrong, or cannot be granted now.
-    """
+    """Raises `Problem`: the request is wrong, or cannot be granted now."""
     if operation.changes_something:
         _authorize(request, token)
     arguments = []

@@ -38,13 +38,13 @@ class Ready(msgspec.Struct, frozen=True):
 def state_operations(relay: Relay) -> list[Operation]:
     """Metrics that come from events are counted from this call on."""
     known: list[LocalCache] = []
-    counted = Metrics(relay.bus, lambda: list(known), lambda: relay.network_metrics(known))
+    counted = Metrics(relay.server.bus, lambda: list(known), lambda: relay.server.network_metrics(known))
 
     async def healthz() -> Alive:
         return Alive(True)
 
     async def readyz() -> Ready:
-        if relay.is_stopping:
+        if relay.server.is_stopping:
             raise Problem(503, "the server is stopping; ask its successor")
         report = await relay.report()
         if report.opening:
@@ -95,11 +95,8 @@ class TenantState(msgspec.Struct, frozen=True):
 
 
 def tag_of(tenant: str, names: Mapping[bytes, str]) -> bytes:
-    """The tag of the tenant that has this name in the settings, or this tag, as hex, in its keys. names: by tag.
-
-    Raises:
-        Problem: there is no such tenant.
-    """
+    """The tag of the tenant that has this name in the settings, or this tag, as hex, in its keys. names: by tag. Raises
+    `Problem`: there is no such tenant."""
     tags = {name: tag for tag, name in names.items()}
     if tenant in tags:
         return tags[tenant]
@@ -176,11 +173,7 @@ def _use(format_: Format, cache: LocalCache, tag: bytes) -> Use:
 
 
 def _set_all(caches: Mapping[Format, LocalCache], tag: bytes, quota_bytes: int | None) -> None:
-    """Set the quota in all of them or in none.
-
-    Raises:
-        Problem: one of them cannot grant it.
-    """
+    """Set the quota in all of them or in none. Raises `Problem`: one of them cannot grant it."""
     done: list[tuple[LocalCache, int | None]] = []
     try:
         for format_, cache in caches.items():

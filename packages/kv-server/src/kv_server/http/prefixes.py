@@ -58,11 +58,7 @@ class Shaped(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     shards: Annotated[int, Meta(gt=0, le=65535)] = 1
 
     def shape(self) -> ChunkShape:
-        """
-        Raises:
-            InputError: there is no such coverage.
-            Problem: the keys are not those of whole chunks.
-        """
+        """Raises `InputError`: there is no such coverage. Raises `Problem`: the keys are not those of whole chunks."""
         shape = ChunkShape(self.chunk_tokens, tuple(map(Coverage.parse, self.coverages)), self.shards)
         if len(self.keys) % shape.keys_per_chunk:
             raise Problem(409, f"{len(self.keys)} keys are not whole chunks of {shape.keys_per_chunk} keys")

@@ -70,10 +70,7 @@ class PrefixJobs:
         self._last_id = 0
 
     def start(self, what: Literal["warm-up", "export", "import"], name: str, work: Callable[[], Outcome]) -> PrefixJob:
-        """
-        Raises:
-            Problem: too many are running already, or the system has no more threads for us.
-        """
+        """Raises `Problem`: too many are running already, or the system has no more threads for us."""
         with self._lock:
             if sum(job.state == "running" for job in self._jobs.values()) >= MAX_RUNNING:
                 raise Problem(429, f"{MAX_RUNNING} jobs are running; ask again when one is done", {"retry-after": "5"})
@@ -101,10 +98,7 @@ class PrefixJobs:
         join_all(threads, timeout_s)
 
     def find(self, id_: int) -> PrefixJob:
-        """
-        Raises:
-            Problem: there is none with this number (any more).
-        """
+        """Raises `Problem`: there is none with this number (any more)."""
         with self._lock:
             job = self._jobs.get(id_)
             if job is None:
@@ -145,41 +139,28 @@ class Relay:
     """For HTTP's loop only."""
 
     def __init__(self, server: CacheServer) -> None:
-        self._server = server
-        self.bus = server.bus
-        """The bus on which the caches publish events."""
-        self.network_metrics = server.network_metrics
+        self.server = server
         self.jobs = PrefixJobs()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-http")
         self._report: Future[Report] | None = None
         self._asked_s = 0.0
 
-    @property
-    def is_stopping(self) -> bool:
-        return self._server.is_stopping
-
     async def report(self) -> Report:
-        """
-        Raises:
-            Problem: the server is stopping, or does not answer.
-        """
+        """Raises `Problem`: the server is stopping, or does not answer."""
         now_s = time.monotonic()
         # One that is still to come is as fresh as any: a thread that hangs is not given more to do.
         if self._report is None or (self._report.done() and now_s - self._asked_s > _FRESH_S):
             self._asked_s = now_s
-            self._report = self._server.submit(self._server.report)
+            self._report = self.server.submit(self.server.report)
         try:
             return await _in_time(self._report, ANSWER_S)
         except TimeoutError:
             raise _timeout_problem() from None
 
     async def on_server(self, work: Callable[[CacheServer], T]) -> T:
-        """The result of `work` on the server, on the serving thread: it must be quick.
-
-        Raises:
-            Problem: as for `report`; then it was not done, and will not be.
-        """
-        future = self._server.submit(lambda: work(self._server))
+        """The result of `work` on the server, on the serving thread: it must be quick. Raises `Problem`: as for
+        `report`; then it was not done, and will not be."""
+        future = self.server.submit(lambda: work(self.server))
         try:
             return await _in_time(future, ANSWER_S)
         except TimeoutError:
@@ -190,22 +171,15 @@ class Relay:
             future.cancel()  # if nobody waits for it any more
 
     async def caches(self) -> dict[Format, LocalCache]:
-        """
-        Raises:
-            Problem: as for `report`.
-        """
+        """Raises `Problem`: as for `report`."""
         return await self.on_server(lambda server: server.caches)
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on another thread.
-
-        Raises:
-            Problem: the cache has been closed.
-        """
+        """Run `work` on another thread. Raises `Problem`: the cache has been closed."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except MisuseError as error:
-            if self.is_stopping:
+            if self.server.is_stopping:
                 raise Problem(503, f"the server is stopping: {error}") from None
             if isinstance(error, ClosedError):  # it had no client, and made room for another format
                 again = {"retry-after": "1"}
@@ -219,11 +193,7 @@ class Relay:
 
 
 async def _in_time(future: "Future[T]", limit_s: float | None) -> T:
-    """
-    Raises:
-        TimeoutError: it is not done yet.
-        Problem: the server is stopping.
-    """
+    """Raises `TimeoutError`: it is not done yet. Raises `Problem`: the server is stopping."""
     try:
         # A client that disconnects must not cancel the answer for others that are waiting for it.
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), limit_s)
@@ -256,11 +226,8 @@ class FormatSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, LocalCache]:
-    """All caches that match. Matching none is a problem only if a field was given.
-
-    Raises:
-        Problem: there is no such format, or the server does not answer.
-    """
+    """All caches that match. Matching none is a problem only if a field was given. Raises `Problem`: there is no such
+    format, or the server does not answer."""
     caches = await relay.caches()
     found = {one: cache for one, cache in caches.items() if selector.matches(one)}
     if not found and not selector.matches_any:
@@ -269,20 +236,14 @@ async def select_caches(relay: Relay, selector: FormatSelector) -> dict[Format, 
 
 
 async def check_opened(relay: Relay, selector: FormatSelector) -> None:
-    """
-    Raises:
-        Problem: a cache that matches is being opened, and what its tiers hold cannot be reached yet.
-    """
+    """Raises `Problem`: a cache that matches is being opened, and what its tiers hold cannot be reached yet."""
     opening = sum(selector.matches(one) for one in await relay.on_server(lambda server: list(server.formats.opening)))
     if opening:
         raise Problem(503, f"{opening} caches are being opened; ask again soon", {"retry-after": "1"})
 
 
 async def select_cache(relay: Relay, selector: FormatSelector) -> tuple[Format, LocalCache]:
-    """
-    Raises:
-        Problem: no cache matches, or several do.
-    """
+    """Raises `Problem`: no cache matches, or several do."""
     found = await select_caches(relay, selector)
     if not found:
         raise Problem(404, "there is no cache yet; a client that registers its format makes one")

@@ -18,19 +18,12 @@ _MIN_CHARS: Final = 16
 
 def read_token(path: Path) -> str:
     """The token in the file, without surrounding white space. A file that does not exist is created with a new token.
-
-    Raises:
-        ConfigError: others could read it, or it is empty.
-    """
+    Raises `ConfigError`: others could read it, or it is empty."""
     return _make_token(path) if not os.path.lexists(path) else _read(path)
 
 
 def check_token(path: Path) -> None:
-    """Check what `read_token` would refuse, without creating anything.
-
-    Raises:
-        ConfigError: as for `read_token`.
-    """
+    """Check what `read_token` would refuse, without creating anything. Raises `ConfigError`: as for `read_token`."""
     if os.path.lexists(path):
         _read(path)
     elif not os.access(path.parent, os.W_OK | os.X_OK):
@@ -67,11 +60,8 @@ def _cannot_make(path: Path, why: str) -> ConfigError:
 
 
 def open_http(config: HttpConfig) -> "HttpThread | None":
-    """Bind the address in the settings; None: they have none.
-
-    Raises:
-        ConfigError: it cannot be bound, a setting cannot be honoured, or the extra is not installed.
-    """
+    """Bind the address in the settings; None: they have none. Raises `ConfigError`: it cannot be bound, a setting
+    cannot be honoured, or the extra is not installed."""
     if not config.listen:
         return None
     _check_extra()
@@ -81,11 +71,8 @@ def open_http(config: HttpConfig) -> "HttpThread | None":
 
 
 def check_http(config: HttpConfig) -> None:
-    """Check what `open_http` would refuse, without binding the address or creating a token.
-
-    Raises:
-        ConfigError: a setting cannot be honoured, or the extra is not installed.
-    """
+    """Check what `open_http` would refuse, without binding the address or creating a token. Raises `ConfigError`: a
+    setting cannot be honoured, or the extra is not installed."""
     if config.listen:
         _check_extra()
         from kv_server.http.thread import read_archive_directory, read_listen

@@ -74,11 +74,11 @@ class HttpConnections:
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.now_s = now_s
-        self._connections: set[BoundedProtocol] = set()
+        self.open: set[BoundedProtocol] = set()
 
     def admit(self, peer: str) -> bool | None:
         """Whether a new connection from this address may request health only; None: there is no place for it at all."""
-        served = [one for one in self._connections if not one.is_health_only]
+        served = [one for one in self.open if not one.is_health_only]
         crowds = Counter(one.peer for one in served)
         if len(served) < MAX_CONNECTIONS and crowds[peer] < MAX_OF_A_PEER:
             return False
@@ -88,16 +88,10 @@ class HttpConnections:
             candidates = [one for one in served if one.peer == peer or crowds[one.peer] > crowds[peer]]
         if self._give_up_one(candidates, crowds, PATIENCE_S):
             return False
-        reserve = [one for one in self._connections if one.is_health_only]
+        reserve = [one for one in self.open if one.is_health_only]
         if len(reserve) < HEALTH_CONNECTIONS:
             return True
         return True if self._give_up_one(reserve, Counter(one.peer for one in reserve), 0.0) else None
-
-    def enter(self, connection: "BoundedProtocol") -> None:
-        self._connections.add(connection)
-
-    def leave(self, connection: "BoundedProtocol") -> None:
-        self._connections.discard(connection)
 
     def _give_up_one(self, candidates: Iterable["BoundedProtocol"], crowds: Counter[str], patience_s: float) -> bool:
         now_s = self.now_s()
@@ -109,7 +103,7 @@ class HttpConnections:
         if not waiting:
             return False
         *_, chosen = max(waiting)
-        self.leave(chosen)  # now: the loop reports its loss only after we return
+        self.open.discard(chosen)  # now: the loop reports its loss only after we return
         chosen.transport.abort()
         return True
 
@@ -146,7 +140,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._room.enter(self)
+        self._room.open.add(self)
         if self.is_health_only:
             self._ends = [self.loop.call_later(HEALTH_S, transport.abort)]
         else:
@@ -183,7 +177,7 @@ class BoundedProtocol(H11Protocol):
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._room.leave(self)
+        self._room.open.discard(self)
         for timer in (*self._ends, self._timer):
             if timer is not None:
                 timer.cancel()
@@ -231,10 +225,7 @@ class HttpThread:
     """Binds its address at once, and serves from `start` until `stop`."""
 
     def __init__(self, config: HttpConfig) -> None:
-        """
-        Raises:
-            ConfigError: the settings cannot be honoured, or the address is taken.
-        """
+        """Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
         listen = read_listen(config)
         # Host names in requests that do not come from a page of another origin.
         names = {LOOPBACK_NAME, "127.0.0.1", "::1", listen.host.lower()} if listen.is_loopback else set()
@@ -375,7 +366,7 @@ class _HttpListener:
             peer=peer,
             is_health_only=is_health_only,
         )
-        self._room.enter(protocol)
+        self._room.open.add(protocol)
         entering = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, accepted))
         self._entering.add(entering)
         entering.add_done_callback(partial(self._entered, protocol, accepted))
@@ -383,15 +374,12 @@ class _HttpListener:
     def _entered(self, protocol: BoundedProtocol, accepted: socket.socket, entering: asyncio.Task[object]) -> None:
         self._entering.discard(entering)
         if entering.cancelled() or entering.exception() is not None:
-            self._room.leave(protocol)  # which nothing else will tell of its end
+            self._room.open.discard(protocol)  # which nothing else will tell of its end
             accepted.close()
 
 
 def read_listen(config: HttpConfig) -> HostPort:
-    """
-    Raises:
-        ConfigError: `listen` is not a host and port, or open to other machines without a token.
-    """
+    """Raises `ConfigError`: `listen` is not a host and port, or open to other machines without a token."""
     listen = read_host_port(config.listen, "http: listen")
     if not listen.is_loopback and not config.token_file:
         raise ConfigError(
@@ -402,10 +390,7 @@ def read_listen(config: HttpConfig) -> HostPort:
 
 
 def read_archive_directory(config: HttpConfig) -> str:
-    """
-    Raises:
-        ConfigError: it cannot be written to.
-    """
+    """Raises `ConfigError`: it cannot be written to."""
     path = config.archive_directory
     if path and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"http: archive_directory: {path} is not a directory that can be written to; create it")

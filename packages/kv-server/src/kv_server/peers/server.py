@@ -77,11 +77,8 @@ FindCache = Callable[[str], FoundCache]
 
 
 def read_peers(config: PeersConfig) -> tuple[HostPort, bytes, TlsFiles | None]:
-    """The address at which to listen, the token (empty: none) and the certificates, if there are any.
-
-    Raises:
-        ConfigError: the settings cannot be honoured.
-    """
+    """The address at which to listen, the token (empty: none) and the certificates, if there are any. Raises
+    `ConfigError`: the settings cannot be honoured."""
     listen = read_host_port(config.listen, f"{_WHERE}: listen")
     check_protected(config, _WHERE)
     return listen, read_token(config, _WHERE), tls_files(config, _WHERE, is_server=True)
@@ -91,10 +88,7 @@ class PeerServer:
     """Binds its address at once, and serves from `start` until `close`."""
 
     def __init__(self, config: PeersConfig, find: FindCache) -> None:
-        """
-        Raises:
-            ConfigError: the settings cannot be honoured, or the address is taken.
-        """
+        """Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
         listen, self._token, self._tls = read_peers(config)
         self._config = config
         self._find = find
@@ -176,11 +170,8 @@ class PeerServer:
             sock.close()
 
     def _admitted(self, sock: socket.socket) -> PeerStream:
-        """The stream of a peer that has authenticated itself.
-
-        Raises:
-            PermissionError: it has not. InputError: it does not follow the protocol. OSError: it is gone.
-        """
+        """The stream of a peer that has authenticated itself. Raises `PermissionError`: it has not. Raises
+        `InputError`: it does not follow the protocol. Raises `OSError`: it is gone."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(_GREETING_S)
         if self._tls is not None:

@@ -132,10 +132,7 @@ class Following:
             thread.join(2 * (_WAIT_S + self._answer_s))
 
     def _run(self, work: Callable[[], None], name: str) -> None:
-        """
-        Raises:
-            RuntimeError: the system has no more threads for us.
-        """
+        """Raises `RuntimeError`: the system has no more threads for us."""
         thread = threading.Thread(target=work, name=name, daemon=True)
         with self._lock:
             thread.start()
@@ -402,11 +399,7 @@ class PeersTier:
         return [self._taker(peer) for peer in self._hosts.peers() if peer.is_up()]
 
     def holders(self, keys: Sequence[ChunkKey]) -> list[list[PeerTaker]]:
-        """For each of these, the hosts that are up and hold it. It may block.
-
-        Raises:
-            TierDown: no host answers.
-        """
+        """For each of these, the hosts that are up and hold it. It may block. Raises `TierDown`: no host answers."""
         peers_of = self._ask(keys)
         takers = {peer: self._taker(peer) for peers in peers_of.values() for peer in peers}
         return [[takers[peer] for peer in peers_of.get(key, ())] for key in keys]

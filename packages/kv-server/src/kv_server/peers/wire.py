@@ -262,10 +262,7 @@ def deadline_for(payload_bytes: int, timeout_s: float) -> float:
 
 
 def unpack_keys(request: PeerHolds | Fetch | PeerTaken | Given | Offer) -> list[ChunkKey]:
-    """
-    Raises:
-        InputError: there are too many, or they are not keys of this release.
-    """
+    """Raises `InputError`: there are too many, or they are not keys of this release."""
     keys = request.keys.unpack()
     max_keys = MAX_FETCHED if isinstance(request, Fetch) else MAX_ASKED
     if len(keys) > max_keys:
@@ -292,11 +289,8 @@ class PeerStream(TimedSocket):
         return self.answer(PeerWelcome, deadline).process
 
     def admit(self, token: bytes, timeout_s: float) -> None:
-        """The listening side's handshake. timeout_s: how long it may take in all.
-
-        Raises:
-            PermissionError: the peer does not have our token.
-        """
+        """The listening side's handshake. timeout_s: how long it may take in all. Raises `PermissionError`: the peer
+        does not have our token."""
         deadline = time.monotonic() + timeout_s
         hello, _ = self.next_request(deadline, timeout_s, ends_by=deadline, max_bytes=_MAX_HELLO_BYTES)
         if not isinstance(hello, PeerHello):
@@ -353,11 +347,7 @@ class PeerStream(TimedSocket):
         return running.digest()
 
     def answer(self, wanted: type[A], deadline: float, *, max_bytes: int = MAX_ANSWER_BYTES) -> A:
-        """The next message, of this kind.
-
-        Raises:
-            PermissionError: the peer refuses, and says why.
-        """
+        """The next message, of this kind. Raises `PermissionError`: the peer refuses, and says why."""
         header = memoryview(bytearray(HEADER.size))
         self.fill(header, deadline)
         message = decoded(_ANSWERS, self._body(header, max_bytes, deadline), "not a message of a peer")

@@ -40,11 +40,8 @@ class Channel:
         self._socket = connection
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = (), *, within_s: float = 30.0) -> None:
-        """The other process gets descriptors of its own.
-
-        Raises:
-            TierDown: the other process has ended, or does not read.
-        """
+        """The other process gets descriptors of its own. Raises `TierDown`: the other process has ended, or does not
+        read."""
         body = encoded(message)
         try:
             self._socket.settimeout(within_s)
@@ -56,11 +53,8 @@ class Channel:
             raise TierDown(f"the other process cannot be sent anything: {error}") from None
 
     def receive(self, kind: type[M], *, within_s: float | None = None) -> tuple[M, list[int]]:
-        """The next message, and its descriptors, which are the caller's. within_s: None: however long it takes.
-
-        Raises:
-            TierDown: it does not come: the other process has ended, or says why in another message.
-        """
+        """The next message, and its descriptors, which are the caller's. within_s: None: however long it takes. Raises
+        `TierDown`: it does not come: the other process has ended, or says why in another message."""
         until_s = None if within_s is None else time.monotonic() + within_s
         descriptors: list[int] = []
         try:
@@ -137,10 +131,7 @@ def encoded(message: msgspec.Struct) -> bytes:
 
 
 def decoded(body: bytes, kind: type[M]) -> M:
-    """
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError: it is not of this kind.
-    """
+    """Raises `msgspec.DecodeError` and `UnicodeDecodeError`: it is not of this kind."""
     return msgspec.msgpack.decode(body, type=kind, dec_hook=lambda wanted, value: wanted(value))
 
 

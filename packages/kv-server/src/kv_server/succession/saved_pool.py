@@ -51,20 +51,13 @@ class SavedIndex(msgspec.Struct):
 
 
 def saved_path(name: str, cache: str) -> Path:
-    """The file of the pool of this name, of one of a server's caches.
-
-    Raises:
-        ConfigError: not a valid name.
-    """
+    """The file of the pool of this name, of one of a server's caches. Raises `ConfigError`: not a valid name."""
     return pool_path(f"{name}.{cache}")
 
 
 def open_saved(path: Path, wanted: Format, slots: int) -> tuple[tuple[str, int, int], SavedIndex | None]:
-    """The pool of these slots in this file, as for `build_local_cache`, and what the last server left there.
-
-    Raises:
-        ConfigError: another server has it, it is not ours alone, or it cannot be made.
-    """
+    """The pool of these slots in this file, as for `build_local_cache`, and what the last server left there. Raises
+    `ConfigError`: another server has it, it is not ours alone, or it cannot be made."""
     try:
         own_directory(path.parent, _REMEDY)
         descriptor = _open(path)
@@ -174,10 +167,7 @@ def _index_path(path: Path) -> Path:
 
 
 def _open(path: Path) -> int:
-    """
-    Raises:
-        ConfigError: another server has it, or it is not ours alone.
-    """
+    """Raises `ConfigError`: another server has it, or it is not ours alone."""
     file = open_locked(path, lambda: open_own_file(path, os.O_RDWR | os.O_CREAT, _REMEDY))
     if file is None:
         raise ConfigError(f"another server has the pool {path.name!r}: stop that one, or write another host.name")

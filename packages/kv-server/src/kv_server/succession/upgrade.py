@@ -77,10 +77,7 @@ class PassingOn(threading.Thread):
         self._gone_on()
 
     def _is_taken(self) -> bool:
-        """
-        Raises:
-            TierDown: the other process does not take over.
-        """
+        """Raises `TierDown`: the other process does not take over."""
         self.channel.receive(Begin, within_s=_BEGIN_S)
         for passed in self._passed:
             if not passed.cache.lower.pause(_CLOSING_S):
@@ -130,7 +127,7 @@ class TakingOver:
             connection.close()
             reason = answer.text if isinstance(answer, wire.Failed) else "it does not answer"
             raise self._not_taken(reason)
-        self._channel = Channel(connection.release())
+        self._channel = Channel(connection.socket)
         try:
             self._channel.send(Begin())
             self.prepared, self.descriptors = self._channel.receive(Prepared)
@@ -139,10 +136,7 @@ class TakingOver:
 
     def remainder(self) -> tuple[Remainder, list[int]]:
         """All is ready here: the rest, with the clients' descriptors. The old process serves nobody from here on.
-
-        Raises:
-            ConfigError: it gives up, and goes on serving. VanishedError: it has died.
-        """
+        Raises `ConfigError`: it gives up, and goes on serving. Raises `VanishedError`: it has died."""
         try:
             self._channel.send(TakerReady())
             return self._channel.receive(Remainder)
@@ -150,11 +144,7 @@ class TakingOver:
             raise self._not_taken(str(why)) from None
 
     def commit(self) -> None:
-        """From now on this process serves.
-
-        Raises:
-            ConfigError: the old one has given up, and goes on serving.
-        """
+        """From now on this process serves. Raises `ConfigError`: the old one has given up, and goes on serving."""
         if not self._channel.commit():
             raise self._not_taken("it has waited too long for this process, and goes on")
 

@@ -52,10 +52,7 @@ def add_server_options(parser: Any) -> None:
 
 
 def socket_of(options: argparse.Namespace) -> Path:
-    """
-    Raises:
-        ConfigError: the file of settings cannot be read.
-    """
+    """Raises `ConfigError`: the file of settings cannot be read."""
     from kv_server.config import default_socket  # too much to import for every command's --help
 
     socket, name = options.socket, options.name
@@ -231,11 +228,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _report_of(path: Path) -> Report:
-    """
-    Raises:
-        TierDown: the server does not answer.
-        ConfigError: it refuses us.
-    """
+    """Raises `TierDown`: the server does not answer. Raises `ConfigError`: it refuses us."""
     return ask_server_for(path, wire.Status(), wire.Stated).report
 
 
@@ -380,11 +373,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _other_chunk_tokens(socket: Path, given: int | None) -> list[int]:
-    """The numbers of tokens that chunks of the connected engines have, if none of them is what the user gave.
-
-    Raises:
-        ConfigError, InputError: no server answers, or not with that.
-    """
+    """The numbers of tokens that chunks of the connected engines have, if none of them is what the user gave. Raises
+    `ConfigError` and `InputError`: no server answers, or not with that."""
     answer = ask(socket, wire.Registered(""), wire.Registrations, "does not say which engines are connected")
     stated = {session.facts.get("chunk_tokens", "") for session in answer.sessions}
     sizes = {int(size) for size in stated if size.isascii() and size.isdigit() and len(size) < 10}
@@ -392,11 +382,7 @@ def _other_chunk_tokens(socket: Path, given: int | None) -> list[int]:
 
 
 def _max_explained(space: PromptSpace | None) -> int:
-    """How many chunks a server explains at a time.
-
-    Raises:
-        InputError: none of so many shards.
-    """
+    """How many chunks a server explains at a time. Raises `InputError`: none of so many shards."""
     shards = 1 if space is None else space.shards
     if shards > wire.MAX_EXPLAINED_PREFIXES:
         raise InputError(f"--world {shards}: a server explains chunks of at most {wire.MAX_EXPLAINED_PREFIXES} shards")
