@@ -98,7 +98,7 @@ def repairs() -> list[Row]:
     held.update(new)
     held.difference_update(gone)
     journal.note([*new, *gone])
-    assert contents.update("127.0.0.1:1").has_changes  # which nobody reads
+    assert contents.update("127.0.0.1:1").added  # which nobody reads
     mirror.take(contents.update("127.0.0.1:1"), 1e6)
     (host,) = mirror.begin_repairs(1, 1e6)
     began = time.perf_counter()
@@ -261,7 +261,7 @@ def live(hosts: Sequence[SimulatedHost], mirror: Mirror, given: argparse.Namespa
     counts = mirror.counts()
     differing = 0
     for host in hosts:
-        known_host = mirror.host_at(HostPort(*split(host.address)))
+        known_host = mirror._by_address.get(HostPort(*split(host.address)))
         assert known_host is not None
         differing += not np.array_equal(known_host.sums, host.sums)
     each, rate = entry_bytes / entries, len(hosts) / interval_s

@@ -31,7 +31,8 @@ from kv_tiers.tier import TierContext
 from kv_server import wire
 from kv_server.config import ServerConfig
 from kv_server.peers.side import PeerReads, PeerSide, peer_side
-from kv_server.succession.channel import OrphanImage, QuotasSet
+from kv_server.session import OrphanImage
+from kv_server.succession.channel import QuotasSet
 from kv_server.succession.saved_pool import (
     SavedIndex,
     image_to_save,

@@ -43,8 +43,8 @@ from kv_server.engine_loads import EngineLoads
 from kv_server.explain import explain_elsewhere, explain_prompt
 from kv_server.peers.side import directories_of, peer_side
 from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport
-from kv_server.session import Orphan, Orphans, Session, give_up
-from kv_server.succession.channel import FORMAT, Channel, ClientImage, OrphanImage, Remainder
+from kv_server.session import Orphan, OrphanImage, Orphans, Session, give_up
+from kv_server.succession.channel import FORMAT, Channel, ClientImage, Remainder
 from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
 from kv_server.succession.upgrade import STOPPED_S, PassingOn, TakingOver
 from kv_server.wire import Format
@@ -390,8 +390,9 @@ class CacheServer:
         if orphan is None:
             return
         adopted = set(request.lasting) if orphan.cache is session.cache else set()
-        session.adopt({number: lease for number, lease in orphan.leases.items() if number in adopted})
-        give_up(orphan.cache, {number: lease for number, lease in orphan.leases.items() if number not in adopted})
+        leases = orphan.image.leases
+        session.adopt({number: lease for number, lease in leases.items() if number in adopted})
+        give_up(orphan.cache, {number: lease for number, lease in leases.items() if number not in adopted})
 
     def _unregister(self, client: ClientConnection) -> None:
         if client.session is not None:
@@ -402,12 +403,14 @@ class CacheServer:
 
     def _gone(self, client: ClientConnection) -> None:
         pidfd, client.pidfd = client.pidfd, -1
-        if client.session is None:
+        if client.session is None or client.register is None:
             close_descriptor(pidfd)
             return
         client.session.end_reads()
         self.formats.left(client.session.cache)
-        self._orphans.add(client.token, client.session.cache, client.session.lasting, client.pid, pidfd)
+        wanted, leases = (client.register.group_bytes, client.register.fingerprint), client.session.lasting
+        orphan = OrphanImage(client.token, wanted, leases, client.pid, pidfd >= 0, self._clock.now_s())
+        self._orphans.add(orphan, client.session.cache, pidfd)
 
     def _in_use(self) -> list[LocalCache]:
         """The caches that have clients, or leases of clients that were copying when their connections closed."""
@@ -490,16 +493,15 @@ class CacheServer:
                 held.enter_context(one.cache.parts.host.lock)  # other threads change nothing either
             clients, orphans = self._connections.all(), self._orphans.all()
             images = [_image_of(client) for client in clients]
-            formats = {id(cache): wanted for wanted, cache in self.caches.items()}
             rest = Remainder(
                 [one.cache_image() for one in passed],
                 images,
-                [_orphan_image(token, one, formats[id(one.cache)]) for token, one in orphans.items()],
+                [one.image for one in orphans],
                 self._connections.last_number,
                 stopped_s,
             )
             descriptors = [number for client in clients for number in (client.socket.fileno(), client.pidfd)]
-            descriptors += [one.pidfd for one in orphans.values()]
+            descriptors += [one.pidfd for one in orphans]
             channel.send(rest, [number for number in descriptors if number >= 0], within_s=STOPPED_S)
             self.is_passed_on = channel.is_taken(within_s=stopped_s + STOPPED_S - time.monotonic())
             if self.is_passed_on:
@@ -526,9 +528,10 @@ class CacheServer:
     def _serve_peers(self) -> None:
         """Serve other hosts and let them find the caches, with tiers that were opened again."""
         try:
-            self._open_peers()
-            if self._peers is not None:
-                self._peers.start()
+            if self._peers is None or self._peers.is_closed:
+                self._open_peers()
+                if self._peers is not None:
+                    self._peers.start()
         except (ConfigError, OutOfThreadsError) as error:
             _log.warning("other hosts cannot read from this server: %s", error)
         for wanted, cache in self.caches.items():
@@ -559,13 +562,11 @@ class CacheServer:
             self._close(keeps_address=True)
             raise
         self._connections.restore(clients, rest.last_number)
-        for token, orphan in orphans.items():
-            self._orphans.restore(token, orphan)
+        for orphan in orphans:
+            self._orphans.restore(orphan)
         self.submit(partial(self._begin_to_serve, rest))
 
-    def _restored(
-        self, rest: Remainder, descriptors: Sequence[int]
-    ) -> tuple[list[ClientConnection], dict[bytes, Orphan]]:
+    def _restored(self, rest: Remainder, descriptors: Sequence[int]) -> tuple[list[ClientConnection], list[Orphan]]:
         """The clients and the orphans of the other process, with their descriptors."""
         left = iter(descriptors)
         clients = []
@@ -590,10 +591,10 @@ class CacheServer:
                 client.session = self._make_session(client, image.register, cache)
                 client.session.restore(image.session)
             clients.append(client)
-        orphans = {
-            image.token: _orphan_of(image, self.caches[image.format], next(left) if image.has_pidfd else -1)
-            for image in rest.orphans
-        }
+        orphans = [
+            Orphan(orphan, self.caches[orphan.format], next(left) if orphan.has_pidfd else -1)
+            for orphan in rest.orphans
+        ]
         return clients, orphans
 
     def _begin_to_serve(self, rest: Remainder) -> None:
@@ -679,7 +680,7 @@ class CacheServer:
         for opened in self.formats.opened():
             for image in opened.orphans:
                 if isinstance(opened.cache, LocalCache):
-                    self._orphans.restore(image.token, _orphan_of(image, opened.cache, -1))
+                    self._orphans.restore(Orphan(image, opened.cache, -1))
             for client in self._connections.all():
                 match client.waiting:
                     case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
@@ -703,11 +704,7 @@ class CacheServer:
         self._mailbox.close()
         for client in [] if self.is_passed_on else self._connections.all():
             self._connections.drop(client)
-        formats = {id(cache): wanted for wanted, cache in self.caches.items()}
-        orphans = [
-            replace(_orphan_image(token, one, formats[id(one.cache)]), has_pidfd=False)
-            for token, one in self._orphans.all().items()
-        ]
+        orphans = [replace(one.image, has_pidfd=False) for one in self._orphans.all()]
         self._orphans.close()
         if not self.is_passed_on:  # else the pools and what is in them are the other process's
             self.formats.close(orphans)
@@ -735,14 +732,6 @@ def _image_of(client: ClientConnection) -> ClientImage:
         b"".join(data for data, _ in client.unsent),
         client.last_seen_s,
     )
-
-
-def _orphan_image(token: bytes, orphan: Orphan, wanted: Format) -> OrphanImage:
-    return OrphanImage(token, wanted, orphan.leases, orphan.pid, orphan.pidfd >= 0, orphan.lost_s, orphan.unmapped_s)
-
-
-def _orphan_of(image: OrphanImage, cache: LocalCache, pidfd: int) -> Orphan:
-    return Orphan(cache, image.leases, image.pid, pidfd, image.lost_s, image.unmapped_s)
 
 
 def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+import msgspec
 from kv_core.clock import Clock
 from kv_core.errors import InputError, MisuseError
 from kv_core.extent import HostExtent
@@ -364,25 +365,37 @@ _FIRST_LOOK_S: Final = 0.02
 _MAX_LOOK_S: Final = 1.0
 
 
-@dataclass(slots=True)
-class Orphan:
+class OrphanImage(msgspec.Struct):
     """What one session was copying.
 
-    cache: the cache of the leases.
+    format: of the cache of its leases.
     leases: by their numbers.
-    pid: of the process; 0 if it is not visible here. pidfd: of the same process, or -1.
+    pid: of the process; 0 if it is not visible here. has_pidfd: there is a pidfd of it, which is passed on with this.
     lost_s: since when it is one.
     unmapped_s: since when no process has the pool open or mapped for it; None: some process may.
+    """
+
+    token: bytes
+    format: wire.Format
+    leases: dict[int, LastingLease]
+    pid: int
+    has_pidfd: bool
+    lost_s: float
+    unmapped_s: float | None = None
+
+
+@dataclass(slots=True)
+class Orphan:
+    """One of this process, whose cache has these leases.
+
+    pidfd: or -1.
     look_s: when to look next, by the monotonic clock. wait_s: from then to the time after.
     is_named: it is in the log.
     """
 
+    image: OrphanImage
     cache: LocalCache
-    leases: dict[int, LastingLease]
-    pid: int
     pidfd: int
-    lost_s: float
-    unmapped_s: float | None = None
     look_s: float = 0.0
     wait_s: float = _FIRST_LOOK_S
     is_named: bool = False
@@ -413,27 +426,29 @@ class Orphans:
     def __len__(self) -> int:
         return len(self._orphans)
 
-    def add(self, token: bytes, cache: LocalCache, leases: dict[int, LastingLease], pid: int, pidfd: int) -> None:
+    def add(self, image: OrphanImage, cache: LocalCache, pidfd: int) -> None:
         """A session has ended. Takes over its process's pidfd."""
+        leases, pid = image.leases, image.pid
         copying = {number: lease for number, lease in leases.items() if lease.slots}
         give_up(cache, {number: lease for number, lease in leases.items() if number not in copying})
         if not copying:
             close_descriptor(pidfd)
             return
         for known in self._orphans.values():  # of a process that comes and goes one descriptor is enough
-            if pid and known.pid == pid and known.pidfd != pidfd >= 0 and not is_gone(known.pidfd):
+            if pid and known.image.pid == pid and known.pidfd != pidfd >= 0 and not is_gone(known.pidfd):
                 os.close(pidfd)
                 pidfd = known.pidfd
                 break
-        orphan = self._orphans[token] = Orphan(cache, copying, pid, pidfd, self._clock.now_s())
-        self._look(token, orphan)
+        image.leases = copying
+        orphan = self._orphans[image.token] = Orphan(image, cache, pidfd)
+        self._look(orphan)
 
-    def all(self) -> dict[bytes, Orphan]:
-        return dict(self._orphans)
+    def all(self) -> list[Orphan]:
+        return list(self._orphans.values())
 
-    def restore(self, token: bytes, orphan: Orphan) -> None:
+    def restore(self, orphan: Orphan) -> None:
         """One of another process. Takes over the pidfd."""
-        self._orphans[token] = orphan
+        self._orphans[orphan.image.token] = orphan
 
     def take(self, token: bytes) -> Orphan | None:
         """Remove an orphan because its owner is back. The caller gives up the leases that the owner no longer wants."""
@@ -443,7 +458,7 @@ class Orphans:
         return orphan
 
     def holds(self, cache: LocalCache, lease: int) -> bool:
-        return any(orphan.cache is cache and lease in orphan.leases for orphan in self._orphans.values())
+        return any(orphan.cache is cache and lease in orphan.image.leases for orphan in self._orphans.values())
 
     def are_of(self, cache: LocalCache) -> bool:
         """Whether any orphan was copying there."""
@@ -457,38 +472,38 @@ class Orphans:
     def expire(self) -> None:
         """End those of whom nobody can be copying any more."""
         at_s = time.monotonic()
-        for token, orphan in list(self._orphans.items()):
+        for orphan in self.all():
             if orphan.look_s <= at_s:
-                self._look(token, orphan)
+                self._look(orphan)
 
     def close(self) -> None:
         for token in list(self._orphans):
             self.take(token)
 
-    def _look(self, token: bytes, orphan: Orphan) -> None:
-        now_s = self._clock.now_s()
+    def _look(self, orphan: Orphan) -> None:
+        image, now_s = orphan.image, self._clock.now_s()
         has_ended = is_gone(orphan.pidfd)
-        is_mapped = orphan.cache.pool.is_lent(token)
+        is_mapped = orphan.cache.pool.is_lent(image.token)
         if is_mapped is not False:
-            orphan.unmapped_s = None
-        elif orphan.unmapped_s is None:
-            orphan.unmapped_s = now_s
-        has_settled = orphan.unmapped_s is not None and now_s - orphan.unmapped_s >= SETTLE_S
+            image.unmapped_s = None
+        elif image.unmapped_s is None:
+            image.unmapped_s = now_s
+        has_settled = image.unmapped_s is not None and now_s - image.unmapped_s >= SETTLE_S
         if not is_mapped and (has_ended or has_settled):
-            self.take(token)
-            give_up(orphan.cache, orphan.leases)
+            self.take(image.token)
+            give_up(orphan.cache, image.leases)
             return
         orphan.look_s = time.monotonic() + orphan.wait_s
         orphan.wait_s = min(2 * orphan.wait_s, _MAX_LOOK_S)
-        if not orphan.is_named and now_s - orphan.lost_s > self._name_after_s:
+        if not orphan.is_named and now_s - image.lost_s > self._name_after_s:
             orphan.is_named = True
-            who = f"process {orphan.pid}" if orphan.pid else "a process of another PID namespace"
+            who = f"process {image.pid}" if image.pid else "a process of another PID namespace"
             _log.warning(
                 "%s lost its connection %.0f s ago while it was copying %d chunks, and has not reconnected: their room "
                 "(with that of others like it %d of the %d slots of pool %s) stays reserved until it does, or until it "
                 "and the children that it has forked have ended, because they may still be copying",
                 who,
-                now_s - orphan.lost_s,
+                now_s - image.lost_s,
                 _slots(orphan),
                 sum(_slots(other) for other in self._orphans.values() if other.cache is orphan.cache),
                 orphan.cache.pool.slots,
@@ -503,4 +518,4 @@ def give_up(cache: LocalCache, leases: Mapping[int, LastingLease]) -> None:
 
 
 def _slots(orphan: Orphan) -> int:
-    return sum(lease.slots for lease in orphan.leases.values())
+    return sum(lease.slots for lease in orphan.image.leases.values())

@@ -103,6 +103,10 @@ class PeerServer:
     def start(self) -> None:
         must_start(self._accepting)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._ending.is_set()
+
     def counts(self) -> PeersServed:
         """A snapshot, on any thread."""
         with self._lock:

@@ -16,7 +16,7 @@ import msgspec
 from kv_core.errors import TierDown
 
 from kv_server import wire
-from kv_server.session import LastingLease, SessionImage
+from kv_server.session import OrphanImage, SessionImage
 from kv_server.succession.image import CacheImage, PoolImage
 from kv_server.wire import Format
 
@@ -177,18 +177,6 @@ class ClientImage(msgspec.Struct):
     frames: bytes
     unsent: bytes
     last_seen_s: float
-
-
-class OrphanImage(msgspec.Struct):
-    """Descriptor: the pidfd, if `has_pidfd`."""
-
-    token: bytes
-    format: Format
-    leases: dict[int, LastingLease]
-    pid: int
-    has_pidfd: bool
-    lost_s: float
-    unmapped_s: float | None
 
 
 class Remainder(msgspec.Struct):

@@ -28,7 +28,8 @@ from kv_tiers.pool.host_pool import pool_path, slot_bytes_for
 from kv_tiers.pool.private_files import open_locked, open_own_file, own_directory
 from kv_tiers.threads import start_thread
 
-from kv_server.succession.channel import FORMAT, OrphanImage, decoded, encoded
+from kv_server.session import OrphanImage
+from kv_server.succession.channel import FORMAT, decoded, encoded
 from kv_server.succession.image import CacheImage, Passed, PoolImage, end_others, restore_cache, restore_pool
 from kv_server.wire import Format
 
