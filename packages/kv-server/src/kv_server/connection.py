@@ -257,7 +257,7 @@ def ask_server_for(path: Path, request: wire.Request, wanted: type[A], *, timeou
 
 FIRST_BACK_OFF_S: Final = 0.02
 MAX_BACK_OFF_S: Final = 0.4
-"""Short enough for an idle engine to be back within a second (`returning`); connecting in vain takes microseconds."""
+"""Short enough for an idle engine to be back within a second (`Returning`); connecting in vain takes microseconds."""
 OPENING_S: Final = 600.0
 """How much longer to wait at first for a server that opens its tiers: a disk with millions of chunks takes minutes."""
 

@@ -83,7 +83,7 @@ class Entry(Message):
     address: a host and a port where peers read from it.
     sequence: the number of the last change, this entry's if it has any. A change for which there is no entry leaves a
         gap in the numbers.
-    count, root: of all names that it holds after this entry (`names.root_of`).
+    count, root: of all names that it holds after this entry (`root_of`).
     added, removed: names, 8 bytes each, little-endian. None is in both.
     leaves: it shuts down, and holds nothing any more.
     """

@@ -1,6 +1,6 @@
 """One operation of the API: its types, how a request becomes a call, and how the outcome becomes a response.
 
-The OpenAPI document (`openapi`) is generated from what is enforced here.
+The OpenAPI document (`openapi_document`) is generated from what is enforced here.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The second address of a server, at which other hosts' servers look up and read its chunks (`tiers.peers_wire`).
+"""The second address of a server, at which other hosts' servers look up and read its chunks (`peers.wire`).
 
 A peer only reads: nothing that it sends stores, moves, evicts or forgets a chunk. It can end a hold. Each connection
 has its own thread, and the serving thread never waits for one. A thread leases one chunk at a time, sends it from where

@@ -1,10 +1,9 @@
 """The peers tier: finds chunks in other hosts' servers and reads them over the network.
 
-All peers are queried at once for the chunks they have, or a directory lists them (`tiers.directory`), and a chunk is
-read from a peer that has it. The protocol is in `tiers.peers_wire`, connections and failing peers in
-`tiers.peer_hosts`. This side only reads: nothing is stored at a peer, and chunks discarded or cleared here are hidden
-from us but stay there. After a clear, a peer is not used until it has been cleared more recently, because its chunks
-might be older than our clear.
+All peers are queried at once for the chunks they have, or a directory lists them (`directory`), and a chunk is read
+from a peer that has it. The protocol is in `peers.wire`, connections and failing peers in `peers.hosts`. This side only
+reads: nothing is stored at a peer, and chunks discarded or cleared here are hidden from us but stay there. After a
+clear, a peer is not used until it has been cleared more recently, because its chunks might be older than our clear.
 """
 
 import queue

@@ -12,7 +12,7 @@ that they are unprotected:
     Follow  ->  Followed, as soon as there is something to report
     PeerTaken   ->  PeerHeld, of no keys
     Offer   ->  Offered: a server about to leave lists what may be fetched from it
-    Sum     ->  Summed: checksums of what is here, for the directory (`tiers.directory`)
+    Sum     ->  Summed: checksums of what is here, for the directory (`directory`)
     List    ->  Listed: names of what is here, of some shards
 
 `PeerRefused` may come instead of `PeerWelcome`, and ends the conversation, as everything malformed does. A peer is
@@ -161,7 +161,7 @@ class PeerTaken(Message, tag="taken"):
 
 
 class Sum(Message, tag="sum"):
-    """Requests the sum of each shard of what is here (`tiers.directory.names`)."""
+    """Requests the sum of each shard of what is here (`directory.entries`)."""
 
     namespace: Namespace
 
