@@ -26,7 +26,6 @@ from kv_server.peers.wire import (
     SIZE,
     Fetch,
     Offer,
-    OfferAnswer,
     Offered,
     OfferFate,
     PeerHolds,
@@ -711,8 +710,8 @@ def test_a_peer_that_is_full_is_no_peer_that_may_lack_an_engine() -> None:
         class Full:
             name = "b"
 
-            def offer(self, chain: Sequence[ChunkKey], first: int) -> OfferAnswer:
-                return OfferAnswer([OfferFate.NOT_TAKEN] * (len(chain) - first), 0)
+            def offer(self, chain: Sequence[ChunkKey], first: int) -> Offered:
+                return Offered(bytes([OfferFate.NOT_TAKEN] * (len(chain) - first)), 0)
 
         assert not job._offer(Full(), _Offer([key], 0, {key}), is_repeated=False)
         assert says in job._failed["b"]

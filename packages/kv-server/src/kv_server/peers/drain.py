@@ -25,7 +25,7 @@ from kv_tiers.threads import start_thread
 from kv_tiers.tier import RankedChunk, RanksChunks
 
 from kv_server.peers.tier import PeersTier, PeerTaker
-from kv_server.peers.wire import OfferAnswer, OfferFate
+from kv_server.peers.wire import Offered, OfferFate
 from kv_server.report import DrainState
 
 _log = limited_logger(__name__)
@@ -260,7 +260,7 @@ class _DrainJob:
     def _stays(self, taker: PeerTaker, held: ChunkKey) -> bool:
         """Whether a host stays, which its answer to an offer of a chunk that it has shows."""
         try:
-            return taker.offer([held], 0).fates == [OfferFate.HERE]
+            return taker.offer([held], 0).fates == bytes([OfferFate.HERE])
         except (OSError, InputError) as error:
             self._failed[taker.name] = str(error) or type(error).__name__
             return False
@@ -329,7 +329,7 @@ class _DrainJob:
         if answer.room or OfferFate.COMING in answer.fates:
             self._had_room.add(taker.name)
         now_s = time.monotonic()
-        for key in [key for key in offer.left if fates[key] is OfferFate.HERE]:
+        for key in [key for key in offer.left if fates[key] == OfferFate.HERE]:
             offer.left.remove(key)
             self._moved_s[taker.name] = now_s
             if not is_repeated:
@@ -341,7 +341,7 @@ class _DrainJob:
             self._settle("moved")
         if not offer.left:
             return False
-        is_coming = any(fates[key] is OfferFate.COMING for key in offer.left)
+        is_coming = any(fates[key] == OfferFate.COMING for key in offer.left)
         last_s = max(offer.offered_s, self._moved_s.get(taker.name, 0.0))
         if (is_coming or answer.room) and now_s - last_s <= _STALL_S:
             return True  # over a slow link chunks arrive one at a time
@@ -399,7 +399,7 @@ class Offers:
         self.is_refused = False
         """This host is about to leave as well."""
 
-    def take(self, chain: Sequence[ChunkKey], first: int, *, fetches: bool = True) -> OfferAnswer:
+    def take(self, chain: Sequence[ChunkKey], first: int, *, fetches: bool = True) -> Offered:
         """Fetch the chunks of this chain from `first` on, unless they are here. Repeating the call reports progress.
 
         chain: one group's and shard's keys of a prompt, from its first chunk on.
@@ -408,7 +408,7 @@ class Offers:
         wanted = list(chain[first:])
         if not wanted or self.is_refused:
             # What is here will leave, too: of two hosts that leave at once, neither may count on the other.
-            return OfferAnswer([OfferFate.NOT_TAKEN] * len(wanted), 0)
+            return Offered(bytes([OfferFate.NOT_TAKEN] * len(wanted)), 0)
         held_here = self._lower.held_here(wanted)
         tier = self._tier if fetches else None
         room_below = 0 if tier is None else self._lower.free_chunks(above=tier)
@@ -438,7 +438,7 @@ class Offers:
             room_left = self._room(share, tier) + room_below
             requested = set(missing)  # these may have arrived already, but were not here when they were offered
             fates = [self._fate(key, is_here, key in requested) for key, is_here in zip(wanted, held_here, strict=True)]
-            return OfferAnswer(fates, room_left)
+            return Offered(bytes(fates), room_left)
 
     def _fate(self, key: ChunkKey, is_here: bool, is_begun: bool) -> OfferFate:
         if is_here or (self._index.find(key) is not None and not is_begun):

@@ -44,7 +44,6 @@ from kv_server.peers.wire import (
     List,
     Listed,
     Offer,
-    OfferAnswer,
     Offered,
     OfferFate,
     PeerHeld,
@@ -280,10 +279,8 @@ class PeerServer:
         if len(by_chain(chain)) > 1:  # it would count in one tenant's share and be stored in another's
             raise InputError("an offer of several chains")
         if found is None:
-            answer = OfferAnswer([OfferFate.NOT_TAKEN] * offered, 0)
-        else:
-            answer = peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
-        return Offered(bytes(answer.fates), answer.room)
+            return Offered(bytes([OfferFate.NOT_TAKEN] * offered), 0)
+        return peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
 
 
 def _interrupt_calls(sock: socket.socket) -> None:

@@ -42,7 +42,6 @@ from kv_server.peers.wire import (
     Follow,
     Followed,
     Offer,
-    OfferAnswer,
     Offered,
     OfferFate,
     PeerHeld,
@@ -218,7 +217,7 @@ class PeerTaker:
         self.name = str(peer)
         self._peer, self._namespace, self._answer_s = peer, namespace, answer_s
 
-    def offer(self, chain: Sequence[ChunkKey], first: int) -> OfferAnswer:
+    def offer(self, chain: Sequence[ChunkKey], first: int) -> Offered:
         """Have it fetch the chunks of this chain from index `first` on, unless it has them; at most `MAX_OFFERED`. It
         returns at once; offering the same chunks again reports the progress.
 
@@ -227,15 +226,14 @@ class PeerTaker:
         """
         return self._peer.talk(partial(self._offer, chain, first), self._answer_s)
 
-    def _offer(self, chain: Sequence[ChunkKey], first: int, stream: PeerStream, deadline: float) -> OfferAnswer:
+    def _offer(self, chain: Sequence[ChunkKey], first: int, stream: PeerStream, deadline: float) -> Offered:
         stream.send_message(Offer(self._namespace, pack_keys(chain), first), deadline)
         answer = stream.answer(Offered, deadline)
         if len(answer.fates) != len(chain) - first:
             raise ConnectionError(f"{len(answer.fates)} answers to an offer of {len(chain) - first} chunks")
-        try:
-            return OfferAnswer([OfferFate(fate) for fate in answer.fates], answer.room)
-        except ValueError as error:
-            raise InputError(f"no answer to an offer: {error}") from None
+        if not set(answer.fates) <= set(OfferFate):
+            raise InputError(f"no answer to an offer: {max(answer.fates)} is no fate")
+        return answer
 
 
 OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]

@@ -26,7 +26,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from importlib.metadata import version
 from math import inf
@@ -220,14 +219,6 @@ class OfferFate(IntEnum):
     NOT_TAKEN = 0
     COMING = 1
     HERE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class OfferAnswer:
-    """fates: of each offered chunk. room: how many more would be taken now."""
-
-    fates: list[OfferFate]
-    room: int
 
 
 class Offered(Message, tag="offered"):
