@@ -1,4 +1,4 @@
-"""The thread that serves HTTP next to the serving thread: its socket, the limits of its connections, its shutdown."""
+"""The thread that serves HTTP: its socket, the limits of its connections, the checks around requests, its shutdown."""
 
 import asyncio
 import ipaddress

@@ -28,35 +28,9 @@ from kv_tiers.threads import join_all, must_start, start_thread
 
 from kv_server.address import REST_S, listen_at
 from kv_server.directory.entries import pack
+from kv_server.peers import wire
 from kv_server.peers.security import check_protected, read_token, tls_files
 from kv_server.peers.side import LOWER_S, PeerReads, peer_side
-from kv_server.peers.wire import (
-    MAX_ASKED,
-    MAX_LISTED,
-    MAX_OFFERED,
-    NOT_HERE,
-    SIZE,
-    Answer,
-    Fetch,
-    Follow,
-    Followed,
-    Given,
-    List,
-    Listed,
-    Offer,
-    Offered,
-    OfferFate,
-    PeerHeld,
-    PeerHello,
-    PeerHolds,
-    PeerRefused,
-    PeerStream,
-    PeerTaken,
-    Sum,
-    Summed,
-    deadline_for,
-    unpack_keys,
-)
 from kv_server.report import PeersServed
 
 _log = limited_logger(__name__)
@@ -172,7 +146,7 @@ class PeerServer:
                 sock = self._connected.pop(threading.current_thread())
             sock.close()
 
-    def _admitted(self, sock: socket.socket) -> PeerStream:
+    def _admitted(self, sock: socket.socket) -> wire.PeerStream:
         """The stream of a peer that has authenticated itself. Raises `PermissionError`: it has not. Raises
         `InputError`: it does not follow the protocol. Raises `OSError`: it is gone."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -184,47 +158,51 @@ class PeerServer:
                 raise PermissionError(f"no certificate that is accepted here: {error.reason or error}") from None
             with self._lock:
                 self._connected[threading.current_thread()] = sock
-        stream = PeerStream(sock)
+        stream = wire.PeerStream(sock)
         try:
             stream.admit(self._token, _GREETING_S)
         except (InputError, PermissionError) as error:
             with suppress(OSError):
-                stream.send_message(PeerRefused(str(error)), time.monotonic() + _GREETING_S)
+                stream.send_message(wire.PeerRefused(str(error)), time.monotonic() + _GREETING_S)
             raise
         return stream
 
-    def _converse(self, stream: PeerStream) -> None:
+    def _converse(self, stream: wire.PeerStream) -> None:
         while not self._ending.is_set():
             request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
-            if isinstance(request, PeerHello):
+            if isinstance(request, wire.PeerHello):
                 raise InputError("a peer says hello once")
             found = self._find(request.namespace)
-            if isinstance(request, Fetch):
+            if isinstance(request, wire.Fetch):
                 self._answer_fetch(stream, request, found)
             else:
                 stream.send_message(self._answer(request, found), deadline)
 
-    def _answer(self, request: PeerHolds | Follow | PeerTaken | Offer | Sum | List, found: FoundCache) -> Answer:
+    def _answer(
+        self,
+        request: wire.PeerHolds | wire.Follow | wire.PeerTaken | wire.Offer | wire.Sum | wire.List,
+        found: FoundCache,
+    ) -> wire.Answer:
         match request:
-            case PeerHolds():
-                return self._held(unpack_keys(request), found)
-            case Follow():
+            case wire.PeerHolds():
+                return self._held(wire.unpack_keys(request), found)
+            case wire.Follow():
                 return self._followed(request, found)
-            case PeerTaken():
+            case wire.PeerTaken():
                 if found is not None:
-                    found[1].taken(unpack_keys(request))
-                return PeerHeld(b"", None)
-            case Offer():
+                    found[1].taken(wire.unpack_keys(request))
+                return wire.PeerHeld(b"", None)
+            case wire.Offer():
                 return self._offered(request, found)
         if found is None or (contents := found[1].contents) is None:
-            return Summed(b"", 0, b"", None) if isinstance(request, Sum) else Listed(b"", 0, 0, b"")
-        if isinstance(request, Sum):
+            return wire.Summed(b"", 0, b"", None) if isinstance(request, wire.Sum) else wire.Listed(b"", 0, 0, b"")
+        if isinstance(request, wire.Sum):
             cleared_s = found[0].cleared_for_s()  # before, as in `_held`
-            return Summed(contents.id, *contents.sums(), cleared_s)
-        sequence, shards, names = contents.names_in(request.shards, MAX_LISTED)
-        return Listed(contents.id, sequence, shards, pack(names))
+            return wire.Summed(contents.id, *contents.sums(), cleared_s)
+        sequence, shards, names = contents.names_in(request.shards, wire.MAX_LISTED)
+        return wire.Listed(contents.id, sequence, shards, pack(names))
 
-    def _held(self, keys: Sequence[ChunkKey], found: FoundCache) -> PeerHeld:
+    def _held(self, keys: Sequence[ChunkKey], found: FoundCache) -> wire.PeerHeld:
         held, cleared_s = [False] * len(keys), None
         if found is not None:
             cache, reads = found
@@ -233,17 +211,17 @@ class PeerServer:
         with self._lock:
             self._counts.asked += len(keys)
             self._counts.held += sum(held)
-        return PeerHeld(bytes(held), cleared_s)
+        return wire.PeerHeld(bytes(held), cleared_s)
 
-    def _answer_fetch(self, stream: PeerStream, request: Fetch, found: FoundCache) -> None:
-        keys = unpack_keys(request)
+    def _answer_fetch(self, stream: wire.PeerStream, request: wire.Fetch, found: FoundCache) -> None:
+        keys = wire.unpack_keys(request)
         timeout_s = self._config.timeout_s
         # For all together that cannot be had: the peer waits for one after the other, and if that takes ten seconds its
         # lane takes the tier to hang, and reads from no host.
         patience_s = min(timeout_s, LOWER_S)
         for key in keys:
             if found is None:
-                stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
+                stream.send([wire.SIZE.pack(wire.NOT_HERE)], wire.deadline_for(0, timeout_s))
                 continue
             began_s = time.monotonic()
             with found[1].read(key, patience_s) as stored:
@@ -251,7 +229,7 @@ class PeerServer:
                     patience_s -= time.monotonic() - began_s
                     if (contents := found[1].contents) is not None:
                         contents.doubt([key])
-                    stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
+                    stream.send([wire.SIZE.pack(wire.NOT_HERE)], wire.deadline_for(0, timeout_s))
                     continue
                 nbytes = stored.payload.nbytes
                 stream.send_chunk(stored.payload, stored.header, timeout_s)
@@ -259,27 +237,27 @@ class PeerServer:
                 self._counts.sent += 1
                 self._counts.sent_bytes += nbytes
 
-    def _followed(self, request: Follow, found: FoundCache) -> Followed:
+    def _followed(self, request: wire.Follow, found: FoundCache) -> wire.Followed:
         if found is None:
             self._ending.wait(min(request.wait_s, _NO_CACHE_S))
-            return Followed(b"", 0, [], None)
+            return wire.Followed(b"", 0, [], None)
         cache, _ = found
         feed = peer_side(cache).handed_over
         after = request.after if request.feed == feed.name else 0
         cleared_s = cache.cleared_for_s()  # before it waits, as in `_held`
-        upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), MAX_ASKED)
-        given = [Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
-        return Followed(feed.name, upto, given, cleared_s)
+        upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), wire.MAX_ASKED)
+        given = [wire.Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
+        return wire.Followed(feed.name, upto, given, cleared_s)
 
-    def _offered(self, request: Offer, found: FoundCache) -> Offered:
-        chain = unpack_keys(request)
+    def _offered(self, request: wire.Offer, found: FoundCache) -> wire.Offered:
+        chain = wire.unpack_keys(request)
         offered = len(chain) - request.first
-        if not 0 < offered <= MAX_OFFERED:
+        if not 0 < offered <= wire.MAX_OFFERED:
             raise InputError(f"an offer of {offered} chunks")
         if len(by_chain(chain)) > 1:  # it would count in one tenant's share and be stored in another's
             raise InputError("an offer of several chains")
         if found is None:
-            return Offered(bytes([OfferFate.NOT_TAKEN] * offered), 0)
+            return wire.Offered(bytes([wire.OfferFate.NOT_TAKEN] * offered), 0)
         return peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
 
 

@@ -30,27 +30,9 @@ from kv_tiers.tier import Read, TierContext, TierUsage, Write
 
 from kv_server.directory.contents import Contents
 from kv_server.directory.directory import Directory, DirectoryConfig
+from kv_server.peers import wire
 from kv_server.peers.hosts import Peer, PeerHosts
 from kv_server.peers.security import check_protected, read_token, signatures_of, tls_files
-from kv_server.peers.wire import (
-    MAX_ASKED,
-    MAX_FETCHED,
-    MAX_FOLLOWED_BYTES,
-    NOT_HERE,
-    SIZE,
-    Fetch,
-    Follow,
-    Followed,
-    Offer,
-    Offered,
-    OfferFate,
-    PeerHeld,
-    PeerHolds,
-    PeerStream,
-    PeerTaken,
-    deadline_for,
-    unpack_keys,
-)
 from kv_server.report import DirectoryState
 
 T = TypeVar("T")
@@ -68,7 +50,7 @@ _MIN_INTERVAL_S: Final = 0.01
 answer that reports nothing, for which it should have waited."""
 _MAX_UNSENT: Final = 256
 
-OnAnswer = Callable[[Peer, float, Followed], None]
+OnAnswer = Callable[[Peer, float, wire.Followed], None]
 """Arguments: the peer that answered, when the query was sent (`time.monotonic`), and the answer."""
 
 
@@ -113,9 +95,9 @@ class Following:
                     self._is_sending = True
                 except RuntimeError as error:
                     _log.warning("peers are not told for now which chunks they need no longer hold: %s", error)
-        for start in range(0, len(keys), MAX_ASKED):
+        for start in range(0, len(keys), wire.MAX_ASKED):
             try:
-                self._unsent.put_nowait(keys[start : start + MAX_ASKED])
+                self._unsent.put_nowait(keys[start : start + wire.MAX_ASKED])
             except queue.Full:
                 return
 
@@ -158,8 +140,8 @@ class Following:
                 continue
             sent_s = time.monotonic()
             try:
-                question = Follow(self._namespace, feed, after, _WAIT_S)
-                answer = peer.ask(question, Followed, _WAIT_S + self._answer_s, max_bytes=MAX_FOLLOWED_BYTES)
+                question = wire.Follow(self._namespace, feed, after, _WAIT_S)
+                answer = peer.ask(question, wire.Followed, _WAIT_S + self._answer_s, max_bytes=wire.MAX_FOLLOWED_BYTES)
                 feed, after = answer.feed, answer.upto
                 self._on_answer(peer, sent_s, answer)
                 interval_s = _MIN_INTERVAL_S if answer.given else _RETRY_S
@@ -177,10 +159,10 @@ class Following:
             if keys is None:
                 return
             peers = [peer for peer in self._hosts.peers() if peer.is_up()]
-            message = PeerTaken(self._namespace, pack_keys(keys))
+            message = wire.PeerTaken(self._namespace, pack_keys(keys))
 
-            def send(peer: Peer, message: PeerTaken = message) -> None:
-                peer.ask(message, PeerHeld, self._answer_s)
+            def send(peer: Peer, message: wire.PeerTaken = message) -> None:
+                peer.ask(message, wire.PeerHeld, self._answer_s)
 
             self._hosts.each(peers, send, in_background=True)
 
@@ -217,7 +199,7 @@ class PeerTaker:
         self.name = str(peer)
         self._peer, self._namespace, self._answer_s = peer, namespace, answer_s
 
-    def offer(self, chain: Sequence[ChunkKey], first: int) -> Offered:
+    def offer(self, chain: Sequence[ChunkKey], first: int) -> wire.Offered:
         """Have it fetch the chunks of this chain from index `first` on, unless it has them; at most `MAX_OFFERED`. It
         returns at once; offering the same chunks again reports the progress.
 
@@ -226,12 +208,12 @@ class PeerTaker:
         """
         return self._peer.talk(partial(self._offer, chain, first), self._answer_s)
 
-    def _offer(self, chain: Sequence[ChunkKey], first: int, stream: PeerStream, deadline: float) -> Offered:
-        stream.send_message(Offer(self._namespace, pack_keys(chain), first), deadline)
-        answer = stream.answer(Offered, deadline)
+    def _offer(self, chain: Sequence[ChunkKey], first: int, stream: wire.PeerStream, deadline: float) -> wire.Offered:
+        stream.send_message(wire.Offer(self._namespace, pack_keys(chain), first), deadline)
+        answer = stream.answer(wire.Offered, deadline)
         if len(answer.fates) != len(chain) - first:
             raise ConnectionError(f"{len(answer.fates)} answers to an offer of {len(chain) - first} chunks")
-        if not set(answer.fates) <= set(OfferFate):
+        if not set(answer.fates) <= set(wire.OfferFate):
             raise InputError(f"no answer to an offer: {max(answer.fates)} is no fate")
         return answer
 
@@ -313,8 +295,8 @@ class PeersTier:
 
         def fetch(peer: Peer) -> None:
             numbers = parts[peer]
-            for start in range(0, len(numbers), MAX_FETCHED):
-                batch = numbers[start : start + MAX_FETCHED]
+            for start in range(0, len(numbers), wire.MAX_FETCHED):
+                batch = numbers[start : start + wire.MAX_FETCHED]
                 peer.talk(partial(self._fetch, reads, batch, outcomes), self._chunk_s)
                 if self._directory is not None:
                     absent = [reads[number].key for number in batch if isinstance(outcomes[number], Absent)]
@@ -404,11 +386,11 @@ class PeersTier:
     def _taker(self, peer: Peer) -> PeerTaker:
         return PeerTaker(peer, self._namespace, self._answer_s)
 
-    def _handed_over(self, peer: Peer, sent_s: float, answer: Followed) -> None:
+    def _handed_over(self, peer: Peer, sent_s: float, answer: wire.Followed) -> None:
         """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
         assert self._on_handed_over is not None
         for handed_over in answer.given:
-            chain = unpack_keys(handed_over)
+            chain = wire.unpack_keys(handed_over)
             with self._lock:
                 if not self._is_believed(sent_s, answer.cleared_s):  # we may be cleared at any time
                     return
@@ -470,10 +452,10 @@ class PeersTier:
         """Under the lock."""
         return key in self._hidden or key.tenant in self._hidden_tenants
 
-    def _held(self, keys: Sequence[ChunkKey], stream: PeerStream, deadline: float) -> set[ChunkKey]:
+    def _held(self, keys: Sequence[ChunkKey], stream: wire.PeerStream, deadline: float) -> set[ChunkKey]:
         sent_s = time.monotonic()
-        stream.send_message(PeerHolds(self._namespace, pack_keys(keys)), deadline)
-        answer = stream.answer(PeerHeld, deadline)
+        stream.send_message(wire.PeerHolds(self._namespace, pack_keys(keys)), deadline)
+        answer = stream.answer(wire.PeerHeld, deadline)
         if len(answer.held) != len(keys):
             raise ConnectionError(f"{len(answer.held)} answers to {len(keys)} questions")
         with self._lock:
@@ -487,23 +469,23 @@ class PeersTier:
         reads: Sequence[Read],
         numbers: Sequence[int],
         outcomes: list[LoadOutcome],
-        stream: PeerStream,
+        stream: wire.PeerStream,
         deadline: float,
     ) -> None:
         """Fetch the reads with these numbers, in order. Those that do not arrive stay `Absent`."""
-        stream.send_message(Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
+        stream.send_message(wire.Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
         for number in numbers:
-            read, size = reads[number], bytearray(SIZE.size)
-            stream.fill(memoryview(size), deadline_for(0, self._chunk_s))
-            (nbytes,) = SIZE.unpack(size)  # not verified yet
-            if nbytes == NOT_HERE:
+            read, size = reads[number], bytearray(wire.SIZE.size)
+            stream.fill(memoryview(size), wire.deadline_for(0, self._chunk_s))
+            (nbytes,) = wire.SIZE.unpack(size)  # not verified yet
+            if nbytes == wire.NOT_HERE:
                 continue
             if nbytes > len(read.room):
                 outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
                 # It is unknown where the next chunk begins.
                 raise ConnectionError("a peer that reports a wrong size")
             checksum = stream.receive_chunk(read.pages[:nbytes], self._chunk_s, self.on_progress)
-            stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
+            stream.fill(memoryview(read.header), wire.deadline_for(0, self._chunk_s))
             outcomes[number] = Loaded(nbytes, checksum)
 
 
@@ -518,7 +500,7 @@ def _questions(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
     for key in keys:
         keys_by_length.setdefault(len(key), []).append(key)
     groups = keys_by_length.values()
-    return [group[start : start + MAX_ASKED] for group in groups for start in range(0, len(group), MAX_ASKED)]
+    return [group[start : start + wire.MAX_ASKED] for group in groups for start in range(0, len(group), wire.MAX_ASKED)]
 
 
 def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:
