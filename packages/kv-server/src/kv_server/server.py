@@ -620,18 +620,10 @@ class CacheServer:
 
     def registrations(self) -> list[Registration]:
         """For the serving thread: the sessions that have registered a cache."""
+        made = [(one, one.register) for one in self._connections.all() if one.register is not None]
         return [
-            Registration(
-                one.number,
-                one.pid,
-                one.register.engine,
-                one.register.group_bytes,
-                one.register.fingerprint,
-                one.register.shards,
-                one.register.facts,
-            )
-            for one in self._connections.all()
-            if one.register is not None
+            Registration(one.number, one.pid, its.engine, its.group_bytes, its.fingerprint, its.shards, its.facts)
+            for one, its in made
         ]
 
     def report(self) -> Report:

@@ -142,26 +142,13 @@ def quota_operations(relay: Relay, names: Mapping[bytes, str]) -> list[Operation
         await set_quota(tag, None, FormatSelector())
         return await state(tag)
 
-    path = "/quota/{tenant}"
+    path, failures = "/quota/{tenant}", (404, 503)
+    reserve = "Reserve a part of the pool for a tenant until the server ends"
+    share = "Have a tenant share with all others until the server ends"
     return [
-        Operation("GET", path, "What a tenant has of the pool", get, TenantState, failures=(404, 503)),
-        Operation(
-            "PUT",
-            path,
-            "Reserve a part of the pool for a tenant until the server ends",
-            put,
-            TenantState,
-            Quota,
-            failures=(404, 409, 503),
-        ),
-        Operation(
-            "DELETE",
-            path,
-            "Have a tenant share with all others until the server ends",
-            delete,
-            TenantState,
-            failures=(404, 503),
-        ),
+        Operation("GET", path, "What a tenant has of the pool", get, TenantState, failures=failures),
+        Operation("PUT", path, reserve, put, TenantState, Quota, failures=(404, 409, 503)),
+        Operation("DELETE", path, share, delete, TenantState, failures=failures),
     ]
 
 
