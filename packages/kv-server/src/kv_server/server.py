@@ -313,13 +313,12 @@ class CacheServer:
         if client.session is not None:
             raise MisuseError("this session is registered already; unregister, or connect again")
         request.forgotten.unpack()  # invalid keys are refused before anything is created for them
-        wanted = (request.group_bytes, request.fingerprint)
-        cache = self.caches.get(wanted)
+        cache = self.caches.get(request.format)
         if cache is not None:
             self._begin_session(client, request, cache)
         elif self._passing is not None:
             client.waiting = request  # whichever process goes on opens it
-        elif self.formats.open(wanted, self._in_use()):
+        elif self.formats.open(request.format, self._in_use()):
             client.waiting = request
         else:
             self._connections.refuse(
@@ -363,12 +362,12 @@ class CacheServer:
         self._connections.send(client, answer, lent)
 
     def _make_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> Session:
-        note = partial(self.engine_loads.looked_up, request.engine, (request.group_bytes, request.fingerprint))
+        note = partial(self.engine_loads.looked_up, request.engine, request.format)
         chunk_tokens = request.facts.get(wire.CHUNK_TOKENS, "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
             cache.events.chunk_tokens = int(chunk_tokens)
         if model := request.facts.get(wire.MODEL_NAME):
-            self._note_model((request.group_bytes, request.fingerprint), model)
+            self._note_model(request.format, model)
         return Session(
             client.number,
             cache,
@@ -408,7 +407,7 @@ class CacheServer:
             return
         client.session.end_reads()
         self.formats.left(client.session.cache)
-        wanted, leases = (client.register.group_bytes, client.register.fingerprint), client.session.lasting
+        wanted, leases = client.register.format, client.session.lasting
         orphan = OrphanImage(client.token, wanted, leases, client.pid, pidfd >= 0, self._clock.now_s())
         self._orphans.add(orphan, client.session.cache, pidfd)
 
@@ -586,7 +585,7 @@ class CacheServer:
             if image.unsent:
                 client.unsent.append((image.unsent, -1))
             if image.session is not None and image.register is not None:
-                cache = self.caches[image.register.group_bytes, image.register.fingerprint]
+                cache = self.caches[image.register.format]
                 client.register = image.register
                 client.session = self._make_session(client, image.register, cache)
                 client.session.restore(image.session)
@@ -675,7 +674,7 @@ class CacheServer:
                     self._orphans.restore(Orphan(image, opened.cache, -1))
             for client in self._connections.all():
                 match client.waiting:
-                    case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
+                    case wire.Register() as request if request.format == opened.format:
                         self._connections.finish(client, partial(self._go_on, client, request, opened))
 
     def network_metrics(self, caches: Iterable[LocalCache]) -> "Iterator[Metric]":

@@ -99,6 +99,10 @@ class Register(Message, tag="register"):
     forgotten: Keys
     is_cleared: bool
 
+    @property
+    def format(self) -> Format:
+        return self.group_bytes, self.fingerprint
+
 
 class Unregister(Message, tag="unregister"):
     """Releases everything of this session: the client holds nothing, and copies nothing any more."""
