@@ -30,6 +30,7 @@ _log = limited_logger(__name__)
 
 
 _SO_PEERPIDFD: Final = 77  # of Linux 6.5; Python has no name for it
+_PEER: Final = struct.Struct("3i")
 
 
 def open_pidfd(connection: socket.socket, pid: int) -> int:
@@ -45,6 +46,12 @@ def open_pidfd(connection: socket.socket, pid: int) -> int:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return -1
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """The number of the process at the other end (0 if it is not visible here), and its user."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
 
 
 def close_descriptor(descriptor: int) -> None:
@@ -63,7 +70,6 @@ def is_gone(pidfd: int, *, within_s: float = 0.0) -> bool:
 
 
 _READ_BYTES: Final = 1 << 16
-_PEER: Final = struct.Struct("3i")
 PACKAGE: Final = version("kv-tiers")
 
 
@@ -98,7 +104,7 @@ class ServerConnection:
                 raise NobodyListens(f"no server answers at {path}: {error.strerror}") from None
             except OSError as error:
                 raise TierDown(f"no server answers at {path}: {error.strerror or error}") from None
-            _, uid, _ = _PEER.unpack(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            _, uid = credentials(self.socket)
             if uid != os.geteuid():
                 raise ConfigError(f"the server at {path} belongs to user {uid}, not to us; join one of your own")
             self.send(wire.Hello(PACKAGE))
@@ -154,8 +160,7 @@ class ServerConnection:
 
     def pidfd(self) -> int:
         """Of the server's process; -1: the kernel cannot say."""
-        pid, _, _ = _PEER.unpack(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        return open_pidfd(self.socket, pid)
+        return open_pidfd(self.socket, credentials(self.socket)[0])
 
     def has_ended(self) -> bool:
         """Whether the server has closed the connection. Sends nothing and does not wait."""

@@ -9,7 +9,6 @@ import os
 import select
 import selectors
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from kv_core.log import limited_logger
 from kv_tiers.threads import OutOfThreadsError
 
 from kv_server import wire
-from kv_server.connection import close_descriptor, open_pidfd
+from kv_server.connection import close_descriptor, credentials, open_pidfd
 from kv_server.session import Session
 
 _log = limited_logger(__name__)
@@ -36,7 +35,6 @@ GREETING_S: Final = 5.0
 UNREGISTERED_S: Final = 60.0
 """How long a client that has registered no cache may send no request."""
 _READ_BYTES: Final = 1 << 18
-_PEER: Final = struct.Struct("3i")
 
 
 @dataclass(eq=False, slots=True)
@@ -227,7 +225,7 @@ class Connections:
 
     def greet(self, accepted: socket.socket) -> None:
         """Take over a connection that was accepted; it does not block."""
-        pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        pid, uid = credentials(accepted)
         self.last_number += 1
         client = self._connections[self.last_number] = ClientConnection(
             self.last_number, accepted, pid, last_seen_s=time.monotonic()

@@ -34,7 +34,7 @@ MAX_RUNNING: Final = 4
 _REMEMBERED: Final = 256
 
 
-class PrefixJob(msgspec.Struct):
+class PrefixJob(msgspec.Struct, frozen=True):
     """A job that is running or has ended.
 
     id: its number.
@@ -79,7 +79,6 @@ class PrefixJobs:
             for id_ in list(self._jobs)[: max(0, len(self._jobs) - _REMEMBERED)]:
                 if self._jobs[id_].state != "running":
                     del self._jobs[id_]
-            answer = msgspec.structs.replace(job)
         thread = threading.Thread(target=self._run, args=(job, work), name=f"kv-{what}", daemon=True)
         if why := start_thread(thread):
             with self._lock:
@@ -87,7 +86,7 @@ class PrefixJobs:
             raise Problem(503, f"no job can be started now: {why}", {"retry-after": "5"})
         with self._lock:
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
-        return answer
+        return job
 
     def end(self, timeout_s: float) -> None:
         """Wait until all have ended. Those whose caches are closed end with the next chunk, and an export then removes
@@ -103,25 +102,25 @@ class PrefixJobs:
             job = self._jobs.get(id_)
             if job is None:
                 raise Problem(404, f"there is no job {id_}; GET /prefixes lists those that are remembered")
-            return msgspec.structs.replace(job)
+            return job
 
     def all(self) -> list[PrefixJob]:
         """Oldest first."""
         with self._lock:
-            return [msgspec.structs.replace(job) for job in self._jobs.values()]
+            return list(self._jobs.values())
 
     def _run(self, job: PrefixJob, work: Callable[[], Outcome]) -> None:
-        chunks, reason, failed = 0, "", True
+        chunks, reason, state = 0, "", "failed"
         try:
             chunks, reason = work()
-            failed = False
+            state = "done"
         except (InputError, MisuseError, OSError) as error:  # the cache may be closed meanwhile
             reason = str(error)
         except Exception as error:  # noqa: BLE001  # whatever it is, the job's state reports it
             _log.exception("%s of %s failed because of a bug", job.what, job.name)
             reason = f"a bug: {error}"
         with self._lock:
-            job.chunks, job.reason, job.state = chunks, reason, "failed" if failed else "done"
+            self._jobs[job.id] = msgspec.structs.replace(job, state=state, chunks=chunks, reason=reason)
 
 
 ANSWER_S: Final = 2.0
