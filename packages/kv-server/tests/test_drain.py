@@ -618,7 +618,7 @@ def test_the_command_fails_when_another_one_has_ended_the_drain(
 ) -> None:
     cache, local = beside(fetches_nothing, ending)
     statuses: list[int] = []
-    command = threading.Thread(target=lambda: statuses.append(main(["drain", "--socket", str(cache._path)])))
+    command = threading.Thread(target=lambda: statuses.append(main(["drain", "--socket", str(cache.socket)])))
     command.start()
     until(lambda: "draining: of 4 chunks" in capsys.readouterr().err)  # it waits
     peer_side(local).drain.end()
