@@ -22,8 +22,8 @@ from kv_observe.explain import Explanation, explain
 from kv_observe.history import MAX_KNOWN_KEY_SPACES, ChunkFate, History, Memory
 from kv_server import RemoteCache, launch, wire
 from kv_server.connection import ask_server
-from kv_server.explain import explain_prompt
 from kv_server.process import ServerProcess
+from kv_server.server import explain_prompt
 from kv_server.tools import server_cli
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for, shapes
