@@ -28,7 +28,7 @@ MOST_FILES_OF_AN_OPTION = 4
 
 ONE_IMPORTER_AND_NO_CLASS = words(
     """
-    kv_connect.chunk_size kv_observe.sim_plot kv_server.server
+    kv_connect.chunk_size kv_observe.sim_plot
     kv_sglang.calibrated kv_tiers.registry kv_remote.files_below kv_remote.spread kv_vllm.bind
     kv_vllm.calibrated kv_vllm.heads kv_vllm.plugin kv_vllm.translate
     """
