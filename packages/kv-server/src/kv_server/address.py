@@ -24,7 +24,6 @@ from kv_tiers.pool.private_files import open_locked, own_directory
 
 _log = limited_logger(__name__)
 
-
 PRIVATE_PREFIX: Final = "engine-"
 """The prefix of the names of engines' private servers in a user's own directory. Files left there by killed ones are
 removed."""

@@ -34,7 +34,6 @@ from kv_server.succession.upgrade import TakingOver, VanishedError
 if TYPE_CHECKING:
     from kv_server.http.thread import HttpThread
 
-
 _log = limited_logger(__name__)
 
 

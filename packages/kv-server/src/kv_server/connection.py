@@ -28,7 +28,6 @@ from kv_server import wire
 A = TypeVar("A", bound=wire.Answer)
 _log = limited_logger(__name__)
 
-
 _SO_PEERPIDFD: Final = 77  # of Linux 6.5; Python has no name for it
 _PEER: Final = struct.Struct("3i")
 

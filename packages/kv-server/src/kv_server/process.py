@@ -28,7 +28,6 @@ from kv_server.address import remove_stale
 
 _log = limited_logger(__name__)
 
-
 READY_S: Final = 30.0
 """How long a server may take to become ready. It takes less than a second."""
 _STOP_S: Final = 15.0

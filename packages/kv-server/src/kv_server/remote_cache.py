@@ -60,7 +60,6 @@ from kv_server.connection import Link, Opening, Returning
 _log = limited_logger(__name__)
 A = TypeVar("A", bound=wire.Answer)
 
-
 _BLOCK_BYTES = 512
 """Of `st_blocks`, on every file system."""
 

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
     from kv_server.peers.server import PeerServer
 
-
 _log = limited_logger(__name__)
 T = TypeVar("T")
 

@@ -36,7 +36,6 @@ from kv_server.engine_loads import OnLookup
 
 _log = limited_logger(__name__)
 
-
 MAX_KEYS_HELD: Final = 1 << 22
 """Keys in all of a session's promises, loads, read leases and stores together: about 400 MB of the server's memory."""
 MAX_LASTING: Final = 1 << 13

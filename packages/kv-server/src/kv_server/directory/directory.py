@@ -49,9 +49,7 @@ if TYPE_CHECKING:  # these need redis-py and `cryptography`, as only directories
 
     from kv_server.directory.signatures import Signatures
 
-
 _log = limited_logger(__name__)
-
 
 AT_ONCE: Final = 256
 """Entries in one answer."""

@@ -27,7 +27,6 @@ from kv_server.wire import Format
 
 T = TypeVar("T")
 
-
 _log = limited_logger(__name__)
 
 MAX_RUNNING: Final = 4

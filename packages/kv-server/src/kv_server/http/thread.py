@@ -33,7 +33,6 @@ from kv_server.server import CacheServer
 
 _log = limited_logger(__name__)
 
-
 MAX_CONNECTIONS: Final = 64
 MAX_OF_A_PEER: Final = 32
 """Of those, from one address. Behind a proxy, all come from the same one."""

@@ -37,7 +37,6 @@ from kv_server.report import DirectoryState
 
 T = TypeVar("T")
 
-
 _log = limited_logger(__name__)
 
 _WAIT_S: Final = 1.0

@@ -19,7 +19,6 @@ from kv_server.wire import Format
 
 _log = limited_logger(__name__)
 
-
 STOPPED_S: Final = 0.8
 """How long the old process waits for the new one while it serves nobody: engines wait a second for an answer."""
 _CLOSING_S: Final = 30.0
