@@ -32,7 +32,7 @@ import torch
 from kv_core.format import ChunkFormat, Kind
 from kv_core.transfer import HostExtent, TransferPlan, plan_transfer
 from kv_cuda import PagedLayout, make_copier, split_parts, tiled_keys_and_values, transposed_keys
-from kv_server.mapped import MappedPool
+from kv_server.remote_cache import MappedPool
 from kv_testing.wait import until
 from kv_tiers import HostPool
 

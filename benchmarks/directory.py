@@ -26,12 +26,15 @@ import numpy as np
 from kv_core.testing import key_chain
 from kv_remote.redis_servers import RedisAccess
 from kv_server.directory.contents import Contents, KeySource
-from kv_server.directory.entries import VERSION, Entry, decode, encode
-from kv_server.directory.mirror import Host, Mirror
-from kv_server.directory.names import (
+from kv_server.directory.directory import AT_ONCE, BEGINNING, Stream
+from kv_server.directory.entries import (
     NAME_BYTES,
     SUMS_BYTES,
+    VERSION,
+    Entry,
     Names,
+    decode,
+    encode,
     names_of,
     no_sums,
     pack,
@@ -40,7 +43,7 @@ from kv_server.directory.names import (
     toggle,
     unpack,
 )
-from kv_server.directory.stream import AT_ONCE, BEGINNING, Stream
+from kv_server.directory.mirror import Host, Mirror
 from kv_server.peers.wire import MAX_LISTED, List, Listed, Sum, Summed, frame
 from kv_testing.servers import ValkeyServer
 from kv_tiers.host_port import HostPort
@@ -95,7 +98,7 @@ def repairs() -> list[Row]:
     held.update(new)
     held.difference_update(gone)
     journal.note([*new, *gone])
-    assert contents.update("127.0.0.1:1").has_changes  # which nobody reads
+    assert contents.update("127.0.0.1:1").added  # which nobody reads
     mirror.take(contents.update("127.0.0.1:1"), 1e6)
     (host,) = mirror.begin_repairs(1, 1e6)
     began = time.perf_counter()
@@ -258,7 +261,7 @@ def live(hosts: Sequence[SimulatedHost], mirror: Mirror, given: argparse.Namespa
     counts = mirror.counts()
     differing = 0
     for host in hosts:
-        known_host = mirror.host_at(HostPort(*split(host.address)))
+        known_host = mirror._by_address.get(HostPort(*split(host.address)))
         assert known_host is not None
         differing += not np.array_equal(known_host.sums, host.sums)
     each, rate = entry_bytes / entries, len(hosts) / interval_s

@@ -405,7 +405,7 @@ def test_a_server_that_has_lost_its_client_leaves_the_bytes_where_they_are(
     with started_at_a_server(tiny_llama, tmp_path, asynchronous=asynchronous) as (oracle, _device, _):
         cache = oracle.engine.cache
         assert isinstance(cache, RemoteCache)
-        other = RemoteCache(cache._path, group_bytes=cache._group_bytes, fingerprint=cache._fingerprint)
+        other = RemoteCache(cache.socket, group_bytes=cache._group_bytes, fingerprint=cache._fingerprint)
         slots = other.counts().slots_total
         oracle.submit("a", [*SHARED[:330], 9], 3)
 

@@ -233,7 +233,7 @@ def test_a_server_that_has_lost_the_scheduler_leaves_the_bytes_where_they_are(
     with started(tiny_llama, tmp_path, asynchronous=asynchronous) as ranks:
         oracle = ranks.oracle
         cache = oracle.cache
-        other = RemoteCache(cache._path, group_bytes=cache._group_bytes, fingerprint=cache._fingerprint)
+        other = RemoteCache(cache.socket, group_bytes=cache._group_bytes, fingerprint=cache._fingerprint)
         slots = other.counts().slots_total
         oracle.submit("a", PROMPT, 3)
 

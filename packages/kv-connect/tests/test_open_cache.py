@@ -13,10 +13,9 @@ from kv_connect.neighbours import StoredFormat, warn_of_other_formats
 from kv_connect.open_cache import Format, Replica, open_remote
 from kv_core.errors import ConfigError
 from kv_core.tools.cli import main
-from kv_server.process import launch
+from kv_server.process import SupervisedServer, launch
 from kv_server.remote_cache import RemoteCache
 from kv_server.server import CacheServer
-from kv_server.supervised import SupervisedServer
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import until
 from kv_tiers.config import ServerSettings

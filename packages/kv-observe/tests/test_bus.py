@@ -20,10 +20,8 @@ from kv_eviction import LruPolicy
 from kv_observe.metrics import Metrics
 from kv_server import RemoteCache, ServerConfig
 from kv_server.caches import cache_name
-from kv_server.directory.state import DirectoryState
-from kv_server.drain.state import DrainState
 from kv_server.peers.metrics import directory_families, drain_families, peer_families
-from kv_server.report import PeersServed
+from kv_server.report import DirectoryState, DrainState, PeersServed
 from kv_server.server import CacheServer
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import Tower
@@ -469,7 +467,7 @@ def test_the_page_lists_every_event_and_no_other() -> None:
 
 def test_the_page_lists_every_metric_and_no_other_with_its_type_and_labels() -> None:
     tower, bus, _ = watched_tower("through")
-    known = DirectoryState("", 0.1, 2, 2, 0, 10, 200, 5, 1, 0, 2, 0, 3, 100, 0)
+    known = DirectoryState(why="", lag_s=0.1, used_bytes=200, listed=5, not_here=0, hosts=2, exact=2, names=10)
     others = [
         *peer_families(PeersServed()),
         *directory_families([("cache", "peers", known)]),

@@ -17,7 +17,7 @@ from kv_core.testing import key_chain, keys_of
 from kv_observe.explain import Explanation
 from kv_server import RemoteCache, ServerConfig, wire
 from kv_server import caches as caches_module
-from kv_server import explain as explain_module
+from kv_server import server as explain_module
 from kv_server import session as session_module
 from kv_server.caches import Caches
 from kv_server.connection import ask_server

@@ -258,7 +258,7 @@ def test_a_command_imports_no_torch_because_another_one_needs_it() -> None:
 def test_the_commands_are_started_where_nothing_is_imported_yet() -> None:
     scripts = {entry.name: entry.value for entry in importlib.metadata.entry_points(group="console_scripts")}
     assert scripts["kv"] == "kv_core.tools.command:main"
-    assert scripts["kv-server"] == "kv_server.tools.server_command:main"
+    assert scripts["kv-server"] == "kv_server.__main__:main"
 
 
 def test_a_terminal_that_lacks_a_character_is_no_traceback() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from kv_server import RemoteCache, wire
-from kv_server.accepting import allow_descriptors
+from kv_server.address import allow_descriptors
 from kv_testing.wait import line, until
 
 LIMIT = 64

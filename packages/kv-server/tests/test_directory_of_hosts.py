@@ -17,11 +17,9 @@ from kv_server import wire
 from kv_server.config import read_config
 from kv_server.connection import ask_server
 from kv_server.directory import directory as tiers_directory
-from kv_server.directory.entries import VERSION, Entry, decode, encode
-from kv_server.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES, names_of, pack
-from kv_server.directory.state import DirectoryState
-from kv_server.directory.stream import AT_ONCE
-from kv_server.peers import following as peer_following
+from kv_server.directory.directory import AT_ONCE
+from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES, VERSION, Entry, decode, encode, names_of, pack
+from kv_server.peers import tier as peer_following
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import (
     NOT_HERE,
@@ -42,6 +40,7 @@ from kv_server.peers.wire import (
 )
 from kv_server.process import ServerProcess, launch
 from kv_server.remote_cache import RemoteCache
+from kv_server.report import DirectoryState
 from kv_testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,

@@ -17,14 +17,24 @@ from kv_core.tools.cli import main
 from kv_server import RemoteCache, launch, wire
 from kv_server import caches as caches_module
 from kv_server.connection import ask_server
-from kv_server.drain import drain
-from kv_server.drain.drain import _DrainJob, _Offer
-from kv_server.drain.state import DrainState
-from kv_server.drain.takers import OfferAnswer, OfferFate
+from kv_server.peers import drain
+from kv_server.peers.drain import _DrainJob, _Offer
 from kv_server.peers.metrics import drain_families
 from kv_server.peers.side import directories_of, peer_side
-from kv_server.peers.wire import NOT_HERE, SIZE, Fetch, Offer, Offered, PeerHolds, PeerRefused, PeerStream, Request
+from kv_server.peers.wire import (
+    NOT_HERE,
+    SIZE,
+    Fetch,
+    Offer,
+    Offered,
+    OfferFate,
+    PeerHolds,
+    PeerRefused,
+    PeerStream,
+    Request,
+)
 from kv_server.process import ServerProcess
+from kv_server.report import DrainState
 from kv_testing.cache_servers import (
     held,
     join_at,
@@ -608,7 +618,7 @@ def test_the_command_fails_when_another_one_has_ended_the_drain(
 ) -> None:
     cache, local = beside(fetches_nothing, ending)
     statuses: list[int] = []
-    command = threading.Thread(target=lambda: statuses.append(main(["drain", "--socket", str(cache._path)])))
+    command = threading.Thread(target=lambda: statuses.append(main(["drain", "--socket", str(cache.socket)])))
     command.start()
     until(lambda: "draining: of 4 chunks" in capsys.readouterr().err)  # it waits
     peer_side(local).drain.end()
@@ -700,8 +710,8 @@ def test_a_peer_that_is_full_is_no_peer_that_may_lack_an_engine() -> None:
         class Full:
             name = "b"
 
-            def offer(self, chain: Sequence[ChunkKey], first: int) -> OfferAnswer:
-                return OfferAnswer([OfferFate.NOT_TAKEN] * (len(chain) - first), 0)
+            def offer(self, chain: Sequence[ChunkKey], first: int) -> Offered:
+                return Offered(bytes([OfferFate.NOT_TAKEN] * (len(chain) - first)), 0)
 
         assert not job._offer(Full(), _Offer([key], 0, {key}), is_repeated=False)
         assert says in job._failed["b"]

@@ -16,7 +16,7 @@ from kv_core.errors import TierDown
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, ServerConfig, ServerProcess, launch, wire
 from kv_server import connections as connections_module
-from kv_server import orphans as orphans_module
+from kv_server import session as orphans_module
 from kv_server.server import CacheServer
 from kv_testing.cache_servers import join_at, lose, report_of
 from kv_testing.service_contract import CHUNK_BYTES
@@ -32,7 +32,7 @@ import socket, sys
 from kv_core.testing import key_chain
 from kv_server import wire
 from kv_server.connection import Opening
-from kv_server.mapped import MappedPool
+from kv_server.remote_cache import MappedPool
 from pathlib import Path
 
 path, does_map = Path(sys.argv[1]), sys.argv[2] == "map"
@@ -41,11 +41,11 @@ opening = Opening(path, 10, register)
 answer = opening.finish(10)
 pool = None
 if does_map:
-    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.connection.take_descriptor())
-opening.connection.drop_descriptors()
-leased = opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(4)), "w", {}))
+    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.take_descriptor())
+opening.drop_descriptors()
+leased = opening.ask(wire.BeginStore(wire.pack_keys(key_chain(4)), "w", {}))
 assert len(leased.slots) == 4
-opening.connection.close()
+opening.close()
 print("lost", flush=True)
 sys.stdin.readline()
 pool = None

@@ -27,9 +27,9 @@ from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch, wire
 from kv_server import connection as connection_module
 from kv_server import connections as clients_module
-from kv_server import orphans as orphans_module
+from kv_server import session as orphans_module
 from kv_server.connection import Opening, ServerConnection, ask_server
-from kv_server.mapped import MappedPool
+from kv_server.remote_cache import MappedPool
 from kv_testing.cache_servers import (
     SLOT_BYTES,
     ThreadedServer,
@@ -312,12 +312,12 @@ def test_a_client_that_registers_anew_may_write_in_its_first_mapping(served: Thr
     opening = Opening(served.path, 10, register())
     answer = opening.finish(10)
     assert answer is not None
-    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.connection.take_descriptor())
-    assert isinstance(opening.connection.ask(wire.Unregister()), wire.Done)
-    again = opening.connection.ask(register())
+    pool = MappedPool(answer.name, answer.group_bytes, answer.slots, opening.take_descriptor())
+    assert isinstance(opening.ask(wire.Unregister()), wire.Done)
+    again = opening.ask(register())
     assert isinstance(again, wire.Pool) and again.name == pool.name
-    assert isinstance(opening.connection.ask(wire.BeginStore(wire.pack_keys(key_chain(2)), "w", {})), wire.Answer)
-    opening.connection.close()
+    assert isinstance(opening.ask(wire.BeginStore(wire.pack_keys(key_chain(2)), "w", {})), wire.Answer)
+    opening.close()
     until(lambda: served.report().orphans == 1)
     (cache,) = served.server.caches.values()
     assert cache.pool.is_lent(again.token)

@@ -20,9 +20,8 @@ from kv_core.service import Ended, LoadFailed, ReadLease
 from kv_core.testing import key_chain, keys_of
 from kv_server import launch, wire
 from kv_server import remote_cache as client_module
-from kv_server.link import MAX_BACK_OFF_S
-from kv_server.mapped import MappedPool
-from kv_server.returning import LOOK_S, Returning
+from kv_server.connection import LOOK_S, MAX_BACK_OFF_S, Returning
+from kv_server.remote_cache import MappedPool
 from kv_testing.cache_servers import (
     ThreadedServer,
     fill,
@@ -372,7 +371,7 @@ def test_a_successor_of_another_version_is_named_in_the_log(home: Path, caplog: 
             assert cache.lookup(key_chain(1), "r").ended is not Ended.PENDING
             return sum("still cannot be used" in record.message for record in caplog.records)
 
-        with caplog.at_level(logging.DEBUG, "kv_server.link"):
+        with caplog.at_level(logging.DEBUG, "kv_server.connection"):
             until(lambda: tries() > 2)
         over.set()
         joined(thread)

@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from kv_server.notify import ServiceManager
+from kv_server.cli import ServiceManager
 from kv_testing.wait import line
 
 SERVER = [sys.executable, "-m", "kv_server", "--capacity", "1MiB", "--http", "127.0.0.1:0"]

@@ -23,14 +23,13 @@ from kv_core.tools.cli import main
 from kv_remote.redis import make_redis_tier
 from kv_server import launch
 from kv_server.config import read_config
-from kv_server.drain.takers import MAX_OFFERED
 from kv_server.peers import server as peers
 from kv_server.peers import wire as peers_wire
-from kv_server.peers.reads import PeerReads
-from kv_server.peers.side import peer_side
+from kv_server.peers.side import PeerReads, peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import (
     MAX_FETCHED,
+    MAX_OFFERED,
     MAX_REQUEST_BYTES,
     VERSION,
     Fetch,

@@ -10,8 +10,8 @@ from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, wire
 from kv_server.connection import ask_server
-from kv_server.drain.state import DrainState
 from kv_server.process import ServerProcess
+from kv_server.report import DrainState
 from kv_testing.cache_servers import SLOT_BYTES, held, join_server, read, report_of, settings_for, store
 from kv_testing.two_hosts import ADDRESSES, Disturbance, TwoHosts, available
 from kv_testing.wait import until

@@ -18,7 +18,7 @@ from kv_core.testing import key_chain
 from kv_server import launch, wire
 from kv_server.config import default_socket, read_config
 from kv_server.connection import ask_server
-from kv_server.mapped import MappedPool
+from kv_server.remote_cache import MappedPool
 from kv_testing.cache_servers import (
     SLOT_BYTES,
     held,

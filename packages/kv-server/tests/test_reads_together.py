@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
-from kv_server.facts import READS_TOGETHER
 from kv_server.remote_cache import RemoteCache
+from kv_server.wire import READS_TOGETHER
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.wait import until
 

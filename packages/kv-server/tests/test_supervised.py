@@ -17,9 +17,8 @@ from kv_core.errors import ConfigError
 from kv_core.testing import key_chain
 from kv_server import wire
 from kv_server.connection import ask_server
-from kv_server.process import ServerProcess, launch
+from kv_server.process import ServerProcess, SupervisedServer, launch
 from kv_server.remote_cache import RemoteCache
-from kv_server.supervised import SupervisedServer
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import line, until
 from kv_tiers.settings import load
@@ -117,7 +116,7 @@ def test_a_child_that_the_engine_forked_does_not_keep_it_from_stopping(tmp_path:
         "from functools import partial\n"
         "from pathlib import Path\n"
         "from kv_server.process import launch\n"
-        "from kv_server.supervised import SupervisedServer\n"
+        "from kv_server.process import SupervisedServer\n"
         "start = partial(launch, {'host': {'capacity_bytes': '1MiB'}}, socket=Path(sys.argv[1]), detached=True)\n"
         "server = SupervisedServer(start)\n"
         "if os.fork():\n"

@@ -23,7 +23,7 @@ from kv_core.service import CacheCounts
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, ServerProcess, launch
 from kv_server.report import CacheReport, Report
-from kv_server.tools.top import Watch, draw, plain_console
+from kv_server.tools.top import Picture, Watch, draw, plain_console
 from kv_testing.http import store
 from kv_testing.shapes import keys_for
 from kv_testing.wait import line, until
@@ -254,53 +254,50 @@ def reported(
     return Report(pid, "0", [], 0, [cache], uptime_s=at_s)
 
 
+def drawn(picture: Picture, away: str = "") -> list[str]:
+    console = plain_console()
+    with console.capture() as captured:
+        console.print(draw(picture, "here", away))
+    return [" ".join(line.split()) for line in captured.get().splitlines()]
+
+
 def test_flows_are_differences_by_the_servers_clock() -> None:
     watch = Watch()
-    (first,) = watch.take(reported(10, loaded=5, stored=7, chunks_asked=10, chunks_hit=5)).caches
-    assert (first.hit_ratio, first.hit_ratio_ever) == (None, 0.5)
-    assert {(tier.in_bytes_s, tier.out_bytes_s) for tier in first.tiers} == {(None, None)}
+    first = drawn(watch.take(reported(10, loaded=5, stored=7, chunks_asked=10, chunks_hit=5)))
+    assert any(line.startswith("hit ratio – now, 50.0% in all ") for line in first)
+    assert "host 0 B 1000 B 0 – – 0 ░░░░░░░░░░░░ 0% ● up" in first
+    assert "nvme – – – – – 3 ▲ down: on fire" in first
     later = reported(12, loaded=9, stored=8, chunks_asked=30, chunks_hit=20, chunks_committed=4, bytes_loaded=1500)
-    (second,) = watch.take(later).caches
-    assert (second.hit_ratio, second.hit_ratio_ever) == (0.75, 20 / 30)
-    host, nvme = second.tiers
-    assert (host.in_bytes_s, host.out_bytes_s) == (200, 750)
-    assert (nvme.in_bytes_s, nvme.out_bytes_s, nvme.waiting_chunks) == (50, 200, 3)
-    assert (host.health, nvme.health, nvme.why) == (Health.UP, Health.DOWN, "on fire")
-    (idle,) = watch.take(reported(13, loaded=9, stored=8, chunks_asked=30, chunks_hit=20, chunks_committed=4)).caches
-    assert idle.hit_ratio is None
-    assert idle.tiers[1].out_bytes_s == 0
+    second = drawn(watch.take(later))
+    assert any(line.startswith("hit ratio 75.0% now, 66.7% in all ") for line in second)
+    assert "host 0 B 1000 B 0 200 B 750 B 0 ░░░░░░░░░░░░ 0% ● up" in second
+    assert "nvme – – – 50 B 200 B 3 ▲ down: on fire" in second
+    same = {"chunks_asked": 30, "chunks_hit": 20, "chunks_committed": 4}
+    idle = drawn(watch.take(reported(13, loaded=9, stored=8, bytes_loaded=1500, **same)))
+    assert any(line.startswith("hit ratio – now, 66.7% in all ") for line in idle)
+    assert "nvme – – – 0 B 0 B 3 ▲ down: on fire" in idle
 
 
 def test_another_servers_report_is_no_difference() -> None:
     watch = Watch()
     watch.take(reported(10, loaded=5))
     for restarted in (reported(0.5, loaded=0), reported(11, loaded=3, pid=2)):
-        (row,) = watch.take(restarted).caches
-        assert row.tiers[1].out_bytes_s is None
+        assert "nvme – – – – – 3 ▲ down: on fire" in drawn(watch.take(restarted))
 
 
 def test_a_tier_that_fails_is_told_in_words() -> None:
-    picture = Watch().take(reported(10))
-    console = plain_console()
-    with console.capture() as captured:
-        console.print(draw(picture, "here", "no answer"))
-    assert "▲ down: on fire" in captured.get()
-    assert "away at" in captured.get()
-    assert "the last known state" in captured.get()
+    text = "\n".join(drawn(Watch().take(reported(10)), "no answer"))
+    assert "▲ down: on fire" in text
+    assert "away at" in text
+    assert "the last known state" in text
 
 
 def test_tenants_are_told_by_name_with_their_quotas() -> None:
-    console = plain_console()
-    with console.capture() as captured:
-        console.print(draw(Watch().take(reported(10)), "here", ""))
-    lines = [" ".join(line.split()) for line in captured.get().splitlines()]
+    lines = drawn(Watch().take(reported(10)))
     assert "acme 200 B 300 B 2" in lines
     assert "(shared) 100 B – 1" in lines
 
 
 def test_a_tiers_name_is_shown_as_it_is() -> None:
-    console = plain_console()
     for name in ("s3[eu]", "s3[/eu]"):
-        with console.capture() as captured:
-            console.print(draw(Watch().take(reported(10, tier_name=name)), "here", ""))
-        assert name in captured.get()
+        assert name in "\n".join(drawn(Watch().take(reported(10, tier_name=name))))

@@ -1,18 +1,15 @@
 """Live upgrades: a server takes over from another one under load, and either dies at each step."""
 
-import itertools
 import json
 import signal
 from pathlib import Path
 
 import pytest
-from kv_core.errors import MisuseError
 from kv_core.service import Ended, LoadFailed, ReadLease
 from kv_core.testing import key_chain
 from kv_server import launch, wire
 from kv_server.connection import PACKAGE, ask_server
 from kv_server.succession.channel import FORMAT
-from kv_server.succession.phases import PassingPhase, PhaseEvent, next_phase
 from kv_testing.cache_servers import SLOT_BYTES, fill, held, join_server, read, report_of, settings_for, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.upgrades import Loads, UpgradedServers, end
@@ -22,23 +19,6 @@ from kv_tiers.testing.tier_contract import content
 
 def upgraded(home: Path, slots: int = 64, **options: object) -> UpgradedServers:
     return UpgradedServers(home, settings_for(home, slots, disk=True, **options))  # type: ignore[arg-type]
-
-
-def test_whatever_happens_the_phases_end_with_one_that_serves() -> None:
-    """Every event in every phase either is misuse or leads on; only TAKEN ends with the other process."""
-    ways = {}
-    for phase, event in itertools.product(PassingPhase, PhaseEvent):
-        try:
-            ways[phase, event] = next_phase(phase, event)
-        except MisuseError:
-            continue
-    assert {to for (_, event), to in ways.items() if event is PhaseEvent.TAKEN} == {PassingPhase.OVER}
-    assert [way for way, to in ways.items() if to is PassingPhase.OVER] == [(PassingPhase.STOPPED, PhaseEvent.TAKEN)]
-    waiting = {PassingPhase.CLOSING, PassingPhase.OPENING, PassingPhase.STOPPED}
-    assert {phase for phase, event in ways if event is PhaseEvent.LOST} == waiting
-    assert all(ways[phase, PhaseEvent.LOST] is PassingPhase.RETURNING for phase in waiting)
-    assert ways[PassingPhase.RETURNING, PhaseEvent.REOPENED] is PassingPhase.SERVING
-    assert not [phase for phase, _ in ways if phase is PassingPhase.OVER]
 
 
 def test_everything_goes_on_in_the_new_process(home: Path) -> None:
@@ -246,7 +226,7 @@ def test_settings_are_those_of_the_new_server(home: Path) -> None:
     disk = json.loads(servers.config.read_text())
     small = {"name": "ann", "salt": "ann", "quota_bytes": 3 * SLOT_BYTES}
     cache, keys = join_server(home), key_chain(6, salt="ann")
-    for _ in range(5):
+    for _ in range(2):
         servers.config.write_text(json.dumps(plain | {"tenants": [small]}))
         store(cache, keys)
         lease = cache.load(key_chain(2, salt="ann"), "l")

@@ -15,14 +15,14 @@ from kv_core.testing import key_chain
 from kv_server import ServerConfig, wire
 from kv_server.caches import Caches
 from kv_server.connection import ask_server
-from kv_server.drain.state import DrainState
-from kv_server.http.jobs import MAX_RUNNING, PrefixJobs
-from kv_server.http.problem import Problem
-from kv_server.peers import following as peer_following
+from kv_server.http.operation import Problem
+from kv_server.http.relay import MAX_RUNNING, PrefixJobs
+from kv_server.peers import tier as peer_following
 from kv_server.peers.hosts import PeerHosts
 from kv_server.peers.side import peer_side
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import Follow, Followed, Given, PeerHeld, PeerStream, PeerTaken, Request, unpack_keys
+from kv_server.report import DrainState
 from kv_server.server import CacheServer
 from kv_server.wire import Format
 from kv_testing.cache_servers import (

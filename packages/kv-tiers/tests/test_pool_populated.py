@@ -19,7 +19,7 @@ from kv_core.keys import ChunkKey
 from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch
-from kv_server.mapped import MappedPool
+from kv_server.remote_cache import MappedPool
 from kv_testing.threads import threads_left
 from kv_testing.wait import until
 from kv_tiers import HostPool

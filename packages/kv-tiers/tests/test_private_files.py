@@ -16,7 +16,7 @@ from kv_remote.objects import make_objects_tier
 from kv_remote.redis import make_redis_tier
 from kv_remote.shared_fs import make_shared_fs_tier
 from kv_server.address import ListeningSocket
-from kv_server.http.token import read_token
+from kv_server.http.start import read_token
 from kv_tiers import HostPool
 from kv_tiers.build import build_lane
 from kv_tiers.pool import host_pool

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 from kv_core.errors import InputError
 from kv_core.keys import ChunkKey
-from kv_server.directory.names import SUMS_BYTES
+from kv_server.directory.entries import SUMS_BYTES
 from kv_server.peers import hosts as peer_hosts
 from kv_server.peers.wire import Listed, PeerHeld, PeerHolds, PeerStream, Request, Sum, Summed, unpack_keys
 from kv_server.report import PeersServed

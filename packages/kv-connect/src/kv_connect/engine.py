@@ -19,9 +19,8 @@ from kv_core.format import is_quantised_kind
 from kv_core.log import limited_logger
 from kv_core.shape import ConnectShape, GroupShape
 from kv_core.transfer import HostExtent
-from kv_server.mapped import MappedPool
-from kv_server.remote_cache import RemoteCache
-from kv_server.supervised import SupervisedServer
+from kv_server.process import SupervisedServer
+from kv_server.remote_cache import MappedPool, RemoteCache
 from kv_tiers.approximate import exact_fingerprint
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock

@@ -18,7 +18,7 @@ from kv_core.errors import KVError
 from kv_core.log import limited_logger
 from kv_server import wire
 from kv_server.connection import ask_server_for
-from kv_server.facts import MODEL_NAME
+from kv_server.wire import MODEL_NAME
 from kv_tiers.settings import Settings
 
 from kv_connect.identity.identity import ServedModel, described

@@ -20,13 +20,10 @@ from kv_observe.build import build_bus
 from kv_server import wire
 from kv_server.address import PRIVATE_PREFIX
 from kv_server.config import default_socket
-from kv_server.connection import ask_server_for
-from kv_server.link import NoServerError
-from kv_server.mapped import MappedPool
-from kv_server.process import launch
-from kv_server.remote_cache import RemoteCache
+from kv_server.connection import NoServerError, ask_server_for
+from kv_server.process import SupervisedServer, launch
+from kv_server.remote_cache import MappedPool, RemoteCache
 from kv_server.report import Registration
-from kv_server.supervised import SupervisedServer
 from kv_tiers.approximate import fingerprint_above
 from kv_tiers.build import build_local_cache
 from kv_tiers.cache.extension import Extension

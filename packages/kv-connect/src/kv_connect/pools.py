@@ -15,7 +15,7 @@ from kv_core.device import LayerwiseCopier
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_core.transfer import HostExtent
-from kv_server.mapped import MappedPool
+from kv_server.remote_cache import MappedPool
 from kv_tiers.pool.host_pool import HostPool
 from kv_tiers.threads import start_thread
 

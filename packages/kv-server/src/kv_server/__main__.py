@@ -1,8 +1,13 @@
-"""`python -m kv_server` is `kv-server`: what engines start."""
+"""`kv-server` and `python -m kv_server`, which engines start."""
 
 import sys
 
 from kv_core.tools.command import run_command
 
+
+def main() -> int:
+    return run_command("kv_server.cli")
+
+
 if __name__ == "__main__":
-    sys.exit(run_command("kv_server.cli"))
+    sys.exit(main())

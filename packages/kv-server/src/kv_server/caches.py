@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
 from typing import Final
 
 from kv_core.clock import Clock
@@ -31,9 +30,9 @@ from kv_tiers.tier import TierContext
 
 from kv_server import wire
 from kv_server.config import ServerConfig
-from kv_server.peers.reads import PeerReads
-from kv_server.peers.side import PeerSide, peer_side
-from kv_server.succession.messages import OrphanImage, QuotasSet
+from kv_server.peers.side import PeerReads, PeerSide, peer_side
+from kv_server.session import OrphanImage
+from kv_server.succession.channel import QuotasSet
 from kv_server.succession.saved_pool import (
     SavedIndex,
     image_to_save,
@@ -144,9 +143,7 @@ class Caches:
             opened = self._opened.popleft()
             self.opening.pop(opened.format).join()
             if isinstance(cache := opened.cache, LocalCache):
-                self._set_quotas(opened.format, cache)
-                self._caches[opened.format] = cache
-                self._left_s[opened.format] = self._clock.now_s()
+                self._adopt(opened.format, cache)
                 if self.drained is not None:
                     peer_side(cache).drain.begin(*self.drained)
                 self.publish(opened.format, cache)
@@ -176,17 +173,12 @@ class Caches:
             text = "the pool of cache %s keeps its %d slots; the %d of capacity_bytes count after a restart"
             _log.warning(text, cache_name(wanted), handed_over[1], slots)
         cache = self._build(wanted, handed_over)
-        self._set_quotas(wanted, cache)
-        self._caches[wanted] = cache
-        self._left_s[wanted] = self._clock.now_s()
+        self._adopt(wanted, cache)
         return cache
 
     def drain(self, timeout_s: float, max_bytes: int | None) -> None:
-        """Drain every cache, including those that are opened from now on.
-
-        Raises:
-            InputError: there is no host to offer chunks to.
-        """
+        """Drain every cache, including those that are opened from now on. Raises `InputError`: there is no host to
+        offer chunks to."""
         types = {tier.get("type") for tier in self.config.tiers}
         if not (any(peer_side(cache).drain.can_begin for cache in self._caches.values()) or "peers" in types):
             raise InputError("no tier of type peers is configured, so there is no host to offer chunks to")
@@ -225,8 +217,10 @@ class Caches:
         for wanted, cache in self._caches.items():
             self._close_cache(wanted, cache, [orphan for orphan in orphans if orphan.format == wanted])
 
-    def _set_quotas(self, wanted: Format, cache: LocalCache) -> None:
-        """In a new cache, which is used even if its pool cannot provide them."""
+    def _adopt(self, wanted: Format, cache: LocalCache) -> None:
+        """Have a new cache, with its quotas. It is used even if its pool cannot provide them."""
+        self._caches[wanted] = cache
+        self._left_s[wanted] = self._clock.now_s()
         quotas = {tenant: quota for (one, tenant), quota in self.quotas_set.items() if one is None}
         quotas |= {tenant: quota for (one, tenant), quota in self.quotas_set.items() if one == wanted}
         before = {use.tenant: use.quota_bytes or 0 for use in cache.admin.tenants()}
@@ -265,18 +259,13 @@ class Caches:
         return saved_path(name, cache_name(wanted)) if name else None
 
     def _open_saved(self, wanted: Format) -> tuple[tuple[str, int, int], SavedIndex | None] | None:
-        """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name.
-
-        Raises:
-            ConfigError: it cannot be used.
-        """
+        """The pool of this name, as for `build_local_cache`, and what is in it. None: it has no name. Raises
+        `ConfigError`: it cannot be used."""
         path = self._saved_path(wanted)
         slots = self.config.host.capacity_bytes // slot_bytes_for(max(wanted[0]))
         if path is None or slots < 1:
             return None
-        opened = open_saved(path, wanted, slots)
-        name = f"saved-{token_hex(8)}" if opened.index is None else opened.index.pool.name
-        return (name, slots, opened.descriptor), opened.index
+        return open_saved(path, wanted, slots)
 
     def _close_cache(self, wanted: Format, cache: LocalCache, orphans: Sequence[OrphanImage] = ()) -> None:
         """Complete pending spills, and leave a pool with a name to the next server."""
@@ -286,10 +275,7 @@ class Caches:
             write_index(path, saved)
 
     def _build(self, wanted: Format, handed_over: tuple[str, int, int] | None = None) -> LocalCache:
-        """
-        Raises:
-            ConfigError: the settings cannot be honoured.
-        """
+        """Raises `ConfigError`: the settings cannot be honoured."""
         return build_local_cache(
             self.config.host,
             group_bytes=wanted[0],

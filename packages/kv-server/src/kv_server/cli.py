@@ -5,31 +5,138 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kv_core.errors import ConfigError, TierDown
 from kv_core.log import limited_logger, say
 from kv_tiers.build import check_settings, refuse_gds
+from kv_tiers.cache.host import ClosedError
+from kv_tiers.cache.local import LocalCache
 from kv_tiers.settings import STANDARD_INPUT, Layer, read_file, resolve
-from kv_tiers.threads import OutOfThreadsError, start_thread
+from kv_tiers.tenants import quotas_of
+from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
+from msgspec.structs import replace
 
-from kv_server.accepting import allow_descriptors
+from kv_server.address import allow_descriptors
 from kv_server.config import ServerConfig, default_socket, server_config
 from kv_server.connection import PACKAGE, NobodyListens
 from kv_server.http.start import check_http, open_http
-from kv_server.notify import ServiceManager
-from kv_server.reloading import Reloading
 from kv_server.server import CacheServer
-from kv_server.succession.taking_over import TakingOver, VanishedError
+from kv_server.succession.upgrade import TakingOver, VanishedError
 
 if TYPE_CHECKING:
     from kv_server.http.thread import HttpThread
 
 _log = limited_logger(__name__)
+
+
+class Reloading(threading.Thread):
+    """Settings that change while a server runs: reads its file again after each `want`.
+
+    Tenants' quotas change at once. All else needs another process (`kv_server.succession`), and the log says so.
+    """
+
+    def __init__(self, server: CacheServer, config: ServerConfig, read: Callable[[], ServerConfig]) -> None:
+        """config: in force. read: the settings as they are now; raises `ConfigError`."""
+        super().__init__(name="kv-reload", daemon=True)
+        self._server, self._config, self._read = server, config, read
+        self._wanted, self._wants = os.pipe()
+        os.set_blocking(self._wants, False)
+
+    def want(self) -> None:
+        """From a signal handler, at any time."""
+        with suppress(BlockingIOError):  # thousands are waiting already
+            os.write(self._wants, b"w")
+
+    def run(self) -> None:
+        while os.read(self._wanted, 1):
+            try:
+                self._reload()
+            except ConfigError as error:
+                _log.error("the settings stay as they are: %s", error)
+            except (ClosedError, TierDown):  # the server has been stopped meanwhile
+                return
+
+    def _reload(self) -> None:
+        """Raises `ConfigError`: the file cannot be read or honoured; nothing has changed."""
+        old, new = self._config, self._read()
+        before, after = quotas_of(old.tenants), quotas_of(new.tenants)
+        changed = [tenant for tenant in {**before, **after} if before.get(tenant) != after.get(tenant)]
+        # First those that leave more to the others.
+        changed.sort(key=lambda tenant: after.get(tenant, 0) - before.get(tenant, 0))
+        self._config = replace(old, tenants=new.tenants)
+        for cache in self._server.submit(lambda: self._apply(changed)).result():
+            for tenant in changed:
+                try:
+                    cache.admin.set_quota(tenant, after.get(tenant))
+                except ConfigError as error:
+                    _log.error("tenant %s keeps its quota: %s", tenant.hex(), error)
+        names = ServerConfig.__struct_fields__
+        as_before = replace(new, tenants=old.tenants)
+        others = [name for name in names if getattr(old, name) != getattr(as_before, name)]
+        if others:
+            _log.warning("changes of %s take effect with kv-server --take-over", ", ".join(others))
+        _log.info("the settings were read again: %d quotas have changed", len(changed))
+
+    def _apply(self, changed: list[bytes]) -> list[LocalCache]:
+        """On the serving thread: for caches that are opened from now on. Returns those that are open."""
+        formats = self._server.formats
+        formats.config = replace(formats.config, tenants=self._config.tenants)
+        formats.quotas_set = {key: quota for key, quota in formats.quotas_set.items() if key[1] not in changed}
+        self._server.tenant_names.update({tenant.tag: tenant.name for tenant in self._config.tenants})
+        return list(formats.by_format().values())
+
+
+_WAIT_S: Final = 5.0
+
+
+class ServiceManager:
+    """Tells a service manager when the server serves, that it lives, and when it stops: systemd's protocol,
+    sd_notify(3).
+
+    The manager is a datagram socket, named by NOTIFY_SOCKET; without one nothing is sent.
+    """
+
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        """Take what concerns us out of the environment, so that no child of ours speaks for us."""
+        self._address = environment.pop("NOTIFY_SOCKET", "").replace("@", "\0", 1)  # an abstract one begins with @
+        interval_us, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
+        is_for_us = pid in ("", str(os.getpid())) and interval_us.isascii() and interval_us.isdigit()
+        self._beat_s = int(interval_us) / 2e6 if self._address and is_for_us else 0.0
+        self._ended = threading.Event()
+
+    def ready(self) -> None:
+        self._notify("READY=1", _WAIT_S)
+
+    def stopping(self) -> None:
+        """No more signs of life are due."""
+        self._ended.set()
+        self._notify("STOPPING=1", _WAIT_S)
+
+    def keep_alive(self, submit: Callable[[Callable[[], None]], object]) -> None:
+        """Give signs of life until `stopping`, from the serving thread itself: one that hangs gives none. Raises
+        `OutOfThreadsError`: the system has no thread for it."""
+        if self._beat_s:
+            must_start(threading.Thread(target=self._beat, args=(submit,), name="kv-watchdog", daemon=True))
+
+    def _beat(self, submit: Callable[[Callable[[], None]], object]) -> None:
+        while not self._ended.wait(self._beat_s):
+            submit(partial(self._notify, "WATCHDOG=1", 0.0))
+
+    def _notify(self, state: str, wait_s: float) -> None:
+        if not self._address:
+            return
+        # A manager that does not listen is told nothing; the server serves as before.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(wait_s)
+            sender.sendto(state.encode(), self._address)
+
 
 _PR_SET_PDEATHSIG: Final = 1
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -200,11 +307,8 @@ def _announce(server: CacheServer, http: "HttpThread | None", output: int | None
 
 
 def _succession(config: ServerConfig) -> TakingOver | None:
-    """None: there is no server to take over from.
-
-    Raises:
-        ConfigError: it refuses, or the settings cannot be honoured.
-    """
+    """None: there is no server to take over from. Raises `ConfigError`: it refuses, or the settings cannot be
+    honoured."""
     check_http(config.http)
     try:
         return TakingOver(config.socket_path())
@@ -225,10 +329,7 @@ def _allow_descriptors(config: ServerConfig) -> None:
 
 
 def _config(args: argparse.Namespace) -> ServerConfig:
-    """
-    Raises:
-        ConfigError: the settings cannot be read or honoured.
-    """
+    """Raises `ConfigError`: the settings cannot be read or honoured."""
     given = {
         "server.socket": args.socket,
         "server.name": args.name,

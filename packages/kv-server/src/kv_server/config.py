@@ -70,11 +70,7 @@ def read_config(tree: Mapping[str, object]) -> ServerConfig:
 
 
 def server_config(settings: Settings) -> ServerConfig:
-    """The server's part of the settings.
-
-    Raises:
-        ConfigError: a setting is invalid for a server.
-    """
+    """The server's part of the settings. Raises `ConfigError`: a setting is invalid for a server."""
     config = ServerConfig(
         host=settings.host,
         tiers=settings.tiers,
@@ -96,10 +92,7 @@ def server_config(settings: Settings) -> ServerConfig:
 
 
 def _check_address(config: ServerConfig) -> None:
-    """
-    Raises:
-        ConfigError: the directory would name the wildcard address as the one to read from.
-    """
+    """Raises `ConfigError`: the directory would name the wildcard address as the one to read from."""
     if not config.peers.listen or not read_host_port(config.peers.listen, "peers: listen").is_unspecified:
         return
     for number, options in enumerate(config.tiers):

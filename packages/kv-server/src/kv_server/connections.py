@@ -9,7 +9,6 @@ import os
 import select
 import selectors
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from kv_core.log import limited_logger
 from kv_tiers.threads import OutOfThreadsError
 
 from kv_server import wire
-from kv_server.pidfds import close_descriptor, open_pidfd
+from kv_server.connection import close_descriptor, credentials, open_pidfd
 from kv_server.session import Session
 
 _log = limited_logger(__name__)
@@ -36,7 +35,6 @@ GREETING_S: Final = 5.0
 UNREGISTERED_S: Final = 60.0
 """How long a client that has registered no cache may send no request."""
 _READ_BYTES: Final = 1 << 18
-_PEER: Final = struct.Struct("3i")
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +146,7 @@ class Connections:
         if client.number in self._connections:
             self._watch(client)
 
-    def finish(self, client: ClientConnection, act: Callable[[], bool]) -> None:
+    def finish(self, client: ClientConnection, act: Callable[[], object]) -> None:
         """Answer what a client is waiting for, and go on with its other requests."""
         if client.number not in self._connections:
             return
@@ -159,10 +157,11 @@ class Connections:
             self._unsettled[client.number] = client
         self.work(client)
 
-    def _attempt(self, client: ClientConnection, act: Callable[[], bool]) -> bool:
-        """Handle a request. Malformed requests, and bugs of ours, affect only the client that sent it."""
+    def _attempt(self, client: ClientConnection, act: Callable[[], object]) -> bool:
+        """Handle a request; False if `act` says that there is none. Malformed requests, and bugs of ours, affect only
+        the client that sent it."""
         try:
-            return act()
+            return act() is not False
         except InputError as error:
             self.refuse(client, str(error), kind="malformed")
         except MisuseError as error:
@@ -195,11 +194,7 @@ class Connections:
         """The connection is over, whichever side ended it."""
         if self._connections.pop(client.number, None) is None:
             return
-        self._eager.pop(client.number, None)
-        self._unsettled.pop(client.number, None)
-        if client.events:
-            self._selector.unregister(client.socket)
-            client.events = 0
+        self._forget(client)
         client.socket.close()
         for _, descriptor in client.unsent:
             close_descriptor(descriptor)
@@ -209,12 +204,16 @@ class Connections:
     def detach(self, client: ClientConnection) -> socket.socket:
         """Forget this client and return its socket, on which the caller goes on."""
         del self._connections[client.number]
+        self._forget(client)
+        close_descriptor(client.pidfd)
+        return client.socket
+
+    def _forget(self, client: ClientConnection) -> None:
         self._eager.pop(client.number, None)
         self._unsettled.pop(client.number, None)
         if client.events:
             self._selector.unregister(client.socket)
-        close_descriptor(client.pidfd)
-        return client.socket
+            client.events = 0
 
     def restore(self, clients: Sequence[ClientConnection], last_number: int) -> None:
         """In a new object: go on with the clients of another process."""
@@ -226,7 +225,7 @@ class Connections:
 
     def greet(self, accepted: socket.socket) -> None:
         """Take over a connection that was accepted; it does not block."""
-        pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        pid, uid = credentials(accepted)
         self.last_number += 1
         client = self._connections[self.last_number] = ClientConnection(
             self.last_number, accepted, pid, last_seen_s=time.monotonic()

@@ -3,7 +3,7 @@
 It fails only into a miss. While the server is away (dead, hung, restarting), lookups find nothing, stores get no room
 and operations in progress have failed; nothing raises and nothing waits. A call that is not answered in time closes the
 connection. Later calls try to reconnect, at once at first and then ever less often, and never wait longer than
-connecting to a local socket takes. So does a thread (`returning`), which notices that the server has ended though the
+connecting to a local socket takes. So does a thread (`Returning`), which notices that the server has ended though the
 engine makes no call.
 
 A reconnect finds one of two things. The same server still has this client's lasting leases (those to write, and
@@ -16,6 +16,9 @@ forgotten meanwhile are sent to the server before the first lookup.
 """
 
 import hashlib
+import mmap
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,18 +45,84 @@ from kv_core.service import (
     WriteLease,
     check_options,
 )
+from kv_core.transfer import HostExtent
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.changes import Change, Changes
 from kv_tiers.messages import MAX_NAME
+from kv_tiers.payload_sizes import PayloadSizes
+from kv_tiers.pool.core_dumps import keep_out
+from kv_tiers.pool.host_pool import Places, slot_bytes_for
+from kv_tiers.pool.populated import PopulatedPages, distance
 from kv_tiers.threads import start_thread
 
 from kv_server import wire
-from kv_server.connection import Opening
-from kv_server.link import Link
-from kv_server.mapped import MappedPool
-from kv_server.returning import Returning, Watched
+from kv_server.connection import Link, Opening, Returning
 
 _log = limited_logger(__name__)
+A = TypeVar("A", bound=wire.Answer)
+
+_BLOCK_BYTES = 512
+"""Of `st_blocks`, on every file system."""
+
+
+class MappedPool:
+    """The server's host pool, mapped from the descriptor that it sent: the part of `HostPool` that copiers need. Only
+    the server allocates slots."""
+
+    def __init__(
+        self, name: str, group_bytes: Sequence[int], slots: int, descriptor: int, *, core_dump: bool = False
+    ) -> None:
+        """group_bytes: as for `PayloadSizes`.
+        descriptor: closed here in any case.
+        core_dump: a core dump of this process has the pool in it.
+
+        Raises:
+            TierDown: it cannot be mapped, or is shorter than it should be.
+        """
+        self.name = name
+        self.sizes = PayloadSizes(group_bytes)
+        self.chunk_bytes = self.sizes.largest
+        self.slot_bytes = slot_bytes_for(self.chunk_bytes)
+        self.slots = slots
+        self._places = Places(name, self.sizes, self.slot_bytes, slots)
+        try:
+            nbytes = slots * self.slot_bytes
+            status = os.fstat(descriptor)
+            if status.st_size != nbytes:  # accessing a page beyond the file's end kills a process
+                raise TierDown(f"the server's pool {name} does not have the {nbytes} bytes that it should")
+            mapping = mmap.mmap(descriptor, nbytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise TierDown(f"the server's pool {name} cannot be mapped: {error}") from None
+        finally:
+            os.close(descriptor)
+        if not core_dump:
+            keep_out(mapping)
+        self.view = memoryview(mapping)
+        """The slots' bytes, writable. The mapping lives as long as this pool or anything derived from the view."""
+        # The server's pages are ready, but this process has its own page table.
+        self._pages = PopulatedPages(mapping, 0, nbytes)
+        self._pages.reached(0)
+        self._pages.written(status.st_blocks * _BLOCK_BYTES)  # servers hand out unused slots in ascending order
+
+    def extents(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> tuple[HostExtent, ...]:
+        """The extents of these chunks in these slots, each of its own size."""
+        return self._places.extents(keys, slots)
+
+    def will_write(self, slots: Sequence[int]) -> None:
+        """These slots are about to be written, and the unused ones after them next."""
+        if slots:
+            self._pages.reached((max(slots) + 1) * self.slot_bytes)
+
+    def will_read(self, slots: Sequence[int]) -> None:
+        """These slots are about to be read. Others have written them, and the server has populated some after them."""
+        if slots:
+            used = (max(slots) + 1) * self.slot_bytes
+            self._pages.written(used + distance(used))
+
+    def close(self) -> None:
+        """Stop touching pages. The mapping remains, as described at `view`."""
+        self._pages.stop()
+
 
 MAX_REPLAY: Final = 1024
 """If more keys than this are forgotten while the server is away, the whole cache is cleared when it is back. The
@@ -62,8 +131,6 @@ _GENERATION: Final = 1 << 40
 _LOOK_S: Final = 0.005
 _END_S: Final = 1.0
 _NOTHING: Final = CacheCounts(*(0,) * len(CacheCounts.__dataclass_fields__))
-
-A = TypeVar("A", bound=wire.Answer)
 
 
 class RemoteCache:
@@ -101,7 +168,8 @@ class RemoteCache:
         Raises:
             ConfigError: no server answers there, or it refuses this client; the text says why.
         """
-        self._path = socket
+        self.socket = socket
+        """Where its server listens."""
         self._group_bytes = tuple(group_bytes)
         self._fingerprint = fingerprint
         self._about = (engine, shards, dict(facts or {}))
@@ -327,11 +395,6 @@ class RemoteCache:
         if self._returning.is_alive():
             self._returning.join(_END_S)
 
-    @property
-    def socket(self) -> Path:
-        """Where its server listens."""
-        return self._path
-
     # What follows is called under the lock.
 
     def _check_open(self) -> None:
@@ -357,7 +420,7 @@ class RemoteCache:
         if why := start_thread(self._returning):
             _log.warning("only the engine's calls will reconnect to a cache server that was away: %s", why)
 
-    def _look(self) -> Watched | None:
+    def _look(self) -> socket.socket | None:
         """Runs on the thread of `Returning`."""
         with self._lock:
             if self._closed:
@@ -398,23 +461,20 @@ class RemoteCache:
         )
 
     def _connected(self, opening: Opening, answer: wire.Pool) -> None:
-        """A server has answered: the first, the same again, or another.
-
-        Raises:
-            TierDown: its pool cannot be used here.
-        """
+        """A server has answered: the first, the same again, or another. Raises `TierDown`: its pool cannot be used
+        here."""
         resumed = set(answer.lasting)
         if self.generation < 0 or answer.name != self.pool.name:
             if self._reading:
                 raise TierDown("chunks are still being copied from the pool of the previous server")
             resumed.clear()
-            descriptor = opening.connection.take_descriptor()
+            descriptor = opening.take_descriptor()
             pool = MappedPool(answer.name, answer.group_bytes, answer.slots, descriptor, core_dump=self._core_dump)
             if self.generation >= 0 and self._on_new_pool is not None:
                 try:
                     self._on_new_pool(pool)
                 except Exception as error:  # the caller's code, but no exception of ours may leave a hook of the engine
-                    _log.exception("a new pool of the cache server at %s cannot be used here", self._path)
+                    _log.exception("a new pool of the cache server at %s cannot be used here", self.socket)
                     raise TierDown(f"the new pool cannot be used here: {error}") from error
             if self.generation >= 0:
                 self.pool.close()

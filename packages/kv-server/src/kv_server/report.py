@@ -3,13 +3,98 @@ top`.
 """
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from kv_core.service import CacheCounts
 from kv_tiers.tier_state import Held, TierState
 
-from kv_server.directory.state import DirectoryState
-from kv_server.drain.state import DrainState
+
+@dataclass(slots=True)
+class DrainState:
+    """The current state of one cache's drain. Counts are of chunks, counting every group and shard separately.
+
+    phase: `drained`: nothing is left to offer. `stopped`: it ended before that, for the reason in `why`.
+    why: the reason why it stopped, or left chunks behind.
+    chunks: those that the pool held, and those held only by the host's own tiers whose turn has come.
+    elsewhere: of these, already on another host.
+    moved, moved_bytes: fetched by another host since.
+    refused: no host took them, or none that took them had them in time.
+    gone: no longer here, so they could not be offered.
+    left: not offered or not fetched when it stopped. While it runs: still to do.
+    """
+
+    phase: Literal["draining", "drained", "stopped"]
+    why: str = ""
+    chunks: int = 0
+    elsewhere: int = 0
+    moved: int = 0
+    moved_bytes: int = 0
+    refused: int = 0
+    gone: int = 0
+    left: int = 0
+
+    def spelled(self) -> str:
+        """In one line, for people."""
+        parts = [
+            f"{self.moved:,} chunks ({self.moved_bytes:,} bytes) moved",
+            f"{self.elsewhere:,} on other hosts already",
+        ]
+        counts = ((self.refused, "refused"), (self.gone, "gone"), (self.left, "left"))
+        parts += [f"{count:,} {what}" for count, what in counts if count]
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.phase}{why}: of {self.chunks:,} chunks {', '.join(parts)}"
+
+
+@dataclass(slots=True)
+class MirrorCounts:
+    """What is known of other hosts. The figures from `entries` on only grow.
+
+    hosts, exact: other hosts that are known, and those among them whose names are known exactly.
+    left_out: hosts for whose names there is no room.
+    names: (name, host) pairs in memory.
+    entries, gaps: other hosts' entries that were applied, and those found to be missing.
+    repairs, failed_repairs: repairs of a host's names; `shards_fetched` and `repair_bytes` are what they took.
+    """
+
+    hosts: int = 0
+    exact: int = 0
+    left_out: int = 0
+    names: int = 0
+    entries: int = 0
+    gaps: int = 0
+    repairs: int = 0
+    failed_repairs: int = 0
+    shards_fetched: int = 0
+    repair_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class DirectoryState(MirrorCounts):
+    """The directory as this server sees it.
+
+    why: why it cannot be reached, or refuses what is written; empty: all is well.
+    lag_s: seconds since it was last read up to its end.
+    used_bytes: memory that the names take.
+    listed: chunks of this server in the directory; None: it is not listed.
+    not_here: chunks that a host did not have although its names listed them; it only grows.
+    """
+
+    why: str
+    lag_s: float
+    used_bytes: int
+    listed: int | None
+    not_here: int
+
+    def spelled(self) -> str:
+        """In one line, for people."""
+        away = f"fails ({self.why}), and what is known is retained: " if self.why else ""
+        listed = "this server is not listed" if self.listed is None else f"{self.listed:,} chunks of this server listed"
+        return (
+            f"{away}{self.hosts:,} other hosts, {self.exact:,} of them known exactly, with {self.names:,} chunks; "
+            f"read {self.lag_s:.1f} s ago; {self.gaps:,} gaps, {self.repairs:,} repairs "
+            f"of {self.repair_bytes:,} bytes; {listed}"
+        )
+
 
 MAX_TENANTS: Final = 1000
 """The most tenants without a name or quota that a report lists: there may be as many as there are chunks."""

@@ -2,17 +2,20 @@
 
 `LocalCache` never waits, so one thread is enough, and no client waits for another's medium. Only explaining a prompt
 takes long, and has a thread of its own. A connection that closes ends its session at once, however the client died: its
-read leases and promises are released. Its write leases are the exception (`kv_server.orphans`).
+read leases and promises are released. Its write leases are the exception (`session.Orphans`).
 """
 
 import gc
 import os
 import selectors
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from heapq import nlargest
 from pathlib import Path
@@ -20,38 +23,34 @@ from secrets import token_bytes
 from types import UnionType
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import msgspec
 from kv_core.clock import Clock
-from kv_core.errors import ConfigError, InputError, MisuseError
+from kv_core.errors import ConfigError, InputError, MisuseError, TierDown
+from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
 from kv_observe.build import build_bus
+from kv_observe.explain import explain
+from kv_observe.history import History, KnownKeySpace, Memory
 from kv_tiers.cache.admin import TenantUse
+from kv_tiers.cache.host import ClosedError
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
-from kv_tiers.config import PeersConfig
 from kv_tiers.host_port import HostPort
-from kv_tiers.threads import OutOfThreadsError, must_start
-from msgspec.structs import replace
+from kv_tiers.threads import OutOfThreadsError, must_start, start_thread
 
-from kv_server import facts, wire
-from kv_server.accepting import Acceptor
-from kv_server.address import ListeningSocket
+from kv_server import wire
+from kv_server.address import Acceptor, ListeningSocket
 from kv_server.caches import Caches, Opened
 from kv_server.config import ServerConfig
-from kv_server.connection import PACKAGE
+from kv_server.connection import PACKAGE, close_descriptor
 from kv_server.connections import ClientConnection, Connections, turn_away
 from kv_server.engine_loads import EngineLoads
-from kv_server.explain import explain_elsewhere, explain_prompt
-from kv_server.mailbox import ServerMailbox
-from kv_server.orphans import Orphan, Orphans, give_up
 from kv_server.peers.side import directories_of, peer_side
-from kv_server.pidfds import close_descriptor
 from kv_server.report import MAX_TENANTS, CacheReport, Registration, Report, TenantReport
-from kv_server.session import Session
-from kv_server.succession.channel import FORMAT, Channel
+from kv_server.session import Orphan, OrphanImage, Orphans, Session, give_up
+from kv_server.succession.channel import FORMAT, Channel, ClientImage, Remainder
 from kv_server.succession.image import Passed, end_others, restore_cache, restore_pool, restore_tiers
-from kv_server.succession.messages import ClientImage, OrphanImage, Remainder
-from kv_server.succession.passing_on import STOPPED_S, PassingOn
-from kv_server.succession.taking_over import TakingOver
+from kv_server.succession.upgrade import STOPPED_S, PassingOn, TakingOver
 from kv_server.wire import Format
 
 if TYPE_CHECKING:
@@ -60,8 +59,55 @@ if TYPE_CHECKING:
     from kv_server.peers.server import PeerServer
 
 _log = limited_logger(__name__)
-
 T = TypeVar("T")
+
+
+class ServerMailbox:
+    """Work that other threads `submit` to the serving thread, which does it between two requests (`drain`)."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """wake: called on the submitting thread when there is something to do."""
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._submitted: deque[Callable[[], None]] = deque()
+        self._closed = False
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """The future holds what `work` returns or raises, or `TierDown` if the server ends first."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._closed:
+                future.set_exception(TierDown("the server is stopping"))
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001  # the future's owner gets it
+                future.set_exception(error)
+
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._submitted.append(run)
+        if closed:
+            run()
+        else:
+            self._wake()
+        return future
+
+    def drain(self) -> None:
+        """Do what was submitted until now."""
+        for _ in range(len(self._submitted)):
+            self._submitted.popleft()()
+
+    def close(self) -> None:
+        """Do no more work: every future, pending or later, gets `TierDown`."""
+        with self._lock:
+            self._closed = True
+        self.drain()
+
 
 _MAX_MODELS: Final = 8
 """Models that are named for one format."""
@@ -137,8 +183,7 @@ class CacheServer:
         self.is_stopping = False
         try:
             if succession is None:
-                self._peers = _open_peers(config.peers, self.formats)
-                self.formats.peers_address = self.peers_address
+                self._open_peers()
             else:
                 quotas = succession.prepared.quotas_set()
                 for image, descriptor in zip(succession.prepared.pools, descriptors[2:], strict=True):
@@ -180,11 +225,8 @@ class CacheServer:
         self._selector.register(descriptor, selectors.EVENT_READ, self.stop)
 
     def serve(self) -> None:
-        """Serve until `stop`; then accept no more connections, complete pending spills, and close.
-
-        Raises:
-            OutOfThreadsError: the system has no thread for peers; it is closed.
-        """
+        """Serve until `stop`; then accept no more connections, complete pending spills, and close. Raises
+        `OutOfThreadsError`: the system has no thread for peers; it is closed."""
         try:
             if self._peers is not None and not self.is_stopping:
                 self._peers.start()
@@ -219,10 +261,7 @@ class CacheServer:
             self._selector.register(self.address.listener, selectors.EVENT_READ, self._accept)
 
     def _answer(self, client: ClientConnection, request: wire.Request) -> None:
-        """
-        Raises:
-            InputError, MisuseError: the request is wrong.
-        """
+        """Raises `InputError` and `MisuseError`: the request is wrong."""
         if not client.is_greeted and not isinstance(request, wire.Hello):
             raise InputError("the first message is a hello")
         send = partial(self._connections.send, client)
@@ -263,30 +302,25 @@ class CacheServer:
     def _explained(self, client: ClientConnection, explained: "Future[wire.Explanations]") -> None:
         """On any thread."""
 
-        def answer() -> bool:
+        def answer() -> None:
             self._connections.send(client, explained.result())
-            return True
 
-        self.submit(lambda: self._connections.finish(client, answer))
+        self.submit(partial(self._connections.finish, client, answer))
 
     # Sessions, from their registration to their end.
 
     def _register(self, client: ClientConnection, request: wire.Register) -> None:
-        """
-        Raises:
-            InputError: the forgotten keys are not keys.
-            MisuseError: this connection has a session already.
-        """
+        """Raises `InputError`: the forgotten keys are not keys. Raises `MisuseError`: this connection has a session
+        already."""
         if client.session is not None:
             raise MisuseError("this session is registered already; unregister, or connect again")
         request.forgotten.unpack()  # invalid keys are refused before anything is created for them
-        wanted = (request.group_bytes, request.fingerprint)
-        cache = self.caches.get(wanted)
+        cache = self.caches.get(request.format)
         if cache is not None:
             self._begin_session(client, request, cache)
         elif self._passing is not None:
             client.waiting = request  # whichever process goes on opens it
-        elif self.formats.open(wanted, self._in_use()):
+        elif self.formats.open(request.format, self._in_use()):
             client.waiting = request
         else:
             self._connections.refuse(
@@ -295,13 +329,12 @@ class CacheServer:
                 f"in the last {self._lease_s:g} s (lease_s) or open to peers; start another one for this model",
             )
 
-    def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> bool:
+    def _go_on(self, client: ClientConnection, request: wire.Register, opened: Opened) -> None:
         """Continue with a client whose cache was being opened."""
         if isinstance(opened.cache, LocalCache):
             self._begin_session(client, request, opened.cache)
         else:
             self._connections.refuse(client, opened.cache.text, kind=opened.cache.kind)
-        return True
 
     def _begin_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> None:
         pool = cache.pool
@@ -331,12 +364,12 @@ class CacheServer:
         self._connections.send(client, answer, lent)
 
     def _make_session(self, client: ClientConnection, request: wire.Register, cache: LocalCache) -> Session:
-        note = partial(self.engine_loads.looked_up, request.engine, (request.group_bytes, request.fingerprint))
-        chunk_tokens = request.facts.get(facts.CHUNK_TOKENS, "")
+        note = partial(self.engine_loads.looked_up, request.engine, request.format)
+        chunk_tokens = request.facts.get(wire.CHUNK_TOKENS, "")
         if chunk_tokens.isascii() and chunk_tokens.isdigit() and len(chunk_tokens) < 10:  # an engine chooses its facts
             cache.events.chunk_tokens = int(chunk_tokens)
-        if model := request.facts.get(facts.MODEL_NAME):
-            self._note_model((request.group_bytes, request.fingerprint), model)
+        if model := request.facts.get(wire.MODEL_NAME):
+            self._note_model(request.format, model)
         return Session(
             client.number,
             cache,
@@ -344,8 +377,8 @@ class CacheServer:
             clock=self._clock,
             is_watched=client.pidfd >= 0 or cache.pool.knows_lent,
             is_open_elsewhere=lambda lease: self._is_open(lease, cache, but=client),
-            on_lookup=(lambda *_: None) if facts.REPEATS_LOOKUPS in request.facts else note,
-            ends_holds=facts.READS_TOGETHER not in request.facts,
+            on_lookup=(lambda *_: None) if wire.REPEATS_LOOKUPS in request.facts else note,
+            ends_holds=wire.READS_TOGETHER not in request.facts,
         )
 
     def _resume(self, session: Session, request: wire.Register) -> None:
@@ -358,8 +391,9 @@ class CacheServer:
         if orphan is None:
             return
         adopted = set(request.lasting) if orphan.cache is session.cache else set()
-        session.adopt({number: lease for number, lease in orphan.leases.items() if number in adopted})
-        give_up(orphan.cache, {number: lease for number, lease in orphan.leases.items() if number not in adopted})
+        leases = orphan.image.leases
+        session.adopt({number: lease for number, lease in leases.items() if number in adopted})
+        give_up(orphan.cache, {number: lease for number, lease in leases.items() if number not in adopted})
 
     def _unregister(self, client: ClientConnection) -> None:
         if client.session is not None:
@@ -370,12 +404,14 @@ class CacheServer:
 
     def _gone(self, client: ClientConnection) -> None:
         pidfd, client.pidfd = client.pidfd, -1
-        if client.session is None:
+        if client.session is None or client.register is None:
             close_descriptor(pidfd)
             return
         client.session.end_reads()
         self.formats.left(client.session.cache)
-        self._orphans.add(client.token, client.session.cache, client.session.lasting, client.pid, pidfd)
+        wanted, leases = client.register.format, client.session.lasting
+        orphan = OrphanImage(client.token, wanted, leases, client.pid, pidfd >= 0, self._clock.now_s())
+        self._orphans.add(orphan, client.session.cache, pidfd)
 
     def _in_use(self) -> list[LocalCache]:
         """The caches that have clients, or leases of clients that were copying when their connections closed."""
@@ -383,13 +419,9 @@ class CacheServer:
         return used + [cache for cache in self.formats.by_format().values() if self._orphans.are_of(cache)]
 
     def _is_open(self, lease: int, cache: LocalCache, *, but: ClientConnection) -> bool:
-        for one in self._connections.all():
-            session = one.session
-            if session is None or session.cache is not cache or one is but:
-                continue
-            if lease in session.lasting or session.reads(lease):
-                return True
-        return self._orphans.holds(cache, lease)
+        sessions = [one.session for one in self._connections.all() if one.session is not None and one is not but]
+        is_held = any(one.cache is cache and (lease in one.lasting or one.reads(lease)) for one in sessions)
+        return is_held or self._orphans.holds(cache, lease)
 
     def _forget_history(self, cache: str) -> None:
         """Runs on the thread that has closed the cache."""
@@ -448,11 +480,8 @@ class CacheServer:
             self._peers.close()
 
     def _pass_on(self, passed: Sequence[Passed]) -> bool:
-        """Serve nobody until the other process has taken over. False: it does not, and this one goes on.
-
-        Raises:
-            TierDown: the same, and why.
-        """
+        """Serve nobody until the other process has taken over. False: it does not, and this one goes on. Raises
+        `TierDown`: the same, and why."""
         assert self._passing is not None
         channel, stopped_s = self._passing.channel, time.monotonic()
         for client in self._connections.all():
@@ -465,16 +494,15 @@ class CacheServer:
                 held.enter_context(one.cache.parts.host.lock)  # other threads change nothing either
             clients, orphans = self._connections.all(), self._orphans.all()
             images = [_image_of(client) for client in clients]
-            formats = {id(cache): wanted for wanted, cache in self.caches.items()}
             rest = Remainder(
                 [one.cache_image() for one in passed],
                 images,
-                [_orphan_image(token, one, formats[id(one.cache)]) for token, one in orphans.items()],
+                [one.image for one in orphans],
                 self._connections.last_number,
                 stopped_s,
             )
             descriptors = [number for client in clients for number in (client.socket.fileno(), client.pidfd)]
-            descriptors += [one.pidfd for one in orphans.values()]
+            descriptors += [one.pidfd for one in orphans]
             channel.send(rest, [number for number in descriptors if number >= 0], within_s=STOPPED_S)
             self.is_passed_on = channel.is_taken(within_s=stopped_s + STOPPED_S - time.monotonic())
             if self.is_passed_on:
@@ -486,33 +514,34 @@ class CacheServer:
     def _go_on_serving(self) -> None:
         """No other process has taken over."""
         self._passing = None
-        if self._peers is not None:
-            try:
-                self._open_peers()
-            except ConfigError as error:
-                _log.warning("other hosts cannot read from this server any more: %s", error)
-        for wanted, cache in self.caches.items():
-            self.formats.publish(wanted, cache)
+        self._serve_peers()
         self._answer_waiting(wire.Register)
 
     def _open_peers(self) -> None:
-        """
-        Raises:
-            ConfigError: the address is taken.
-        """
-        self._peers = _open_peers(self._config.peers, self.formats)
-        self.formats.peers_address = self.peers_address
-        if self._peers is not None:
-            self._peers.start()
+        """Bind the address in the settings, if they have one. Imports TLS only here, because not every server needs it.
+        Raises `ConfigError`: it cannot be bound, or a setting cannot be honoured."""
+        if self._config.peers.listen:
+            from kv_server.peers.server import PeerServer
+
+            self._peers = PeerServer(self._config.peers, self.formats.for_peers)
+            self.formats.peers_address = self.peers_address
+
+    def _serve_peers(self) -> None:
+        """Serve other hosts and let them find the caches, with tiers that were opened again."""
+        try:
+            if self._peers is None or self._peers.is_closed:
+                self._open_peers()
+                if self._peers is not None:
+                    self._peers.start()
+        except (ConfigError, OutOfThreadsError) as error:
+            _log.warning("other hosts cannot read from this server: %s", error)
+        for wanted, cache in self.caches.items():
+            self.formats.publish(wanted, cache)
 
     def _answer_waiting(self, kinds: type | UnionType) -> None:
         for client in self._connections.all():
             if (request := client.waiting) is not None and isinstance(request, kinds):
-                self._connections.finish(client, partial(self._answer_again, client, request))
-
-    def _answer_again(self, client: ClientConnection, request: wire.Request) -> bool:
-        self._answer(client, request)
-        return True
+                self._connections.finish(client, partial(self._answer, client, request))
 
     def take_over(self) -> None:
         """Take the place of the server from which this one takes over: then `serve`.
@@ -534,13 +563,11 @@ class CacheServer:
             self._close(keeps_address=True)
             raise
         self._connections.restore(clients, rest.last_number)
-        for token, orphan in orphans.items():
-            self._orphans.restore(token, orphan)
+        for orphan in orphans:
+            self._orphans.restore(orphan)
         self.submit(partial(self._begin_to_serve, rest))
 
-    def _restored(
-        self, rest: Remainder, descriptors: Sequence[int]
-    ) -> tuple[list[ClientConnection], dict[bytes, Orphan]]:
+    def _restored(self, rest: Remainder, descriptors: Sequence[int]) -> tuple[list[ClientConnection], list[Orphan]]:
         """The clients and the orphans of the other process, with their descriptors."""
         left = iter(descriptors)
         clients = []
@@ -560,15 +587,15 @@ class CacheServer:
             if image.unsent:
                 client.unsent.append((image.unsent, -1))
             if image.session is not None and image.register is not None:
-                cache = self.caches[image.register.group_bytes, image.register.fingerprint]
+                cache = self.caches[image.register.format]
                 client.register = image.register
                 client.session = self._make_session(client, image.register, cache)
                 client.session.restore(image.session)
             clients.append(client)
-        orphans = {
-            image.token: _orphan_of(image, self.caches[image.format], next(left) if image.has_pidfd else -1)
-            for image in rest.orphans
-        }
+        orphans = [
+            Orphan(orphan, self.caches[orphan.format], next(left) if orphan.has_pidfd else -1)
+            for orphan in rest.orphans
+        ]
         return clients, orphans
 
     def _begin_to_serve(self, rest: Remainder) -> None:
@@ -588,32 +615,16 @@ class CacheServer:
         self._succession.wait_for_end()
         for cache in self.submit(lambda: list(self.caches.values())).result():
             end_others(cache)
-        self.submit(self._go_on_alone).result()
-
-    def _go_on_alone(self) -> None:
-        try:
-            self._open_peers()
-        except (ConfigError, OutOfThreadsError) as error:
-            _log.warning("other hosts cannot read from this server: %s", error)
-        for wanted, cache in self.caches.items():
-            self.formats.publish(wanted, cache)
+        self.submit(self._serve_peers).result()
 
     # Reports.
 
     def registrations(self) -> list[Registration]:
         """For the serving thread: the sessions that have registered a cache."""
+        made = [(one, one.register) for one in self._connections.all() if one.register is not None]
         return [
-            Registration(
-                one.number,
-                one.pid,
-                one.register.engine,
-                one.register.group_bytes,
-                one.register.fingerprint,
-                one.register.shards,
-                one.register.facts,
-            )
-            for one in self._connections.all()
-            if one.register is not None
+            Registration(one.number, one.pid, its.engine, its.group_bytes, its.fingerprint, its.shards, its.facts)
+            for one, its in made
         ]
 
     def report(self) -> Report:
@@ -662,10 +673,10 @@ class CacheServer:
         for opened in self.formats.opened():
             for image in opened.orphans:
                 if isinstance(opened.cache, LocalCache):
-                    self._orphans.restore(image.token, _orphan_of(image, opened.cache, -1))
+                    self._orphans.restore(Orphan(image, opened.cache, -1))
             for client in self._connections.all():
                 match client.waiting:
-                    case wire.Register() as request if (request.group_bytes, request.fingerprint) == opened.format:
+                    case wire.Register() as request if request.format == opened.format:
                         self._connections.finish(client, partial(self._go_on, client, request, opened))
 
     def network_metrics(self, caches: Iterable[LocalCache]) -> "Iterator[Metric]":
@@ -686,11 +697,7 @@ class CacheServer:
         self._mailbox.close()
         for client in [] if self.is_passed_on else self._connections.all():
             self._connections.drop(client)
-        formats = {id(cache): wanted for wanted, cache in self.caches.items()}
-        orphans = [
-            replace(_orphan_image(token, one, formats[id(one.cache)]), has_pidfd=False)
-            for token, one in self._orphans.all().items()
-        ]
+        orphans = [msgspec.structs.replace(one.image, has_pidfd=False) for one in self._orphans.all()]
         self._orphans.close()
         if not self.is_passed_on:  # else the pools and what is in them are the other process's
             self.formats.close(orphans)
@@ -720,27 +727,6 @@ def _image_of(client: ClientConnection) -> ClientImage:
     )
 
 
-def _orphan_image(token: bytes, orphan: Orphan, wanted: Format) -> OrphanImage:
-    return OrphanImage(token, wanted, orphan.leases, orphan.pid, orphan.pidfd >= 0, orphan.lost_s, orphan.unmapped_s)
-
-
-def _orphan_of(image: OrphanImage, cache: LocalCache, pidfd: int) -> Orphan:
-    return Orphan(cache, image.leases, image.pid, pidfd, image.lost_s, image.unmapped_s)
-
-
-def _open_peers(config: PeersConfig, caches: Caches) -> "PeerServer | None":
-    """Bind the address in the settings; None: they have none. Imports TLS only here, because not every server needs it.
-
-    Raises:
-        ConfigError: it cannot be bound, or a setting cannot be honoured.
-    """
-    if not config.listen:
-        return None
-    from kv_server.peers.server import PeerServer
-
-    return PeerServer(config, caches.for_peers)
-
-
 def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[TenantReport], int]:
     """The tenants that a report lists, and their total number."""
     uses = {use.tenant: use for use in cache.admin.tenants()}
@@ -753,3 +739,114 @@ def _tenants(cache: LocalCache, names: Mapping[bytes, str]) -> tuple[list[Tenant
         TenantReport(names.get(use.tenant, ""), use.tenant.hex(), use.chunks, use.used_bytes, use.quota_bytes)
         for use in listed
     ], len(uses)
+
+
+# What became of a prompt: its chunks in every cache of the server and every key space that could hold them.
+
+MAX_RUNS = 1024
+MAX_EXPLAINED_KEY_SPACES = 16
+_MAX_RUNS_OF_GROUP = 64
+_FIRST_CHUNKS = 4
+"""If none of the first chunks is known in a key space, the prompt is not known there."""
+
+
+def explain_elsewhere(
+    explaining: Callable[[], wire.Explanations], then: Callable[["Future[wire.Explanations]"], object]
+) -> None:
+    """Do this on a thread of its own, and call `then` there with its outcome. A prompt of thousands of chunks with many
+    groups and shards takes tenths of a second, and all engines would wait for the serving thread as long."""
+    explained: Future[wire.Explanations] = Future()
+
+    def run() -> None:
+        try:
+            explained.set_result(explaining())
+        except Exception as error:  # noqa: BLE001  # the client that asked gets it
+            explained.set_exception(error)
+        then(explained)
+
+    if start_thread(threading.Thread(target=run, name="kv-explain", daemon=True)):
+        run()
+
+
+def explain_prompt(
+    request: wire.Explain,
+    caches: Mapping[Format, LocalCache],
+    sessions: Sequence[Registration],
+    history: History | None,
+    now_s: float,
+) -> wire.Explanations:
+    """Raises `InputError`: the request's digests and key prefixes form no keys."""
+    digests, key_prefixes = request.unpack()
+    explained_spaces: list[wire.Explained] = []
+    is_whole = True
+    for (group_bytes, fingerprint), cache in caches.items():
+        memory = None if history is None else history.of(cache.events.name)
+        is_whole = is_whole and memory is not None and memory.is_whole
+        engines = {one.engine for one in sessions if (one.group_bytes, one.fingerprint) == (group_bytes, fingerprint)}
+        remote_tiers_skipped = cache.lower.remote_tiers_skipped()
+        directories = directories_of(cache)
+        for known, was_asked in _key_spaces(key_prefixes, memory):
+            if len(explained_spaces) == MAX_EXPLAINED_KEY_SPACES:
+                break
+            try:
+                if not _is_known(cache, memory, known, digests):
+                    continue
+                shares = [_keys(prefix, digests) for prefix in known.key_prefixes]
+                explained = explain(cache, memory, shares, now_s)
+            except ClosedError:  # it had no client, and made room for another format meanwhile
+                break
+            explained_spaces.append(
+                wire.Explained(
+                    group_bytes,
+                    fingerprint,
+                    known.space.hex(),
+                    known.tenant.hex(),
+                    sorted(engines),
+                    was_asked,
+                    len(shares),
+                    explained.held,
+                    explained.prefix,
+                    [replace(group, states=group.states[:_MAX_RUNS_OF_GROUP]) for group in explained.lacking],
+                    remote_tiers_skipped,
+                    explained.runs[:MAX_RUNS],
+                    len(explained.runs) > MAX_RUNS,
+                    explained.choice,
+                    directories,
+                )
+            )
+    remembered_s = 0.0 if history is None else max(0.0, now_s - history.began_s)
+    history_keys = 0 if history is None else history.max_keys
+    return wire.Explanations(len(caches), history_keys, remembered_s, is_whole, explained_spaces)
+
+
+def _key_spaces(key_prefixes: Sequence[bytes], memory: Memory | None) -> list[tuple[KnownKeySpace, bool]]:
+    """First those of the request, each with its groups and shards as far as known; then all others."""
+    known = {} if memory is None else {(one.space, one.tenant): one for one in memory.known_key_spaces()}
+    requested: dict[tuple[bytes, bytes], set[bytes]] = {}
+    for prefix in key_prefixes:
+        key = ChunkKey(prefix)
+        requested.setdefault((key.space_id, key.tenant), set()).add(prefix)
+    found = []
+    for (space, tenant), own in requested.items():
+        others = known.pop((space, tenant), None)
+        prefixes = own | set(others.key_prefixes if others else ())
+        found.append((KnownKeySpace(space, tenant, tuple(sorted(prefixes))), True))
+    return found + [(one, False) for one in known.values()]
+
+
+def _is_known(cache: LocalCache, memory: Memory | None, known: KnownKeySpace, digests: Sequence[bytes]) -> bool:
+    """Looks at little: it is called on the serving thread for every key space that is remembered."""
+    if not digests:
+        return False
+    shape = cache.shape_of(known.space)
+    groups = () if shape is None else shape.groups
+    whole = {group for group, coverage in enumerate(groups) if coverage.kind == "all"}
+    prefixes = [prefix for prefix in known.key_prefixes if shape is None or ChunkKey(prefix).group in whole]
+    # If a model has only windows and states, the first chunks may never have been stored.
+    looked_at, most = (prefixes, _FIRST_CHUNKS) if prefixes else (known.key_prefixes, len(digests))
+    keys = [key for prefix in looked_at for key in _keys(prefix, digests[:most])]
+    return any(cache.admin.where(keys)) or (memory is not None and any(memory.fate(key) for key in keys))
+
+
+def _keys(prefix: bytes, digests: Sequence[bytes]) -> list[ChunkKey]:
+    return [ChunkKey(prefix + digest) for digest in digests]

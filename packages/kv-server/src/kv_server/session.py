@@ -4,21 +4,25 @@ The cache identifies holders by session number and name, and leases belong to th
 can touch another's. When the connection closes, promises and read leases end at once; a client that is still reading
 learns from `release` that its bytes may have moved. Chunks being written are different, and so are those whose reader
 cannot discard what it has read. A client that lost its connection may be in the middle of a copy, so these leases last
-until it reports otherwise or nobody maps the pool for it: see `kv_server.orphans`.
+until it reports otherwise or nobody maps the pool for it: see `Orphans`.
 
 Everything is bounded. What a session holds is counted in keys and expires with the leases themselves. Beyond the bound,
 lookups are refused, stores get no room and loads fail, which costs a miss.
 """
 
+import os
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+import msgspec
 from kv_core.clock import Clock
 from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.service import Ended, Holder, LeaseId, LoadFailed, ReadLease, WriteLease
 from kv_core.transfer import HostExtent
 from kv_tiers.cache.hits import needed_count
@@ -26,7 +30,10 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.messages import MAX_NAME
 
 from kv_server import wire
+from kv_server.connection import close_descriptor, is_gone
 from kv_server.engine_loads import OnLookup
+
+_log = limited_logger(__name__)
 
 MAX_KEYS_HELD: Final = 1 << 22
 """Keys in all of a session's promises, loads, read leases and stores together: about 400 MB of the server's memory."""
@@ -42,18 +49,6 @@ _UNWATCHED: Final = (
     "room that is reserved for a copy could never be given to another; mount /proc in the server's container, or let "
     "both share a PID namespace"
 )
-
-
-@dataclass(slots=True)
-class _Timed:
-    """A promise or a read lease.
-
-    keys: how many.
-    deadline_s: when it becomes void, if not earlier.
-    """
-
-    keys: int
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +110,9 @@ class Session:
         self._is_open_elsewhere = is_open_elsewhere
         self._on_lookup = on_lookup
         self._ends_holds = ends_holds
-        self._timed: OrderedDict[Holder | int, _Timed] = OrderedDict()  # a promise by its holder, a read by its number
+        self._timed: OrderedDict[Holder | int, tuple[int, float]] = OrderedDict()
+        """Promises by their holders, and read leases by their numbers: how many keys, and when each becomes void, if
+        not earlier."""
         self._holders: OrderedDict[Holder, None] = OrderedDict()
         self._keys_held = 0
 
@@ -175,14 +172,14 @@ class Session:
 
     def image(self) -> "SessionImage":
         """For `restore`."""
-        timed = [(what, one.keys, one.deadline_s) for what, one in self._timed.items()]
+        timed = [(what, keys, deadline_s) for what, (keys, deadline_s) in self._timed.items()]
         return SessionImage(self.lasting, timed, list(self._holders))
 
     def restore(self, image: "SessionImage") -> None:
         """In a new session of the same number: what it held in another process."""
         self.adopt(image.lasting)
         for what, keys, deadline_s in image.timed:
-            self._timed[what] = _Timed(keys, deadline_s)
+            self._timed[what] = keys, deadline_s
             self._keys_held += keys
         self._holders.update(dict.fromkeys(image.holders))
 
@@ -222,7 +219,7 @@ class Session:
         is_renewed = self.cache.renew(self._prefix + holder)
         timed = self._timed.get(holder)
         if is_renewed and timed is not None:
-            timed.deadline_s = self._clock.now_s() + self._lease_s
+            self._timed[holder] = timed[0], self._clock.now_s() + self._lease_s
             self._timed.move_to_end(holder)
         return wire.Truth(is_renewed)
 
@@ -320,20 +317,20 @@ class Session:
     def _has_room(self, keys: int) -> bool:
         now_s = self._clock.now_s()
         while self._timed:
-            key, oldest = next(iter(self._timed.items()))
-            if oldest.deadline_s > now_s:
+            what, (_, deadline_s) = next(iter(self._timed.items()))
+            if deadline_s > now_s:
                 break
-            self._forget_timed(key)
+            self._forget_timed(what)
         return self._keys_held + keys <= MAX_KEYS_HELD and len(self._timed) < MAX_TIMED
 
     def _remember_timed(self, what: Holder | int, keys: int) -> None:
-        self._timed[what] = _Timed(keys, self._clock.now_s() + self._lease_s)
+        self._timed[what] = keys, self._clock.now_s() + self._lease_s
         self._keys_held += keys
 
     def _forget_timed(self, what: Holder | int) -> None:
         timed = self._timed.pop(what, None)
         if timed is not None:
-            self._keys_held -= timed.keys
+            self._keys_held -= timed[0]
 
 
 def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
@@ -343,20 +340,14 @@ def release(cache: LocalCache, number: int, lease: LastingLease) -> bool:
 
 
 def _check_seconds(measured: Sequence[float]) -> None:
-    """
-    Raises:
-        InputError: one of these is no duration. With NaN, for one, nothing can be compared any more, neither in this
-            session's lookups nor in what others are told about its engine.
-    """
+    """Raises `InputError`: one of these is no duration. With NaN, for one, nothing can be compared any more, neither in
+    this session's lookups nor in what others are told about its engine."""
     if not all(0.0 <= seconds <= _MAX_SECONDS for seconds in measured):
         raise InputError(f"costs and measurements are from 0 to {_MAX_SECONDS:g} seconds")
 
 
 def _check_tiers(names: Sequence[str] | None) -> None:
-    """
-    Raises:
-        InputError: so many tiers, or such long names, do not exist.
-    """
+    """Raises `InputError`: so many tiers, or such long names, do not exist."""
     if names is not None and (len(names) > MAX_TIERS or max(map(len, names), default=0) > MAX_NAME):
         raise InputError(f"a request names at most {MAX_TIERS} tiers, of {MAX_NAME} characters")
 
@@ -364,3 +355,165 @@ def _check_tiers(names: Sequence[str] | None) -> None:
 def _by_length(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
     """The keys by length, because those of one message have the same length, and those of one eviction need not."""
     return [list(alike) for _, alike in groupby(sorted(keys, key=len), key=len)]
+
+
+SETTLE_S: Final = 10.0
+"""From when nobody maps the pool, if the process has not ended or its end is not known: for its devices to be reset."""
+_FIRST_LOOK_S: Final = 0.02
+_MAX_LOOK_S: Final = 1.0
+
+
+class OrphanImage(msgspec.Struct):
+    """What one session was copying.
+
+    format: of the cache of its leases.
+    leases: by their numbers.
+    pid: of the process; 0 if it is not visible here. has_pidfd: there is a pidfd of it, which is passed on with this.
+    lost_s: since when it is one.
+    unmapped_s: since when no process has the pool open or mapped for it; None: some process may.
+    """
+
+    token: bytes
+    format: wire.Format
+    leases: dict[int, LastingLease]
+    pid: int
+    has_pidfd: bool
+    lost_s: float
+    unmapped_s: float | None = None
+
+
+@dataclass(slots=True)
+class Orphan:
+    """One of this process, whose cache has these leases.
+
+    pidfd: or -1.
+    look_s: when to look next, by the monotonic clock. wait_s: from then to the time after.
+    is_named: it is in the log.
+    """
+
+    image: OrphanImage
+    cache: LocalCache
+    pidfd: int
+    look_s: float = 0.0
+    wait_s: float = _FIRST_LOOK_S
+    is_named: bool = False
+
+
+class Orphans:
+    """Lasting leases of clients whose connection closed, by the tokens of their sessions, retained until no process can
+    still be copying. For the server's thread.
+
+    (A slot that is `ORPHANED`, in `kv_tiers.index.life`, is something else.) A connection that closes proves nothing,
+    because the process may be in the middle of a copy, be stopped there for an hour, and go on. Its slots wait until
+    the client reconnects and lists the leases that it still has (our client does so automatically), or until the kernel
+    says that no process has the pool open or mapped for this client any more (`HostPool.is_lent`). That covers
+    processes of other PID namespaces and forked children. No timeout releases anything by itself.
+
+    A process that ends gives up its memory before its devices, which may still be writing. So its slots also wait for
+    its end, which its pidfd shows. If the process lives on without the pool, or has no pidfd, the slots wait for
+    `SETTLE_S` more. The log names a client that keeps its slots for long. Each has slots of a pool, so there are never
+    more of them than slots.
+    """
+
+    def __init__(self, clock: Clock, name_after_s: float) -> None:
+        """name_after_s: how long one is retained before the log says so."""
+        self._clock = clock
+        self._name_after_s = name_after_s
+        self._orphans: dict[bytes, Orphan] = {}
+
+    def __len__(self) -> int:
+        return len(self._orphans)
+
+    def add(self, image: OrphanImage, cache: LocalCache, pidfd: int) -> None:
+        """A session has ended. Takes over its process's pidfd."""
+        leases, pid = image.leases, image.pid
+        copying = {number: lease for number, lease in leases.items() if lease.slots}
+        give_up(cache, {number: lease for number, lease in leases.items() if number not in copying})
+        if not copying:
+            close_descriptor(pidfd)
+            return
+        for known in self._orphans.values():  # of a process that comes and goes one descriptor is enough
+            if pid and known.image.pid == pid and known.pidfd != pidfd >= 0 and not is_gone(known.pidfd):
+                os.close(pidfd)
+                pidfd = known.pidfd
+                break
+        image.leases = copying
+        orphan = self._orphans[image.token] = Orphan(image, cache, pidfd)
+        self._look(orphan)
+
+    def all(self) -> list[Orphan]:
+        return list(self._orphans.values())
+
+    def restore(self, orphan: Orphan) -> None:
+        """One of another process. Takes over the pidfd."""
+        self._orphans[orphan.image.token] = orphan
+
+    def take(self, token: bytes) -> Orphan | None:
+        """Remove an orphan because its owner is back. The caller gives up the leases that the owner no longer wants."""
+        orphan = self._orphans.pop(token, None)
+        if orphan is not None and all(other.pidfd != orphan.pidfd for other in self._orphans.values()):
+            close_descriptor(orphan.pidfd)
+        return orphan
+
+    def holds(self, cache: LocalCache, lease: int) -> bool:
+        return any(orphan.cache is cache and lease in orphan.image.leases for orphan in self._orphans.values())
+
+    def are_of(self, cache: LocalCache) -> bool:
+        """Whether any orphan was copying there."""
+        return any(orphan.cache is cache for orphan in self._orphans.values())
+
+    def patience_s(self) -> float | None:
+        """How soon `expire` should be called. None: there are no orphans."""
+        soonest = min((orphan.look_s for orphan in self._orphans.values()), default=None)
+        return None if soonest is None else max(0.0, soonest - time.monotonic())
+
+    def expire(self) -> None:
+        """End those of whom nobody can be copying any more."""
+        at_s = time.monotonic()
+        for orphan in self.all():
+            if orphan.look_s <= at_s:
+                self._look(orphan)
+
+    def close(self) -> None:
+        for token in list(self._orphans):
+            self.take(token)
+
+    def _look(self, orphan: Orphan) -> None:
+        image, now_s = orphan.image, self._clock.now_s()
+        has_ended = is_gone(orphan.pidfd)
+        is_mapped = orphan.cache.pool.is_lent(image.token)
+        if is_mapped is not False:
+            image.unmapped_s = None
+        elif image.unmapped_s is None:
+            image.unmapped_s = now_s
+        has_settled = image.unmapped_s is not None and now_s - image.unmapped_s >= SETTLE_S
+        if not is_mapped and (has_ended or has_settled):
+            self.take(image.token)
+            give_up(orphan.cache, image.leases)
+            return
+        orphan.look_s = time.monotonic() + orphan.wait_s
+        orphan.wait_s = min(2 * orphan.wait_s, _MAX_LOOK_S)
+        if not orphan.is_named and now_s - image.lost_s > self._name_after_s:
+            orphan.is_named = True
+            who = f"process {image.pid}" if image.pid else "a process of another PID namespace"
+            _log.warning(
+                "%s lost its connection %.0f s ago while it was copying %d chunks, and has not reconnected: their room "
+                "(with that of others like it %d of the %d slots of pool %s) stays reserved until it does, or until it "
+                "and the children that it has forked have ended, because they may still be copying",
+                who,
+                now_s - image.lost_s,
+                _slots(orphan),
+                sum(_slots(other) for other in self._orphans.values() if other.cache is orphan.cache),
+                orphan.cache.pool.slots,
+                orphan.cache.pool.name,
+            )
+
+
+def give_up(cache: LocalCache, leases: Mapping[int, LastingLease]) -> None:
+    """Release all of these, because nothing is being copied there any more."""
+    for number, lease in leases.items():
+        release(cache, number, lease)
+
+
+def _slots(orphan: Orphan) -> int:
+    return sum(lease.slots for lease in orphan.image.leases.values())

@@ -21,8 +21,7 @@ from kv_observe.chunk_state import ChunkState, GroupState
 from kv_tiers.messages import HEADER, MAX_KEYS, Keys, Message, Name, Text, check_header, decoded, framed, pack_keys
 from kv_tiers.payload_sizes import MAX_GROUPS
 
-from kv_server.directory.state import DirectoryState
-from kv_server.report import Registration, Report
+from kv_server.report import DirectoryState, Registration, Report
 
 __all__ = ("HEADER", "MAX_KEYS", "Keys", "pack_keys")
 
@@ -49,6 +48,18 @@ Format = tuple[tuple[int, ...], str]
 CoverageText = Annotated[str, msgspec.Meta(max_length=32)]
 Facts = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
+# The facts of a client that its server reads. All others are for the engine's own processes. A server ignores those
+# that it does not know, so a new one needs no other version of the protocol.
+CHUNK_TOKENS: Final = "chunk_tokens"
+"""Tokens of its chunks, in decimal digits."""
+MODEL_NAME: Final = "model_name"
+"""Its model, as the engine was told: a directory or a hub's name."""
+REPEATS_LOOKUPS: Final = "repeats_lookups"
+"""Another process of the engine looks the same prompts up, as other ranks of SGLang do."""
+READS_TOGETHER: Final = "reads_together"
+"""Other processes of the engine read the same chunks. So no read of theirs ends a hold: one of them says when all have
+read (`taken`)."""
+
 
 @lru_cache(64)
 def _shape(chunk_tokens: int, coverages: tuple[str, ...], shards: int) -> ChunkShape:
@@ -70,7 +81,7 @@ class Register(Message, tag="register"):
     engine: the engine of this process. What follows may be requested by its other processes (`Registered`).
     group_bytes, fingerprint: the format of the chunks, with each group's size.
     shards: number of shards of each chunk.
-    facts: opaque to the server, but for those in `kv_server.facts`.
+    facts: opaque to the server, but for those above.
     resume: the token of this client's previous session, if any.
     lasting: the leases of that session that do not end with its connection and that the client still has: those to
         write, and lasting ones to read. The server releases all its others.
@@ -87,6 +98,10 @@ class Register(Message, tag="register"):
     lasting: list[Number]
     forgotten: Keys
     is_cleared: bool
+
+    @property
+    def format(self) -> Format:
+        return self.group_bytes, self.fingerprint
 
 
 class Unregister(Message, tag="unregister"):
@@ -146,11 +161,7 @@ class Explain(Message, tag="explain"):
     ]
 
     def unpack(self) -> tuple[list[bytes], list[bytes]]:
-        """Digests and key prefixes.
-
-        Raises:
-            InputError: they do not make keys of this release, or too many.
-        """
+        """Digests and key prefixes. Raises `InputError`: they do not make keys of this release, or too many."""
         nbytes, joined = self.digest_bytes, self.digests
         if len(joined) % nbytes:
             raise InputError(f"{len(joined)} bytes are no digests of {nbytes} bytes")
@@ -175,10 +186,7 @@ class Lookup(Message, tag="lookup"):
     options: LookupOptions
 
     def shape(self) -> ChunkShape:
-        """
-        Raises:
-            InputError: there is no such coverage.
-        """
+        """Raises `InputError`: there is no such coverage."""
         return _shape(self.chunk_tokens, self.coverages, self.shards)
 
 
@@ -447,18 +455,12 @@ def frame(message: Request | Answer) -> bytes:
 
 
 def read_request(body: bytes) -> Request:
-    """
-    Raises:
-        InputError: it is not one of the requests, within its bounds.
-    """
+    """Raises `InputError`: it is not one of the requests, within its bounds."""
     return decoded(_REQUESTS, body, "not a request")
 
 
 def read_answer(body: bytes) -> Answer:
-    """
-    Raises:
-        InputError: it is not one of the answers.
-    """
+    """Raises `InputError`: it is not one of the answers."""
     return decoded(_ANSWERS, body, "not an answer")
 
 
@@ -479,11 +481,8 @@ class Frames:
         return bytes(self._arrived)
 
     def next(self) -> bytes | None:
-        """The next message's body; None: it has not fully arrived.
-
-        Raises:
-            InputError: another version of the protocol, or longer than is allowed.
-        """
+        """The next message's body; None: it has not fully arrived. Raises `InputError`: another version of the
+        protocol, or longer than is allowed."""
         if len(self._arrived) < HEADER.size:
             return None
         nbytes = check_header(self._arrived, version=VERSION, max_bytes=self._max_bytes)

@@ -19,7 +19,7 @@ from kv_server import caches as caches_module
 from kv_server import wire
 from kv_server.connection import ask_server
 from kv_server.http import relay as relay_module
-from kv_server.http.problem import Problem
+from kv_server.http.operation import Problem
 from kv_server.report import Report
 from kv_testing.cache_servers import ThreadedServer
 from kv_testing.http import SLOT_BYTES, Served, problem, store

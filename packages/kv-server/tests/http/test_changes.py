@@ -13,11 +13,10 @@ from kv_core.service import ReadLease
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch
 from kv_server import caches as caches_module
-from kv_server.http import jobs as jobs_module
-from kv_server.http.jobs import PrefixJobs
-from kv_server.http.problem import Problem
-from kv_server.http.start import open_http
-from kv_server.http.token import read_token
+from kv_server.http import relay as jobs_module
+from kv_server.http.operation import Problem
+from kv_server.http.relay import PrefixJobs
+from kv_server.http.start import open_http, read_token
 from kv_testing.http import SLOT_BYTES, TOKEN, Served, keys_of, problem, store, store_keys
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.wait import joined, until

@@ -17,7 +17,7 @@ from kv_server import RemoteCache, launch
 from kv_server.http import relay
 from kv_server.http.app import make_app
 from kv_server.http.relay import Relay
-from kv_server.http.tenants import TenantNames
+from kv_server.http.thread import Guard
 from kv_testing.http import SLOT_BYTES, TOKEN, Served, store
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_tiers.config import HttpConfig
@@ -37,14 +37,13 @@ def served() -> Iterator[Served]:
 def make_asgi(served: Served) -> ASGIApp:
     archive = Path(served.home.name) / "archive"
     archive.mkdir(exist_ok=True)
-    hosts = frozenset({"localhost", "testserver"})
-    return make_app(
+    app = make_app(
         Relay(served.server),
-        names=TenantNames({tenant_tag("x"): "acme"}),
+        names={tenant_tag("x"): "acme"},
         token=TOKEN,
-        hosts=hosts,
         archive_directory=str(archive),
     )
+    return Guard(app, frozenset({"localhost", "testserver"}))
 
 
 @pytest.fixture(scope="module")

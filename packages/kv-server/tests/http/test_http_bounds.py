@@ -16,9 +16,9 @@ import httpx
 import pytest
 from kv_core.clock import HandClock
 from kv_server import ServerConfig, ServerProcess, launch
-from kv_server.http import connections as connections_module
-from kv_server.http.connections import BoundedProtocol, HttpConnections, peer_of
+from kv_server.http import thread as connections_module
 from kv_server.http.start import open_http
+from kv_server.http.thread import BoundedProtocol, HttpConnections, peer_of
 from kv_server.server import CacheServer
 from kv_testing.wait import until
 from kv_tiers.config import HostConfig, HttpConfig
@@ -260,7 +260,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> HttpConnections:
 
 def fill(room: HttpConnections, *held: Held) -> tuple[Held, ...]:
     for one in held:
-        room.enter(one)
+        room.open.add(one)
     return held
 
 

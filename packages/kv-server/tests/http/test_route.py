@@ -9,7 +9,7 @@ from kv_core.coverage import ChunkShape, Coverage
 from kv_core.keys import ChunkKey, KeySpace
 from kv_core.testing import key_chain
 from kv_server import RemoteCache
-from kv_server.facts import REPEATS_LOOKUPS
+from kv_server.wire import REPEATS_LOOKUPS
 from kv_testing.http import Served, keys_of, problem, store, store_keys
 
 TOKEN_S = 1e-3

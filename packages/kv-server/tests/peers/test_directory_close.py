@@ -5,8 +5,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from kv_server.directory.entries import VERSION, Entry
-from kv_server.directory.names import NAME_BYTES
+from kv_server.directory.entries import NAME_BYTES, VERSION, Entry
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import List
 from kv_testing.cache_servers import SLOT_BYTES

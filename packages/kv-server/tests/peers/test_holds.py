@@ -10,8 +10,7 @@ from kv_core.clock import HandClock
 from kv_core.keys import ChunkKey
 from kv_core.service import Ended, ReadLease
 from kv_core.testing import key_chain
-from kv_server.peers.hand_over_feed import HandedOver
-from kv_server.peers.side import PeerSide, peer_side
+from kv_server.peers.side import HandedOver, PeerSide, peer_side
 from kv_testing.service_contract import assert_adds_up
 from kv_testing.tenants import ANN, cache_of, held, store
 from kv_testing.tower import FINGERPRINT, Tower

@@ -13,7 +13,7 @@ import pytest
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
 from kv_server import RemoteCache, launch
-from kv_server.peers import following as peer_following
+from kv_server.peers import tier as peer_following
 from kv_server.peers.tier import PeersTier, make_peers_tier
 from kv_server.peers.wire import (
     NOT_HERE,

@@ -14,9 +14,8 @@ import pytest
 from kv_core.hashing import checksum_of
 from kv_core.keys import ChunkKey
 from kv_core.testing import key_chain
-from kv_server.peers import reads as peer_reads
-from kv_server.peers.reads import PeerReads
-from kv_server.peers.side import PeerSide, peer_side
+from kv_server.peers import side as peer_reads
+from kv_server.peers.side import PeerReads, PeerSide, peer_side
 from kv_testing.faults import FAULTS, Fault
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.tower import FINGERPRINT, Tower

@@ -24,9 +24,9 @@ from kv_core.hashing import ChainScheme
 from kv_core.log import limited_logger
 from kv_core.plugins import extra_needed
 from kv_core.sequence import digests_of
-from kv_server.facts import CHUNK_TOKENS, READS_TOGETHER, REPEATS_LOOKUPS
+from kv_server.process import SupervisedServer
 from kv_server.remote_cache import RemoteCache
-from kv_server.supervised import SupervisedServer
+from kv_server.wire import CHUNK_TOKENS, READS_TOGETHER, REPEATS_LOOKUPS
 from kv_tiers import LocalCache
 from kv_tiers.approximate import is_approximate, uses_calibration
 from kv_tiers.build import refuse_gds

@@ -27,8 +27,7 @@ from kv_core.log import limited_logger
 from kv_core.service import Ended, LookupPlan, ReadLease, StoreOptions, WriteLease
 from kv_core.transfer import Copy, HostExtent, TransferPlan, plan_transfer
 from kv_cuda import Copier
-from kv_server.mapped import MappedPool
-from kv_server.remote_cache import RemoteCache
+from kv_server.remote_cache import MappedPool, RemoteCache
 from kv_tiers import HostPool, LocalCache
 from kv_tiers.cache.host import TIER
 from kv_tiers.messages import MAX_KEYS

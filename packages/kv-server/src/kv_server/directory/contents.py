@@ -16,9 +16,21 @@ import numpy as np
 from kv_core.keys import ChunkKey
 from kv_tiers.index.journal import Journal
 
-from kv_server.directory.entries import HOST_BYTES, MAX_CHANGES, VERSION, Entry
+from kv_server.directory.entries import (
+    HOST_BYTES,
+    MAX_CHANGES,
+    NAME_BYTES,
+    VERSION,
+    Entry,
+    Names,
+    names_of,
+    no_sums,
+    pack,
+    root_of,
+    shards_of,
+    toggle,
+)
 from kv_server.directory.holders import HolderTable
-from kv_server.directory.names import NAME_BYTES, Names, names_of, no_sums, pack, root_of, shards_of, toggle
 
 SCAN_S: Final = 120.0
 """How often all keys are checked."""

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kv_server.directory.names import Flags, Names
+from kv_server.directory.entries import Flags, Names
 
 Hosts = npt.NDArray[np.uint16]
 _Slots = npt.NDArray[np.int64]

@@ -11,18 +11,17 @@ another. This file does no I/O and has no clock.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from threading import Lock
 from typing import Final
 
-import msgspec
 import numpy as np
 from kv_tiers.host_port import HostPort
 
-from kv_server.directory.entries import Entry
+from kv_server.directory.entries import Entry, Names, no_sums, root_of, shards_of, toggle
 from kv_server.directory.holders import MAX_HOSTS, HolderTable
-from kv_server.directory.names import Names, no_sums, root_of, shards_of, toggle
+from kv_server.report import MirrorCounts
 
 MAX_WAITING: Final = 256
 """Entries of one host that wait for its repair. If there are more it is repaired again."""
@@ -84,21 +83,6 @@ class Host:
     is_left_out: bool = False
 
 
-class MirrorCounts(msgspec.Struct):
-    """As in `DirectoryState`."""
-
-    hosts: int = 0
-    exact: int = 0
-    names: int = 0
-    entries: int = 0
-    gaps: int = 0
-    repairs: int = 0
-    failed_repairs: int = 0
-    shards_fetched: int = 0
-    repair_bytes: int = 0
-    left_out: int = 0
-
-
 @dataclass(slots=True)
 class _Backoff:
     seconds: float = 0.0
@@ -132,7 +116,8 @@ class Mirror:
         self._free_numbers: list[int] = []
         # By address, so that a host is not queried more often because it changes its id with each entry.
         self._backoff: dict[HostPort, _Backoff] = {}
-        self._own_id: bytes | None = None
+        self.own_id: bytes | None = None
+        """Of the host whose entries are ours, and ignored."""
         self._cleared_s: float | None = None
         self._counts = MirrorCounts()
 
@@ -144,7 +129,7 @@ class Mirror:
     def counts(self) -> MirrorCounts:
         """The present counts, which may change meanwhile."""
         hosts = list(self._hosts.values())
-        return msgspec.structs.replace(
+        return replace(
             self._counts,
             hosts=len(hosts),
             exact=sum(host.trust is Trust.EXACT for host in hosts),
@@ -152,17 +137,9 @@ class Mirror:
             names=self._table.entries,
         )
 
-    def ignore(self, host_id: bytes) -> None:
-        """Ignore the entries of this host, which are ours."""
-        self._own_id = host_id
-
     def addresses(self) -> list[HostPort]:
         with self._lock:
             return list(self._by_address)
-
-    def host_at(self, address: HostPort) -> Host | None:
-        with self._lock:
-            return self._by_address.get(address)
 
     def holders(self, names: Names, most: int) -> list[list[Host]]:
         """Hosts that hold each name and are believed, of the first `most` that are known."""
@@ -182,7 +159,7 @@ class Mirror:
 
     def take(self, entry: Entry, now_s: float) -> None:
         """Apply an entry that was read. Entries may come in any order, and repeatedly."""
-        if entry.host == self._own_id:
+        if entry.host == self.own_id:
             return
         with self._lock:
             host = self._hosts.get(entry.host)
@@ -327,7 +304,7 @@ class Mirror:
             self._readmit(host, entry)
             return
         known = max(host.sequence, host.covered)
-        if entry.has_changes:
+        if entry.added or entry.removed:
             if entry.sequence <= known:
                 return  # a repetition, too late, or fetched already
             is_gap = entry.sequence > known + 1

@@ -8,7 +8,7 @@ the only one that a reader connects to. Someone who repeats an old entry, or lea
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -83,11 +83,8 @@ class _Authority:
         self._verified: dict[tuple[bytes, str], tuple[PublicKey, datetime]] = {}
 
     def key_of(self, chain: list[bytes], host: str) -> PublicKey:
-        """The key of a host with this certificate.
-
-        Raises:
-            InputError: the certificate is not valid, or does not name the host.
-        """
+        """The key of a host with this certificate. Raises `InputError`: the certificate is not valid, or does not name
+        the host."""
         now = datetime.now(UTC)
         known = self._verified.get((chain[0], host))
         if known is None or now > known[1]:
@@ -121,34 +118,31 @@ def _needs(extension: type[ExtensionType]) -> ExtensionPolicy:
     return ExtensionPolicy.permit_all().require_present(extension, Criticality.AGNOSTIC, None)
 
 
+def _scheme(key: Key | PublicKey) -> tuple[Any, ...]:
+    """What a key of this kind signs and verifies with, besides the message."""
+    match key:
+        case ec.EllipticCurvePrivateKey() | ec.EllipticCurvePublicKey():
+            return (ec.ECDSA(SHA256()),)
+        case rsa.RSAPrivateKey() | rsa.RSAPublicKey():
+            return (padding.PKCS1v15(), SHA256())
+    return ()
+
+
 class Signatures:
     """For one thread. It follows files that are replaced."""
 
     def __init__(self, security: PeerSecurity, namespace: str, where: str) -> None:
-        """namespace: of the directory, so that an entry counts in no other.
-
-        Raises:
-            ConfigError: the tls files cannot be used.
-        """
+        """namespace: of the directory, so that an entry counts in no other. Raises `ConfigError`: the tls files cannot
+        be used."""
         ca_file, cert_file, key_file = security.tls_ca_file, security.tls_cert_file, security.tls_key_file
         self._own = WatchedFiles(lambda: _Own(cert_file, key_file, where), (cert_file, key_file), where)
         self._authority = WatchedFiles(lambda: _Authority(ca_file, where), (ca_file,), where)
         self._context = _CONTEXT + namespace.encode() + b" "
 
     def signed(self, entry: Entry) -> bytes:
-        """
-        Raises:
-            ConfigError: others would refuse it.
-        """
+        """Raises `ConfigError`: others would refuse it."""
         own, encoded = self._own.current(), encode(entry)
-        message, key = self._context + encoded, own.key
-        match key:
-            case ec.EllipticCurvePrivateKey():
-                signature = key.sign(message, ec.ECDSA(SHA256()))
-            case rsa.RSAPrivateKey():
-                signature = key.sign(message, padding.PKCS1v15(), SHA256())
-            case ed25519.Ed25519PrivateKey():
-                signature = key.sign(message)
+        signature = own.key.sign(self._context + encoded, *_scheme(own.key))
         written = _ENCODER.encode(SignedEntry(encoded, own.chain, signature))
         try:
             self.verified(written)
@@ -160,10 +154,7 @@ class Signatures:
         return written
 
     def verified(self, written: bytes) -> Entry:
-        """
-        Raises:
-            InputError: it is no entry, or not one of the host at its address.
-        """
+        """Raises `InputError`: it is no entry, or not one of the host at its address."""
         if len(written) > MAX_ENTRY_BYTES + MAX_CHAIN_BYTES:
             raise InputError(f"an entry of {len(written)} bytes is too large")
         try:
@@ -174,13 +165,7 @@ class Signatures:
         host, message = entry.host_port().host, self._context + signed.entry
         key = self._authority.current().key_of(signed.chain, host)
         try:
-            match key:
-                case ec.EllipticCurvePublicKey():
-                    key.verify(signed.signature, message, ec.ECDSA(SHA256()))
-                case rsa.RSAPublicKey():
-                    key.verify(signed.signature, message, padding.PKCS1v15(), SHA256())
-                case ed25519.Ed25519PublicKey():
-                    key.verify(signed.signature, message)
+            key.verify(signed.signature, message, *_scheme(key))
         except InvalidSignature:
             raise InputError(f"an entry for {entry.address} that its host has not signed") from None
         return entry

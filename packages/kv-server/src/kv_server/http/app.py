@@ -1,8 +1,13 @@
-"""The application: every operation at its path, the status page, and the guard around them."""
+"""The application: every operation at its path, described by an OpenAPI document, and the status page."""
 
-from collections.abc import Sequence
+import re
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from http import HTTPStatus
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -12,30 +17,58 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kv_server.http import clear, drain, openapi, prefixes, route, state, tenants
-from kv_server.http.guard import Guard
-from kv_server.http.operation import Operation, perform
-from kv_server.http.page import Page
-from kv_server.http.problem import Problem, problem_response
+from kv_server.connection import PACKAGE
+from kv_server.http.operation import Operation, Problem, ProblemDocument, perform, problem_response
+from kv_server.http.operations import (
+    clear_operations,
+    drain_operations,
+    quota_operations,
+    route_operations,
+    state_operations,
+)
+from kv_server.http.prefixes import prefix_operations
 from kv_server.http.relay import Relay
-from kv_server.http.tenants import TenantNames
+
+_FILE: Final = Path(__file__).with_name("page.html")
 
 
-def make_app(relay: Relay, *, names: TenantNames, token: str, hosts: frozenset[str], archive_directory: str) -> ASGIApp:
+class Page:
+    """The status page at /: a single file that polls /status every second.
+
+    It loads nothing else. Its content security policy allows its own script and style only, by hash.
+    """
+
+    def __init__(self) -> None:
+        self._text = _FILE.read_text()
+        script, style = (self._hash_of(tag) for tag in ("script", "style"))
+        self._policy = (
+            f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+            "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+        )
+
+    async def answer(self, request: Request) -> Response:
+        headers = {"content-security-policy": self._policy}
+        return Response(self._text, headers=headers, media_type="text/html")
+
+    def _hash_of(self, tag: str) -> str:
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", self._text, flags=re.DOTALL)
+        return f"'sha256-{b64encode(sha256(inside.encode()).digest()).decode()}'"
+
+
+def make_app(relay: Relay, *, names: Mapping[bytes, str], token: str, archive_directory: str) -> ASGIApp:
     """token: empty if nothing may be changed.
-    hosts: host names that requests may have; empty: any.
-    names: of tenants.
+    names: of tenants in the settings, by tag.
     archive_directory: for exported prefixes; empty: none.
     """
     operations = [
-        *state.operations(relay),
-        *clear.operations(relay, names),
-        *drain.operations(relay),
-        *tenants.operations(relay, names),
-        *prefixes.operations(relay, relay.jobs, archive_directory),
-        *route.operations(relay),
+        *state_operations(relay),
+        *clear_operations(relay, names),
+        *drain_operations(relay),
+        *quota_operations(relay, names),
+        *prefix_operations(relay, archive_directory),
+        *route_operations(relay),
     ]
-    described = msgspec.json.encode(openapi.document(operations))
+    described = msgspec.json.encode(openapi_document(operations))
 
     async def document(request: Request) -> Response:
         return Response(described, media_type="application/json")
@@ -49,7 +82,7 @@ def make_app(relay: Relay, *, names: TenantNames, token: str, hosts: frozenset[s
         routes=routes, exception_handlers={HTTPException: _no_such, Problem: _problem, Exception: _internal_error}
     )
     app.router.redirect_slashes = False  # curl takes a redirection for success, and nothing would have been done
-    return Guard(app, hosts)
+    return app
 
 
 def _route(path: str, operations: Sequence[Operation], token: str) -> Route:
@@ -80,3 +113,66 @@ async def _no_such(request: Request, error: Any) -> Response:
     else:
         detail = f"{request.method} is not allowed for {request.url.path}; use {headers.get('allow')}"
     return problem_response(Problem(error.status_code, detail, headers))
+
+
+_ABOUT: Final = """\
+A server that keeps KV chunks for engines of one host. Reading needs no token; changing needs that of http.token_file,
+as a bearer. Errors are answered with a problem document that says what to do.
+"""
+_REFERENCE: Final = "#/components/schemas/{name}"
+
+
+def openapi_document(operations: Sequence[Operation]) -> dict[str, Any]:
+    """OpenAPI 3.1, from the table of operations that also serves requests."""
+
+    types = {type_ for operation in operations for type_ in (operation.answer, operation.body)} - {None, Response}
+    ordered = [ProblemDocument, *sorted(types, key=str)]
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=_REFERENCE)
+    schema_of = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kv-server", "version": PACKAGE, "description": _ABOUT},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _described(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    failures = set(operation.failures)
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "operationId": "_".join([operation.method.lower(), *re.findall(r"\w+", operation.path)]),
+        "responses": {},
+    }
+    if operation.answer is Response:
+        answer = _response(operation.status, {"type": "string"}, "text/plain")
+    else:
+        answer = _response(operation.status, schema_of[operation.answer])
+    described["responses"][str(operation.status)] = answer
+    if names := re.findall(r"{(\w+)}", operation.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if operation.body is not None:
+        failures |= {400, 408, 413, 415}
+        described["requestBody"] = {
+            "required": operation.needs_body,
+            "content": {"application/json": {"schema": schema_of[operation.body]}},
+        }
+    if operation.changes_something:
+        failures |= {401, 403}
+        described["security"] = [{"token": []}]
+    for status in sorted(failures | {421}):
+        described["responses"][str(status)] = _response(status, schema_of[ProblemDocument], "application/problem+json")
+    return described
+
+
+def _response(status: int, schema: Any, media_type: str = "application/json") -> dict[str, Any]:
+    return {"description": HTTPStatus(status).phrase, "content": {media_type: {"schema": schema}}}

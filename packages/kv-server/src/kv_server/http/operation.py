@@ -1,12 +1,13 @@
 """One operation of the API: its types, how a request becomes a call, and how the outcome becomes a response.
 
-The OpenAPI document (`openapi`) is generated from what is enforced here.
+The OpenAPI document (`openapi_document`) is generated from what is enforced here.
 """
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
@@ -15,7 +16,32 @@ from kv_tiers.options import in_words
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from kv_server.http.problem import Problem
+
+class ProblemDocument(msgspec.Struct, frozen=True):
+    """title: the status in words. detail: what was wrong with this request, and what to do."""
+
+    title: str
+    status: int
+    detail: str
+
+
+class Problem(Exception):  # noqa: N818  # an answer, not a fault of ours
+    """Raised while a request is answered, and becomes its answer: a problem document (RFC 9457) that says what was
+    wrong, and what to do about it."""
+
+    def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = dict(headers or {})
+
+
+def problem_response(problem: Problem) -> Response:
+    document = ProblemDocument(HTTPStatus(problem.status).phrase, problem.status, problem.detail)
+    return Response(
+        msgspec.json.encode(document), problem.status, problem.headers, media_type="application/problem+json"
+    )
+
 
 MAX_BODY_BYTES: Final = 4 << 20
 """Room for thirty thousand keys."""
@@ -66,10 +92,7 @@ class Operation:
 
 
 async def perform(operation: Operation, request: Request, token: str) -> Response:
-    """
-    Raises:
-        Problem: the request is wrong, or cannot be granted now.
-    """
+    """Raises `Problem`: the request is wrong, or cannot be granted now."""
     if operation.changes_something:
         _authorize(request, token)
     arguments = []

@@ -19,11 +19,8 @@ from kv_tiers.options import spelled_as
 from kv_tiers.payload_sizes import MAX_GROUPS
 from msgspec import Meta
 
-from kv_server.http.jobs import Outcome, PrefixJob, PrefixJobs
-from kv_server.http.operation import Operation
-from kv_server.http.problem import Problem
-from kv_server.http.relay import Relay
-from kv_server.http.selector import FormatSelector, select_cache, select_caches
+from kv_server.http.operation import Operation, Problem
+from kv_server.http.relay import FormatSelector, Outcome, PrefixJob, Relay, select_cache, select_caches
 
 MAX_KEYS: Final = 1 << 15
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -61,11 +58,7 @@ class Shaped(FormatSelector, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     shards: Annotated[int, Meta(gt=0, le=65535)] = 1
 
     def shape(self) -> ChunkShape:
-        """
-        Raises:
-            InputError: there is no such coverage.
-            Problem: the keys are not those of whole chunks.
-        """
+        """Raises `InputError`: there is no such coverage. Raises `Problem`: the keys are not those of whole chunks."""
         shape = ChunkShape(self.chunk_tokens, tuple(map(Coverage.parse, self.coverages)), self.shards)
         if len(self.keys) % shape.keys_per_chunk:
             raise Problem(409, f"{len(self.keys)} keys are not whole chunks of {shape.keys_per_chunk} keys")
@@ -123,7 +116,9 @@ class Prefixes(msgspec.Struct, frozen=True):
     jobs: list[PrefixJob]
 
 
-def operations(relay: Relay, jobs: PrefixJobs, archive_directory: str) -> list[Operation]:
+def prefix_operations(relay: Relay, archive_directory: str) -> list[Operation]:
+    jobs = relay.jobs
+
     async def prefixes() -> Prefixes:
         pins = []
         for (group_bytes, fingerprint), cache in (await relay.caches()).items():

@@ -1,14 +1,18 @@
-"""The thread that serves HTTP next to the serving thread: its socket, the limits of its connections, its shutdown."""
+"""The thread that serves HTTP: its socket, the limits of its connections, the checks around requests, its shutdown."""
 
 import asyncio
+import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from kv_core.errors import ConfigError
@@ -16,16 +20,197 @@ from kv_core.log import limited_logger
 from kv_tiers.config import HttpConfig
 from kv_tiers.host_port import LOOPBACK_NAME, HostPort, read_host_port
 from kv_tiers.threads import must_start
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kv_server.accepting import Acceptor, listen_at
+from kv_server.address import Acceptor, listen_at
 from kv_server.http.app import make_app
-from kv_server.http.connections import HEAD_BYTES, IDLE_S, BoundedProtocol, HttpConnections, peer_of
+from kv_server.http.operation import Problem, problem_response
 from kv_server.http.relay import Relay
-from kv_server.http.tenants import TenantNames
-from kv_server.http.token import read_token
+from kv_server.http.start import read_token
 from kv_server.server import CacheServer
 
 _log = limited_logger(__name__)
+
+MAX_CONNECTIONS: Final = 64
+MAX_OF_A_PEER: Final = 32
+"""Of those, from one address. Behind a proxy, all come from the same one."""
+HEALTH_CONNECTIONS: Final = 16
+"""In addition to those, for health checks only."""
+PATIENCE_S: Final = 1.0
+"""A client that has kept the server waiting for this long may lose its place to a new one."""
+HEALTH_S: Final = 2.0
+"""How long a connection of the reserve may take in all."""
+HEAD_BYTES: Final = 16 << 10
+"""Of a request's line and headers."""
+HEAD_S: Final = 10.0
+"""How long a request's line and headers may take to arrive."""
+UNREAD_S: Final = 10.0
+"""How long a client may read nothing of an answer that does not fit into its socket's buffer."""
+IDLE_S: Final = 15
+"""How long a connection may be idle."""
+CONNECTION_S: Final = 60.0
+"""A connection's next answer after this long is its last."""
+LAST_ANSWER_S: Final = 90.0
+"""How much longer that answer may take."""
+
+IS_LAST: Final = "kv_is_last"
+IS_HEALTH_ONLY: Final = "kv_is_health_only"
+"""In `state` of a request's scope, about its connection: its answer ends it; it may request health only."""
+
+
+class HttpConnections:
+    """How many connections there may be, for how long, and which one is replaced when the limit is reached. Used on
+    HTTP's event loop only.
+
+    At the limit a new connection replaces one whose client has kept the server waiting for a while (for a request, its
+    body, or for the answer to be read): the longest waiting one of the address that has the most connections. A
+    connection for which the server is working is never closed. If none can be replaced, the new one gets a place in a
+    reserve that serves only the health endpoints, once and within a short time. So health checks are answered whatever
+    clients do.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.now_s = now_s
+        self.open: set[BoundedProtocol] = set()
+
+    def admit(self, peer: str) -> bool | None:
+        """Whether a new connection from this address may request health only; None: there is no place for it at all."""
+        served = [one for one in self.open if not one.is_health_only]
+        crowds = Counter(one.peer for one in served)
+        if len(served) < MAX_CONNECTIONS and crowds[peer] < MAX_OF_A_PEER:
+            return False
+        if crowds[peer] >= MAX_OF_A_PEER:
+            candidates = [one for one in served if one.peer == peer]
+        else:
+            candidates = [one for one in served if one.peer == peer or crowds[one.peer] > crowds[peer]]
+        if self._give_up_one(candidates, crowds, PATIENCE_S):
+            return False
+        reserve = [one for one in self.open if one.is_health_only]
+        if len(reserve) < HEALTH_CONNECTIONS:
+            return True
+        return True if self._give_up_one(reserve, Counter(one.peer for one in reserve), 0.0) else None
+
+    def _give_up_one(self, candidates: Iterable["BoundedProtocol"], crowds: Counter[str], patience_s: float) -> bool:
+        now_s = self.now_s()
+        waiting = [
+            (crowds[one.peer], now_s - one.awaited_since_s, number, one)
+            for number, one in enumerate(candidates)
+            if one.awaited_since_s is not None and now_s - one.awaited_since_s >= patience_s
+        ]
+        if not waiting:
+            return False
+        *_, chosen = max(waiting)
+        self.open.discard(chosen)  # now: the loop reports its loss only after we return
+        chosen.transport.abort()
+        return True
+
+
+def peer_of(address: Any) -> str:
+    """The address by which connections are counted: for IPv6 its /64, which belongs to one customer."""
+    try:
+        found = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    except (ValueError, IndexError, TypeError):
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(found)
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's protocol, which by itself waits forever for a request's head, for its answer to be read, and for a
+    connection to end."""
+
+    def __init__(self, *arguments: Any, room: HttpConnections, peer: str, is_health_only: bool, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.app_state = {IS_LAST: is_health_only, IS_HEALTH_ONLY: is_health_only}
+        self.peer = peer
+        self.is_health_only = is_health_only
+        self.awaited_since_s: float | None = None
+        """Since when the server has been waiting for the client; None: the client is waiting."""
+        self._room = room
+        self._has_begun = True  # a request: on a new connection one is expected at once
+        self._phase: tuple[str, int] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ends: list[asyncio.TimerHandle] = []
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._room.open.add(self)
+        if self.is_health_only:
+            self._ends = [self.loop.call_later(HEALTH_S, transport.abort)]
+        else:
+            self._ends = [
+                self.loop.call_later(CONNECTION_S, self._tell_the_end),
+                self.loop.call_later(CONNECTION_S + LAST_ANSWER_S, transport.abort),
+            ]
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        self._has_begun = True
+        super().data_received(data)
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        self._has_begun = False
+        super().on_response_complete()
+        self._look()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._look()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._room.open.discard(self)
+        for timer in (*self._ends, self._timer):
+            if timer is not None:
+                timer.cancel()
+        self._ends, self._timer = [], None
+        super().connection_lost(exc)
+
+    def _tell_the_end(self) -> None:
+        self.app_state[IS_LAST] = True
+
+    def _look(self) -> None:
+        """Update what the connection is waiting for, since when, and for how long it may."""
+        cycle = self.cycle
+        if self.transport.is_closing():
+            waits_for, most_s = "end", UNREAD_S  # until what is unsent has been read
+        elif self.flow.write_paused:
+            waits_for, most_s = "reader", UNREAD_S
+        elif cycle is None or cycle.response_complete:
+            # Connections that have been idle since are ended by uvicorn's own timer.
+            waits_for, most_s = ("head", HEAD_S) if self._has_begun else ("idle", 0.0)
+        elif cycle.more_body:
+            waits_for, most_s = "body", 0.0  # `operation` has its own limit, and reports it
+        else:
+            waits_for, most_s = "", 0.0
+        phase = (waits_for, id(cycle))
+        if phase == self._phase:
+            return
+        self._phase = phase
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if most_s:
+            self._timer = self.loop.call_later(most_s, self.transport.abort)
+        self.awaited_since_s = self._room.now_s() if waits_for else None
+
 
 _END_S: Final = 2
 _START_S: Final = 20.0
@@ -39,17 +224,14 @@ class HttpThread:
     """Binds its address at once, and serves from `start` until `stop`."""
 
     def __init__(self, config: HttpConfig) -> None:
-        """
-        Raises:
-            ConfigError: the settings cannot be honoured, or the address is taken.
-        """
+        """Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
         listen = read_listen(config)
         # Host names in requests that do not come from a page of another origin.
         names = {LOOPBACK_NAME, "127.0.0.1", "::1", listen.host.lower()} if listen.is_loopback else set()
+        self._hosts = frozenset(names | {name.lower() for name in config.hosts})
         self._make_app = partial(
             make_app,
             token=read_token(Path(config.token_file)) if config.token_file else "",
-            hosts=frozenset(names | {name.lower() for name in config.hosts}),
             archive_directory=read_archive_directory(config),
         )
         self._listener = listen_at(listen, "http: listen")
@@ -67,7 +249,7 @@ class HttpThread:
         self._server = _Server(
             self._has_started.set,
             uvicorn.Config(
-                self._make_app(self._relay, names=TenantNames(server.tenant_names)),
+                Guard(self._make_app(self._relay, names=dict(server.tenant_names)), self._hosts),
                 loop="asyncio",
                 http=BoundedProtocol,
                 ws="none",
@@ -183,7 +365,7 @@ class _HttpListener:
             peer=peer,
             is_health_only=is_health_only,
         )
-        self._room.enter(protocol)
+        self._room.open.add(protocol)
         entering = self._loop.create_task(self._loop.connect_accepted_socket(lambda: protocol, accepted))
         self._entering.add(entering)
         entering.add_done_callback(partial(self._entered, protocol, accepted))
@@ -191,15 +373,12 @@ class _HttpListener:
     def _entered(self, protocol: BoundedProtocol, accepted: socket.socket, entering: asyncio.Task[object]) -> None:
         self._entering.discard(entering)
         if entering.cancelled() or entering.exception() is not None:
-            self._room.leave(protocol)  # which nothing else will tell of its end
+            self._room.open.discard(protocol)  # which nothing else will tell of its end
             accepted.close()
 
 
 def read_listen(config: HttpConfig) -> HostPort:
-    """
-    Raises:
-        ConfigError: `listen` is not a host and port, or open to other machines without a token.
-    """
+    """Raises `ConfigError`: `listen` is not a host and port, or open to other machines without a token."""
     listen = read_host_port(config.listen, "http: listen")
     if not listen.is_loopback and not config.token_file:
         raise ConfigError(
@@ -210,10 +389,7 @@ def read_listen(config: HttpConfig) -> HostPort:
 
 
 def read_archive_directory(config: HttpConfig) -> str:
-    """
-    Raises:
-        ConfigError: it cannot be written to.
-    """
+    """Raises `ConfigError`: it cannot be written to."""
     path = config.archive_directory
     if path and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(f"http: archive_directory: {path} is not a directory that can be written to; create it")
@@ -223,3 +399,93 @@ def read_archive_directory(config: HttpConfig) -> str:
 def _turn_away(accepted: socket.socket) -> None:
     with suppress(OSError):
         accepted.send(_NO_ROOM)
+
+
+REQUEST_S: Final = 60.0
+"""How long answering may take, even for a client that reads slowly."""
+
+_HEALTH: Final = {"/healthz", "/readyz"}
+_HEADERS: Final = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_NOTHING_LOADS: Final = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_head(scope: Scope) -> None:
+    """The limit that uvicorn is given is of a head that comes in pieces: one that comes at once may be as long as what
+    is read at once."""
+    names_and_values = sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"])
+    if names_and_values + len(scope["raw_path"]) + len(scope["query_string"]) > HEAD_BYTES:
+        raise Problem(431, f"the request's line and headers have more than {HEAD_BYTES} bytes")
+
+
+class Guard:
+    """Checks around every request: the host name before it, a time limit, and safe headers on the answer."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        """hosts: host names that requests may have; empty: any."""
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"nothing is served over {scope['type']}")
+        connection = scope.get("state", {})
+        started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                headers.setdefault("content-security-policy", _NOTHING_LOADS)
+                if connection.get(IS_LAST):
+                    headers["connection"] = "close"
+            await send(message)
+
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                _check_head(scope)
+                self._check_host(scope)
+                if connection.get(IS_HEALTH_ONLY) and scope["path"] not in _HEALTH:
+                    raise Problem(503, "there are as many connections as allowed; ask again", {"retry-after": "1"})
+                await self._app(scope, receive, send_with_headers)
+        except Problem as problem:
+            await problem_response(problem)(scope, receive, send_with_headers)
+        except TimeoutError:
+            _log.warning("a request for %s is abandoned after %g s", scope["path"], REQUEST_S)
+            if not started:
+                await problem_response(Problem(503, f"no answer within {REQUEST_S:g} s; ask again later"))(
+                    scope, receive, send_with_headers
+                )
+        except Exception:  # noqa: BLE001  # whatever it is, it affects only this request
+            _log.exception("a request for %s hit a bug", scope["path"])
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse DNS rebinding: any site can have its own name resolve to our address, but the browser still sends that
+        name. The address itself is no such name: a health check may know nothing else."""
+        if not self._hosts:
+            return
+        host = Headers(scope=scope).get("host", "")
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if scope["path"] in _HEALTH and (name.lower() in ("", LOOPBACK_NAME) or _is_address(name)):
+            return  # no name that a site could have: probes send what they connect to, or nothing
+        own_address = (scope.get("server") or ("",))[0]
+        if name.lower() not in self._hosts and (not name or name != own_address):
+            raise Problem(
+                421, f"this server is not called {name[:100]!r}; use localhost, or add the name to http.hosts"
+            )

@@ -37,11 +37,8 @@ class Authority:
     """Not safe to use from two processes at once."""
 
     def __init__(self, directory: Path, *, create: bool) -> None:
-        """
-        Raises:
-            ConfigError: there is none and `create` is False, or its files are not ours alone or cannot be used.
-            OSError: they cannot be read or written.
-        """
+        """Raises `ConfigError`: there is none and `create` is False, or its files are not ours alone or cannot be used.
+        Raises `OSError`: they cannot be read or written."""
         self._directory = directory
         key_file, ca_file = directory / "ca.key", directory / "ca.pem"
         if not key_file.exists():
@@ -82,11 +79,8 @@ class Authority:
         return host
 
     def revoke(self, name: str) -> list[Path]:
-        """Revoke the certificate in the directory of this name; returns all `ca.pem`, which say so from now on.
-
-        Raises:
-            InputError: there is no such certificate.
-        """
+        """Revoke the certificate in the directory of this name; returns all `ca.pem`, which say so from now on. Raises
+        `InputError`: there is no such certificate."""
         try:
             certificate = x509.load_pem_x509_certificate((self._directory / name / "cert.pem").read_bytes())
         except (OSError, ValueError) as error:

@@ -8,10 +8,8 @@ from kv_observe.metrics import Labels, Table, counter, gauge, tabulated
 from kv_tiers.cache.local import LocalCache
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kv_server.directory.state import DirectoryState
-from kv_server.drain.state import DrainState
 from kv_server.peers.side import PeerSide, directories_of
-from kv_server.report import PeersServed
+from kv_server.report import DirectoryState, DrainState, PeersServed
 
 
 def peer_families(served: PeersServed) -> Iterator[Metric]:

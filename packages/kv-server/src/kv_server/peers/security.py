@@ -24,10 +24,8 @@ _CRL: Final = b"-----BEGIN X509 CRL-----"
 
 
 def check_protected(security: PeerSecurity, where: str) -> None:
-    """
-    Raises:
-        ConfigError: there are no certificates, and the settings do not say that this is meant; or a token without them.
-    """
+    """Raises `ConfigError`: there are no certificates, and the settings do not say that this is meant; or a token
+    without them."""
     if any(_files(security)):
         return
     if security.token_file:
@@ -43,11 +41,8 @@ def check_protected(security: PeerSecurity, where: str) -> None:
 
 
 def read_token(security: PeerSecurity, where: str) -> bytes:
-    """The secret that all peers have; empty: there is none.
-
-    Raises:
-        ConfigError: others could read it, or it is short or long.
-    """
+    """The secret that all peers have; empty: there is none. Raises `ConfigError`: others could read it, or it is short
+    or long."""
     if not security.token_file:
         return b""
     token = read_secret(Path(security.token_file), f"{where}: token_file")
@@ -60,11 +55,8 @@ def read_token(security: PeerSecurity, where: str) -> bytes:
 
 
 def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFiles | None:
-    """The files for connections on which both sides must present a certificate; None: none are configured.
-
-    Raises:
-        ConfigError: the files cannot be used.
-    """
+    """The files for connections on which both sides must present a certificate; None: none are configured. Raises
+    `ConfigError`: the files cannot be used."""
     files = _files(security)
     if not any(files):
         return None
@@ -89,11 +81,8 @@ def tls_files(security: PeerSecurity, where: str, *, is_server: bool) -> TlsFile
 
 
 def signatures_of(security: PeerSecurity, namespace: str, where: str) -> "Signatures | None":
-    """Signatures for a directory's entries; None: there are no certificates.
-
-    Raises:
-        ConfigError: the files cannot be used, or a package is missing.
-    """
+    """Signatures for a directory's entries; None: there are no certificates. Raises `ConfigError`: the files cannot be
+    used, or a package is missing."""
     if not security.tls_ca_file:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The second address of a server, at which other hosts' servers look up and read its chunks (`tiers.peers_wire`).
+"""The second address of a server, at which other hosts' servers look up and read its chunks (`peers.wire`).
 
 A peer only reads: nothing that it sends stores, moves, evicts or forgets a chunk. It can end a hold. Each connection
 has its own thread, and the serving thread never waits for one. A thread leases one chunk at a time, sends it from where
@@ -10,13 +10,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from kv_core.errors import InputError
-from kv_core.keys import by_chain
+from kv_core.keys import ChunkKey, by_chain
 from kv_core.log import limited_logger
 from kv_remote.tls_files import TlsFiles
 from kv_tiers.cache.host import ClosedError
@@ -26,36 +26,11 @@ from kv_tiers.host_port import HostPort, read_host_port
 from kv_tiers.messages import pack_keys
 from kv_tiers.threads import join_all, must_start, start_thread
 
-from kv_server.accepting import REST_S, listen_at
-from kv_server.directory.names import pack
-from kv_server.drain.takers import MAX_OFFERED, OfferAnswer, OfferFate
-from kv_server.peers.reads import LOWER_S, PeerReads
+from kv_server.address import REST_S, listen_at
+from kv_server.directory.entries import pack
+from kv_server.peers import wire
 from kv_server.peers.security import check_protected, read_token, tls_files
-from kv_server.peers.side import peer_side
-from kv_server.peers.wire import (
-    MAX_ASKED,
-    MAX_LISTED,
-    NOT_HERE,
-    SIZE,
-    Fetch,
-    Follow,
-    Followed,
-    Given,
-    List,
-    Listed,
-    Offer,
-    Offered,
-    PeerHeld,
-    PeerHello,
-    PeerHolds,
-    PeerRefused,
-    PeerStream,
-    PeerTaken,
-    Sum,
-    Summed,
-    deadline_for,
-    unpack_keys,
-)
+from kv_server.peers.side import LOWER_S, PeerReads, peer_side
 from kv_server.report import PeersServed
 
 _log = limited_logger(__name__)
@@ -69,16 +44,14 @@ _END_S: Final = 5.0
 _NO_CACHE_S: Final = 0.2
 """How soon a follower may query again if no engine has registered the cache yet."""
 
-FindCache = Callable[[str], tuple[LocalCache, PeerReads] | None]
+FoundCache = tuple[LocalCache, PeerReads] | None
+FindCache = Callable[[str], FoundCache]
 """The cache of a namespace, on any thread."""
 
 
 def read_peers(config: PeersConfig) -> tuple[HostPort, bytes, TlsFiles | None]:
-    """The address at which to listen, the token (empty: none) and the certificates, if there are any.
-
-    Raises:
-        ConfigError: the settings cannot be honoured.
-    """
+    """The address at which to listen, the token (empty: none) and the certificates, if there are any. Raises
+    `ConfigError`: the settings cannot be honoured."""
     listen = read_host_port(config.listen, f"{_WHERE}: listen")
     check_protected(config, _WHERE)
     return listen, read_token(config, _WHERE), tls_files(config, _WHERE, is_server=True)
@@ -88,10 +61,7 @@ class PeerServer:
     """Binds its address at once, and serves from `start` until `close`."""
 
     def __init__(self, config: PeersConfig, find: FindCache) -> None:
-        """
-        Raises:
-            ConfigError: the settings cannot be honoured, or the address is taken.
-        """
+        """Raises `ConfigError`: the settings cannot be honoured, or the address is taken."""
         listen, self._token, self._tls = read_peers(config)
         self._config = config
         self._find = find
@@ -105,6 +75,10 @@ class PeerServer:
 
     def start(self) -> None:
         must_start(self._accepting)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._ending.is_set()
 
     def counts(self) -> PeersServed:
         """A snapshot, on any thread."""
@@ -172,12 +146,9 @@ class PeerServer:
                 sock = self._connected.pop(threading.current_thread())
             sock.close()
 
-    def _admitted(self, sock: socket.socket) -> PeerStream:
-        """The stream of a peer that has authenticated itself.
-
-        Raises:
-            PermissionError: it has not. InputError: it does not follow the protocol. OSError: it is gone.
-        """
+    def _admitted(self, sock: socket.socket) -> wire.PeerStream:
+        """The stream of a peer that has authenticated itself. Raises `PermissionError`: it has not. Raises
+        `InputError`: it does not follow the protocol. Raises `OSError`: it is gone."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(_GREETING_S)
         if self._tls is not None:
@@ -187,41 +158,51 @@ class PeerServer:
                 raise PermissionError(f"no certificate that is accepted here: {error.reason or error}") from None
             with self._lock:
                 self._connected[threading.current_thread()] = sock
-        stream = PeerStream(sock)
+        stream = wire.PeerStream(sock)
         try:
             stream.admit(self._token, _GREETING_S)
         except (InputError, PermissionError) as error:
             with suppress(OSError):
-                stream.send_message(PeerRefused(str(error)), time.monotonic() + _GREETING_S)
+                stream.send_message(wire.PeerRefused(str(error)), time.monotonic() + _GREETING_S)
             raise
         return stream
 
-    def _converse(self, stream: PeerStream) -> None:
+    def _converse(self, stream: wire.PeerStream) -> None:
         while not self._ending.is_set():
             request, deadline = stream.next_request(time.monotonic() + _IDLE_S, self._config.timeout_s)
-            match request:
-                case PeerHolds():
-                    self._answer_holds(stream, request, deadline)
-                case Fetch():
-                    self._answer_fetch(stream, request)
-                case Follow():
-                    self._answer_follow(stream, request, deadline)
-                case PeerTaken():
-                    if (found := self._find(request.namespace)) is not None:
-                        found[1].taken(unpack_keys(request))
-                    stream.send_message(PeerHeld(b"", None), deadline)
-                case Offer():
-                    self._answer_offer(stream, request, deadline)
-                case Sum():
-                    self._answer_sum(stream, request, deadline)
-                case List():
-                    self._answer_list(stream, request, deadline)
-                case PeerHello():
-                    raise InputError("a peer says hello once")
+            if isinstance(request, wire.PeerHello):
+                raise InputError("a peer says hello once")
+            found = self._find(request.namespace)
+            if isinstance(request, wire.Fetch):
+                self._answer_fetch(stream, request, found)
+            else:
+                stream.send_message(self._answer(request, found), deadline)
 
-    def _answer_holds(self, stream: PeerStream, request: PeerHolds, deadline: float) -> None:
-        keys = unpack_keys(request)
-        found = self._find(request.namespace)
+    def _answer(
+        self,
+        request: wire.PeerHolds | wire.Follow | wire.PeerTaken | wire.Offer | wire.Sum | wire.List,
+        found: FoundCache,
+    ) -> wire.Answer:
+        match request:
+            case wire.PeerHolds():
+                return self._held(wire.unpack_keys(request), found)
+            case wire.Follow():
+                return self._followed(request, found)
+            case wire.PeerTaken():
+                if found is not None:
+                    found[1].taken(wire.unpack_keys(request))
+                return wire.PeerHeld(b"", None)
+            case wire.Offer():
+                return self._offered(request, found)
+        if found is None or (contents := found[1].contents) is None:
+            return wire.Summed(b"", 0, b"", None) if isinstance(request, wire.Sum) else wire.Listed(b"", 0, 0, b"")
+        if isinstance(request, wire.Sum):
+            cleared_s = found[0].cleared_for_s()  # before, as in `_held`
+            return wire.Summed(contents.id, *contents.sums(), cleared_s)
+        sequence, shards, names = contents.names_in(request.shards, wire.MAX_LISTED)
+        return wire.Listed(contents.id, sequence, shards, pack(names))
+
+    def _held(self, keys: Sequence[ChunkKey], found: FoundCache) -> wire.PeerHeld:
         held, cleared_s = [False] * len(keys), None
         if found is not None:
             cache, reads = found
@@ -230,18 +211,17 @@ class PeerServer:
         with self._lock:
             self._counts.asked += len(keys)
             self._counts.held += sum(held)
-        stream.send_message(PeerHeld(bytes(held), cleared_s), deadline)
+        return wire.PeerHeld(bytes(held), cleared_s)
 
-    def _answer_fetch(self, stream: PeerStream, request: Fetch) -> None:
-        keys = unpack_keys(request)
-        found = self._find(request.namespace)
+    def _answer_fetch(self, stream: wire.PeerStream, request: wire.Fetch, found: FoundCache) -> None:
+        keys = wire.unpack_keys(request)
         timeout_s = self._config.timeout_s
         # For all together that cannot be had: the peer waits for one after the other, and if that takes ten seconds its
         # lane takes the tier to hang, and reads from no host.
         patience_s = min(timeout_s, LOWER_S)
         for key in keys:
             if found is None:
-                stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
+                stream.send([wire.SIZE.pack(wire.NOT_HERE)], wire.deadline_for(0, timeout_s))
                 continue
             began_s = time.monotonic()
             with found[1].read(key, patience_s) as stored:
@@ -249,7 +229,7 @@ class PeerServer:
                     patience_s -= time.monotonic() - began_s
                     if (contents := found[1].contents) is not None:
                         contents.doubt([key])
-                    stream.send([SIZE.pack(NOT_HERE)], deadline_for(0, timeout_s))
+                    stream.send([wire.SIZE.pack(wire.NOT_HERE)], wire.deadline_for(0, timeout_s))
                     continue
                 nbytes = stored.payload.nbytes
                 stream.send_chunk(stored.payload, stored.header, timeout_s)
@@ -257,49 +237,28 @@ class PeerServer:
                 self._counts.sent += 1
                 self._counts.sent_bytes += nbytes
 
-    def _answer_follow(self, stream: PeerStream, request: Follow, deadline: float) -> None:
-        found = self._find(request.namespace)
+    def _followed(self, request: wire.Follow, found: FoundCache) -> wire.Followed:
         if found is None:
             self._ending.wait(min(request.wait_s, _NO_CACHE_S))
-            stream.send_message(Followed(b"", 0, [], None), deadline)
-            return
+            return wire.Followed(b"", 0, [], None)
         cache, _ = found
         feed = peer_side(cache).handed_over
         after = request.after if request.feed == feed.name else 0
-        cleared_s = cache.cleared_for_s()  # before it waits, as in `_answer_holds`
-        upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), MAX_ASKED)
-        given = [Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
-        stream.send_message(Followed(feed.name, upto, given, cleared_s), deadline)
+        cleared_s = cache.cleared_for_s()  # before it waits, as in `_held`
+        upto, announced = feed.after(after, min(request.wait_s, self._config.timeout_s / 2), wire.MAX_ASKED)
+        given = [wire.Given(pack_keys(one.chain), one.first, feed.seconds_left(one)) for one in announced]
+        return wire.Followed(feed.name, upto, given, cleared_s)
 
-    def _answer_offer(self, stream: PeerStream, request: Offer, deadline: float) -> None:
-        chain = unpack_keys(request)
+    def _offered(self, request: wire.Offer, found: FoundCache) -> wire.Offered:
+        chain = wire.unpack_keys(request)
         offered = len(chain) - request.first
-        if not 0 < offered <= MAX_OFFERED:
+        if not 0 < offered <= wire.MAX_OFFERED:
             raise InputError(f"an offer of {offered} chunks")
         if len(by_chain(chain)) > 1:  # it would count in one tenant's share and be stored in another's
             raise InputError("an offer of several chains")
-        found = self._find(request.namespace)
         if found is None:
-            answer = OfferAnswer([OfferFate.NOT_TAKEN] * offered, 0)
-        else:
-            answer = peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
-        stream.send_message(Offered(bytes(answer.fates), answer.room), deadline)
-
-    def _answer_sum(self, stream: PeerStream, request: Sum, deadline: float) -> None:
-        found = self._find(request.namespace)
-        if found is None or (contents := found[1].contents) is None:
-            stream.send_message(Summed(b"", 0, b"", None), deadline)
-            return
-        cleared_s = found[0].cleared_for_s()  # before, as in `_answer_holds`
-        stream.send_message(Summed(contents.id, *contents.sums(), cleared_s), deadline)
-
-    def _answer_list(self, stream: PeerStream, request: List, deadline: float) -> None:
-        found = self._find(request.namespace)
-        if found is None or (contents := found[1].contents) is None:
-            stream.send_message(Listed(b"", 0, 0, b""), deadline)
-            return
-        sequence, shards, names = contents.names_in(request.shards, MAX_LISTED)
-        stream.send_message(Listed(contents.id, sequence, shards, pack(names)), deadline)
+            return wire.Offered(bytes([wire.OfferFate.NOT_TAKEN] * offered), 0)
+        return peer_side(found[0]).offers.take(chain, request.first, fetches=self._config.take_offers)
 
 
 def _interrupt_calls(sock: socket.socket) -> None:

@@ -1,22 +1,24 @@
 """The peers tier: finds chunks in other hosts' servers and reads them over the network.
 
-All peers are queried at once for the chunks they have, or a directory lists them (`tiers.directory`), and a chunk is
-read from a peer that has it. The protocol is in `tiers.peers_wire`, connections and failing peers in
-`tiers.peer_hosts`. This side only reads: nothing is stored at a peer, and chunks discarded or cleared here are hidden
-from us but stay there. After a clear, a peer is not used until it has been cleared more recently, because its chunks
-might be older than our clear.
+All peers are queried at once for the chunks they have, or a directory lists them (`directory`), and a chunk is read
+from a peer that has it. The protocol is in `peers.wire`, connections and failing peers in `peers.hosts`. This side only
+reads: nothing is stored at a peer, and chunks discarded or cleared here are hidden from us but stay there. After a
+clear, a peer is not used until it has been cleared more recently, because its chunks might be older than our clear.
 """
 
+import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, Literal, TypeVar
 
 import msgspec
 from kv_core.errors import ConfigError, InputError, TierDown
 from kv_core.keys import ChunkKey
+from kv_core.log import limited_logger
 from kv_core.outcome import Absent, Damaged, Loaded, LoadOutcome, Refused, StoreOutcome
 from kv_remote.factories import factory_of
 from kv_tiers.cache.extension import CacheParts
@@ -28,31 +30,144 @@ from kv_tiers.tier import Read, TierContext, TierUsage, Write
 
 from kv_server.directory.contents import Contents
 from kv_server.directory.directory import Directory, DirectoryConfig
-from kv_server.directory.state import DirectoryState
-from kv_server.drain.takers import OfferAnswer, OfferFate
-from kv_server.peers.following import Following
+from kv_server.peers import wire
 from kv_server.peers.hosts import Peer, PeerHosts
 from kv_server.peers.security import check_protected, read_token, signatures_of, tls_files
-from kv_server.peers.wire import (
-    MAX_ASKED,
-    MAX_FETCHED,
-    NOT_HERE,
-    SIZE,
-    Fetch,
-    Followed,
-    Offer,
-    Offered,
-    PeerHeld,
-    PeerHolds,
-    PeerStream,
-    deadline_for,
-    unpack_keys,
-)
+from kv_server.report import DirectoryState
+
+T = TypeVar("T")
+
+_log = limited_logger(__name__)
+
+_WAIT_S: Final = 1.0
+"""How long one long poll may wait, which is also how long closing may take."""
+_POLL_S: Final = 0.5
+"""How often the list of peers is checked."""
+_RETRY_S: Final = 0.1
+_MIN_INTERVAL_S: Final = 0.01
+"""Between two queries of one peer, so that one which always answers at once keeps no core busy; `_RETRY_S` after an
+answer that reports nothing, for which it should have waited."""
+_MAX_UNSENT: Final = 256
+
+OnAnswer = Callable[[Peer, float, wire.Followed], None]
+"""Arguments: the peer that answered, when the query was sent (`time.monotonic`), and the answer."""
+
+
+class Following:
+    """Follows the hand-overs of other hosts' engines while they compute, and notifies those hosts of chunks no longer
+    needed. Thread-safe.
+
+    Each peer is queried by long polling on its own thread: its server answers as soon as there is an announcement, or
+    after `_WAIT_S`. Chunks are fetched as soon as they can be read there, so that only the last chunk is still to come
+    when the prompt is computed (docs/adr/0011). A peer that fails is queried again after its back-off, from where it
+    left off.
+    """
+
+    def __init__(self, hosts: PeerHosts, namespace: str, *, answer_s: float, on_answer: OnAnswer) -> None:
+        """Sends no query yet.
+
+        answer_s: how long an answer may take beyond the time of the long poll.
+        on_answer: called on the peer's thread; it raises `InputError` if an answer is malformed.
+        """
+        self._hosts = hosts
+        self._namespace = namespace
+        self._answer_s = answer_s
+        self._on_answer = on_answer
+        self._closed = threading.Event()
+        self._lock = threading.RLock()
+        self._threads: list[threading.Thread] = []
+        self._unsent: queue.Queue[Sequence[ChunkKey] | None] = queue.Queue(_MAX_UNSENT)
+        self._is_sending = False
+
+    def start(self) -> None:
+        """Follow all peers from now on."""
+        self._run(self._follow_all, "kv-peers-follow")
+
+    def taken(self, keys: Sequence[ChunkKey]) -> None:
+        """Notify all peers that are up. If too many messages are waiting, this one is dropped, and the holds there
+        expire.
+        """
+        with self._lock:
+            if not self._is_sending and not self._closed.is_set():
+                try:
+                    self._run(self._send_all, "kv-peers-taken")
+                    self._is_sending = True
+                except RuntimeError as error:
+                    _log.warning("peers are not told for now which chunks they need no longer hold: %s", error)
+        for start in range(0, len(keys), wire.MAX_ASKED):
+            try:
+                self._unsent.put_nowait(keys[start : start + wire.MAX_ASKED])
+            except queue.Full:
+                return
+
+    def close(self) -> None:
+        """Stop. Threads that wait for an answer end within their deadline."""
+        self._closed.set()
+        with suppress(queue.Full):  # if it is full, the thread checks `_closed` before the next message
+            self._unsent.put_nowait(None)
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(2 * (_WAIT_S + self._answer_s))
+
+    def _run(self, work: Callable[[], None], name: str) -> None:
+        """Raises `RuntimeError`: the system has no more threads for us."""
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        with self._lock:
+            thread.start()
+            self._threads = [*(running for running in self._threads if running.is_alive()), thread]
+
+    def _follow_all(self) -> None:
+        """Run a thread for each peer."""
+        followed: set[Peer] = set()
+        while not self._closed.is_set():
+            peers = set(self._hosts.peers())
+            for peer in peers - followed:
+                try:
+                    self._run(partial(self._follow, peer), "kv-peer-follow")
+                except RuntimeError as error:
+                    _log.warning("peer %s is not followed for now: %s", peer, error)
+                    peers.remove(peer)  # try again the next time
+            followed = peers
+            self._closed.wait(_POLL_S)
+
+    def _follow(self, peer: Peer) -> None:
+        feed, after = b"", 0
+        while not self._closed.is_set() and peer in self._hosts.peers():
+            if not peer.is_up():
+                self._closed.wait(_POLL_S)
+                continue
+            sent_s = time.monotonic()
+            try:
+                question = wire.Follow(self._namespace, feed, after, _WAIT_S)
+                answer = peer.ask(question, wire.Followed, _WAIT_S + self._answer_s, max_bytes=wire.MAX_FOLLOWED_BYTES)
+                feed, after = answer.feed, answer.upto
+                self._on_answer(peer, sent_s, answer)
+                interval_s = _MIN_INTERVAL_S if answer.given else _RETRY_S
+                self._closed.wait(max(0.0, sent_s + interval_s - time.monotonic()))
+            except (OSError, InputError) as error:
+                _log.debug("peer %s is not followed for now: %s", peer, error)
+                self._closed.wait(_RETRY_S)
+            except Exception:  # noqa: BLE001  # a bug costs only this hand-over, and a lookup may still find its chunks
+                _log.exception("following peer %s hit a bug", peer)
+                self._closed.wait(_RETRY_S)
+
+    def _send_all(self) -> None:
+        while not self._closed.is_set():
+            keys = self._unsent.get()
+            if keys is None:
+                return
+            peers = [peer for peer in self._hosts.peers() if peer.is_up()]
+            message = wire.PeerTaken(self._namespace, pack_keys(keys))
+
+            def send(peer: Peer, message: wire.PeerTaken = message) -> None:
+                peer.ask(message, wire.PeerHeld, self._answer_s)
+
+            self._hosts.each(peers, send, in_background=True)
+
 
 _REMEMBERED: Final = 1 << 16
 """Limit of keys whose holders are cached, and of hidden keys."""
-
-T = TypeVar("T")
 
 
 class PeersTierConfig(PeerSecurity, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,22 +198,23 @@ class PeerTaker:
         self.name = str(peer)
         self._peer, self._namespace, self._answer_s = peer, namespace, answer_s
 
-    def offer(self, chain: Sequence[ChunkKey], first: int) -> OfferAnswer:
-        """
+    def offer(self, chain: Sequence[ChunkKey], first: int) -> wire.Offered:
+        """Have it fetch the chunks of this chain from index `first` on, unless it has them; at most `MAX_OFFERED`. It
+        returns at once; offering the same chunks again reports the progress.
+
         Raises:
             OSError, InputError: it does not answer, or not as a peer does.
         """
         return self._peer.talk(partial(self._offer, chain, first), self._answer_s)
 
-    def _offer(self, chain: Sequence[ChunkKey], first: int, stream: PeerStream, deadline: float) -> OfferAnswer:
-        stream.send_message(Offer(self._namespace, pack_keys(chain), first), deadline)
-        answer = stream.answer(Offered, deadline)
+    def _offer(self, chain: Sequence[ChunkKey], first: int, stream: wire.PeerStream, deadline: float) -> wire.Offered:
+        stream.send_message(wire.Offer(self._namespace, pack_keys(chain), first), deadline)
+        answer = stream.answer(wire.Offered, deadline)
         if len(answer.fates) != len(chain) - first:
             raise ConnectionError(f"{len(answer.fates)} answers to an offer of {len(chain) - first} chunks")
-        try:
-            return OfferAnswer([OfferFate(fate) for fate in answer.fates], answer.room)
-        except ValueError as error:
-            raise InputError(f"no answer to an offer: {error}") from None
+        if not set(answer.fates) <= set(wire.OfferFate):
+            raise InputError(f"no answer to an offer: {max(answer.fates)} is no fate")
+        return answer
 
 
 OnHandedOver = Callable[[Sequence[ChunkKey], int, float], None]
@@ -178,8 +294,8 @@ class PeersTier:
 
         def fetch(peer: Peer) -> None:
             numbers = parts[peer]
-            for start in range(0, len(numbers), MAX_FETCHED):
-                batch = numbers[start : start + MAX_FETCHED]
+            for start in range(0, len(numbers), wire.MAX_FETCHED):
+                batch = numbers[start : start + wire.MAX_FETCHED]
                 peer.talk(partial(self._fetch, reads, batch, outcomes), self._chunk_s)
                 if self._directory is not None:
                     absent = [reads[number].key for number in batch if isinstance(outcomes[number], Absent)]
@@ -261,11 +377,7 @@ class PeersTier:
         return [self._taker(peer) for peer in self._hosts.peers() if peer.is_up()]
 
     def holders(self, keys: Sequence[ChunkKey]) -> list[list[PeerTaker]]:
-        """For each of these, the hosts that are up and hold it. It may block.
-
-        Raises:
-            TierDown: no host answers.
-        """
+        """For each of these, the hosts that are up and hold it. It may block. Raises `TierDown`: no host answers."""
         peers_of = self._ask(keys)
         takers = {peer: self._taker(peer) for peers in peers_of.values() for peer in peers}
         return [[takers[peer] for peer in peers_of.get(key, ())] for key in keys]
@@ -273,11 +385,11 @@ class PeersTier:
     def _taker(self, peer: Peer) -> PeerTaker:
         return PeerTaker(peer, self._namespace, self._answer_s)
 
-    def _handed_over(self, peer: Peer, sent_s: float, answer: Followed) -> None:
+    def _handed_over(self, peer: Peer, sent_s: float, answer: wire.Followed) -> None:
         """Called on a thread of `Following`. Chunks that may predate our clear, or are hidden here, are not fetched."""
         assert self._on_handed_over is not None
         for handed_over in answer.given:
-            chain = unpack_keys(handed_over)
+            chain = wire.unpack_keys(handed_over)
             with self._lock:
                 if not self._is_believed(sent_s, answer.cleared_s):  # we may be cleared at any time
                     return
@@ -339,10 +451,10 @@ class PeersTier:
         """Under the lock."""
         return key in self._hidden or key.tenant in self._hidden_tenants
 
-    def _held(self, keys: Sequence[ChunkKey], stream: PeerStream, deadline: float) -> set[ChunkKey]:
+    def _held(self, keys: Sequence[ChunkKey], stream: wire.PeerStream, deadline: float) -> set[ChunkKey]:
         sent_s = time.monotonic()
-        stream.send_message(PeerHolds(self._namespace, pack_keys(keys)), deadline)
-        answer = stream.answer(PeerHeld, deadline)
+        stream.send_message(wire.PeerHolds(self._namespace, pack_keys(keys)), deadline)
+        answer = stream.answer(wire.PeerHeld, deadline)
         if len(answer.held) != len(keys):
             raise ConnectionError(f"{len(answer.held)} answers to {len(keys)} questions")
         with self._lock:
@@ -356,23 +468,23 @@ class PeersTier:
         reads: Sequence[Read],
         numbers: Sequence[int],
         outcomes: list[LoadOutcome],
-        stream: PeerStream,
+        stream: wire.PeerStream,
         deadline: float,
     ) -> None:
         """Fetch the reads with these numbers, in order. Those that do not arrive stay `Absent`."""
-        stream.send_message(Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
+        stream.send_message(wire.Fetch(self._namespace, pack_keys([reads[number].key for number in numbers])), deadline)
         for number in numbers:
-            read, size = reads[number], bytearray(SIZE.size)
-            stream.fill(memoryview(size), deadline_for(0, self._chunk_s))
-            (nbytes,) = SIZE.unpack(size)  # not verified yet
-            if nbytes == NOT_HERE:
+            read, size = reads[number], bytearray(wire.SIZE.size)
+            stream.fill(memoryview(size), wire.deadline_for(0, self._chunk_s))
+            (nbytes,) = wire.SIZE.unpack(size)  # not verified yet
+            if nbytes == wire.NOT_HERE:
                 continue
             if nbytes > len(read.room):
                 outcomes[number] = Damaged(f"a payload of {nbytes} bytes where {len(read.room)} have room")
                 # It is unknown where the next chunk begins.
                 raise ConnectionError("a peer that reports a wrong size")
             checksum = stream.receive_chunk(read.pages[:nbytes], self._chunk_s, self.on_progress)
-            stream.fill(memoryview(read.header), deadline_for(0, self._chunk_s))
+            stream.fill(memoryview(read.header), wire.deadline_for(0, self._chunk_s))
             outcomes[number] = Loaded(nbytes, checksum)
 
 
@@ -387,7 +499,7 @@ def _questions(keys: Sequence[ChunkKey]) -> list[list[ChunkKey]]:
     for key in keys:
         keys_by_length.setdefault(len(key), []).append(key)
     groups = keys_by_length.values()
-    return [group[start : start + MAX_ASKED] for group in groups for start in range(0, len(group), MAX_ASKED)]
+    return [group[start : start + wire.MAX_ASKED] for group in groups for start in range(0, len(group), wire.MAX_ASKED)]
 
 
 def _remember(known: OrderedDict[ChunkKey, T], key: ChunkKey, value: T) -> None:

@@ -12,7 +12,7 @@ that they are unprotected:
     Follow  ->  Followed, as soon as there is something to report
     PeerTaken   ->  PeerHeld, of no keys
     Offer   ->  Offered: a server about to leave lists what may be fetched from it
-    Sum     ->  Summed: checksums of what is here, for the directory (`tiers.directory`)
+    Sum     ->  Summed: checksums of what is here, for the directory (`directory`)
     List    ->  Listed: names of what is here, of some shards
 
 `PeerRefused` may come instead of `PeerWelcome`, and ends the conversation, as everything malformed does. A peer is
@@ -26,6 +26,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from importlib.metadata import version
 from math import inf
 from typing import Annotated, Final, TypeVar
@@ -38,8 +39,7 @@ from kv_core.log import on_one_line
 from kv_remote.timed_socket import TimedSocket
 from kv_tiers.messages import HEADER, Keys, Message, Name, Text, check_header, decoded, framed
 
-from kv_server.directory.names import NAME_BYTES, SHARDS, SUMS_BYTES
-from kv_server.drain.takers import MAX_OFFERED
+from kv_server.directory.entries import NAME_BYTES, SHARDS, SUMS_BYTES
 
 VERSION: Final = 4
 PACKAGE: Final = version("kv-tiers")
@@ -55,6 +55,8 @@ SUMMED_BYTES: Final = SUMS_BYTES + (1 << 10)
 MAX_LISTED: Final = 1 << 17
 """Names in one `Listed`."""
 MAX_LISTED_BYTES: Final = MAX_LISTED * NAME_BYTES + (1 << 10)
+MAX_OFFERED: Final = 1 << 8
+"""Chunks in one `Offer`."""
 MAX_FOLLOW_S: Final = 5.0
 """How long a `Follow` may wait. Its answer may be empty."""
 SIZE: Final = struct.Struct("<Q")
@@ -158,7 +160,7 @@ class PeerTaken(Message, tag="taken"):
 
 
 class Sum(Message, tag="sum"):
-    """Requests the sum of each shard of what is here (`tiers.directory.names`)."""
+    """Requests the sum of each shard of what is here (`directory.entries`)."""
 
     namespace: Namespace
 
@@ -211,6 +213,14 @@ class Offer(Message, tag="offer"):
     first: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ASKED)]
 
 
+class OfferFate(IntEnum):
+    """The present state of an offered chunk."""
+
+    NOT_TAKEN = 0
+    COMING = 1
+    HERE = 2
+
+
 class Offered(Message, tag="offered"):
     """fates: an `OfferFate` as a byte for each offered chunk. room: for how many more there is room."""
 
@@ -243,10 +253,7 @@ def deadline_for(payload_bytes: int, timeout_s: float) -> float:
 
 
 def unpack_keys(request: PeerHolds | Fetch | PeerTaken | Given | Offer) -> list[ChunkKey]:
-    """
-    Raises:
-        InputError: there are too many, or they are not keys of this release.
-    """
+    """Raises `InputError`: there are too many, or they are not keys of this release."""
     keys = request.keys.unpack()
     max_keys = MAX_FETCHED if isinstance(request, Fetch) else MAX_ASKED
     if len(keys) > max_keys:
@@ -273,11 +280,8 @@ class PeerStream(TimedSocket):
         return self.answer(PeerWelcome, deadline).process
 
     def admit(self, token: bytes, timeout_s: float) -> None:
-        """The listening side's handshake. timeout_s: how long it may take in all.
-
-        Raises:
-            PermissionError: the peer does not have our token.
-        """
+        """The listening side's handshake. timeout_s: how long it may take in all. Raises `PermissionError`: the peer
+        does not have our token."""
         deadline = time.monotonic() + timeout_s
         hello, _ = self.next_request(deadline, timeout_s, ends_by=deadline, max_bytes=_MAX_HELLO_BYTES)
         if not isinstance(hello, PeerHello):
@@ -334,11 +338,7 @@ class PeerStream(TimedSocket):
         return running.digest()
 
     def answer(self, wanted: type[A], deadline: float, *, max_bytes: int = MAX_ANSWER_BYTES) -> A:
-        """The next message, of this kind.
-
-        Raises:
-            PermissionError: the peer refuses, and says why.
-        """
+        """The next message, of this kind. Raises `PermissionError`: the peer refuses, and says why."""
         header = memoryview(bytearray(HEADER.size))
         self.fill(header, deadline)
         message = decoded(_ANSWERS, self._body(header, max_bytes, deadline), "not a message of a peer")

@@ -1,6 +1,7 @@
-"""The connection between the two processes of a live upgrade: whole messages, with open descriptors.
+"""What the two processes of a live upgrade tell each other, once the new one has asked at the server's socket.
 
-Both are processes of one user and hold the same FORMAT; so messages are not bounded here.
+Messages are whole, and come with open descriptors. Both are processes of one user and hold the same FORMAT; so messages
+are not bounded here.
 """
 
 import os
@@ -13,6 +14,11 @@ from typing import Final, TypeVar
 
 import msgspec
 from kv_core.errors import TierDown
+
+from kv_server import wire
+from kv_server.session import OrphanImage, SessionImage
+from kv_server.succession.image import CacheImage, PoolImage
+from kv_server.wire import Format
 
 FORMAT: Final = 2
 """The version of all that is passed on: these messages, and what is in them."""
@@ -34,11 +40,8 @@ class Channel:
         self._socket = connection
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = (), *, within_s: float = 30.0) -> None:
-        """The other process gets descriptors of its own.
-
-        Raises:
-            TierDown: the other process has ended, or does not read.
-        """
+        """The other process gets descriptors of its own. Raises `TierDown`: the other process has ended, or does not
+        read."""
         body = encoded(message)
         try:
             self._socket.settimeout(within_s)
@@ -50,11 +53,8 @@ class Channel:
             raise TierDown(f"the other process cannot be sent anything: {error}") from None
 
     def receive(self, kind: type[M], *, within_s: float | None = None) -> tuple[M, list[int]]:
-        """The next message, and its descriptors, which are the caller's. within_s: None: however long it takes.
-
-        Raises:
-            TierDown: it does not come: the other process has ended, or says why in another message.
-        """
+        """The next message, and its descriptors, which are the caller's. within_s: None: however long it takes. Raises
+        `TierDown`: it does not come: the other process has ended, or says why in another message."""
         until_s = None if within_s is None else time.monotonic() + within_s
         descriptors: list[int] = []
         try:
@@ -131,8 +131,62 @@ def encoded(message: msgspec.Struct) -> bytes:
 
 
 def decoded(body: bytes, kind: type[M]) -> M:
-    """
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError: it is not of this kind.
-    """
+    """Raises `msgspec.DecodeError` and `UnicodeDecodeError`: it is not of this kind."""
     return msgspec.msgpack.decode(body, type=kind, dec_hook=lambda wanted, value: wanted(value))
+
+
+QuotasSet = dict[tuple[Format | None, bytes], int | None]
+"""Quotas in bytes by format (None: all) and tenant."""
+
+
+class Begin(msgspec.Struct):
+    """The new process has read that the old one is willing."""
+
+
+class Prepared(msgspec.Struct):
+    """Descriptors: of the listening socket, of its lock, and of each pool.
+
+    quotas: those that differ from the settings.
+    """
+
+    pools: list[PoolImage]
+    quotas: list[tuple[Format | None, bytes, int | None]]
+
+    def quotas_set(self) -> QuotasSet:
+        return {(wanted, tenant): quota for wanted, tenant, quota in self.quotas}
+
+
+class TakerReady(msgspec.Struct):
+    """The new process has opened its tiers and lacks only the last part."""
+
+
+class ClientImage(msgspec.Struct):
+    """A client's connection. Descriptors: of the socket, and the pidfd if `has_pidfd`.
+
+    waiting: a request that was being answered. frames: what has arrived of the next. unsent: what has not left.
+    """
+
+    number: int
+    pid: int
+    has_pidfd: bool
+    is_greeted: bool
+    waiting: wire.Register | wire.Explain | None
+    register: wire.Register | None
+    session: SessionImage | None
+    token: bytes
+    frames: bytes
+    unsent: bytes
+    last_seen_s: float
+
+
+class Remainder(msgspec.Struct):
+    """The last part. The old process does nothing from here on, unless it refuses.
+
+    caches: in the order of `Prepared.pools`. last_number: of a client. stopped_s: since when, by the monotonic clock.
+    """
+
+    caches: list[CacheImage]
+    clients: list[ClientImage]
+    orphans: list[OrphanImage]
+    last_number: int
+    stopped_s: float

@@ -100,11 +100,7 @@ class Passed:
         return PoolImage(self._format, pool.name, pool.slots, [key_at[slot] for slot in ordered], ordered, spelled)
 
     def cache_image(self) -> CacheImage:
-        """Under the lock.
-
-        Raises:
-            TierDown: it cannot be taken now.
-        """
+        """Under the lock. Raises `TierDown`: it cannot be taken now."""
         cache, parts = self.cache, self.cache.parts
         index, leases = parts.index, parts.leases
         changed = self._journal.take()

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Final
 
 import msgspec
@@ -27,9 +28,9 @@ from kv_tiers.pool.host_pool import pool_path, slot_bytes_for
 from kv_tiers.pool.private_files import open_locked, open_own_file, own_directory
 from kv_tiers.threads import start_thread
 
+from kv_server.session import OrphanImage
 from kv_server.succession.channel import FORMAT, decoded, encoded
 from kv_server.succession.image import CacheImage, Passed, PoolImage, end_others, restore_cache, restore_pool
-from kv_server.succession.messages import OrphanImage
 from kv_server.wire import Format
 
 _log = limited_logger(__name__)
@@ -50,36 +51,21 @@ class SavedIndex(msgspec.Struct):
     checksums: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedPool:
-    """A pool's file, open and locked. index: what is in it; None: nothing."""
-
-    descriptor: int
-    index: SavedIndex | None
-
-
 def saved_path(name: str, cache: str) -> Path:
-    """The file of the pool of this name, of one of a server's caches.
-
-    Raises:
-        ConfigError: not a valid name.
-    """
+    """The file of the pool of this name, of one of a server's caches. Raises `ConfigError`: not a valid name."""
     return pool_path(f"{name}.{cache}")
 
 
-def open_saved(path: Path, wanted: Format, slots: int) -> OpenedPool:
-    """The pool of these slots in this file, with what the last server left there.
-
-    Raises:
-        ConfigError: another server has it, it is not ours alone, or it cannot be made.
-    """
+def open_saved(path: Path, wanted: Format, slots: int) -> tuple[tuple[str, int, int], SavedIndex | None]:
+    """The pool of these slots in this file, as for `build_local_cache`, and what the last server left there. Raises
+    `ConfigError`: another server has it, it is not ours alone, or it cannot be made."""
     try:
         own_directory(path.parent, _REMEDY)
         descriptor = _open(path)
         index = _take_index(path, wanted, slots)
         nbytes = slots * slot_bytes_for(max(wanted[0]))
         if index is not None and os.fstat(descriptor).st_size == nbytes:
-            return OpenedPool(descriptor, index)
+            return (index.pool.name, slots, descriptor), index
         if os.fstat(descriptor).st_size:
             _log.warning(
                 "pool %s starts empty: the last server did not end cleanly, or had another release, another format or "
@@ -90,7 +76,7 @@ def open_saved(path: Path, wanted: Format, slots: int) -> OpenedPool:
             os.close(descriptor)
             descriptor = _open(path)
         os.ftruncate(descriptor, nbytes)
-        return OpenedPool(descriptor, None)
+        return (f"saved-{token_hex(8)}", slots, descriptor), None
     except OSError as error:
         raise ConfigError(f"the pool's file {path} cannot be used: {error.strerror}; {_REMEDY}") from None
 
@@ -182,10 +168,7 @@ def _index_path(path: Path) -> Path:
 
 
 def _open(path: Path) -> int:
-    """
-    Raises:
-        ConfigError: another server has it, or it is not ours alone.
-    """
+    """Raises `ConfigError`: another server has it, or it is not ours alone."""
     file = open_locked(path, lambda: open_own_file(path, os.O_RDWR | os.O_CREAT, _REMEDY))
     if file is None:
         raise ConfigError(f"another server has the pool {path.name!r}: stop that one, or write another host.name")

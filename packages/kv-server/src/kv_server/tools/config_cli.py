@@ -108,11 +108,8 @@ def _check_server(settings: Settings) -> None:
 
 
 def _check_verdict(settings: Settings) -> None:
-    """Whether the judge's verdict covers what these settings lose.
-
-    Raises:
-        ConfigError: it does not, or cannot be read.
-    """
+    """Whether the judge's verdict covers what these settings lose. Raises `ConfigError`: it does not, or cannot be
+    read."""
     from kv_core.plugins import load_plugin
     from kv_tiers.approximate import CALIBRATED, is_approximate, uses_calibration
     from kv_tiers.verdict import check

@@ -10,9 +10,10 @@ from kv_core.errors import ConfigError
 from kv_core.log import on_one_line
 from kv_tiers.cache.host import TIER
 from kv_tiers.tier import TierUsage
-from kv_tiers.tier_state import Health, TierState
+from kv_tiers.tier_state import Health
 
 from kv_server.report import CacheReport, Report
+from kv_server.wire import Format
 
 try:
     from rich.console import Console, Group, RenderableType
@@ -29,41 +30,16 @@ _MAX_ROWS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
-class TierRow:
-    """The pool, or a tier below it.
-
-    in_bytes_s, out_bytes_s: stored there and loaded from there per second; None while that is not known.
-    """
-
-    name: str
-    usage: TierUsage
-    in_bytes_s: float | None
-    out_bytes_s: float | None
-    waiting_chunks: int = 0
-    health: Health = Health.UP
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRow:
-    """One format's cache.
-
-    hit_ratio: of the chunks requested since the previous report; None: there were none, or no previous report.
-    hit_ratio_ever: since the start; None: nothing was requested.
-    """
-
-    report: CacheReport
-    hit_ratio: float | None
-    hit_ratio_ever: float | None
-    tiers: list[TierRow]
-
-
-@dataclass(frozen=True, slots=True)
 class Picture:
-    """A report, with the rates since the previous one."""
+    """A report, and what changed since the previous one.
+
+    before: the caches then, by format; empty: no previous report of this server is known.
+    seconds: since then.
+    """
 
     report: Report
-    caches: list[CacheRow]
+    before: dict[Format, CacheReport]
+    seconds: float
 
 
 class Watch:
@@ -74,43 +50,10 @@ class Watch:
 
     def take(self, report: Report) -> Picture:
         before, self._before = self._before, report
-        if before is not None and (before.pid != report.pid or before.uptime_s >= report.uptime_s):
-            before = None  # another server
-        seconds = report.uptime_s - before.uptime_s if before is not None else 0.0
-        old = {(cache.group_bytes, cache.fingerprint): cache for cache in before.caches} if before is not None else {}
-        rows = [_cache_row(cache, old.get((cache.group_bytes, cache.fingerprint)), seconds) for cache in report.caches]
-        return Picture(report, rows)
-
-
-def _cache_row(cache: CacheReport, before: CacheReport | None, seconds: float) -> CacheRow:
-    counts, nbytes = cache.counts, cache.chunk_bytes
-    # Groups of layers differ in size.
-    stored_bytes = cache.held.payload_bytes / counts.chunks_resident if counts.chunks_resident else nbytes
-    ratio_now = None
-    pool_in = pool_out = None
-    if before is not None:
-        hit = counts.chunks_hit - before.counts.chunks_hit
-        ratio_now = _ratio(hit, counts.chunks_asked - before.counts.chunks_asked)
-        pool_in = (counts.chunks_committed - before.counts.chunks_committed) * stored_bytes / seconds
-        pool_out = (counts.bytes_loaded - before.counts.bytes_loaded) / seconds
-    used_bytes, capacity_bytes = counts.slots_used * nbytes, counts.slots_total * nbytes
-    usage = TierUsage(cache.held.chunks, used_bytes, capacity_bytes, by_group=cache.held.by_group)
-    tiers_before = {tier.name: tier for tier in before.tiers} if before is not None else {}
-    tiers = [_tier_row(tier, tiers_before.get(tier.name), stored_bytes, seconds) for tier in cache.tiers]
-    ratio_ever = _ratio(counts.chunks_hit, counts.chunks_asked)
-    return CacheRow(cache, ratio_now, ratio_ever, [TierRow(TIER, usage, pool_in, pool_out), *tiers])
-
-
-def _tier_row(tier: TierState, before: TierState | None, nbytes: float, seconds: float) -> TierRow:
-    return TierRow(
-        tier.name,
-        tier.usage,
-        None if before is None else (tier.lane.stored - before.lane.stored) * nbytes / seconds,
-        None if before is None else (tier.lane.loaded - before.lane.loaded) * nbytes / seconds,
-        tier.spill.waiting + tier.spill.under_way,
-        tier.health,
-        tier.why,
-    )
+        if before is None or before.pid != report.pid or before.uptime_s >= report.uptime_s:  # it is another server
+            return Picture(report, {}, 0.0)
+        caches = {(cache.group_bytes, cache.fingerprint): cache for cache in before.caches}
+        return Picture(report, caches, report.uptime_s - before.uptime_s)
 
 
 def _ratio(part: int, whole: int) -> float | None:
@@ -134,9 +77,9 @@ def draw(picture: Picture | None, where: str, away: str) -> RenderableType:
     """picture: the last one, if any. away: why the server does not answer now, or ""."""
     parts: list[RenderableType] = [_head(picture, where, away)]
     if picture is not None:
-        for row in picture.caches:
-            parts += [_cache(row), Text()]
-        if not picture.caches:
+        for cache in picture.report.caches:
+            parts += [_cache(cache, picture), Text()]
+        if not picture.report.caches:
             parts.append(Text("No engine has registered yet.", style="dim"))
         parts += [_tenants(picture.report), Text(), _sessions(picture.report)]
     return Group(*parts)
@@ -159,7 +102,7 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     peers = ""
     if report.peers is not None:
         peers = f", {report.peers.connections} connections of peers, {_bytes(report.peers.sent_bytes)} sent to them"
-    head.append(f"{len(report.sessions)} sessions{orphans}, {len(picture.caches)} formats{opening}{peers}\n")
+    head.append(f"{len(report.sessions)} sessions{orphans}, {len(report.caches)} formats{opening}{peers}\n")
     for state in (state for cache in report.caches for state in cache.directories.values()):
         head.append(f"directory: {on_one_line(state.spelled())}\n", style="bold red" if state.why else "")
     for drain in (cache.drain for cache in report.caches if cache.drain is not None):
@@ -168,10 +111,12 @@ def _head(picture: Picture | None, where: str, away: str) -> Text:
     return head
 
 
-def _cache(row: CacheRow) -> Table:
-    cache = row.report
+def _cache(cache: CacheReport, picture: Picture) -> Table:
+    before = picture.before.get((cache.group_bytes, cache.fingerprint))
+    then, counts, seconds = (before or cache).counts, cache.counts, picture.seconds
+    hit_ratio = _ratio(counts.chunks_hit - then.chunks_hit, counts.chunks_asked - then.chunks_asked)
     title = (
-        f"hit ratio {_percent(row.hit_ratio)} now, {_percent(row.hit_ratio_ever)} in all    "
+        f"hit ratio {_percent(hit_ratio)} now, {_percent(_ratio(counts.chunks_hit, counts.chunks_asked))} in all    "
         f"{cache.sessions} sessions, chunks of {_bytes(cache.chunk_bytes)}, "
         f"format {cache.fingerprint[:40] or '(unnamed)'}"
     )
@@ -179,24 +124,34 @@ def _cache(row: CacheRow) -> Table:
         title = f"cache {cache.name}{' of ' + ', '.join(cache.models) if cache.models else ''}\n{title}"
     table = _table("\n".join(_plain(line).plain for line in title.split("\n")))
     table.add_column("tier", style="bold", no_wrap=True)
-    has_groups = any(len(tier.usage.by_group) > 1 for tier in row.tiers)
+    slot_bytes = cache.chunk_bytes
+    used_bytes, capacity_bytes = counts.slots_used * slot_bytes, counts.slots_total * slot_bytes
+    pool = TierUsage(cache.held.chunks, used_bytes, capacity_bytes, by_group=cache.held.by_group)
+    has_groups = any(len(usage.by_group) > 1 for usage in (pool, *(tier.usage for tier in cache.tiers)))
     chunks = "chunks (by group)" if has_groups else "chunks"
     for name in ("in use", "of", chunks, "in/s", "out/s", "to store"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     table.add_column("health")
-    for tier in row.tiers:
-        table.add_row(
-            _plain(tier.name),
-            _bytes(tier.usage.used_bytes),
-            _bytes(tier.usage.capacity_bytes),
-            _chunks(tier.usage),
-            _bytes(tier.in_bytes_s),
-            _bytes(tier.out_bytes_s),
-            f"{tier.waiting_chunks:,}",
-            _bar(tier.usage),
-            _health(tier),
-        )
+    # Groups of layers differ in size.
+    stored_bytes = cache.held.payload_bytes / counts.chunks_resident if counts.chunks_resident else slot_bytes
+
+    def add(name: str, usage: TierUsage, moved_bytes: tuple[float, float] | None, waiting: int, health: Text) -> None:
+        """moved_bytes: in and out since the previous report; None: not known."""
+        rates = ("–", "–") if moved_bytes is None else (_bytes(moved / seconds) for moved in moved_bytes)
+        used = (_bytes(usage.used_bytes), _bytes(usage.capacity_bytes), _chunks(usage))
+        table.add_row(_plain(name), *used, *rates, f"{waiting:,}", _bar(usage), health)
+
+    entered_bytes = (counts.chunks_committed - then.chunks_committed) * stored_bytes
+    moved = None if before is None else (entered_bytes, float(counts.bytes_loaded - then.bytes_loaded))
+    add(TIER, pool, moved, 0, _health(Health.UP, ""))
+    tiers_before = {} if before is None else {tier.name: tier.lane for tier in before.tiers}
+    for tier in cache.tiers:
+        lane, was = tier.lane, tiers_before.get(tier.name)
+        stored, loaded = (0, 0) if was is None else (lane.stored - was.stored, lane.loaded - was.loaded)
+        moved = None if was is None else (stored * stored_bytes, loaded * stored_bytes)
+        waiting = tier.spill.waiting + tier.spill.under_way
+        add(tier.name, tier.usage, moved, waiting, _health(tier.health, tier.why))
     return table
 
 
@@ -259,10 +214,10 @@ def _chunks(usage: TierUsage) -> str:
     return f"{max(usage.by_group, default=usage.chunks):,}{by_group}{cut}"
 
 
-def _health(tier: TierRow) -> Text:
-    if tier.health is Health.UP:
+def _health(health: Health, why: str) -> Text:
+    if health is Health.UP:
         return Text("● up", style="green")
-    return _plain(f"▲ {tier.health.name.lower()}{': ' if tier.why else ''}{tier.why}", "bold red")
+    return _plain(f"▲ {health.name.lower()}{': ' if why else ''}{why}", "bold red")
 
 
 def _bar(usage: TierUsage) -> str:

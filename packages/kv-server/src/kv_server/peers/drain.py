@@ -8,23 +8,24 @@ reports its progress. A peer that dies, or fetches nothing for a while, loses it
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 from kv_core.errors import InputError, TierDown
 from kv_core.keys import ChunkKey
 from kv_core.log import limited_logger
-from kv_tiers.cache.host import ClosedError, HostTier, chains
-from kv_tiers.cache.lower_tiers import LowerTiers
-from kv_tiers.index.residency import Residency, most_worth_first
+from kv_eviction.shares import Share
+from kv_tiers.cache.extension import CacheParts
+from kv_tiers.cache.host import TIER, ClosedError, chains
+from kv_tiers.index.residency import most_worth_first
 from kv_tiers.threads import start_thread
 from kv_tiers.tier import RankedChunk, RanksChunks
 
-from kv_server.drain.state import DrainState
-from kv_server.drain.takers import OfferFate, Taker
-from kv_server.peers.tier import PeersTier
+from kv_server.peers.tier import PeersTier, PeerTaker
+from kv_server.peers.wire import Offered, OfferFate
+from kv_server.report import DrainState
 
 _log = limited_logger(__name__)
 
@@ -59,13 +60,9 @@ class _Offer:
 class CacheDrain:
     """The drain of one cache. Safe to call from any thread; the work runs on a thread of its own."""
 
-    def __init__(
-        self, host: HostTier, index: Residency, lower: LowerTiers, *, on_change: Callable[[bool], object]
-    ) -> None:
+    def __init__(self, parts: CacheParts, *, on_change: Callable[[bool], object]) -> None:
         """on_change: called with whether this host is about to leave."""
-        self._host = host
-        self._index = index
-        self._lower = lower
+        self._parts = parts
         self._on_change = on_change
         self._lock = threading.Lock()
         self._state: DrainState | None = None
@@ -82,7 +79,7 @@ class CacheDrain:
             self._on_change(True)
             self._stop = threading.Event()
             self._state = DrainState("draining")
-            job = _DrainJob(self._host, self._index, self._lower, self._state, stop=self._stop, max_bytes=max_bytes)
+            job = _DrainJob(self._parts, self._state, stop=self._stop, max_bytes=max_bytes)
             thread = threading.Thread(target=job.run, args=(timeout_s,), name="kv-drain", daemon=True)
             if why := start_thread(thread):
                 self._state = DrainState("stopped", why)
@@ -92,7 +89,7 @@ class CacheDrain:
     @property
     def can_begin(self) -> bool:
         """Whether a tier offers chunks to other hosts."""
-        return bool(self._lower.tiers_that(PeersTier))
+        return bool(self._parts.lower.tiers_that(PeersTier))
 
     def end(self) -> None:
         """Stop offering, and take new chunks again. Returns at once."""
@@ -116,24 +113,13 @@ class CacheDrain:
 class _DrainJob:
     """The work of the drain's thread."""
 
-    def __init__(
-        self,
-        host: HostTier,
-        index: Residency,
-        lower: LowerTiers,
-        state: DrainState,
-        *,
-        stop: threading.Event,
-        max_bytes: int | None,
-    ) -> None:
-        self._host = host
-        self._index = index
-        self._lower = lower
-        self._tiers = [tier for _, tier in lower.tiers_that(PeersTier)]
+    def __init__(self, parts: CacheParts, state: DrainState, *, stop: threading.Event, max_bytes: int | None) -> None:
+        self._host, self._index, self._lower = parts.host, parts.index, parts.lower
+        self._tiers = [tier for _, tier in self._lower.tiers_that(PeersTier)]
         self._state = state
         self._stop = stop
         self._bytes_left = max_bytes
-        ranked = [tier for lane in lower.local_lanes() if isinstance(tier := lane.tier, RanksChunks)]
+        ranked = [tier for lane in self._lower.local_lanes() if isinstance(tier := lane.tier, RanksChunks)]
         self._not_ranked: deque[Callable[[], list[RankedChunk]]] = deque(
             [self._rank_pool, *(tier.most_worth_first for tier in ranked)]
         )
@@ -226,7 +212,7 @@ class _DrainJob:
         wanted = []
         for key, is_there in zip(keys, self._held_elsewhere(keys), strict=True):
             if is_there:
-                self._settle(elsewhere=1)
+                self._settle("elsewhere")
             else:
                 wanted.append(key)
         # Waiting for a peer that does not answer is no lack of progress: nothing can be taken meanwhile.
@@ -250,7 +236,7 @@ class _DrainJob:
             self._host.check_open()
             pairs = zip(keys, held_below, strict=True)
             here = [key for key, is_below in pairs if is_below or self._index.find(key) is not None]
-        self._settle(gone=len(keys) - len(here))
+        self._settle("gone", len(keys) - len(here))
         return here
 
     def _held_elsewhere(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -270,10 +256,10 @@ class _DrainJob:
                     is_elsewhere[position] = is_elsewhere[position] or stays[taker.name]
         return is_elsewhere
 
-    def _stays(self, taker: Taker, held: ChunkKey) -> bool:
+    def _stays(self, taker: PeerTaker, held: ChunkKey) -> bool:
         """Whether a host stays, which its answer to an offer of a chunk that it has shows."""
         try:
-            return taker.offer([held], 0).fates == [OfferFate.HERE]
+            return taker.offer([held], 0).fates == bytes([OfferFate.HERE])
         except (OSError, InputError) as error:
             self._failed[taker.name] = str(error) or type(error).__name__
             return False
@@ -294,7 +280,7 @@ class _DrainJob:
         while turns and self._todo and not self._stop.is_set():  # in turn, so that every peer has work
             turns = [taker for taker in turns if self._offer_next(taker, set(takers))]
 
-    def _offer_next(self, taker: Taker, takers: set[str]) -> bool:
+    def _offer_next(self, taker: PeerTaker, takers: set[str]) -> bool:
         """Offer a peer one more piece, if it has capacity and there is one that it has not refused. False: it takes no
         more in this round."""
         taken, room = self._taken[taker.name], self._room()
@@ -302,7 +288,7 @@ class _DrainJob:
             return False
         for offer in [queued for queued in self._todo if queued.refused_by >= takers]:
             self._todo.remove(offer)
-            self._settle(refused=len(offer.left))
+            self._settle("refused", len(offer.left))
         next_offer = next((queued for queued in self._todo if taker.name not in queued.refused_by), None)
         if next_offer is None:
             return False
@@ -324,7 +310,7 @@ class _DrainJob:
         in_flight_bytes = sum(sizes.total(list(offer.left)) for taken in self._taken.values() for offer in taken)
         return max(0, self._bytes_left - in_flight_bytes) // sizes.largest
 
-    def _offer(self, taker: Taker, offer: _Offer, *, is_repeated: bool) -> bool:
+    def _offer(self, taker: PeerTaker, offer: _Offer, *, is_repeated: bool) -> bool:
         """Make an offer, or query its progress. Returns whether the peer is fetching some of it."""
         if is_repeated:
             gone = offer.left - set(self._still_here(list(offer.left)))
@@ -342,19 +328,19 @@ class _DrainJob:
         if answer.room or OfferFate.COMING in answer.fates:
             self._had_room.add(taker.name)
         now_s = time.monotonic()
-        for key in [key for key in offer.left if fates[key] is OfferFate.HERE]:
+        for key in [key for key in offer.left if fates[key] == OfferFate.HERE]:
             offer.left.remove(key)
             self._moved_s[taker.name] = now_s
             if not is_repeated:
-                self._settle(elsewhere=1)  # the peer had the chunk before it was offered
+                self._settle("elsewhere")  # the peer had the chunk before it was offered
                 continue
             nbytes = self._host.pool.sizes.of(key)
             self._state.moved_bytes += nbytes
             self._bytes_left = None if self._bytes_left is None else self._bytes_left - nbytes
-            self._settle(moved=1)
+            self._settle("moved")
         if not offer.left:
             return False
-        is_coming = any(fates[key] is OfferFate.COMING for key in offer.left)
+        is_coming = any(fates[key] == OfferFate.COMING for key in offer.left)
         last_s = max(offer.offered_s, self._moved_s.get(taker.name, 0.0))
         if (is_coming or answer.room) and now_s - last_s <= _STALL_S:
             return True  # over a slow link chunks arrive one at a time
@@ -375,13 +361,9 @@ class _DrainJob:
         unsettled_keys = [key for key in offer.chain if key in offer.left]
         self._todo.extendleft(reversed(self._offers_of(unsettled_keys, offer.refused_by | {name})))
 
-    def _settle(self, *, elsewhere: int = 0, moved: int = 0, refused: int = 0, gone: int = 0) -> None:
-        state = self._state
-        state.elsewhere += elsewhere
-        state.moved += moved
-        state.refused += refused
-        state.gone += gone
-        state.left -= elsewhere + moved + refused + gone
+    def _settle(self, fate: Literal["elsewhere", "moved", "refused", "gone"], chunks: int = 1) -> None:
+        setattr(self._state, fate, getattr(self._state, fate) + chunks)
+        self._state.left -= chunks
 
 
 def _split(offer: _Offer, index: int) -> tuple[_Offer, _Offer]:
@@ -391,3 +373,111 @@ def _split(offer: _Offer, index: int) -> tuple[_Offer, _Offer]:
         _Offer(offer.chain[:index], offer.first, offer.left & before, offer.refused_by),
         _Offer(offer.chain, index, offer.left & after, offer.refused_by),
     )
+
+
+_MAX_REVIEWED: Final = 256
+"""Chunks of earlier offers that are re-examined with each offer."""
+
+
+class Offers:
+    """The offers made to one cache by hosts that are about to leave: this host fetches the chunks, as far as it has
+    room. Safe to call from any thread.
+
+    An offer is a list of keys. This side looks for them where every lookup does, in the tier of its peers, and reads,
+    verifies and commits them like every promotion. Offered chunks that were not used yet take at most half of a share,
+    so a departing host cannot cause everything that is in use here to be evicted. Those that this host's own tiers have
+    by then make room in the pool for more, as long as the tiers have free space.
+    """
+
+    def __init__(self, parts: CacheParts) -> None:
+        self._host, self._index, self._lower = parts.host, parts.index, parts.lower
+        self._tier = next((number for number, _ in self._lower.tiers_that(PeersTier)), None)
+        self._unused: dict[ChunkKey, Share] = {}  # arriving or in the pool, and not used yet
+        self._to_review: deque[ChunkKey] = deque()
+        self._unused_of: Counter[Share] = Counter()
+        self.is_refused = False
+        """This host is about to leave as well."""
+
+    def take(self, chain: Sequence[ChunkKey], first: int, *, fetches: bool = True) -> Offered:
+        """Fetch the chunks of this chain from `first` on, unless they are here. Repeating the call reports progress.
+
+        chain: one group's and shard's keys of a prompt, from its first chunk on.
+        fetches: if not, this only reports what is here.
+        """
+        wanted = list(chain[first:])
+        if not wanted or self.is_refused:
+            # What is here will leave, too: of two hosts that leave at once, neither may count on the other.
+            return Offered(bytes([OfferFate.NOT_TAKEN] * len(wanted)), 0)
+        held_here = self._lower.held_here(wanted)
+        tier = self._tier if fetches else None
+        room_below = 0 if tier is None else self._lower.free_chunks(above=tier)
+        with self._host.lock:
+            reviewed = self._review_unused()
+        is_below = self._lower.held_here(reviewed) if room_below else [False] * len(reviewed)
+        with self._host.lock:
+            share = self._host.share_of(wanted[0].tenant)
+            pairs = zip(wanted, held_here, strict=True)
+            missing = [key for key, is_here in pairs if not is_here and not self._index.is_held(key)]
+            lacking = len(missing) - (share.slots // 2 - self._unused_of[share])
+            if lacking > 0:
+                below = [key for key, is_there in zip(reviewed, is_below, strict=True) if is_there]
+                self._leave_to_tiers(below, share, min(lacking, room_below))
+            missing = missing[: self._room(share, tier)]
+            for key in missing:
+                self._drop(key)
+                self._unused[key] = share
+                self._to_review.append(key)
+                self._unused_of[share] += 1
+        if tier is not None and missing:
+            self._lower.promotions.prefetch(tier, chain, first, only=frozenset(missing))
+        with self._host.lock:
+            for key in missing:
+                if not self._index.is_held(key):
+                    self._drop(key)
+            room_left = self._room(share, tier) + room_below
+            requested = set(missing)  # these may have arrived already, but were not here when they were offered
+            fates = [self._fate(key, is_here, key in requested) for key, is_here in zip(wanted, held_here, strict=True)]
+            return Offered(bytes(fates), room_left)
+
+    def _fate(self, key: ChunkKey, is_here: bool, is_begun: bool) -> OfferFate:
+        if is_here or (self._index.find(key) is not None and not is_begun):
+            return OfferFate.HERE
+        return OfferFate.COMING if self._index.is_held(key) else OfferFate.NOT_TAKEN
+
+    def _room(self, share: Share, tier: int | None) -> int:
+        """For how many more chunks there is room in the pool."""
+        return 0 if tier is None else max(0, share.slots // 2 - self._unused_of[share])
+
+    def _review_unused(self) -> list[ChunkKey]:
+        """Drop chunks that have left the pool or were used, which counts them as this host's own from now on. Returns
+        those that were looked at and stay."""
+        stay: dict[ChunkKey, None] = {}
+        for _ in range(min(_MAX_REVIEWED, len(self._to_review))):
+            key = self._to_review.popleft()
+            slot = self._index.find(key)
+            is_used = slot is not None and self._lower.promotions.sources([slot]) == [TIER]
+            if is_used or not self._index.is_held(key):
+                self._drop(key)
+            elif key in self._unused:
+                stay[key] = None
+        self._to_review += stay
+        return list(stay)
+
+    def _leave_to_tiers(self, below: Sequence[ChunkKey], share: Share, chunks: int) -> None:
+        """Evict this many of these, which this host's own tiers have. The last ones first: a host that leaves offers
+        what is worth most before the rest."""
+        for key in reversed(below):
+            slot = self._index.find(key)
+            if chunks <= 0:
+                break
+            if slot is None or self._unused.get(key) is not share or self._index.is_leased(slot):
+                continue
+            self._drop(key)
+            self._host.evict(slot)
+            self._host.free([slot])
+            chunks -= 1
+        self._host.publish_evicted("promotion")
+
+    def _drop(self, key: ChunkKey) -> None:
+        if (share := self._unused.pop(key, None)) is not None:
+            self._unused_of[share] -= 1
