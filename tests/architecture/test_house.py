@@ -28,8 +28,7 @@ MOST_FILES_OF_AN_OPTION = 4
 
 ONE_IMPORTER_AND_NO_CLASS = words(
     """
-    kv_connect.chunk_size kv_observe.sim_cli
-    kv_sglang.calibrated kv_tiers.build kv_remote.shared_fs kv_remote.shared_fs kv_vllm.bind
+    kv_connect.chunk_size     kv_sglang.calibrated kv_vllm.bind
     kv_vllm.calibrated kv_vllm.heads kv_vllm.plugin kv_vllm.translate
     """
 )
@@ -44,7 +43,7 @@ MANY_ATTRIBUTES = words(
     """
     CacheServer Caches ChunkRecords Codes Contents CpuCopier Directory DiskChunks DiskDirectory Engine
     EngineCosts Estimator EventBus ExtentIndex HostPool HostTier Jobs KVLinker KVTiersConnector Lane Link
-    LocalCache Metrics Mirror MooncakeTier NodesCache PageStore Peer PeerHosts PeerServer PeersTier
+    LocalCache Mirror MooncakeTier NodesCache PageStore Peer PeerHosts PeerServer PeersTier
     PinnedMapping PopulatedPages Promotions RedisTier Upgrades RemoteCache Residency SchedulerHalf
     Segment Servers Session SharedFsTier Source Stores WorkerHalf _DrainJob _Ring _KernelPipeline
     """

@@ -49,10 +49,10 @@ def _retained(body: bytes) -> bytes:
         return body
     params = request.get(_FIELD) or {}
     options = params.get(_OPTIONS, {}) if isinstance(params, dict) else None
-    retain_s = max(_times(request), default=0)
-    if not retain_s or not isinstance(options, dict) or "retain_s" in options:
+    seconds = max(_times(request), default=0)
+    if not seconds or not isinstance(options, dict) or "retain_s" in options:
         return body
-    request[_FIELD] = {**params, _OPTIONS: {**options, "retain_s": retain_s}}
+    request[_FIELD] = {**params, _OPTIONS: {**options, "retain_s": seconds}}
     return json.dumps(request).encode()
 
 

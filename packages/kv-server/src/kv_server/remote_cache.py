@@ -51,8 +51,7 @@ from kv_tiers.events.changes import Change, Changes
 from kv_tiers.messages import MAX_NAME
 from kv_tiers.payload_sizes import PayloadSizes
 from kv_tiers.pool.core_dumps import keep_out
-from kv_tiers.pool.host_pool import Places, slot_bytes_for
-from kv_tiers.pool.populated import PopulatedPages, distance
+from kv_tiers.pool.populated import Places, PopulatedPages, distance, slot_bytes_for
 from kv_tiers.threads import start_thread
 
 from kv_server import wire

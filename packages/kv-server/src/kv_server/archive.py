@@ -25,7 +25,6 @@ from kv_core.keys import ChunkKey
 from kv_core.outcome import Damaged
 from kv_core.service import ReadLease
 from kv_core.transfer import HostExtent
-
 from kv_tiers import chunk_header
 from kv_tiers.cache.hits import columns_of
 from kv_tiers.cache.local import LocalCache

@@ -13,11 +13,11 @@ from kv_core.errors import InputError, MisuseError
 from kv_core.keys import ChunkKey
 from kv_core.service import Ended, Holder, WriteLease
 from kv_core.testing import key_chain
+from kv_server.archive import Imported, export_prefix, import_prefix
 from kv_testing.service_contract import CHUNK_BYTES
 from kv_testing.shapes import keys_for
 from kv_testing.tower import FINGERPRINT, Tower
 from kv_tiers import chunk_header
-from kv_tiers.cache.archive import Imported, export_prefix, import_prefix
 from kv_tiers.cache.local import LocalCache
 from kv_tiers.pool.host_pool import HostPool
 
