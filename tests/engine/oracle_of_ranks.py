@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kv_connect.engine import Engine as Attached
-from kv_connect.nodes.ranks import share_of
+from kv_connect.nodes import share_of
 from kv_server.remote_cache import RemoteCache
 from kv_vllm import bind, connector
 from kv_vllm.connector import KVTiersConnector

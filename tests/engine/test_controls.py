@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, SHARED, Engine, started
 from kv_connect.engine import engines
-from kv_connect.halves.controls import Controls
+from kv_connect.halves.request import Controls
 from kv_connect.request_options import chosen
 from kv_core.log import LIMIT
 from kv_tiers.settings import Settings

@@ -9,7 +9,7 @@ from engines import PROMPTS, SHARED, WARM_HITS, Answer, started
 from kv_connect.engine import engines
 from kv_connect.halves.copies import Copies
 from kv_connect.halves.stores import Stores
-from kv_connect.nodes.ranks import share_of
+from kv_connect.nodes import share_of
 from kv_core.errors import ConfigError
 from kv_cuda.copy import behind
 from kv_vllm.connector import KVTiersConnector

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_cuda.copy import behind
-from kv_vllm.held import PoolBlocks
+from kv_vllm.connector import PoolBlocks
 from models import BY_NAME
 from oracle import BLOCK_TOKENS, Oracle
 from slow_device import SlowDevice, slow_device

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from kv_connect.halves.controls import Controls
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import Controls, RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_connect.engine import Engine, EngineFacts
 from kv_connect.halves.direct_reads import DirectReads
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf
 from kv_connect.neighbours import StoredFormat
-from kv_connect.nodes.ranks import ALONE
+from kv_connect.nodes import ALONE
 from kv_connect.open_cache import Format
 from kv_core.checksum import checksum_of
 from kv_core.cost import Costs

@@ -4,9 +4,8 @@ from typing import Literal
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_connect.halves.admission import StateAdmission, StateKind
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.request import RequestTokens, Scheduled
+from kv_connect.halves.scheduler import SchedulerHalf, StateAdmission, StateKind
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.coverage import ALL, Coverage
 from kv_core.hashing import ChainScheme

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.request import HOLDING, NEXT, Phase, RequestEvent, advance
+from kv_connect.halves.request import HOLDING, NEXT, Phase, RequestEvent, RequestTokens, Scheduled, advance
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import LoadStep, StepPlan, StoreStep
 from kv_connect.halves.worker import WorkerHalf

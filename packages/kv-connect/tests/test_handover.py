@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from kv_connect.halves.controls import Controls
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.handover import MIN_TAIL_TOKENS, HandOvers
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.request import Controls, RequestTokens, Scheduled
+from kv_connect.halves.scheduler import MIN_TAIL_TOKENS, HandOvers, SchedulerHalf
 from kv_connect.halves.step import StepPlan, StepReport
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.clock import HandClock

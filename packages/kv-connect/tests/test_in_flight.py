@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from kv_connect.engine import Engine, EngineFacts
 from kv_connect.neighbours import StoredFormat
-from kv_connect.nodes.ranks import ALONE
+from kv_connect.nodes import ALONE
 from kv_connect.open_cache import Format
 from kv_core.shape import GroupShape
 from kv_tiers.settings import load

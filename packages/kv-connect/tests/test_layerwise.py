@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.layerwise import NONE_ENDED, LayerwiseReport
-from kv_connect.halves.layerwise_promises import LayerwiseRule, RanksReports
-from kv_connect.halves.request import Phase
+from kv_connect.halves.layerwise import NONE_ENDED, LayerwiseReport, LayerwiseRule, RanksReports
+from kv_connect.halves.request import Phase, RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf

@@ -4,10 +4,8 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_connect.halves.controls import Controls
-from kv_connect.halves.inputs import RequestTokens
-from kv_connect.halves.quiet import QuietSteps, tokens_to_store
-from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.request import Controls, RequestTokens
+from kv_connect.halves.scheduler import QuietSteps, SchedulerHalf, tokens_to_store
 from kv_testing.connect import DictService
 from kv_testing.toy_engine import CHUNK, shape_of
 

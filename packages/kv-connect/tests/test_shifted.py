@@ -1,7 +1,7 @@
 """Layers that have at each place the KV of the token behind it too: the last place of a hit is computed once more."""
 
 import pytest
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.coverage import ALL, Coverage

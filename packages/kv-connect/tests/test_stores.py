@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
-from kv_connect.halves.held import HeldBlocks
-from kv_connect.halves.inputs import RequestTokens, Scheduled
+from kv_connect.halves.request import RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StateBlock, StepPlan, StoreStep
+from kv_connect.halves.stores import HeldBlocks
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.extent import HostExtent
 from kv_core.hashing import ChainScheme

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from kv_connect.halves.inputs import RequestTokens, Scheduled
-from kv_connect.halves.request import Phase
+from kv_connect.halves.request import Phase, RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import NO_SPACE, StepPlan
 from kv_connect.halves.worker import WorkerHalf

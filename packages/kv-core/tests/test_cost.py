@@ -3,9 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_connect.halves.controls import Controls
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.inputs import RequestTokens
+from kv_connect.halves.request import Controls, RequestTokens
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_core import ChainScheme, KeySequence, KeySpace, tenant_tag
 from kv_core.clock import HandClock

@@ -7,10 +7,10 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from kv_connect.halves.controls import NO_CONTROLS, Controls
+from kv_connect.halves.request import NO_CONTROLS, Controls
 from kv_core.log import LIMIT
-from kv_sglang import requests
-from kv_sglang.requests import RequestPages
+from kv_sglang import scheduler_calls
+from kv_sglang.scheduler_calls import RequestPages
 
 PAGE = 4
 PROMPT = list(range(17))  # four pages and a token
@@ -124,7 +124,7 @@ def test_what_cannot_be_followed_is_said_and_tags_are_not_ignored(
 
 
 def test_the_pages_noted_longest_ago_are_forgotten_first(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_PAGES", 6)
+    monkeypatch.setattr(scheduler_calls, "MAX_PAGES", 6)
     others = range(50, 66)
     pages.note(store=False)
     pages.note(others, store=False)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kv_connect.halves.inputs import EngineState, RequestTokens, Scheduled
-from kv_connect.halves.request import HOLDING
+from kv_connect.halves.request import HOLDING, EngineState, RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
 from kv_connect.halves.worker import WorkerHalf

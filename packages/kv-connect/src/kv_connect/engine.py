@@ -10,6 +10,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
+from typing import Final
 
 import msgspec
 from kv_core.coverage import Coverage
@@ -18,7 +20,7 @@ from kv_core.errors import ConfigError
 from kv_core.extent import HostExtent
 from kv_core.format import is_quantised_kind
 from kv_core.log import limited_logger
-from kv_core.shape import ConnectShape, GroupShape
+from kv_core.shape import ConnectShape, GroupShape, check_blocks
 from kv_server.mapped import MappedPool
 from kv_server.remote_cache import RemoteCache
 from kv_server.supervised import SupervisedServer
@@ -27,21 +29,18 @@ from kv_tiers.cache.local import LocalCache
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.events.bus import EventBus
 from kv_tiers.pool.machine import spelled
-from kv_tiers.settings import Settings
+from kv_tiers.settings import Setting, Settings
 
+from kv_connect.adapters import Adapters
 from kv_connect.guard import OffSwitch
 from kv_connect.halves.direct_reads import DirectReads, direct_tier
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.handover import HandOvers
-from kv_connect.halves.layerwise_promises import LayerwiseRule
-from kv_connect.halves.scheduler import SchedulerHalf
+from kv_connect.halves.layerwise import LayerwiseRule
+from kv_connect.halves.scheduler import HandOvers, SchedulerHalf
 from kv_connect.halves.worker import WorkerHalf
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, Origins, ServedModel
-from kv_connect.identity.weights import EngineWeights
+from kv_connect.identity import LiveKeySpace, LiveWeights, Origins, ServedModel
 from kv_connect.neighbours import StoredFormat, warn_of_other_formats
-from kv_connect.nodes.node_agent import Served
-from kv_connect.nodes.nodes import NodesCache
-from kv_connect.nodes.ranks import ALONE, RankShare
+from kv_connect.nodes import ALONE, NodesCache, RankShare, Served
 from kv_connect.open_cache import Format, Replica, open_in_process, open_remote, workers_of
 from kv_connect.pools import EngineCopier, RankPools, RanksReady
 
@@ -51,6 +50,46 @@ _SEPARATOR = "; "
 """Separates the names of layouts, which contain spaces and commas."""
 _IN_FLIGHT_BYTES = 2 << 30
 """What earlier steps may still be storing when a step stores all that it computes."""
+_LONG_BLOCK_TOKENS: Final = 64
+
+
+class EngineWeights:
+    """The weights of an engine, and of its adapters, in the process of its scheduler half.
+
+    Code that notices an update of the engine's weights in place calls `identity.changed`.
+    """
+
+    def __init__(self, space: LiveKeySpace) -> None:
+        self.space = space
+        self.identity = space.weights
+        self.adapters = Adapters()
+        self._changes = 0
+
+    def follow(self, scheduler: SchedulerHalf) -> bool:
+        """Inform the scheduler half of weights that have become known or changed. Called before every use of it; costs
+        two comparisons.
+
+        Returns whether any did.
+        """
+        changes, now = self.identity.changes, self.space.now
+        if changes != self._changes:
+            self._changes = changes
+            scheduler.weights_changed(now)
+            return True
+        if now is not scheduler.space and now is not None:
+            scheduler.name_weights(now)
+            return True
+        return False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether adapters' files are being looked at."""
+        return self.adapters.is_busy
+
+    def close(self) -> None:
+        """Stop reading files."""
+        self.identity.close()
+        self.adapters.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,3 +551,41 @@ def release(engine_id: str, role: str) -> None:
     engine = _ENGINES.get(engine_id)
     if engine is not None and engine.release(role):
         del _ENGINES[engine_id]
+
+
+def fitted(
+    settings: Settings, in_force: Sequence[Setting], block_tokens: Sequence[int], *, has_states: bool = False
+) -> Settings:
+    """The settings with a `chunk_tokens` that is a whole number of the engine's blocks.
+
+    If it is not set, it becomes one block where blocks are long, so that we find everything that the engine's own
+    prefix cache would: vLLM's blocks have 128 tokens on a CPU, where computing 128 more takes longest, 64 with some
+    kernels for latents, and, in models with states, as many as match the size of a state, for example 528. Otherwise it
+    is the smallest whole number of blocks that is no less than the default.
+
+    An engine keeps a prompt's last state at the end of a block. In a chunk of several blocks, most of these would not
+    be at the end of a chunk and would be useless, so for such models short blocks make a chunk of 64 tokens.
+
+    in_force: as `load` returns it with the settings.
+    block_tokens: of each block table of the engine.
+    has_states: whether a group of layers keeps states.
+
+    Raises:
+        ConfigError: it is set and is not a whole number of blocks; the text suggests one that is.
+    """
+    common_tokens = lcm(*block_tokens)
+    if any(setting.path == "chunk_tokens" and setting.origin != "default" for setting in in_force):
+        check_blocks(settings.chunk_tokens, common_tokens)
+        return settings
+    has_long_blocks = common_tokens >= _LONG_BLOCK_TOKENS
+    min_tokens = _LONG_BLOCK_TOKENS if has_states or has_long_blocks else settings.chunk_tokens
+    chunk_tokens = -(-min_tokens // common_tokens) * common_tokens
+    if chunk_tokens == settings.chunk_tokens:
+        return settings
+    _log.info(
+        "chunk_tokens is %d instead of %d, to fit the engine's blocks of %d tokens",
+        chunk_tokens,
+        settings.chunk_tokens,
+        common_tokens,
+    )
+    return msgspec.structs.replace(settings, chunk_tokens=chunk_tokens)

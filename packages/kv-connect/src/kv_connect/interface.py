@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kv_core.tools.doctor import Finding, version_of
+
 
 def call_differences(owner: type, calls: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """A text for each method of `owner` that is missing or begins with other parameters.
@@ -38,3 +40,20 @@ def unknown_calls(owner: type, implemented: Iterable[str]) -> Iterator[str]:
     """A text for each method that `owner` requires of every implementation and that we lack."""
     for name in sorted(getattr(owner, "__abstractmethods__", frozenset()) - set(implemented)):
         yield f"{owner.__name__} also requires {name}"
+
+
+def version_finding(
+    engine: str, version: str | None, *, package: str, is_tested: bool, install: str, untested: str
+) -> Finding:
+    """For `kv doctor`: whether the engine beside an adapter's package is of a version that this was tested with.
+
+    version: None: the engine is not installed. install: the requirement to give to an installer. untested: what to
+    expect of a version that is not tested.
+    """
+    ours = f"{package} {version_of(package)}"
+    if version is None:
+        advice = f"pip install '{install}' in the environment that serves"
+        return Finding("note", engine, f"not in this environment; {ours} is", advice)
+    if not is_tested:
+        return Finding("note", engine, f"{version}, with {ours}", untested)
+    return Finding("ok", engine, f"{version}, with {ours}")

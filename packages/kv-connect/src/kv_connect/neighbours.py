@@ -21,8 +21,8 @@ from kv_server.connection import ask_server_for
 from kv_server.facts import MODEL_NAME
 from kv_tiers.settings import Settings
 
-from kv_connect.identity.identity import ServedModel, described
-from kv_connect.identity.private_json import cache_file, read_private, write_private
+from kv_connect.file_digests import cache_file, read_private, write_private
+from kv_connect.identity import ServedModel, described
 
 _log = limited_logger(__name__)
 

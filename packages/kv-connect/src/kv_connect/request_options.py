@@ -19,7 +19,7 @@ from kv_core.log import limited_logger
 from kv_tiers.options import in_words, nearest, spelled_as
 from kv_tiers.settings import Settings
 
-from kv_connect.halves.controls import Controls
+from kv_connect.halves.request import Controls
 
 _log = limited_logger(__name__)
 

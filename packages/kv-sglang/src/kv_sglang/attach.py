@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Final
 
 import msgspec
-from kv_connect.identity.identity import LiveKeySpace, LiveWeights, ServedModel
+from kv_connect.identity import LiveKeySpace, LiveWeights, ServedModel
 from kv_connect.neighbours import StoredFormat, warn_of_other_formats
 from kv_connect.open_cache import Format, check_replicas, open_in_process, open_remote
 from kv_core.errors import ConfigError
@@ -35,12 +35,11 @@ from kv_tiers.settings import Settings
 from kv_tiers.verdict import demand
 
 from kv_sglang import TESTED
-from kv_sglang.media import is_marked, mark_media, unmarked
 from kv_sglang.metrics import NO_FIGURES, BytesOnly, Figures
+from kv_sglang.names import is_marked, mark_media, unmarked
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages
-from kv_sglang.prefill import PrefillSpeed
-from kv_sglang.requests import RequestPages
+from kv_sglang.scheduler_calls import PrefillSpeed, RequestPages
 from kv_sglang.weights import WeightsWatch, before_loading
 
 _log = limited_logger(__name__)

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
-from kv_connect.halves.controls import NO_CONTROLS, Controls
-from kv_connect.identity.identity import LiveKeySpace
+from kv_connect.halves.copies import await_copies
+from kv_connect.halves.request import NO_CONTROLS, Controls
+from kv_connect.identity import LiveKeySpace
 from kv_core.cost import Use
 from kv_core.coverage import ChunkShape
 from kv_core.errors import CopyFailed, InputError
@@ -35,12 +36,10 @@ from kv_tiers import HostPool, LocalCache
 from kv_tiers.cache.host import TIER
 from kv_tiers.messages import MAX_KEYS
 
-from kv_sglang.copies import await_copies
-from kv_sglang.media import named_pages
 from kv_sglang.metrics import NO_FIGURES, Figures, OncePerRequest
+from kv_sglang.names import named_pages
 from kv_sglang.pools import PoolPages
-from kv_sglang.prefill import PrefillSpeed
-from kv_sglang.requests import RequestPages
+from kv_sglang.scheduler_calls import PrefillSpeed, RequestPages
 
 _log = limited_logger(__name__)
 

@@ -29,12 +29,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kv_sglang.attach import KV, Attached, Rank, attach, check_hashes, other_sglang
+from kv_sglang.cli import read_settings
 from kv_sglang.metrics import engine_figures
-from kv_sglang.page_settings import read_settings
 from kv_sglang.pages import PageStore
 from kv_sglang.pools import PoolPages, describe, first_slots
-from kv_sglang.prefill import follow_steps
-from kv_sglang.requests import follow_requests
+from kv_sglang.scheduler_calls import follow_requests, follow_steps
 from kv_sglang.served import served_model
 from kv_sglang.weights import engine_name, watch_updates
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
-from kv_connect.identity.identity import LiveWeights, Origins, origins_of
+from kv_connect.identity import LiveWeights, Origins, origins_of
 from kv_core.log import limited_logger
 
 _log = limited_logger(__name__)

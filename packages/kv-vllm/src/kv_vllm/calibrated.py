@@ -12,7 +12,7 @@ from kv_codecs.calibrated import calibration_of, fingerprint_of
 from kv_codecs.calibration import Calibration
 from kv_codecs.division import GroupLayers, divide
 from kv_codecs.engine_rotations import EngineRotation, check_rotations
-from kv_connect.nodes.ranks import RankShare
+from kv_connect.nodes import RankShare
 from kv_core.errors import ConfigError
 from kv_core.format import ChunkFormat
 from kv_cuda.bind import BoundGroups

@@ -4,7 +4,7 @@
 Loads are asynchronous in vLLM's sense (the second element of `get_num_new_matched_tokens` is True), except for those
 that cannot fail where the settings enable layerwise loads (`kv_vllm.layerwise`). Stores begin in `wait_for_save`, or,
 where the settings enable that, layer by layer before it. On a device with streams they continue after the step, and
-their blocks are held in vLLM's block pool meanwhile (`kv_vllm.held`); elsewhere they complete in `wait_for_save`.
+their blocks are held in vLLM's block pool meanwhile (`kv_vllm.connector`); elsewhere they complete in `wait_for_save`.
 
 No exception leaves a hook, except for the one that `kv_vllm.layerwise` explains: a bug of ours turns the cache off with
 a traceback in the log, and the engine continues.
@@ -14,21 +14,23 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from kv_connect.adapters import Unsure
 from kv_connect.engine import engine_of, release
 from kv_connect.guard import always, guarded
-from kv_connect.halves.held import HeldBlocks
-from kv_connect.halves.inputs import RequestTokens
+from kv_connect.halves.request import RequestTokens
 from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.step import StepPlan
+from kv_connect.halves.stores import HeldBlocks
 from kv_connect.halves.worker import WorkerHalf
-from kv_connect.identity.adapters import Unsure
+from kv_connect.nodes import FromNode, ToNodes
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
+from kv_core.shape import ConnectShape
 from kv_tiers.settings import load
 from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -37,28 +39,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kv_vllm.bind import bind_scheduler, bind_worker, in_one_process, warn_of_failure_policy
 from kv_vllm.handover import answer_to_proxy, is_one_of_several, with_protocol
-from kv_vllm.held import held_blocks
-from kv_vllm.hit_sources import HitSources
 from kv_vllm.interface import check_interface
 from kv_vllm.kv_events import ChunkEvents, hash_tokens_of
-from kv_vllm.layer_hooks import LayerHooks
-from kv_vllm.layerwise import LayerwisePromised, LayerwiseRank, RankAnswer
-from kv_vllm.log import join_vllm_log
-from kv_vllm.metadata import Acknowledged, KVTiersMetadata
-from kv_vllm.nodes import NodeMail
-from kv_vllm.parallel import check_parallelism, draft_model
+from kv_vllm.layerwise import LayerHooks, LayerwisePromised, LayerwiseRank, LayerwiseStep, RankAnswer
+from kv_vllm.parallel import NodeMail, check_parallelism, draft_model
+from kv_vllm.plugin import join_vllm_log
 from kv_vllm.served import served_model
-from kv_vllm.sessions import Sessions
-from kv_vllm.stats import OFF, PromMetrics, SchedulerFigures, Stats, WorkerFigures
-from kv_vllm.steps import StepReader
-from kv_vllm.translate import request_reader
-from kv_vllm.trials import Trials
+from kv_vllm.stats import OFF, HitSources, PromMetrics, SchedulerFigures, Stats, WorkerFigures
+from kv_vllm.translate import Sessions, StepReader, request_reader
+from kv_vllm.trials import NO_TRIAL, TrialMessage, Trials
 from kv_vllm.weights import VllmWeights, before_loading, note_resets
 
 _log = limited_logger(__name__)
@@ -68,9 +64,74 @@ _IDLE_STEP_S = 0.0005
 _SUMMARY_EVERY_S = 60.0
 _MAX_FAILURES = 32
 """Failing loads cost more than none, and a worker in another process whose cache is off cannot report it otherwise."""
-
 _MAX_UNPROCESSED = 1024
 """Reports that are kept while something raises each time that they are handled."""
+
+
+class PoolBlocks:
+    """A `kv_connect.halves.stores.EngineBlocks` of vLLM's `BlockPool`.
+
+    To vLLM a held block looks like one that another request shares. So it is not reused, whatever becomes of the
+    request that filled it, and it stays in vLLM's own prefix cache.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+    def is_ours_alone(self, block: int) -> bool:
+        return bool(self._pool.blocks[block].ref_cnt == 1)
+
+
+def held_blocks(kv_cache_manager: Any, shape: ConnectShape, *, ranks: int) -> HeldBlocks:
+    return HeldBlocks(PoolBlocks(kv_cache_manager.block_pool), shape, ranks=ranks)
+
+
+@dataclass(eq=False)
+class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """A step plan for the workers, as plain data if they are in other processes; None if it contains nothing but its
+    number.
+
+    waiting: requests that wait until their load is reported. Sent next to the plan, so that a worker that cannot read
+        the plan can answer them too.
+    number: the plan's `StepPlan.number`, which such a worker acknowledges too.
+    layerwise: the step's layerwise loads, as such a worker needs them, and, for every worker, the scheduler's pool.
+    to_nodes: in an engine over several nodes, the scheduler's message to the other nodes.
+    trials: which stores may be committed, where other connectors fill blocks too.
+    """
+
+    plan: Any
+    waiting: tuple[str, ...]
+    number: int
+    layerwise: LayerwiseStep
+    to_nodes: ToNodes | None
+    trials: TrialMessage = NO_TRIAL
+
+
+@dataclass(eq=False)
+class Acknowledged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """The workers' completions.
+
+    through: by rank, the number of the latest plan that was read, together with all before it.
+    layerwise: by rank, its report on layerwise loads.
+    from_nodes: in an engine over several nodes, the other nodes' answers.
+    trial: the number of the step that this is the output of, if it is on trial.
+    """
+
+    through: dict[int, int]
+    layerwise: dict[int, RankAnswer] = field(default_factory=dict)
+    from_nodes: tuple[FromNode, ...] = ()
+    trial: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Acknowledged":
+        layerwise = self.layerwise | other.layerwise
+        from_nodes, trial = self.from_nodes + other.from_nodes, max(self.trial, other.trial)
+        return Acknowledged(self.through | other.through, layerwise, from_nodes, trial)
 
 
 def _all_failed(self: "KVTiersConnector", *_arguments: Any) -> KVConnectorTransferResults:

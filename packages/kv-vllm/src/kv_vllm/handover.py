@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
-from kv_connect.halves.controls import Controls
+from kv_connect.halves.request import Controls
 from kv_core.errors import ConfigError
 from kv_tiers.host_port import read_host_port
 from kv_tiers.settings import Settings

@@ -22,7 +22,9 @@ from kv_connect.halves.scheduler import SchedulerHalf
 from kv_connect.halves.worker import WorkerHalf
 from kv_server.remote_cache import RemoteCache
 from kv_tiers.cache.local import LocalCache
+from kv_tiers.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 _POOL_EVERY_S: Final = 1.0
 
@@ -52,6 +54,15 @@ _OF_WORKER: Final[Mapping[str, str]] = {
 }
 """Figures of a worker half, by the fields of `WorkerCounts`."""
 _GAUGES: Final = {name for name, figure in FIGURES.items() if figure.kind == "gauge"}
+OFF: Final[Mapping[str, int]] = {"on": 0}
+"""Reported once by the scheduler half when the cache has been turned off."""
+_SOURCES: Final[Mapping[str, CacheHitSource]] = {
+    "host": CacheHitSource.HOST,
+    "dram": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "gds": CacheHitSource.DISK,
+}
+"""By a tier's type. Other tiers use vLLM's fallback, which also means "a remote store"."""
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # the engine's classes are untyped here
@@ -139,10 +150,6 @@ class SchedulerFigures:
         return {"pool_used_bytes": used_slots * pool.slot_bytes, "pool_bytes": pool.slots * pool.slot_bytes}
 
 
-OFF: Final[Mapping[str, int]] = {"on": 0}
-"""Reported once by the scheduler half when the cache has been turned off."""
-
-
 class WorkerFigures:
     """The figures that a worker half reports once per step."""
 
@@ -195,3 +202,23 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         gauge = partial(self._gauge_cls, multiprocess_mode="mostrecent")
         make = self._counter_cls if figure.kind == "counter" else gauge
         return make(name=f"vllm:{PREFIX}{name}", documentation=figure.about, labelnames=labelnames)
+
+
+class HitSources:
+    """The source in vLLM's terms for each tier of these settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        """A joined server has its own tiers: those that are named after their type are known here too."""
+        types = {str(tier.get("name") or tier["type"]): str(tier["type"]) for tier in settings.tiers}
+        unspecified = CacheHitSource.EXTERNAL_UNSPECIFIED
+        self._sources = {**_SOURCES, **{name: _SOURCES.get(kind, unspecified) for name, kind in types.items()}}
+
+    def of(self, tokens_by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
+        """The tokens of a hit by source. If their number is not the one offered, the source is unknown."""
+        if tokens != sum(tokens_by_tier.values()):
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: tokens} if tokens else {}
+        tokens_by_source: dict[CacheHitSource, int] = {}
+        for tier, count in tokens_by_tier.items():
+            source = self._sources.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            tokens_by_source[source] = tokens_by_source.get(source, 0) + count
+        return tokens_by_source

@@ -24,11 +24,10 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import torch
-from kv_connect.engine import Engine
-from kv_connect.halves.inputs import RequestTokens
-from kv_connect.identity.adapters import Unsure
-from kv_connect.identity.identity import LiveKeySpace, Origins, origins_of, sources_of
-from kv_connect.identity.weights import EngineWeights
+from kv_connect.adapters import Unsure
+from kv_connect.engine import Engine, EngineWeights
+from kv_connect.halves.request import RequestTokens
+from kv_connect.identity import LiveKeySpace, Origins, origins_of, sources_of
 from kv_core.log import limited_logger
 
 from kv_vllm.served import served_model

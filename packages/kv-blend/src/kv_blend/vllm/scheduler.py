@@ -1,9 +1,10 @@
 """The scheduler half of blending: finds a request's segments, and offers everything up to the last one's end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Final
 
+from kv_connect.figures import FIGURES, Figure
 from kv_core.errors import InputError
 from kv_core.keys import NO_TENANT, ChunkKey, KeySpace, keys_in, tenant_tag
 from kv_core.log import limited_logger
@@ -11,12 +12,90 @@ from kv_core.lookup import Ended
 from kv_core.sequence import KeySequence
 from kv_core.service import CacheService
 from kv_core.shape import ConnectShape
+from kv_vllm.stats import PromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kv_blend.plan import KEY, BlendPlan, read_plan, segment_salt
-from kv_blend.vllm.job import BlendStep, SegmentStep
-from kv_blend.vllm.stats import BlendCounts
 
 _log = limited_logger(__name__)
+
+BLEND_FIGURES: Final[Mapping[str, Figure]] = {
+    "blend_requests": Figure("counter", "Requests with a plan whose segments were put in their places."),
+    "blend_refused": Figure("counter", "Requests with a plan that were computed whole instead."),
+    "blend_segment_tokens": Figure("counter", "Tokens of segments that were put in their places."),
+    "blend_held_tokens": Figure("counter", "Those of these tokens whose KV the cache held, behind whatever text."),
+    "blend_recomputed_tokens": Figure("counter", "Those of these tokens that were computed again in their context."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentStep:
+    """One segment of a request.
+
+    first, end: its tokens in the request.
+    digests: of the chunks that have its KV, as it is behind the plan's context. The first chunk may begin with tokens
+        of that context, and the last may be partial.
+    is_held: whether the cache had all of them.
+    """
+
+    first: int
+    end: int
+    digests: tuple[bytes, ...]
+    is_held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlendStep:
+    """One request.
+
+    tokens: up to the last segment's end.
+    blocks: its block table.
+    computed: this many tokens at its start are in its blocks already.
+    space_id, tenant: of the segments' keys.
+    """
+
+    request_id: str
+    plan: BlendPlan
+    tokens: Sequence[int]
+    blocks: Sequence[int]
+    computed: int
+    segments: tuple[SegmentStep, ...]
+    space_id: bytes
+    tenant: bytes
+
+
+@dataclass(eq=False)
+class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
+    """A step's messages: the exact half's, and blended requests'.
+
+    space_id: of the weights that the engine has now; empty if that is not known. Requests that were begun with others
+        are not blended.
+    """
+
+    exact: Any
+    steps: tuple[BlendStep, ...]
+    space_id: bytes
+
+
+@dataclass(slots=True)
+class BlendCounts:
+    """Of the scheduler half."""
+
+    requests: int = 0
+    refused: int = 0
+    segment_tokens: int = 0
+    held_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+OF_COUNTS: Final = {f"blend_{name}": name for name in BlendCounts.__slots__}
+"""By the name of each figure, the count that it is."""
+
+
+class BlendMetrics(PromMetrics):
+    """The exact half's figures, and these."""
+
+    figures: ClassVar[Mapping[str, Figure]] = {**FIGURES, **BLEND_FIGURES}
 
 
 @dataclass(slots=True)

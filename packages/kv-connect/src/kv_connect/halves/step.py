@@ -101,7 +101,7 @@ class StepPlan:
     space_id: the fingerprint of the key space that the loads and stores are in. The scheduler decides it, because
         new weights in a running engine change the key space from one step to the next.
     number: the number of the last plan with stores whose blocks the engine holds until every worker has acknowledged
-        that plan (`kv_connect.halves.held`); this plan's if it has stores. So workers need not wait for the copies.
+        that plan (`kv_connect.halves.stores`); this plan's if it has stores. So workers need not wait for the copies.
         0: no blocks are held.
     trial: if not 0, the stores are committed only once the scheduler reports that the trial of this number was passed:
         that other connectors or ranks did fill the blocks with which the step computes (`kv_vllm.trials`).

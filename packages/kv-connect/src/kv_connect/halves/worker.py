@@ -18,8 +18,8 @@ from kv_core.service import CacheService, LoadFailed, ReadLease
 from kv_core.shape import NO_BLOCK, ConnectShape, load_from
 from kv_core.transfer import Copy, Move, TransferPlan, plan_transfer
 
+from kv_connect.figures import WorkerCounts
 from kv_connect.halves.copies import Copies
-from kv_connect.halves.counts import WorkerCounts
 from kv_connect.halves.direct_reads import DirectReads
 from kv_connect.halves.layerwise import LayerLoads, LayerwiseReport
 from kv_connect.halves.step import NO_REPORT, LoadStep, StepPlan, StepReport

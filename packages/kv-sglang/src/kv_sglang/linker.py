@@ -1,6 +1,6 @@
 """SGLang's external linker: pages directly between its device blocks and our host memory. Experimental.
 
-Each method translates its arguments and makes one call; the logic is in `kv_sglang.linker.lanes`. All are called on the
+Each method translates its arguments and makes one call; the logic is in `kv_sglang.lanes`. All are called on the
 scheduler's main thread, so none copies or waits for a tier: only pages in host memory are promised, and those in slower
 tiers are promoted for a later lookup. SGLang changed this interface three times in five weeks, so arguments that it
 adds are accepted and ignored.
@@ -25,14 +25,11 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kv_sglang.attach import KV, Rank, attach, check_hashes, other_sglang
-from kv_sglang.linker.chains import Chains
-from kv_sglang.linker.device import describe_device
-from kv_sglang.linker.lanes import LoadLane, StoreLane
-from kv_sglang.linker.matches import follow_matches, matched_by
+from kv_sglang.cli import read_settings
+from kv_sglang.lanes import Chains, LoadLane, StoreLane
 from kv_sglang.metrics import engine_figures
-from kv_sglang.page_settings import read_settings
-from kv_sglang.prefill import follow_steps
-from kv_sglang.requests import follow_requests
+from kv_sglang.pools import describe_device
+from kv_sglang.scheduler_calls import follow_matches, follow_requests, follow_steps, matched_by
 from kv_sglang.served import served_model
 from kv_sglang.weights import engine_name, watch_updates
 

@@ -27,7 +27,7 @@ from kv_core.keys import KeySpace
 from kv_core.log import limited_logger
 from kv_tiers.threads import start_thread
 
-from kv_connect.identity.file_digests import (
+from kv_connect.file_digests import (
     DigestMemory,
     FileState,
     HashingStoppedError,

@@ -21,7 +21,7 @@ from kv_core.log import limited_logger
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.threads import start_thread
 
-from kv_connect.identity.file_digests import (
+from kv_connect.file_digests import (
     DigestMemory,
     FilesChangedError,
     FileState,
@@ -29,7 +29,7 @@ from kv_connect.identity.file_digests import (
     content_files,
     default_memory,
 )
-from kv_connect.identity.identity import content_of
+from kv_connect.identity import content_of
 
 _log = limited_logger(__name__)
 
