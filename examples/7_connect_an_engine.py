@@ -115,8 +115,8 @@ class Connector:
     @guarded(always(None))
     def store(self, request: RequestTokens, blocks: list[int]) -> None:
         """After a step that computed the whole prompt."""
-        self.worker.start_stores(self.scheduler.build_step([Scheduled(request, len(request.tokens), (blocks,))]))
-        self.worker.finish_stores()
+        self.worker.stores.start(self.scheduler.build_step([Scheduled(request, len(request.tokens), (blocks,))]))
+        self.worker.stores.finish()
         self.scheduler.finished(request.request_id)
 
     def close(self) -> None:

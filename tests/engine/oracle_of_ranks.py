@@ -75,7 +75,7 @@ class OracleOfRanks(Oracle):
     @property
     def loaded(self) -> int:
         """By every rank."""
-        loaded = {rank.engine.worker.counts.tokens_loaded for rank in self.ranks if rank.engine.worker is not None}
+        loaded = {rank.engine.worker.counts.loaded_tokens for rank in self.ranks if rank.engine.worker is not None}
         assert len(loaded) == 1
         return loaded.pop()
 

@@ -298,7 +298,7 @@ def test_what_may_not_be_read_is_stored_all_the_same(asked: dict[str, Any]) -> N
     )
     engine: Any = SimpleNamespace(weights=None, cache=None)
     tokens = translate.request_reader(*configs, Settings(), engine)(request(sampling=asked))
-    assert isinstance(tokens, RequestTokens) and tokens.controls.stores and not tokens.controls.loads
+    assert isinstance(tokens, RequestTokens) and tokens.controls.store and not tokens.controls.load
 
 
 @pytest.mark.parametrize("pooling_type", [pytest.param("MEAN", marks=pytest.mark.slow), "CLS"])

@@ -45,8 +45,8 @@ class Halves:
         stores = RequestTokens("stores", TOKENS, 8)
         self.scheduler.match(stores, 0)
         self.scheduler.allocated("stores", 0, ())
-        self.worker.start_stores(self.scheduler.build_step([Scheduled(stores, 8, BLOCKS)]))
-        self.worker.finish_stores()
+        self.worker.stores.start(self.scheduler.build_step([Scheduled(stores, 8, BLOCKS)]))
+        self.worker.stores.finish()
         self.scheduler.finished("stores")
         self.copier.slots.clear()
 
@@ -146,13 +146,22 @@ def test_what_is_computed_meanwhile_is_no_part_of_a_loads_price() -> None:
     assert costs.load_s(0, 8) == 0.0
 
 
-@pytest.mark.parametrize("extent", [["p", -1, 4], ["p", 0], [1, 0, 4], "p", ["p", 0, 4.0]])
+@pytest.mark.parametrize(
+    "extent",
+    [
+        {"pool": "p", "offset": -1, "nbytes": 4},
+        {"pool": "p", "offset": 0},
+        {"pool": 1, "offset": 0, "nbytes": 4},
+        {"pool": "p", "offset": 0, "nbytes": 4.0},
+        "p",
+    ],
+)
 def test_a_plan_with_other_extents_is_refused(extent: object) -> None:
     halves = Halves()
     halves.asks()
     halves.scheduler.allocated("a", 8, BLOCKS)
     plain = halves.scheduler.build_step([]).to_plain()
-    plain["loads"][0][-1] = [extent]
+    plain["loads"][0]["extents"] = [extent]
     with pytest.raises(InputError):
         StepPlan.from_plain(plain)
 
@@ -180,8 +189,8 @@ def test_a_plan_has_all_shards_and_a_rank_takes_its_own() -> None:
     scheduler.allocated("stores", 0, ())
     plan = scheduler.build_step([Scheduled(stores, 8, BLOCKS)])
     for rank, copier in zip(ranks, copiers, strict=True):
-        rank.start_stores(plan)
-        rank.finish_stores()
+        rank.stores.start(plan)
+        rank.stores.finish()
         copier.slots.clear()
     assert scheduler.match(RequestTokens("a", [*TOKENS, 99], 9), 0) == 8 and scheduler.is_layerwise("a")
     scheduler.allocated("a", 8, BLOCKS)

@@ -33,8 +33,8 @@ def run(scheduler: SchedulerHalf, worker: WorkerHalf, copier: DictCopier, name: 
     scheduler.allocated(name, 0, BLOCKS)
     copier.slots.update((20 + i, ("kv", *TOKENS[: i + 1])) for i in range(computed))
     plan = StepPlan.from_plain(scheduler.build_step([Scheduled(request(name), computed, BLOCKS)]).to_plain())
-    worker.start_stores(plan)
-    worker.finish_stores()
+    worker.stores.start(plan)
+    worker.stores.finish()
     return plan
 
 

@@ -148,8 +148,8 @@ class ToyHybrid(RuleBasedStateMachine):
     def carry_out(self, plan: StepPlan) -> None:
         plan = StepPlan.from_plain(plan.to_plain())
         self.worker.start_loads(plan)
-        self.worker.start_stores(plan)
-        self.worker.finish_stores()
+        self.worker.stores.start(plan)
+        self.worker.stores.finish()
 
     def compute(self, name: str, live: Live, end: int) -> Scheduled:
         """A forward pass over tokens `live.computed … end`."""

@@ -9,18 +9,18 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from kv_connect.halves.engine_costs import MIN_PREFILL_TOKENS, EngineCosts
-from kv_connect.halves.request import NO_CONTROLS, Controls
-from kv_connect.request_options import chosen
+from kv_connect.request_options import NO_CONTROLS, Controls, chosen
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Measured, Use
 from kv_core.log import limited_logger
 from kv_tiers.clock import MonotonicClock
 from kv_tiers.settings import Settings
+from msgspec.structs import replace
 
 from kv_sglang.names import hashes_of, page_hashes, tail_of
 
@@ -237,6 +237,7 @@ class RequestPages:
     def __init__(self, use: Use, page_tokens: int, tiers: Callable[[], Sequence[str]]) -> None:
         """use: the setting. tiers: the names of the cache's tiers."""
         self._defaults = Settings(use=use, save_decode=True)  # SGLang stores everything in its tree
+        self._no_options = replace(NO_CONTROLS, save_decode=True)
         self._page_tokens = page_tokens
         self._tiers = tiers
         self._lock = threading.Lock()
@@ -258,9 +259,10 @@ class RequestPages:
         params: its `custom_params`. tokens: of its prompt. hashes: computes those of the prompt's pages.
         tail: computes the hash of the tokens after the last page, given the last page's, or "" if there is none.
         """
-        own = chosen(self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED)
-        controls = own.controls
-        has_options = controls != NO_CONTROLS or not own.save_decode
+        controls = chosen(
+            self._defaults, params, request_id, tiers=self._tiers(), where=_FIELD, unsupported=_UNSUPPORTED
+        )
+        has_options = controls != self._no_options
         if isinstance(params, Mapping) and params.get(_HANDED_OVER) is True:
             awaited = hashes()
             with self._lock:
@@ -272,14 +274,14 @@ class RequestPages:
         if not has_options and not self._pages:
             return
         storable = controls.storable(tokens)
-        keeps_generated = storable == tokens and controls.max_store_tokens is None and own.save_decode
-        after = replace(controls, stores=controls.stores and keeps_generated)
+        keeps_generated = storable == tokens and controls.max_store_tokens is None and controls.save_decode
+        after = replace(controls, store=controls.store and keeps_generated)
         named = hashes()
         with self._lock:
             for number, page in enumerate(named, 1):
                 if has_options:
-                    stores = controls.stores and number * self._page_tokens <= storable
-                    self._pages[page] = _Page(replace(controls, stores=stores), after)
+                    store = controls.store and number * self._page_tokens <= storable
+                    self._pages[page] = _Page(replace(controls, store=store), after)
                     self._pages.move_to_end(page)
                 elif (before := self._pages.get(page)) is not None:
                     self._pages[page] = _Page(NO_CONTROLS, before.after)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 from kv_connect.adapters import Unsure
 from kv_connect.engine import engine_of, release
@@ -52,7 +53,7 @@ from kv_vllm.layerwise import LayerHooks, LayerwisePromised, LayerwiseRank, Laye
 from kv_vllm.parallel import NodeMail, check_parallelism, draft_model
 from kv_vllm.plugin import join_vllm_log
 from kv_vllm.served import served_model
-from kv_vllm.stats import OFF, HitSources, PromMetrics, SchedulerFigures, Stats, WorkerFigures
+from kv_vllm.stats import OF_WORKER, OFF, CounterDeltas, HitSources, PromMetrics, SchedulerFigures, Stats
 from kv_vllm.translate import Sessions, StepReader, request_reader
 from kv_vllm.trials import NO_TRIAL, TrialMessage, Trials
 from kv_vllm.weights import VllmWeights, before_loading, note_resets
@@ -212,7 +213,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._caller_error: BaseException | None = None  # which the engine's caller was handling when the step began
         self._has_drafts = draft_model(vllm_config) is not None
         self._summary_at_s = 0.0
-        self._figures: SchedulerFigures | WorkerFigures | None = None
+        self._figures: SchedulerFigures | CounterDeltas | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(transfer.kv_load_failure_policy)
 
@@ -289,7 +290,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Stats | None:
         if self._scheduler is not None and self._scheduler.costs is not None:
             self._scheduler.costs.step_ended()  # vLLM's scheduler calls this once for each step's output, in order
-        return None if self._figures is None else self._figures.take()
+        figures = {} if self._figures is None else self._figures.take()
+        return Stats(figures) if figures else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
@@ -440,7 +442,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._layers.bound(bind_worker(self._engine, config, groups, self._settings, kv_caches, in_force=in_force))
             if not self.off:
                 self._worker = self._engine.start_worker(step_tokens=config.scheduler_config.max_num_batched_tokens)
-                self._figures = WorkerFigures(self._worker)
+                self._figures = CounterDeltas(self._worker.counts, OF_WORKER)
         except ConfigError:
             self.shutdown()
             raise  # the user can fix it, and should before the engine serves
@@ -467,7 +469,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda self: self._plan_number)  # off: all copies in flight were awaited, and none has begun since
     def _stored_through(self) -> int:
-        return 0 if self._worker is None else self._worker.stored_through
+        return 0 if self._worker is None else self._worker.stores.through
 
     @guarded(always(None), even_off=True)
     def _handle_reports(self) -> None:
@@ -488,10 +490,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if worker is not None and not is_stepped and self.has_pending_push_work():
             # An engine in its caller's process is not stepped without requests, even to get blocks back.
             for trial, passed in self._trials.take_verdicts():
-                worker.judge(trial, passed=passed)
-            worker.finish_stores()
+                worker.stores.judge(trial, passed=passed)
+            worker.stores.finish()
             rank, report = self._engine.share.rank, worker.take_layerwise(wait=True)
-            self._handle_acknowledged(Acknowledged({rank: worker.stored_through}, {rank: RankAnswer(report)}))
+            self._handle_acknowledged(Acknowledged({rank: worker.stores.through}, {rank: RankAnswer(report)}))
 
     def _distrust(self, failed_blocks: set[int]) -> None:
         """vLLM was told that these blocks were not filled, by whichever connector."""
@@ -523,7 +525,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # Compute it now: vLLM schedules it before others whose loads have ended, and a second load of it would
                 # wait for the very blocks that they hold.
                 request, tokens = self._requests[request_id]
-                self._requests[request_id] = (request, replace(tokens, controls=replace(tokens.controls, loads=False)))
+                self._requests[request_id] = (
+                    request,
+                    replace(tokens, controls=msgspec.structs.replace(tokens.controls, load=False)),
+                )
             if (in_a_row := self._scheduler.counts.loads_failed_in_a_row) >= _MAX_FAILURES:
                 self.turn_off(f"all loads have failed, {in_a_row} times in a row")
 
@@ -591,8 +596,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # vLLM also comes here when the forward pass has raised: then its results are not in the blocks.
         is_computed = are_filled and sys.exc_info()[1] is self._caller_error
         self._caller_error = None
-        (self._worker.start_stores if is_computed else self._worker.abandon_stores)(self._step)
-        self._worker.finish_stores(wait=not self._step.number)
+        (self._worker.stores.start if is_computed else self._worker.stores.abandon)(self._step)
+        self._worker.stores.finish(wait=not self._step.number)
 
     @guarded(always(None), even_off=True)
     def _begin_step(self, metadata: KVTiersMetadata) -> None:
@@ -603,7 +608,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if self._worker is not None:
             for trial, passed in metadata.trials.verdicts:
-                self._worker.judge(trial, passed=passed)
+                self._worker.stores.judge(trial, passed=passed)
         if (sent := metadata.plan) is not None:
             self._step = sent if isinstance(sent, StepPlan) else StepPlan.from_plain(sent)
         elif metadata.number:

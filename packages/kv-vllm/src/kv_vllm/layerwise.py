@@ -219,4 +219,4 @@ class LayerHooks(PartOf):
         """The forward pass has computed this layer, in a step that stores something."""
         place = self._computes.get(layer_name)
         if place is not None and self._engine.worker is not None:
-            self._engine.worker.layer_computed(step, place.group, place.layer)
+            self._engine.worker.stores.layer_computed(step, place.group, place.layer)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from kv_connect.adapters import Unsure
 from kv_connect.engine import Engine
 from kv_connect.halves.engine_costs import MIN_PREFILL_TOKENS
@@ -35,7 +36,7 @@ def request_reader(
     engine: read anew at each call.
     """
     prompts_only = keeps_prompts_only(kv_cache_config)
-    default_options = chosen(settings, None, "")
+    default_controls = chosen(settings, None, "")
     # If False, the model's pooler may give another result where only the last part of a prompt is computed.
     pools_parts = bool(vllm_config.model_config.is_prefix_caching_supported)
     engine_token = secrets.token_hex(8)  # a client's name for an image is valid only in this engine
@@ -60,18 +61,18 @@ def request_reader(
         )
         if not _are_unicode(salt, adapter, *(item.content for item in items)):
             return None
-        params, options = request.kv_transfer_params, default_options
+        params, controls = request.kv_transfer_params, default_controls
         if params is not None:
-            options = chosen(
+            controls = chosen(
                 settings, params, request.request_id, tiers=() if engine.cache is None else engine.cache.tiers
             )
-        controls = with_handover(options.controls, params, request.num_prompt_tokens, settings)
+        controls = with_handover(controls, params, request.num_prompt_tokens, settings)
         if request.skip_reading_prefix_cache:  # it wants every token computed, as for `prompt_logprobs`
-            controls = replace(controls, loads=False)
+            controls = msgspec.structs.replace(controls, load=False)
         return RequestTokens(
             request_id=request.request_id,
             tokens=request.all_token_ids,  # a live view: it grows as tokens are generated
-            keep_tokens=sys.maxsize if options.save_decode and not prompts_only else request.num_prompt_tokens,
+            keep_tokens=sys.maxsize if controls.save_decode and not prompts_only else request.num_prompt_tokens,
             salt=salt,
             lora=adapter,
             items=items,

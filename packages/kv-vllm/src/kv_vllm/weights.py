@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
+import msgspec
 import torch
 from kv_connect.adapters import Unsure
 from kv_connect.engine import Engine, EngineWeights
@@ -170,7 +171,7 @@ class VllmWeights(EngineWeights):
         loaded or stored for these requests."""
         for request_id, (request, tokens) in self._requests.items():
             if tokens.lora is not None and request.lora_request.lora_int_id == number:
-                controls = replace(tokens.controls, loads=False, stores=False)
+                controls = msgspec.structs.replace(tokens.controls, load=False, store=False)
                 self._requests[request_id] = request, replace(tokens, controls=controls)
 
     def close(self) -> None:

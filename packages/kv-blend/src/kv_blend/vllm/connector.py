@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_blend.vllm.filling import Filler, Limits
 from kv_blend.vllm.forward import watch_runner
-from kv_blend.vllm.scheduler import OF_COUNTS, BlendMetadata, BlendMetrics, BlendScheduler
+from kv_blend.vllm.scheduler import BLEND_FIGURES, BlendMetadata, BlendMetrics, BlendScheduler
 from kv_blend.vllm.worker import BlendWorker, ranks_here, refuse
 
 
@@ -87,7 +87,7 @@ class KVBlendConnector(KVTiersConnector):
         if half is not None and cache is not None:
             most = vllm_config.scheduler_config.max_num_batched_tokens
             self._blend = BlendScheduler(cache, half.shape, name=self._engine.id, max_tokens=most)
-            self._blend_figures = CounterDeltas(self._blend.counts, OF_COUNTS)
+            self._blend_figures = CounterDeltas(self._blend.counts, BLEND_FIGURES)
 
         def read_exact(request: Any) -> RequestTokens | Unsure | None:
             return None if self._is_blended(request) else read(request)

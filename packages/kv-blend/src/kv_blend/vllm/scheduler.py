@@ -79,17 +79,13 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's 
 
 @dataclass(slots=True)
 class BlendCounts:
-    """Of the scheduler half."""
+    """Of the scheduler half, under the names of `BLEND_FIGURES`."""
 
-    requests: int = 0
-    refused: int = 0
-    segment_tokens: int = 0
-    held_tokens: int = 0
-    recomputed_tokens: int = 0
-
-
-OF_COUNTS: Final = {f"blend_{name}": name for name in BlendCounts.__slots__}
-"""By the name of each figure, the count that it is."""
+    blend_requests: int = 0
+    blend_refused: int = 0
+    blend_segment_tokens: int = 0
+    blend_held_tokens: int = 0
+    blend_recomputed_tokens: int = 0
 
 
 class BlendMetrics(PromMetrics):
@@ -153,7 +149,7 @@ class BlendScheduler:
             except InputError as error:
                 _log.warning("request %s is computed as if it had no plan: %s", request_id, error)
                 self._reports[request_id] = {"refused": str(error)}
-                self.counts.refused += 1
+                self.counts.blend_refused += 1
                 self._requests[request_id] = None
         return self._requests[request_id] is not None
 
@@ -225,11 +221,11 @@ class BlendScheduler:
         if failed:
             blended.report = {"refused": "its segments could not be loaded; it was computed whole"}
             blended.has_failed = True  # it stays invisible to the exact half, as blocks before these may be blended
-            self.counts.refused += 1
+            self.counts.blend_refused += 1
         else:
-            self.counts.requests += 1
+            self.counts.blend_requests += 1
             for name, tokens in blended.report.items():
-                setattr(self.counts, name, getattr(self.counts, name) + tokens)
+                setattr(self.counts, f"blend_{name}", getattr(self.counts, f"blend_{name}") + tokens)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request. Returns the report for its answer; None: it had no plan."""

@@ -267,7 +267,7 @@ class SchedulerHalf:
             self._move(request.request_id, tracked, RequestEvent.MISS)
             return 0
         in_whole_blocks = not any(computed_tokens % group.block_tokens for group in self._shape.groups)
-        may_load = self._shape.loads and request.controls.loads and usable - computed_tokens >= worthwhile
+        may_load = self._shape.loads and request.controls.load and usable - computed_tokens >= worthwhile
         if may_load and in_whole_blocks:
             if self._handovers.is_early(tracked):
                 return None
@@ -441,7 +441,7 @@ class SchedulerHalf:
                 self.costs.load_ended(request_id, failed=request_id in failed)
             if request_id in awaited:
                 tracked = self._tracked[request_id]
-                self.counts.tokens_loaded += tracked.offered_tokens if request_id not in failed else 0
+                self.counts.loaded_tokens += tracked.offered_tokens if request_id not in failed else 0
                 self._move(request_id, tracked, RequestEvent.LOADED)
 
     def not_filled(self, request_id: str, first_token: int, *, judged: int) -> None:
@@ -597,7 +597,7 @@ class SchedulerHalf:
             keys = keys[: usable // shape.chunk_tokens * shape.keys_per_chunk]
         costs = None
         if self.costs is not None:
-            stores = self._shape.stores and controls.stores
+            stores = self._shape.stores and controls.store
             rule = self._layerwise
             layerwise_tokens = len(request.tokens) if rule and (rule.always or self._is_alone(tracked)) else 0
             costs = self.costs.of(computed_tokens, controls.use, stores=stores, layerwise_tokens=layerwise_tokens)
@@ -605,7 +605,7 @@ class SchedulerHalf:
             keys,
             self._holder(request.request_id),
             shape=shape,
-            wait_for_promotion=tracked.may_wait and controls.promotes,
+            wait_for_promotion=tracked.may_wait and controls.promote,
             costs=costs,
             tiers=controls.tiers,
             reads_files=True,
@@ -666,10 +666,10 @@ class SchedulerHalf:
                 self.counts.handovers_taken += 1
                 self.counts.handovers_late += self._handovers.lacks(request, tracked)
             self.counts.lookups += 1
-            self.counts.tokens_asked += max(0, usable - computed_tokens)
+            self.counts.asked_tokens += max(0, usable - computed_tokens)
             hit = max(0, min(tracked.promised_chunks * self._shape.chunk_tokens, usable) - computed_tokens)
-            self.counts.tokens_hit += hit
-            self.counts.tokens_declined += 0 if tracked.pays else hit
+            self.counts.found_tokens += hit
+            self.counts.declined_tokens += 0 if tracked.pays else hit
 
     def _storable_chunks(self, request: RequestTokens, computed_tokens: int) -> int:
         return min(computed_tokens, request.kept_tokens) // self._shape.chunk_tokens if self._shape.stores else 0

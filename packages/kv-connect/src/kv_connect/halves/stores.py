@@ -67,7 +67,7 @@ class _Store:
     number: the number of the plan that stores them.
     lease: the lease on their slots.
     nbytes: the size of their payloads.
-    tokens: the tokens of one group's chunks, as `WorkerCounts.tokens_stored` counts them.
+    tokens: the tokens of one group's chunks, as `WorkerCounts.stored_tokens` counts them.
     trial: the trial that it has to stand before it is committed; 0: none.
     parts: the parts still to be gathered; none once all copies have begun.
     copies: those that have begun. A failure aborts the store, once all of them have stopped.
@@ -120,7 +120,8 @@ class Stores:
         self._counted_group = next(iter(shape.chunk.whole_groups), 0)
 
     def layer_computed(self, plan: StepPlan, group: int, layer: int) -> None:
-        """The forward pass of this plan's step has computed this layer of this group."""
+        """The forward pass of this plan's step has computed this layer of this group: begin to store it, if layers are
+        stored singly."""
         if not self._by_layers or not self._copiers:
             return
         if self._begun is not plan:
@@ -153,8 +154,12 @@ class Stores:
         self._give_up_begun("the forward pass has failed")
         self._plan_number, self._begun = plan.number, None
 
-    def finish(self, *, wait: bool) -> None:
-        """Publish what has been gathered; see `WorkerHalf.finish_stores`."""
+    def finish(self, *, wait: bool = True) -> None:
+        """Publish what has been gathered.
+
+        wait: wait for all copies; the engine may then reuse the blocks. False: the engine holds the blocks until
+            `through` shows that they are no longer needed.
+        """
         for store in tuple(self._storing):
             if store.parts or not store.copies.have_stopped(wait=wait):
                 continue
@@ -167,11 +172,12 @@ class Stores:
                 self._remove(store)
                 self._service.commit(store.lease)
                 self._counts.chunks_stored += len(store.lease.keys)
-                self._counts.bytes_stored += store.nbytes
-                self._counts.tokens_stored += store.tokens
+                self._counts.stored_bytes += store.nbytes
+                self._counts.stored_tokens += store.tokens
 
     def judge(self, trial: int, *, passed: bool) -> None:
-        """Commit the stores of this trial once their copies are complete, if it was passed; else discard them."""
+        """Commit the stores of this trial (`StepPlan.trial`) once their copies are complete, if it was passed, that is,
+        if others filled the blocks that they promised to fill; else discard them. Nothing to do with `kv judge`."""
         for store in self._storing:
             if store.trial == trial:
                 store.trial = 0
@@ -335,7 +341,7 @@ class Stores:
                 fitting = max(fitting, 1)  # else chunks larger than the limit would never be stored
             if fitting < len(lease.keys):
                 self._service.release(lease)
-                self._counts.chunks_dropped += len(lease.keys) - fitting
+                self._counts.dropped_chunks += len(lease.keys) - fitting
                 leading = keys[: keys.index(lease.keys[fitting])]
                 lease = begin(leading) if fitting else None
         if lease is not None and not lease.keys:
