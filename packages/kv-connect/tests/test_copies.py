@@ -196,7 +196,7 @@ def test_no_chunk_and_no_block_is_given_back_under_a_load(call: str, family: Rai
     reported = set()
     for _ in range(3):
         if not world.off:
-            reported |= world.worker.poll().finished | world.worker.take_layerwise().ended
+            reported |= world.worker.poll().finished | world.worker.take_layerwise().finished
         under_way = [flight for flight in world.device.flights if flight.is_under_way]
         for name, number in (("a", 1), ("b", 2)):
             lease_extent = HostExtent("dict", 100 + number, 1)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 from kv_connect.halves.engine_costs import EngineCosts
-from kv_connect.halves.layerwise import NONE_ENDED, LayerwiseReport, LayerwiseRule, RanksReports
+from kv_connect.halves.layerwise import LayerwiseRule, RanksReports
 from kv_connect.halves.request import Phase, RequestTokens, Scheduled
 from kv_connect.halves.scheduler import SchedulerHalf
-from kv_connect.halves.step import StepPlan
+from kv_connect.halves.step import NO_REPORT, StepPlan, StepReport
 from kv_connect.halves.worker import WorkerHalf
 from kv_core.cost import Costs
 from kv_core.errors import InputError
@@ -59,7 +59,7 @@ class Halves:
 
     def hear(self) -> None:
         report = self.worker.take_layerwise()
-        self.scheduler.loads_ended(report.ended, report.failed)
+        self.scheduler.loads_ended(report.finished, report.failed)
 
     def is_at_rest(self) -> bool:
         return not (self.service.promised or self.queue.pending)
@@ -169,11 +169,11 @@ def test_a_plan_with_other_extents_is_refused(extent: object) -> None:
 def test_a_load_has_ended_when_it_has_on_every_rank() -> None:
     reports = RanksReports()
     a, b = frozenset("a"), frozenset("b")
-    assert reports.receive({0: LayerwiseReport(a)}, ranks=2) == NONE_ENDED
-    assert reports.receive({0: LayerwiseReport(b)}, ranks=2) == NONE_ENDED
-    assert reports.receive({1: LayerwiseReport(b, b)}, ranks=2) == LayerwiseReport(b, b)
-    assert reports.receive({1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
-    assert reports.receive({0: LayerwiseReport(a), 1: LayerwiseReport(a)}, ranks=2) == LayerwiseReport(a)
+    assert reports.receive({0: StepReport(a)}, ranks=2) == NO_REPORT
+    assert reports.receive({0: StepReport(b)}, ranks=2) == NO_REPORT
+    assert reports.receive({1: StepReport(b, b)}, ranks=2) == StepReport(b, b)
+    assert reports.receive({1: StepReport(a)}, ranks=2) == StepReport(a)
+    assert reports.receive({0: StepReport(a), 1: StepReport(a)}, ranks=2) == StepReport(a)
 
 
 def test_a_plan_has_all_shards_and_a_rank_takes_its_own() -> None:
@@ -214,9 +214,9 @@ def test_a_scheduler_that_closes_leaves_leased_what_is_copied_elsewhere() -> Non
     assert set(halves.service.promised) == {"e/planned"}
     halves.worker.close()
     report = halves.worker.layers.give_up()
-    assert report == NONE_ENDED  # nobody told it what is expected
+    assert report == NO_REPORT  # nobody told it what is expected
     halves.worker.layers.expected.add("planned")
     report = halves.worker.layers.give_up()
-    assert report.ended == report.failed == {"planned"} and halves.worker.layers.give_up() == NONE_ENDED
-    halves.scheduler.loads_ended(report.ended, report.failed)
+    assert report.finished == report.failed == {"planned"} and halves.worker.layers.give_up() == NO_REPORT
+    halves.scheduler.loads_ended(report.finished, report.failed)
     assert halves.is_at_rest()

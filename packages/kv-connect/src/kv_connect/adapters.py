@@ -61,8 +61,6 @@ class _Adapter:
     content: the identity of its content; None until it is known.
     states: of its files, when they were read.
     commit: its content, if that is a commit of the hub and not in files of its own.
-    is_void: it cannot have an identity.
-    is_queued: it waits for the thread.
     looked_s: when the last look at its files began that found them unchanged.
     """
 

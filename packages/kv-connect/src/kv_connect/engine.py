@@ -9,7 +9,7 @@ registers at its node's server, and the scheduler gets what it needs from its ow
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Final
 
@@ -46,8 +46,6 @@ from kv_connect.pools import EngineCopier, RankPools, RanksReady
 
 _log = limited_logger(__name__)
 
-_SEPARATOR = "; "
-"""Separates the names of layouts, which contain spaces and commas."""
 _IN_FLIGHT_BYTES = 2 << 30
 """What earlier steps may still be storing when a step stores all that it computes."""
 _LONG_BLOCK_TOKENS: Final = 64
@@ -81,11 +79,6 @@ class EngineWeights:
             return True
         return False
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether adapters' files are being looked at."""
-        return self.adapters.is_busy
-
     def close(self) -> None:
         """Stop reading files."""
         self.identity.close()
@@ -96,10 +89,7 @@ class EngineWeights:
 class EngineFacts:
     """The facts about an engine's chunks that all its processes need; workers register them at the engine's server.
 
-    chunk_tokens: tokens in a chunk.
     groups: groups of layers, in the order of the keys.
-    shards: number of different shards of every chunk.
-    kv_dtype: dtype of the KV, as in the key space.
     kv_scales: a digest of the scales of a quantised cache, "" for none.
     formats: the kind of format of each group.
     layouts: the name of the proven layout of each group.
@@ -120,33 +110,15 @@ class EngineFacts:
     has_drafts: bool = False
 
     def to_text(self) -> dict[str, str]:
-        return {
-            "chunk_tokens": str(self.chunk_tokens),
-            "groups": _SEPARATOR.join(f"{group.coverage} {group.block_tokens} {group.table}" for group in self.groups),
-            "shards": str(self.shards),
-            "kv_dtype": self.kv_dtype,
-            "kv_scales": self.kv_scales,
-            "formats": _SEPARATOR.join(self.formats),
-            "layouts": _SEPARATOR.join(self.layouts),
-            "stores_behind": str(int(self.stores_behind)),
-            "shifted": str(int(self.shifted)),
-            "has_drafts": str(int(self.has_drafts)),
-        }
+        return {name: msgspec.json.encode(value).decode() for name, value in msgspec.to_builtins(self).items()}
 
     @classmethod
     def from_text(cls, text: Mapping[str, str]) -> "EngineFacts":
-        return cls(
-            chunk_tokens=int(text["chunk_tokens"]),
-            groups=tuple(_group_of(spelled) for spelled in text["groups"].split(_SEPARATOR)),
-            shards=int(text["shards"]),
-            kv_dtype=text["kv_dtype"],
-            kv_scales=text["kv_scales"],
-            formats=tuple(text["formats"].split(_SEPARATOR)),
-            layouts=tuple(text["layouts"].split(_SEPARATOR)),
-            stores_behind=bool(int(text["stores_behind"])),
-            shifted=bool(int(text["shifted"])),
-            has_drafts=bool(int(text["has_drafts"])),
-        )
+        """
+        Raises:
+            KeyError, msgspec.MsgspecError: these are not facts as `to_text` writes them.
+        """
+        return msgspec.convert({field.name: msgspec.json.decode(text[field.name]) for field in fields(cls)}, cls)
 
     @property
     def described(self) -> str:
@@ -156,12 +128,6 @@ class EngineFacts:
             for group, layout, kind in zip(self.groups, self.layouts, self.formats, strict=True)
         ]
         return "; ".join(text if count == 1 else f"{count} groups of {text}" for text, count in Counter(groups).items())
-
-
-def _group_of(spelled: str) -> GroupShape:
-    """Parse a group as written by `EngineFacts.to_text`."""
-    coverage, block_tokens, table = spelled.split()
-    return GroupShape(int(block_tokens), Coverage.parse(coverage), int(table))
 
 
 def _described(coverage: Coverage, layout: str, kind: str) -> str:
@@ -533,6 +499,20 @@ class Engine(OffSwitch):
         self.pools.add(pool)
 
 
+class PartOf:
+    """A part of an engine with hooks of its own (`guarded`): off when that is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def off(self) -> str:
+        return self._engine.off
+
+    def turn_off(self, why: str, error: BaseException | None = None) -> None:
+        self._engine.turn_off(why, error)
+
+
 _ENGINES: dict[str, Engine] = {}
 """The engines of this process by id. A process has one, or a few in tests."""
 
@@ -568,7 +548,6 @@ def fitted(
 
     in_force: as `load` returns it with the settings.
     block_tokens: of each block table of the engine.
-    has_states: whether a group of layers keeps states.
 
     Raises:
         ConfigError: it is set and is not a whole number of blocks; the text suggests one that is.

@@ -66,8 +66,7 @@ class SchedulerCounts:
     once, too.
 
     loads_layerwise: loads among `loads` that run within the step itself.
-    tokens_to_load: tokens of these loads.
-    tokens_by_tier: the same tokens, by the slowest tier that they came from.
+    tokens_by_tier: tokens of loads, by the slowest tier that they came from.
     loaded_tokens: tokens of loads that the workers completed.
     loads_failed_in_a_row: how many times in a row loads ended and all of them had failed; loads that end together count
         once.
@@ -97,9 +96,8 @@ class WorkerCounts:
     """Counts since the half was created, some of them under the names of `FIGURES`.
 
     loads_finished, loads_failed: requests whose loads ended well, and badly.
-    loaded_tokens: tokens of loads that did not fail.
-    chunks_stored: chunks committed.
-    stored_tokens: their tokens, counted in one group's chunks of shard 0: a group that needs the whole prefix, if any.
+    stored_tokens: tokens of the chunks committed, counted in one group's chunks of shard 0: a group that needs the
+        whole prefix, if any.
     layers_stored_early: layers of stores, gathered while later layers were still to be computed.
     """
 

@@ -105,7 +105,6 @@ class FileState:
 
     path: resolved.
     device, inode: of the file system.
-    size: bytes.
     mtime_ns, ctime_ns: since the epoch.
     """
 

@@ -37,9 +37,7 @@ _LAST_S: Final = 30 * 86400.0
 class StoredFormat:
     """The format in which an engine stores chunks.
 
-    engine: the engine's name, such as vllm.
     model: what determines its KV besides the weights, as a digest.
-    kind: the format's kind.
     fingerprint: the format's fingerprint; engines find only chunks of the same one.
     model_name: for people.
     """

@@ -66,7 +66,6 @@ class Question:
     """Asks how much of a prompt a node's server holds. The chunks that it finds are leased to the holder there.
 
     number: the answer has the same.
-    nodes: those that must answer.
     options: of `CacheService.lookup`.
     """
 
@@ -92,7 +91,6 @@ class ToNodes:
     """The scheduler's messages in one step.
 
     terms: `Engine.terms` of its node. The accompanying plan is for workers with the same terms.
-    messages: in order.
     """
 
     terms: str
@@ -126,12 +124,9 @@ class RankShare:
     """The shard of every chunk that one rank has.
 
     rank: its number among all ranks that have shards.
-    ranks: their number.
-    shards: number of different shards.
     shard: the one that this rank has.
     stores: whether this rank is the one that stores it, among those of its node with the same shard.
     nodes: the number of hosts, each with equally many ranks: the first has the first ranks.
-    stages: the number of pipeline stages.
     """
 
     rank: int
@@ -220,14 +215,12 @@ class _Query:
     """The nodes' answers to one holder's lookup.
 
     lookup_id: distinguishes this lookup from one of other chunks.
-    sent_s: when the open questions were sent.
     renewed_s: when the promises at other nodes began or were renewed, at the earliest.
     own_plan: what this node's server found. None: not looked up yet.
     prefix_chunks, lacking: as in the first final plan of this node's server.
     open: by node, the number of the question that it has not answered.
     found: by node, its last answer.
     is_over: it has been answered, by all nodes or without them. The next lookup begins anew.
-    is_lost: a node has lost its promise.
     """
 
     lookup_id: tuple[int, bytes]

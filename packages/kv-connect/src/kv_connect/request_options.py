@@ -108,9 +108,7 @@ def chosen(
     """The settings, overridden by the request's own values. Mistakes in these are one line in the log.
 
     params: the request's options for connectors, ours and others; None if it has none.
-    tiers: the names of the cache's tiers.
     where: the request's field, for the log.
-    unsupported: options that this engine does not support.
     """
     options, errors = _read(params, tiers, unsupported) if params is not None else ({}, [])
     if errors:

@@ -29,7 +29,7 @@ from kv_sglang.cli import read_settings
 from kv_sglang.lanes import Chains, LoadLane, StoreLane
 from kv_sglang.metrics import engine_figures
 from kv_sglang.pools import describe_device
-from kv_sglang.scheduler_calls import follow_matches, follow_requests, follow_steps, matched_by
+from kv_sglang.scheduler_calls import follow_matches, matched_by
 from kv_sglang.served import served_model
 from kv_sglang.weights import engine_name, watch_updates
 
@@ -83,16 +83,13 @@ class KVLinker(OffSwitch, UnifiedCacheLinker):  # type: ignore[misc]  # the engi
         figures = engine_figures(number=rank.number, stage=rank.stage, replica=rank.replica)
         pools = {KV: described.pages}
         self._attached = attach(settings, served_model(rank), rank, pools, engine_name=name, figures=figures)
-        assert self._attached.requests is not None and self._attached.watch is not None
-        assert self._attached.prefill is not None
-        follow_requests(self._attached.requests)
-        follow_steps(self._attached.prefill)
+        watch = self._attached.follow_scheduler()
         follow_matches()
         store = self._attached.stores[KV]
         self._ranks = rank.ranks
         self._loads = LoadLane(store, described.copier(), self.turn_off)
         self._stores = StoreLane(store, self.turn_off)
-        self._attached.watch.settle = self._stores.settle
+        watch.settle = self._stores.settle
         self._chains = Chains()
         self.layer_done_counter = self._loads.gate
         self.pools = {PoolName.KV: described.pages}

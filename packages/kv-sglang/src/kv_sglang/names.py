@@ -8,7 +8,6 @@ the pages, so their names contain the embeddings too. What stands for media in a
 (`media`), so the names of these pages contain the number of this hand-over, and no other finds them.
 """
 
-import functools
 import hashlib
 import itertools
 from array import array
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from kv_connect.interface import observe
 from kv_core.errors import InputError
 from kv_core.hashing import ChainScheme
 
@@ -71,23 +71,20 @@ def mark_media() -> None:
     from sglang.srt.mem_cache import utils
     from sglang.srt.mem_cache.cpp_utils.native_hash import _native_hash_input
 
-    compute = utils.get_native_hash
-    if getattr(compute, "_kv_marks", False):
-        return
+    def around(compute: Any) -> Any:
+        def get_native_hash(token_ids: Any, prior_digest: bytes | None = None, page_size: int | None = None) -> Any:
+            follows = prior_digest is not None and len(prior_digest) > _DIGEST_BYTES
+            hashes = compute(token_ids, None if prior_digest is None else prior_digest[:_DIGEST_BYTES], page_size)
+            tokens, units, width, is_bigram = _native_hash_input(token_ids)
+            first = 0 if follows else _first_unit(tokens, units, width, is_bigram)
+            if isinstance(hashes, str):
+                return marked(hashes) if first < units else hashes
+            page = units if first >= units or not page_size else first // page_size
+            return [marked(each) if number >= page else each for number, each in enumerate(hashes)]
 
-    @functools.wraps(compute)
-    def get_native_hash(token_ids: Any, prior_digest: bytes | None = None, page_size: int | None = None) -> Any:
-        follows = prior_digest is not None and len(prior_digest) > _DIGEST_BYTES
-        hashes = compute(token_ids, None if prior_digest is None else prior_digest[:_DIGEST_BYTES], page_size)
-        tokens, units, width, is_bigram = _native_hash_input(token_ids)
-        first = 0 if follows else _first_unit(tokens, units, width, is_bigram)
-        if isinstance(hashes, str):
-            return marked(hashes) if first < units else hashes
-        page = units if first >= units or not page_size else first // page_size
-        return [marked(each) if number >= page else each for number, each in enumerate(hashes)]
+        return get_native_hash
 
-    get_native_hash._kv_marks = True  # type: ignore[attr-defined]
-    utils.get_native_hash = get_native_hash
+    observe(utils, "get_native_hash", around)
 
 
 def _first_unit(tokens: Any, units: int, width: int, is_bigram: bool) -> int:

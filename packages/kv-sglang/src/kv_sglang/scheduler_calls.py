@@ -14,6 +14,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from kv_connect.halves.engine_costs import MIN_PREFILL_TOKENS, EngineCosts
+from kv_connect.interface import observe
 from kv_connect.request_options import NO_CONTROLS, Controls, chosen
 from kv_core.clock import Clock
 from kv_core.cost import Costs, Measured, Use
@@ -26,8 +27,6 @@ from kv_sglang.names import hashes_of, page_hashes, tail_of
 
 _log = limited_logger(__name__)
 
-_LOCK: Final = threading.Lock()
-_IS_OBSERVED: Final = "_kv_observed"
 _MAX_MEASURED: Final = 256
 _MAX_LOOKUPS: Final = 4096
 _UNKNOWN: Final = (
@@ -53,26 +52,12 @@ _UNKNOWN_MATCH: Final = (
 _MATCHED: "WeakKeyDictionary[Any, Matched]" = WeakKeyDictionary()
 
 
-def observe(method: str, around: Callable[[Any], Any], *, otherwise: str, of: type | None = None) -> None:
-    """Put `around` in the place of this method, once in a process; raises whatever importing SGLang raises.
-
-    around: given the method, returns one that calls it. What it does besides must not raise: that would end the engine.
-    otherwise: what is missing where SGLang has no such method, for the log.
-    of: the class that has it; None: `Scheduler`.
-    """
-    if of is None:
-        from sglang.srt.managers.scheduler import Scheduler
-
-        of = Scheduler
-    call = getattr(of, method, None)
-    if call is None:
-        _log.warning("this SGLang has no %s.%s: %s", of.__name__, method, otherwise)
-        return
-    with _LOCK:
-        if not hasattr(call, _IS_OBSERVED):
-            observed = functools.wraps(call)(around(call))
-            setattr(observed, _IS_OBSERVED, True)
-            setattr(of, method, observed)
+def _follow(owner: type, method: str, around: Callable[[Any], Any], *, otherwise: str) -> None:
+    """otherwise: what is missing where SGLang has no such method, for the log."""
+    if hasattr(owner, method):
+        observe(owner, method, around)
+    else:
+        _log.warning("this SGLang has no %s.%s: %s", owner.__name__, method, otherwise)
 
 
 class PrefillSpeed:
@@ -147,12 +132,13 @@ class PrefillSpeed:
 def follow_steps(speed: PrefillSpeed) -> None:
     """Report every step and lookup of this process to `speed`, as long as that lives; raises whatever importing SGLang
     raises."""
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     _SPEEDS.add(speed)
-    observe("process_batch_result", _around_step, otherwise=_UNKNOWN)
+    _follow(Scheduler, "process_batch_result", _around_step, otherwise=_UNKNOWN)
     for method in ("prefetch_from_storage", "query_storage_hit_length"):
-        observe(method, _around_lookup, otherwise=_FROM_THE_START, of=UnifiedRadixCache)
+        _follow(UnifiedRadixCache, method, _around_lookup, otherwise=_FROM_THE_START)
 
 
 def _around_step(call: Any) -> Any:
@@ -329,8 +315,11 @@ class RequestPages:
 
 def follow_requests(pages: RequestPages) -> None:
     """Note every request of this process in `pages`, as long as that lives; raises whatever importing SGLang raises."""
+    from sglang.srt.managers.scheduler import Scheduler
+
     _REQUESTS.add(pages)
-    observe("_prefetch_kvcache", _around_arrival, otherwise=f"the options of requests in {_FIELD} are ignored")
+    missing = f"the options of requests in {_FIELD} are ignored"
+    _follow(Scheduler, "_prefetch_kvcache", _around_arrival, otherwise=missing)
 
 
 def _around_arrival(call: Any) -> Any:
@@ -378,7 +367,7 @@ def follow_matches() -> None:
     """Note every match of this process; raises whatever importing SGLang raises."""
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 
-    observe("match", _around_match, otherwise=_UNKNOWN_MATCH, of=UnifiedCacheLinkerWrapper)
+    _follow(UnifiedCacheLinkerWrapper, "match", _around_match, otherwise=_UNKNOWN_MATCH)
 
 
 def matched_by(linker: Any) -> Matched:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
+import msgspec
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
 from kv_tiers.config import HandoverConfig
@@ -85,21 +86,7 @@ class DecodeReady:
     peer: DecodePeer
 
     def frames(self) -> list[bytes]:
-        peer = self.peer
-        numbers = peer.dst_port, peer.prefix_tokens, self.required, peer.is_dummy
-        return [
-            READY,
-            b"%d" % self.room,
-            peer.attempt,
-            peer.endpoint.encode("ascii"),
-            *(b"%d" % each for each in numbers),
-        ]
-
-    @classmethod
-    def read(cls, message: Sequence[bytes]) -> "DecodeReady":
-        _, room, attempt, endpoint, port, prefix, required, dummy = message
-        peer = DecodePeer(endpoint.decode("ascii"), int(port), int(prefix), dummy == b"1", attempt)
-        return cls(int(room), int(required), peer)
+        return [READY, msgspec.msgpack.encode(self)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +103,10 @@ class DecodeAborted:
         if message[0] == ABORT_TAG:  # SGLang's own, where it does not ask the receiver for it
             abort = AbortNotification.from_zmq(list(message))
             return None if abort is None else cls(abort.room, f"{abort.decode_ip}:{abort.decode_port}", None)
-        if message[0] != ABORTED:
-            return None
-        _, room, attempt, address = message
-        return cls(int(room), address.decode("ascii"), attempt)
+        return msgspec.msgpack.decode(message[1], type=cls) if message[0] == ABORTED else None
 
     def frames(self) -> list[bytes]:
-        assert self.attempt is not None
-        return [ABORTED, b"%d" % self.room, self.attempt, self.address.encode("ascii")]
+        return [ABORTED, msgspec.msgpack.encode(self)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +128,7 @@ class PagesStored:
     metadata: Sequence[bytes]
 
     def frames(self) -> list[bytes]:
-        numbers = [b"%d" % each for each in (self.rank, self.pages)]
-        names = self.last.encode("ascii"), self.weights.encode()
-        return [PAGES, b"%d" % self.room, self.attempt, *numbers, *names, *self.metadata]
-
-    @classmethod
-    def read(cls, message: Sequence[bytes]) -> "PagesStored":
-        _, room, attempt, rank, pages, last, weights, *metadata = message
-        return cls(int(room), attempt, int(rank), int(pages), last.decode("ascii"), weights.decode(), metadata)
+        return [PAGES, msgspec.msgpack.encode(self)]
 
 
 def attempt_of_status(message: Sequence[bytes]) -> bytes:
@@ -271,7 +247,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
         if (aborted := DecodeAborted.read(message)) is not None:
             self._decode_aborted(aborted)
         elif message[0] == READY:
-            self._decode_ready(DecodeReady.read(message))
+            self._decode_ready(msgspec.msgpack.decode(message[1], type=DecodeReady))
 
     def _decode_aborted(self, aborted: DecodeAborted) -> None:
         room, status = aborted.room, self.request_status.get(aborted.room)
@@ -476,7 +452,7 @@ class KVManager(CommonKVManager):  # type: ignore[misc]  # the engine's classes 
 
     def _on_prefill_message(self, message: Sequence[bytes]) -> None:
         if message[0] == PAGES:
-            stored = PagesStored.read(message)
+            stored = msgspec.msgpack.decode(message[1], type=PagesStored)
             assert self._lanes is not None
             self._lanes.add(stored.room, partial(self._load, stored=stored))
         elif not self.handle_abort_ack_message(list(message)) and (

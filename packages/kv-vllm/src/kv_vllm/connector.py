@@ -31,7 +31,6 @@ from kv_connect.halves.worker import WorkerHalf
 from kv_connect.nodes import FromNode, ToNodes
 from kv_core.errors import ConfigError
 from kv_core.log import limited_logger
-from kv_core.shape import ConnectShape
 from kv_tiers.settings import load
 from vllm import envs
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -89,10 +88,6 @@ class PoolBlocks:
         return bool(self._pool.blocks[block].ref_cnt == 1)
 
 
-def held_blocks(kv_cache_manager: Any, shape: ConnectShape, *, ranks: int) -> HeldBlocks:
-    return HeldBlocks(PoolBlocks(kv_cache_manager.block_pool), shape, ranks=ranks)
-
-
 @dataclass(eq=False)
 class KVTiersMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the engine's classes are untyped here
     """A step plan for the workers, as plain data if they are in other processes; None if it contains nothing but its
@@ -146,9 +141,9 @@ def _refuse_unplanned(self: "KVTiersConnector", *_arguments: Any) -> KVConnector
     """Requests that were promised a load wait for it, so a load that is not planned is refused explicitly."""
     number = 0 if self._held is None else self._held.number
     plan = StepPlan(refused=tuple(sorted(self._unplanned)), number=number)
-    layerwise, to_nodes, trials = self._promised.to_send(plan), self._nodes.to_send(), self._trials.to_send()
+    message = self._message(plan, plan.to_plain(), plan.refused)
     self._unplanned.clear()
-    return KVTiersMetadata(plan.to_plain(), plan.refused, number, layerwise, to_nodes, trials)
+    return message
 
 
 def _acknowledge_all(self: "KVTiersConnector") -> Acknowledged:
@@ -358,8 +353,7 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Messages are taken last: were they taken before something fails here, `_refuse_unplanned` would lack them.
         if not (plan.loads or plan.stores or plan.refused or self._unplanned):  # most steps
             number = 0 if self._held is None else self._held.number
-            layerwise, to_nodes = self._promised.to_send(plan), self._nodes.to_send()
-            return KVTiersMetadata(None, (), number, layerwise, to_nodes, self._trials.to_send())
+            return self._message(replace(plan, number=number), None)
         planned = {load.request_id for load in plan.loads if not load.extents}.union(plan.refused)
         if self._unplanned - planned:
             plan = replace(plan, refused=(*plan.refused, *sorted(self._unplanned - planned)))
@@ -367,9 +361,9 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._held is not None:
             plan = self._held.hold(plan)
         sent = plan if self._in_process else plan.to_plain()
-        layerwise, to_nodes, trials = self._promised.to_send(plan), self._nodes.to_send(), self._trials.to_send()
+        message = self._message(plan, sent, waiting)
         self._unplanned.clear()  # last: `_refuse_unplanned` must know them if anything here fails
-        return KVTiersMetadata(sent, waiting, plan.number, layerwise, to_nodes, trials)
+        return message
 
     def update_connector_output(self, connector_output: Any) -> None:
         message, failed_blocks = connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids
@@ -465,7 +459,8 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         facts, scheduler = self._engine.facts, self._scheduler
         stores_behind = facts is not None and facts.stores_behind and self._settings.stores_in_flight_bytes != 0
         if scheduler is not None and stores_behind and (self._in_process or envs.VLLM_ENABLE_V1_MULTIPROCESSING):
-            self._held = held_blocks(self._kv_cache_manager, scheduler.shape, ranks=self._engine.share.ranks)
+            blocks = PoolBlocks(self._kv_cache_manager.block_pool)
+            self._held = HeldBlocks(blocks, scheduler.shape, ranks=self._engine.share.ranks)
 
     @guarded(lambda self: self._plan_number)  # off: all copies in flight were awaited, and none has begun since
     def _stored_through(self) -> int:
@@ -510,10 +505,10 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._held.acknowledge(message.through)
         self._nodes.receive_answers(message.from_nodes)
         report = self._promised.receive(message.layerwise)
-        if report.ended and not self.off:
-            self._loads_ended(report.ended, report.failed)
-        elif report.ended and self._scheduler is not None:
-            self._scheduler.loads_ended(report.ended, report.failed)  # the chunks are leased until then
+        if report.finished and not self.off:
+            self._loads_ended(report.finished, report.failed)
+        elif report.finished and self._scheduler is not None:
+            self._scheduler.loads_ended(report.finished, report.failed)  # the chunks are leased until then
 
     @guarded(always(None))
     def _loads_ended(self, finished: Iterable[str], failed: Iterable[str]) -> None:
@@ -566,12 +561,18 @@ class KVTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.finished(request_id)
 
+    def _message(self, plan: StepPlan, sent: Any, waiting: tuple[str, ...] = ()) -> KVTiersMetadata:
+        layerwise, to_nodes, trials = self._promised.to_send(plan), self._nodes.to_send(), self._trials.to_send()
+        return KVTiersMetadata(sent, waiting, plan.number, layerwise, to_nodes, trials)
+
     def _build_step(self, scheduler_output: Any) -> StepPlan:
         if self._scheduler is None:
             return StepPlan()
         self._follow_weights(settle=scheduler_output.total_num_scheduled_tokens > 0)
         assert self._engine.weights is not None  # as the scheduler half has one
-        is_waiting = self._scheduler.is_waiting() or self.has_pending_push_work() or self._engine.weights.is_busy
+        is_waiting = (
+            self._scheduler.is_waiting() or self.has_pending_push_work() or self._engine.weights.adapters.is_busy
+        )
         if is_waiting and scheduler_output.total_num_scheduled_tokens == 0:
             # The engine has nothing to compute and steps again at once. Its busy loop would keep the interpreter from
             # the very threads that it waits for.

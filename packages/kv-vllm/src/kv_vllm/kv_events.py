@@ -133,7 +133,6 @@ ChunkId = bytes
 class _Chunk:
     """A chunk that a request stores or loads.
 
-    stored: the events that announce it.
     missing: its keys that have not entered the pool.
     """
 

@@ -36,9 +36,7 @@ of bfloat16. NEON: taken from vLLM's csrc/cpu/cpu_attn_neon_bfmmla.hpp, not meas
 class NeededLayers:
     """Layers of one of vLLM's groups with one spec: they share a block table, perhaps with layers of other specs.
 
-    table: the group's number.
     names: the names of the layers that have their own cache.
-    coverage: the part of a prefix that these layers need.
     """
 
     table: int
@@ -230,7 +228,9 @@ def _read_group(
     }
     if tensors[0][0].numel() != (1 if mla else 2) * block_tokens * heads * head_dim:
         return needed.refused(f"has blocks of {tuple(shape[1:])}, which are not {block_tokens} tokens of {heads} heads")
-    candidates = tuple(mla_layouts(stride, sizes) if mla else layouts(stride, sizes))
+    candidates = (
+        (latent("vLLM MLA", block=stride[0], token=stride[2], **sizes),) if mla else tuple(layouts(stride, sizes))
+    )
     backend = f"{type(attention[0].impl).__name__}/{getattr(attention[0], 'isa', '')}"
     kind = ",".join(sorted(kinds))
     return LayerGroup(
@@ -271,10 +271,6 @@ def _stored_dtype(kinds: set[str], dtype: torch.dtype, row_dtype: torch.dtype) -
 def _scales(layer: Any) -> tuple[float, float]:
     """The divisors of this layer's K and V before they become one byte."""
     return float(layer._k_scale_float), float(layer._v_scale_float)
-
-
-def mla_layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iterator[PagedLayout]:
-    yield latent("vLLM MLA", block=stride[0], token=stride[2], **sizes)
 
 
 def layouts(stride: tuple[int, ...], sizes: Mapping[str, int | str]) -> Iterator[PagedLayout]:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from kv_connect.engine import Engine
-from kv_connect.guard import PartOf, always, guarded
+from kv_connect.engine import Engine, PartOf
+from kv_connect.guard import always, guarded
 from kv_connect.nodes import FromNode, NodeAgent, RankShare, ToNodes, share_of
 from kv_connect.open_cache import Replica
 from kv_core.errors import ConfigError
@@ -184,7 +184,6 @@ class NodeMail(PartOf):
 
     def __init__(self, engine: Engine, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(engine)
-        self._engine = engine
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._agent: NodeAgent | None = None

@@ -24,7 +24,7 @@ from kv_sglang.names import hashes_of, page_hashes
 from kv_sglang.pages import PageStore, lies_in
 from kv_sglang.pools import first_slots
 from kv_sglang.scheduler_calls import MAX_PAGES, RequestPages
-from kv_sglang.storage import KVStorage
+from kv_sglang.storage import KVStorage, none_of
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
@@ -251,10 +251,6 @@ def _like(tokens: Any, values: Sequence[int]) -> Any:
     return type(tokens)(tokens.typecode, values) if hasattr(tokens, "typecode") else list(values)
 
 
-def _none_of(_self: Any, keys: Sequence[str], *_rest: Any, **_named: Any) -> list[bool]:
-    return [False] * len(keys)
-
-
 class KVBlendStorage(KVStorage):
     """The backend of HiCache for an engine that blends."""
 
@@ -284,7 +280,7 @@ class KVBlendStorage(KVStorage):
             self._segments.written(keys[:pages])
         return int(pages)
 
-    @guarded(_none_of)
+    @guarded(none_of)
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
@@ -293,7 +289,7 @@ class KVBlendStorage(KVStorage):
         slots = first_slots(host_indices, len(keys), self._kv.pages.page_slots)
         return [False] * len(keys) if slots is None else self._segments.read(keys, slots)
 
-    @guarded(_none_of)
+    @guarded(none_of)
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:

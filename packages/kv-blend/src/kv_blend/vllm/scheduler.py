@@ -49,7 +49,6 @@ class BlendStep:
     """One request.
 
     tokens: up to the last segment's end.
-    blocks: its block table.
     computed: this many tokens at its start are in its blocks already.
     space_id, tenant: of the segments' keys.
     """

@@ -75,8 +75,6 @@ class Together:
     """What all ranks do at once, if they want the same.
 
     plan: what this rank wants; None: it cannot go on.
-    act: does it.
-    is_pass: whether that is a forward pass.
     """
 
     plan: bytes | None

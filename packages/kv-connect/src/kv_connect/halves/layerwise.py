@@ -10,7 +10,6 @@ reports that the step was wrong.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from kv_core.device import CopyEvent, LayerwiseCopier
 from kv_core.extent import HostExtent
@@ -20,6 +19,7 @@ from kv_core.service import CacheService, Holder, ReadLease
 from kv_core.transfer import TransferPlan
 
 from kv_connect.halves.copies import Copies
+from kv_connect.halves.step import NO_REPORT, StepReport
 
 _log = limited_logger(__name__)
 
@@ -28,7 +28,6 @@ _log = limited_logger(__name__)
 class _StepLoads:
     """The layerwise loads of one step.
 
-    requests: the requests whose chunks are loaded.
     plan: all their copies; None: they could not be planned.
     layers: for each layer, the event that its bytes have arrived.
     copies: all that were begun, and may still be in flight.
@@ -44,18 +43,6 @@ class _StepLoads:
     waits: int = 0
     is_retried: bool = False
     failure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerwiseReport:
-    """Requests whose layerwise loads have ended; their chunks are no longer read. failed: those that failed."""
-
-    ended: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()
-
-
-NONE_ENDED: Final = LayerwiseReport()
-"""The report of nearly every step."""
 
 
 class LayerLoads:
@@ -113,10 +100,10 @@ class LayerLoads:
         self._ending.append(batch)
         return not batch.failure
 
-    def take_ended(self, *, wait: bool = False) -> LayerwiseReport:
+    def take_ended(self, *, wait: bool = False) -> StepReport:
         """Loads that have ended among those whose forward pass is over. wait: wait for all copies first."""
         if not self._ending:
-            return NONE_ENDED
+            return NO_REPORT
         ended: set[str] = set()
         failed: set[str] = set()
         for batch in list(self._ending):
@@ -126,14 +113,14 @@ class LayerLoads:
                 ended.update(batch.requests)
                 failed.update(batch.requests if batch.failure else ())
         self.expected -= ended
-        return LayerwiseReport(frozenset(ended), frozenset(failed))
+        return StepReport(frozenset(ended), frozenset(failed))
 
-    def give_up(self) -> LayerwiseReport:
+    def give_up(self) -> StepReport:
         """After `close`: all loads that are still expected count as failed."""
         if not self.expected:
-            return NONE_ENDED
+            return NO_REPORT
         ended, self.expected = frozenset(self.expected), set()
-        return LayerwiseReport(ended, ended)
+        return StepReport(ended, ended)
 
     def close(self) -> bool:
         """Wait for every copy, and forget all loads. False: copies may still be in flight."""
@@ -202,16 +189,16 @@ class RanksReports:
         self._ended: dict[str, set[int]] = {}
         self._failed: set[str] = set()
 
-    def receive(self, by_rank: Mapping[int, LayerwiseReport], *, ranks: int) -> LayerwiseReport:
+    def receive(self, by_rank: Mapping[int, StepReport], *, ranks: int) -> StepReport:
         """Add these reports. Returns the loads that have now ended on all of `ranks` ranks; failed: those that failed
         on any."""
         for rank, report in by_rank.items():
             self._failed |= report.failed
-            for request_id in report.ended:
+            for request_id in report.finished:
                 self._ended.setdefault(request_id, set()).add(rank)
         ended = {request_id for request_id, ended_ranks in self._ended.items() if len(ended_ranks) == ranks}
         for request_id in ended:
             del self._ended[request_id]
         failed = self._failed & ended
         self._failed -= failed
-        return LayerwiseReport(frozenset(ended), frozenset(failed))
+        return StepReport(frozenset(ended), frozenset(failed))

@@ -102,7 +102,6 @@ class RequestTokens:
     tokens: all its tokens, including generated ones: after a preemption they are a prompt like any other.
     keep_tokens: how many of them may be stored (the prompt's; all of them if decoded tokens are stored too).
     salt: separates its chunks from other tenants'.
-    lora: the identity of its adapter.
     items: inputs of the model besides tokens.
     """
 
@@ -125,7 +124,6 @@ class RequestTokens:
 class EngineState:
     """A state of linear layers that the engine hands over.
 
-    table: the block table that contains it.
     block: the block where the state is after this step's forward pass.
     boundary: the number of the request's tokens after which the state was taken.
     """
@@ -139,10 +137,7 @@ class EngineState:
 class Scheduled:
     """A request in this step.
 
-    request: the request as it was looked up.
     computed_tokens: how many of its first tokens are computed after the forward pass.
-    blocks: its block tables.
-    states: its states that the engine hands over.
     """
 
     request: RequestTokens
@@ -155,7 +150,6 @@ class Scheduled:
 class Awaited:
     """The wait for chunks that another engine has yet to store (`kv_connect.halves.scheduler`).
 
-    until_s: when the request stops waiting.
     retry_at_s: when its lookup is repeated.
     retry_s: the interval after that lookup.
     """
@@ -169,13 +163,10 @@ class Awaited:
 class Tracked:
     """One request.
 
-    keys: its chain of digests.
     tenant: the tag in its keys.
-    phase: where it is in its life cycle.
     chunk_keys: the keys of its chunks, chunk-major.
     promised_chunks: the number of leading chunks leased for it.
     files: where the last of these are in a tier's files, if they are read there.
-    pays: whether loading them is worthwhile.
     tiers: for each promised chunk, the tier that it came from.
     junction: the boundary, in tokens, where other prompts diverge from it while a window or a state is missing there.
     offered_from: the number of tokens that the engine had itself when it was offered more.
@@ -187,12 +178,8 @@ class Tracked:
     first_trial: the number of the first trial that what is stored of it awaits (`StepPlan.trial`); 0: something awaits
         none.
     stored_tail_tokens: tokens of the last, partial chunk that was stored for another engine.
-    awaited: its wait for chunks of another engine.
-    has_awaited: whether its wait for another engine is over.
     has_taken: whether it has ended the holds on the chunks handed over to it.
-    may_wait: whether it may still wait for lower tiers.
     follows: the request for whose load of the same chunks it waits, or has waited; empty: none.
-    is_counted: whether its lookup is in the counts.
     mixed: whether its blocks may hold other KV than its keys name, such as that of earlier weights, which is never
         stored.
     """

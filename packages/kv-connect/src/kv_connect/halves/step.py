@@ -65,7 +65,6 @@ class LoadStep:
 class StateBlock:
     """Where a linear layer's state at a boundary is after this step's forward pass.
 
-    table: the block table that contains it.
     chunk: number of the chunk that ends at the boundary.
     """
 
@@ -80,7 +79,6 @@ class StoreStep:
     held.
 
     digests: the digests of these chunks, from the prompt's first.
-    tenant: the tag in the keys.
     blocks: for each of the engine's block tables, the blocks of these chunks.
     states: the states to store, of groups that have states.
     tail_tokens: the last digest names a partial chunk of this many tokens, at the end of a prompt that another engine
@@ -103,10 +101,8 @@ class StoreStep:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's work for every worker.
+    """One step's work for every worker: loads before the forward pass, and stores after it.
 
-    loads: the loads before the forward pass.
-    stores: the stores after it.
     refused: requests whose allocation was inconsistent; their loads are reported as failed without touching a byte.
     space_id: the fingerprint of the key space that the loads and stores are in. The scheduler decides it, because
         new weights in a running engine change the key space from one step to the next.
@@ -143,8 +139,9 @@ class StepPlan:
         chains = [load.digests for load in plan.loads] + [store.digests for store in plan.stores]
         if any(len(digest) not in (16, 32) for digests in chains for digest in digests):
             raise InputError("the step plan has something else where a chunk's digest belongs")
-        places: list[HostExtent | FileExtent] = [place for load in plan.loads for place in (*load.extents, *load.files)]
-        if any(place.offset < 0 or place.nbytes < 0 for place in places):
+        places = [(place.offset, place.nbytes) for load in plan.loads for place in load.extents]
+        places += [(place.offset, place.nbytes) for load in plan.loads for place in load.files]
+        if any(min(place) < 0 for place in places):
             raise InputError("the step plan has places that begin before 0, or have fewer bytes")
         if any(len(file.checksum) != _CHECKSUM_BYTES for load in plan.loads for file in load.files):
             raise InputError("the step plan has something else where a checksum belongs")
@@ -160,9 +157,9 @@ def _read_table(_kind: type, entry: Plain) -> BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Loads that ended since the last report.
+    """Loads that ended since the last report; their chunks are no longer read.
 
-    finished: requests whose wait is over.
+    finished: requests whose loads have ended, so that their wait is over.
     failed: requests among these whose tokens have to be computed.
     """
 

@@ -64,9 +64,6 @@ class _StorePart:
 class _Store:
     """A request's chunks in flight to the pool, over all groups.
 
-    number: the number of the plan that stores them.
-    lease: the lease on their slots.
-    nbytes: the size of their payloads.
     tokens: the tokens of one group's chunks, as `WorkerCounts.stored_tokens` counts them.
     trial: the trial that it has to stand before it is committed; 0: none.
     parts: the parts still to be gathered; none once all copies have begun.

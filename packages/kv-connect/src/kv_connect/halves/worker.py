@@ -21,7 +21,7 @@ from kv_core.transfer import Copy, Move, TransferPlan, plan_transfer
 from kv_connect.figures import WorkerCounts
 from kv_connect.halves.copies import Copies
 from kv_connect.halves.direct_reads import DirectReads
-from kv_connect.halves.layerwise import LayerLoads, LayerwiseReport
+from kv_connect.halves.layerwise import LayerLoads
 from kv_connect.halves.step import NO_REPORT, LoadStep, StepPlan, StepReport
 from kv_connect.halves.stores import Stores
 
@@ -32,7 +32,6 @@ _log = limited_logger(__name__)
 class _Load:
     """One request's load, over all groups.
 
-    step: what is to be loaded, and where.
     lease: the lease on all its chunks; None if it was refused.
     copies: those into each group's blocks.
     file_keys: the chunks that are read in files, and `read` their read.
@@ -139,11 +138,11 @@ class WorkerHalf:
                     load.fail(reason, missing)
         self._finish_loads()
 
-    def take_layerwise(self, *, wait: bool = False) -> LayerwiseReport:
+    def take_layerwise(self, *, wait: bool = False) -> StepReport:
         """Layerwise loads that have ended since the last call. wait: wait for all whose forward pass is over."""
         report = self.layers.take_ended(wait=wait)
-        if report.ended:
-            self.counts.loads_finished += len(report.ended - report.failed)
+        if report.finished:
+            self.counts.loads_finished += len(report.finished - report.failed)
             self.counts.loads_failed += len(report.failed)
         return report
 
