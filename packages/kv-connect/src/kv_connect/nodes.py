@@ -7,6 +7,8 @@ node has nothing of a prompt, it is a miss without any question.
 
 With windows and states, the longest hit of one node need not be a hit of another. Nodes that found more than the least
 are asked again about the least, until all agree; every such round ends at fewer chunks.
+
+Which shard of every chunk a rank has, on one node too, is its `RankShare`.
 """
 
 from collections.abc import Callable, Iterable, Sequence

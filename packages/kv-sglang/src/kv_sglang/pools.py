@@ -1,4 +1,4 @@
-"""Describes SGLang's host pools: the bytes of a page, and its copier.
+"""Describes SGLang's pools of pages, in host memory and on the device: the bytes of a page, and its copier.
 
 The content of a pool's buffer follows from its shape, never from the engine's flags. Pools of plain K and V or of MLA
 latents are stored in the canonical format, which other host layouts and other engines share. Everything else (states of

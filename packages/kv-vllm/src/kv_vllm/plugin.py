@@ -36,7 +36,6 @@ def join_vllm_log() -> None:
 def register() -> None:
     """Register `kv_connector="KVTiersConnector"` with vLLM. Idempotent: vLLM may call it more than once per process."""
     from kv_vllm.media_names import watch_media_names
-    from kv_vllm.plugin import join_vllm_log
     from kv_vllm.weights import watch_for_loading
 
     join_vllm_log()

@@ -6,7 +6,6 @@ import sys
 from typing import Any, Final
 
 from kv_core.errors import ConfigError
-from kv_sglang import cli
 
 STORAGE: Final = ("kv_blend.sglang.storage", "KVBlendStorage")
 """Module and class."""
@@ -20,6 +19,8 @@ def engine_arguments(settings: dict[str, Any], *, page_size: int, linker: bool =
     Raises:
         ConfigError: SGLang's linker does not blend.
     """
+    from kv_sglang import cli
+
     if linker:
         raise ConfigError("blending is served by HiCache's storage, and not by the linker: leave out --linker")
     # SGLang looks for shorter runs of pages only if it is told to, and computes without waiting for them.
@@ -55,7 +56,6 @@ def _generate_request(*given: Any, **named: Any) -> Any:
 def _made(_none: None, manager: Any, *_given: Any, **_named: Any) -> None:
     """SGLang's server is an application of its module, and has no option for more in front of it."""
     from kv_blend.middleware import SegmentsMiddleware
-    from kv_blend.sglang.plugin import blends
 
     server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if server is not None and blends(manager.server_args) and server.app.middleware_stack is None:
