@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from kv_sglang import transfer
 from kv_sglang.exchange import IncomingRoom
@@ -307,7 +308,8 @@ def test_a_request_that_finds_an_earlier_one_under_its_number_hears_of_the_pages
     job = sent(ours)
     ours._on_decode_message(DecodeReady(ROOM, 1, decode_rank(SECOND)).frames())
     job(SimpleNamespace(put=lambda *_arguments: ""))
-    assert [message[2] for message in told] == [SECOND, SECOND] and ours.request_status == {ROOM: KVPoll.Success}
+    attempts = [msgspec.msgpack.decode(message[1], type=PagesStored).attempt for message in told]
+    assert attempts == [SECOND, SECOND] and ours.request_status == {ROOM: KVPoll.Success}
     told.clear()
     ours._on_decode_message(DecodeReady(ROOM, 1, decode_rank(b"attempt3")).frames())
     ((tag, _room, status, _rank, reason, attempt),) = told
